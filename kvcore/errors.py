@@ -1,0 +1,72 @@
+"""Every error kvcore raises on purpose.
+
+    KVCoreError
+    ├── ConfigError          a setting is unknown, of the wrong type, or out of range
+    ├── PluginError          a plugin could not be loaded, or its hooks do not fit
+    ├── UnsupportedError     the engine, version, model or layout is one kvcore does not serve
+    ├── LayoutError          strides, shapes or dtypes do not describe the memory given
+    ├── CapacityError        a request does not fit the budget of a tier
+    ├── TierError            a tier could not read or write
+    │   ├── TierUnavailable  the medium is missing, read-only, full or down
+    │   └── CorruptBlock     the bytes read are not the bytes written
+    ├── FormatError          a file or message is of another version, model or shape
+    └── TransferError        a transfer graph failed
+        ├── TransferCancelled
+        └── DeadlineExceeded
+
+A message says what was given, what is supported, and what to change.
+"""
+
+from __future__ import annotations
+
+
+class KVCoreError(Exception):
+    """Base of every error kvcore raises on purpose."""
+
+
+class ConfigError(KVCoreError, ValueError):
+    """A setting is unknown, of the wrong type, or out of range."""
+
+
+class PluginError(KVCoreError):
+    """A plugin could not be loaded, or its hooks do not fit their specification."""
+
+
+class UnsupportedError(KVCoreError):
+    """The engine, version, model or layout is one kvcore does not serve."""
+
+
+class LayoutError(KVCoreError, ValueError):
+    """Strides, shapes or dtypes do not describe the memory they were given for."""
+
+
+class CapacityError(KVCoreError):
+    """What was asked for does not fit the budget of a tier."""
+
+
+class TierError(KVCoreError):
+    """A tier could not read or write."""
+
+
+class TierUnavailable(TierError):
+    """The medium behind a tier is missing, read-only, full or down."""
+
+
+class CorruptBlock(TierError):
+    """The bytes read are not the bytes that were written."""
+
+
+class FormatError(KVCoreError, ValueError):
+    """A file or a message is of another version, model or shape than this one."""
+
+
+class TransferError(KVCoreError):
+    """A transfer graph failed."""
+
+
+class TransferCancelled(TransferError):
+    """A transfer was cancelled before it finished."""
+
+
+class DeadlineExceeded(TransferError):
+    """A transfer did not finish by its deadline."""
