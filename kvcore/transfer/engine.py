@@ -1,0 +1,366 @@
+"""Runs transfer graphs: one queue a path, ops in priority order, each started when its deps end.
+
+    op      created ──▶ ready ──▶ running ──▶ completed | failed
+                  └───────┴──▶ cancelled (by the caller, a deadline, or close)
+
+A row that fails does not stop the others: ops that depend on it skip that row and report it as
+failed upstream. What a graph's ops did is read back as ``OpReport`` values, one an op.
+
+Thread-safety: every public method may be called from any thread. Executors are called from the
+engine's own threads, never under its lock, and may block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from kvcore.errors import CapacityError, TransferError
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
+
+_log = logging.getLogger("kvcore.transfer")
+
+
+class OpState(Enum):
+    CREATED = "created"
+    READY = "ready"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (OpState.COMPLETED, OpState.FAILED, OpState.CANCELLED)
+
+
+class Executor(Protocol):
+    """Moves the bytes of one path."""
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        """Copy ``rows`` of ``op``; returns the rows that failed. Blocks until they are copied."""
+        ...
+
+
+class OpTiming(NamedTuple):
+    """What the observer of an engine is told when an op ends."""
+
+    path: Path
+    rows: int
+    failed: int
+    seconds: float
+
+
+class _Run:
+    """A graph in flight. All fields are guarded by the engine's lock."""
+
+    def __init__(self, graph: TransferGraph, deadline: float | None) -> None:
+        self.graph = graph
+        self.deadline = deadline
+        self.states = [OpState.CREATED] * len(graph.ops)
+        self.index = {op.op_id: i for i, op in enumerate(graph.ops)}
+        self.failed: dict[int, RowError] = {}
+
+    def ended(self, which: Callable[[TransferOp], bool] = lambda op: True) -> bool:
+        pairs = zip(self.graph.ops, self.states, strict=True)
+        return all(state.ended for op, state in pairs if which(op))
+
+    def runnable(self) -> list[int]:
+        """Positions of created ops whose deps have all ended."""
+        return [
+            i
+            for i, op in enumerate(self.graph.ops)
+            if self.states[i] is OpState.CREATED
+            and all(self.states[self.index[dep]].ended for dep in op.deps)
+        ]
+
+
+class TransferEngine:
+    """Runs graphs on the threads of one worker.
+
+    ``executors`` gives each path its executor, ``threads`` its number of threads (default 1).
+    At most ``queue_depth`` ops are in flight. ``observer`` is told of every op that ran.
+    """
+
+    def __init__(
+        self,
+        executors: Mapping[Path, Executor],
+        *,
+        threads: Mapping[Path, int] | None = None,
+        queue_depth: int = 4096,
+        observer: Callable[[OpTiming], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executors = dict(executors)
+        self._depth = queue_depth
+        self._observer = observer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._work = {path: threading.Condition(self._lock) for path in self._executors}
+        self._queues: dict[Path, list[tuple[int, int, int, int]]] = {p: [] for p in self._executors}
+        self._runs: dict[int, _Run] = {}
+        self._reports: list[OpReport] = []
+        self._live_ops = 0
+        self._order = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(
+                target=self._serve, args=(path,), name=f"kvcore-{path.value}-{n}", daemon=True
+            )
+            for path in self._executors
+            for n in range((threads or {}).get(path, 1))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- submitting -------------------------------------------------------------------------
+
+    def submit(self, graph: TransferGraph) -> None:
+        """Start ``graph``. Does not block.
+
+        Raises CapacityError when the ops in flight would exceed ``queue_depth``, TransferError
+        when the graph is malformed, uses a path without executor, or its id is in flight.
+        """
+        graph.check()
+        if missing := {op.path.value for op in graph.ops} - {p.value for p in self._executors}:
+            have = sorted(path.value for path in self._executors)
+            raise TransferError(
+                f"graph {graph.graph_id} needs paths {sorted(missing)}; this engine has {have}"
+            )
+        with self._lock:
+            if self._closed:
+                raise TransferError(f"graph {graph.graph_id}: the transfer engine is closed")
+            if graph.graph_id in self._runs:
+                raise TransferError(f"graph {graph.graph_id} is in flight already")
+            if self._live_ops + len(graph.ops) > self._depth:
+                raise CapacityError(
+                    f"graph {graph.graph_id} has {len(graph.ops)} ops and {self._live_ops} are in "
+                    f"flight; the limit is {self._depth} (transfer.queue_depth)"
+                )
+            deadline = None if graph.deadline_s is None else self._clock() + graph.deadline_s
+            run = self._runs[graph.graph_id] = _Run(graph, deadline)
+            self._live_ops += len(graph.ops)
+            self._advance(run)
+            self._forget_if_ended(run)
+
+    def cancel(self, graph_id: int) -> None:
+        """Cancel the ops of a graph that have not started; running ones end by themselves."""
+        with self._lock:
+            if run := self._runs.get(graph_id):
+                self._cancel(run, RowError.CANCELLED)
+
+    def expire(self) -> None:
+        """Cancel what has not started of graphs past their deadline."""
+        with self._lock:
+            self._expire(self._clock())
+
+    # -- waiting ----------------------------------------------------------------------------
+
+    def wait(self, graph_id: int, timeout: float | None = None) -> bool:
+        """Block until every op of the graph has ended, or ``timeout`` seconds. True if ended."""
+        return self._wait(graph_id, lambda op: True, timeout)
+
+    def wait_device(self, graph_id: int, timeout: float | None = None) -> bool:
+        """Like ``wait`` for the ops that touch the device alone."""
+        return self._wait(graph_id, lambda op: op.path.touches_device, timeout)
+
+    def wait_layer(self, graph_id: int, layer: int, timeout: float | None = None) -> bool:
+        """Like ``wait`` for the device ops that carry ``layer``."""
+
+        def carries(op: TransferOp) -> bool:
+            touches = op.path.touches_device
+            return touches and (op.layers is None or op.layers.covers(layer))
+
+        return self._wait(graph_id, carries, timeout)
+
+    def wait_report(self, timeout: float) -> bool:
+        """Block until a report is there to be polled, or ``timeout`` seconds."""
+        with self._lock:
+            return self._changed.wait_for(lambda: bool(self._reports), timeout)
+
+    def poll(self) -> list[OpReport]:
+        """Take the reports of the ops that ended since the last call. Does not block."""
+        with self._lock:
+            self._expire(self._clock())
+            reports, self._reports = self._reports, []
+            return reports
+
+    # -- looking ----------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Ops submitted and not ended."""
+        with self._lock:
+            return self._live_ops
+
+    def queue_depths(self) -> dict[Path, int]:
+        """Ready ops waiting for a thread, by path."""
+        with self._lock:
+            return {path: len(queue) for path, queue in self._queues.items()}
+
+    def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
+        """Stop the threads. With ``drain``, saves and spills in flight are finished first.
+
+        Returns True when everything ended within ``timeout`` seconds; a thread stuck in a hung
+        device is left behind (it is a daemon).
+        """
+        limit = None if timeout is None else self._clock() + timeout
+        with self._lock:
+            if not drain:
+                for run in list(self._runs.values()):
+                    self._cancel(run, RowError.CANCELLED)
+            self._changed.wait_for(lambda: not self._runs, timeout)
+            for run in list(self._runs.values()):
+                self._cancel(run, RowError.CANCELLED)
+            self._closed = True
+            for condition in self._work.values():
+                condition.notify_all()
+        for thread in self._threads:
+            thread.join(None if limit is None else max(0.0, limit - self._clock()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def check_integrity(self) -> None:
+        """Raise TransferError unless the counters agree with the graphs in flight."""
+        with self._lock:
+            live = sum(1 for r in self._runs.values() for s in r.states if not s.ended)
+            ready = sum(1 for r in self._runs.values() for s in r.states if s is OpState.READY)
+            queued = sum(
+                1
+                for path, queue in self._queues.items()
+                for _, _, graph_id, position in queue
+                if graph_id in self._runs and self._runs[graph_id].states[position] is OpState.READY
+            )
+        if live != self._live_ops or ready != queued:
+            raise TransferError(
+                f"{live} ops live but {self._live_ops} counted; {ready} ready but {queued} queued"
+            )
+
+    # -- under the lock ---------------------------------------------------------------------
+
+    def _wait(
+        self, graph_id: int, which: Callable[[TransferOp], bool], timeout: float | None
+    ) -> bool:
+        limit = None if timeout is None else self._clock() + timeout
+        with self._lock:
+            while (run := self._runs.get(graph_id)) is not None and not run.ended(which):
+                now = self._clock()
+                self._expire(now)
+                if run.ended(which):
+                    return True
+                if limit is not None and now >= limit:
+                    return False
+                ends = [t for t in (limit, run.deadline) if t is not None and t > now]
+                self._changed.wait(min(ends) - now if ends else None)
+            return True
+
+    def _advance(self, run: _Run) -> None:
+        """Queue every op of ``run`` that has become ready."""
+        for position in run.runnable():
+            op = run.graph.ops[position]
+            run.states[position] = OpState.READY
+            self._order += 1
+            entry = (run.graph.priority.value, self._order, run.graph.graph_id, position)
+            heapq.heappush(self._queues[op.path], entry)
+            self._work[op.path].notify()
+
+    def _finish(self, run: _Run, position: int, failed: dict[int, RowError]) -> None:
+        op = run.graph.ops[position]
+        if not failed:
+            run.states[position] = OpState.COMPLETED
+        elif any(e in (RowError.CANCELLED, RowError.DEADLINE) for e in failed.values()):
+            run.states[position] = OpState.CANCELLED
+        else:
+            run.states[position] = OpState.FAILED
+        for row, error in failed.items():
+            run.failed.setdefault(row, error)
+        self._live_ops -= 1
+        self._reports.append(OpReport(run.graph.graph_id, op.op_id, failed))
+
+    def _cancel(self, run: _Run, why: RowError) -> None:
+        for position, state in enumerate(run.states):
+            if state in (OpState.CREATED, OpState.READY):
+                op = run.graph.ops[position]
+                self._finish(run, position, dict.fromkeys(range(*op.rows), why))
+        self._forget_if_ended(run)
+        self._changed.notify_all()
+
+    def _expire(self, now: float) -> None:
+        late = [r for r in self._runs.values() if r.deadline is not None and now >= r.deadline]
+        for run in late:
+            run.deadline = None
+            _log.warning(
+                "load abandoned at its deadline graph=%d after_s=%s",
+                run.graph.graph_id,
+                run.graph.deadline_s,
+            )
+            self._cancel(run, RowError.DEADLINE)
+
+    def _forget_if_ended(self, run: _Run) -> None:
+        if run.ended():
+            self._runs.pop(run.graph.graph_id, None)
+
+    # -- threads ----------------------------------------------------------------------------
+
+    def _serve(self, path: Path) -> None:
+        _settle_thread(background=path.writes_tier)
+        while (taken := self._take(path)) is not None:
+            run, position = taken
+            op = run.graph.ops[position]
+            upstream = {row: RowError.UPSTREAM for row in range(*op.rows) if row in run.failed}
+            rows = [row for row in range(*op.rows) if row not in upstream]
+            started = self._clock()
+            failed = self._execute(run.graph, op, rows)
+            seconds = self._clock() - started
+            with self._lock:
+                self._finish(run, position, {**upstream, **failed})
+                self._advance(run)
+                self._forget_if_ended(run)
+                self._changed.notify_all()
+            if self._observer is not None:
+                self._observer(OpTiming(path, len(rows), len(failed), seconds))
+
+    def _take(self, path: Path) -> tuple[_Run, int] | None:
+        """Block until an op of ``path`` is ready; None when the engine closes."""
+        queue = self._queues[path]
+        with self._lock:
+            while True:
+                while queue:
+                    _, _, graph_id, position = heapq.heappop(queue)
+                    run = self._runs.get(graph_id)
+                    if run is not None and run.states[position] is OpState.READY:
+                        run.states[position] = OpState.RUNNING
+                        return run, position
+                if self._closed:
+                    return None
+                self._work[path].wait()
+
+    def _execute(
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError]:
+        if not rows:
+            return {}
+        try:
+            return self._executors[op.path].run(graph, op, rows)
+        except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue lives on
+            _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
+            return dict.fromkeys(rows, RowError.INTERNAL)
+
+
+def _settle_thread(*, background: bool) -> None:
+    """Free this thread from the engine's core binding; background writers give way to the model.
+
+    An engine that binds its main thread to one core would otherwise have every copy share it.
+    """
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        if background:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    except OSError as error:
+        _log.debug("thread placement left as it is: %s", error)

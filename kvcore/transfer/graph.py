@@ -1,0 +1,223 @@
+"""Transfer graphs: which blocks move where, in what order. A graph is a value.
+
+    load   tier_slot ──DISK2H──▶ host_slot ──H2D──▶ device units
+    save   device units ──D2H──▶ host_slot ──H2DISK──▶ tier_slot
+    spill                        host_slot ──H2DISK──▶ tier_slot
+
+The blocks of a graph are its *rows*: consecutive blocks of one prefix chain, each with its key and
+the places its bytes have on every medium the graph touches. An op names a path, a range of rows
+and a range of layers, and the ops that must be finished before it starts. Graphs are planned by
+the leader without a device at hand and run by the transfer engine of each worker.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import FormatError, TransferError
+
+SKIP = -1
+"""In a unit table: this unit is not copied (the engine holds it already, or dropped its page)."""
+
+NO_PARENT = b""
+"""Parent key of the first block of a chain."""
+
+
+class Path(str, Enum):
+    """One direction between two media. Each has a queue of its own in the transfer engine."""
+
+    H2D = "h2d"
+    D2H = "d2h"
+    H2DISK = "h2disk"
+    DISK2H = "disk2h"
+    H2REMOTE = "h2remote"
+    REMOTE2H = "remote2h"
+
+    @property
+    def touches_device(self) -> bool:
+        return self in (Path.H2D, Path.D2H)
+
+    @property
+    def writes_tier(self) -> bool:
+        return self in (Path.H2DISK, Path.H2REMOTE)
+
+    @property
+    def reads_tier(self) -> bool:
+        return self in (Path.DISK2H, Path.REMOTE2H)
+
+
+class Priority(int, Enum):
+    """Order between ready ops of one path: smaller first. A waiting request beats a save."""
+
+    LOAD = 0
+    SAVE = 1
+    SPILL = 2
+
+
+class Span(NamedTuple):
+    """A half-open range [start, stop) of rows or layers."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def covers(self, position: int) -> bool:
+        return self.start <= position < self.stop
+
+
+class TransferOp(msgspec.Struct, frozen=True, array_like=True):
+    """One copy of some rows along one path.
+
+    ``tier`` names the backing tier for paths to and from one, and is empty otherwise. ``layers``
+    of None means every layer. ``deps`` are ids of ops of the same graph.
+    """
+
+    op_id: int
+    path: Path
+    rows: Span
+    layers: Span | None = None
+    tier: str = ""
+    deps: tuple[int, ...] = ()
+
+
+class UnitTable(msgspec.Struct, frozen=True, array_like=True):
+    """Device places of a graph's rows in one group of layers.
+
+    ``data`` holds int64 unit indices ``[rows, units_per_block]``, row-major, ``SKIP`` where nothing
+    is to be copied. Unit ``i`` is tokens ``[i * unit_tokens, (i + 1) * unit_tokens)`` of the
+    engine's slots; ``unit_tokens`` divides both the page and the token block.
+    """
+
+    unit_tokens: int
+    units_per_block: int
+    data: bytes
+
+    @classmethod
+    def of(cls, units: npt.NDArray[np.int64], unit_tokens: int) -> UnitTable:
+        """Wrap ``units`` of shape ``[rows, units_per_block]``."""
+        table = np.ascontiguousarray(units, dtype=np.int64)
+        return cls(unit_tokens, table.shape[1], table.tobytes())
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """The units as ``[rows, units_per_block]``; read-only, shares ``data``."""
+        return np.frombuffer(self.data, dtype=np.int64).reshape(-1, self.units_per_block)
+
+
+class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
+    """A frozen, acyclic set of copies over the rows of one prefix chain.
+
+    ``keys[i]`` is the prefix key of row i and ``parent`` the key before the first row
+    (``NO_PARENT`` at the root). ``host_slots`` and ``tier_slots`` are slots of the host arena and
+    of the backing tier (-1 where the row does not touch it). ``units`` has one table per group of
+    layers, in the order in which the worker registered its groups; a graph that does not touch the
+    device has none. ``deadline_s`` is seconds from submission; None waits for ever.
+    """
+
+    graph_id: int
+    priority: Priority
+    namespace: bytes
+    parent: bytes
+    keys: tuple[bytes, ...]
+    host_slots: tuple[int, ...]
+    tier_slots: tuple[int, ...]
+    units: tuple[UnitTable, ...]
+    ops: tuple[TransferOp, ...]
+    deadline_s: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.keys)
+
+    def parent_of(self, row: int) -> bytes:
+        """Key of the block before ``row``."""
+        return self.keys[row - 1] if row else self.parent
+
+    def check(self) -> None:
+        """Raise TransferError unless the graph is well formed and acyclic.
+
+        Ops may only depend on ops listed before them, which makes any cycle impossible and any
+        order of execution that respects ``deps`` a valid one.
+        """
+        rows = self.num_rows
+        if not (len(self.host_slots) == len(self.tier_slots) == rows):
+            raise TransferError(
+                f"graph {self.graph_id}: {rows} keys but {len(self.host_slots)} host slots "
+                f"and {len(self.tier_slots)} tier slots; every row needs one of each"
+            )
+        for table in self.units:
+            sized = table.unit_tokens > 0 and table.units_per_block > 0
+            if not sized or len(table.data) != rows * table.units_per_block * 8:
+                raise TransferError(
+                    f"graph {self.graph_id}: unit table of {len(table.data)} bytes for {rows} rows"
+                    f" of {table.units_per_block} units of {table.unit_tokens} tokens"
+                )
+        seen: set[int] = set()
+        for op in self.ops:
+            self._check_op(op, seen)
+            seen.add(op.op_id)
+
+    def _check_op(self, op: TransferOp, seen: set[int]) -> None:
+        where = f"graph {self.graph_id}, op {op.op_id} ({op.path.value})"
+        if op.op_id in seen:
+            raise TransferError(f"{where}: this op id is used twice")
+        if missing := [d for d in op.deps if d not in seen]:
+            raise TransferError(f"{where}: depends on {missing}, not listed before it")
+        start, stop = op.rows
+        if not 0 <= start < stop <= self.num_rows:
+            raise TransferError(f"{where}: rows {start}..{stop} of {self.num_rows}")
+        if op.layers is not None and not 0 <= op.layers[0] < op.layers[1]:
+            raise TransferError(f"{where}: empty layer range {op.layers}")
+        if op.path.touches_device and not self.units:
+            raise TransferError(f"{where}: touches the device but the graph has no unit table")
+        if (op.path.writes_tier or op.path.reads_tier) and not op.tier:
+            raise TransferError(f"{where}: names no backing tier")
+        if any(self.host_slots[row] < 0 for row in range(start, stop)):
+            raise TransferError(f"{where}: a row without a host slot")
+        if op.tier and any(self.tier_slots[row] < 0 for row in range(start, stop)):
+            raise TransferError(f"{where}: a row without a slot in tier {op.tier!r}")
+
+
+class RowError(str, Enum):
+    """Why a row of an op was not copied."""
+
+    CORRUPT = "corrupt"
+    IO = "io"
+    UPSTREAM = "upstream"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    INTERNAL = "internal"
+
+
+class OpReport(msgspec.Struct, array_like=True):
+    """What became of one op on one worker. ``failed`` maps row -> reason; empty means all moved."""
+
+    graph_id: int
+    op_id: int
+    failed: dict[int, RowError] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_graph_decoder = msgspec.msgpack.Decoder(TransferGraph)
+
+
+def encode(value: Any) -> bytes:
+    """Encode a graph, a report, or any message made of them, as msgpack."""
+    return _encoder.encode(value)
+
+
+def decode_graph(data: bytes) -> TransferGraph:
+    """Decode and check a graph; raises FormatError on malformed input."""
+    try:
+        graph = _graph_decoder.decode(data)
+        graph.check()
+    except (msgspec.DecodeError, UnicodeDecodeError, TransferError) as error:
+        raise FormatError(f"not a transfer graph: {error}") from error
+    return graph

@@ -1,0 +1,191 @@
+"""From places to a transfer graph: pure functions, tested without a device.
+
+Rows of a load come host-resident first, then tier by tier, which is the order of the prefix chain
+because every tier holds a prefix-closed set:
+
+    rows   0 ........ h ............ d1 ......... d2
+           host       first tier     second tier
+    ops    H2D by     DISK2H+H2D     REMOTE2H+H2D
+           layer      by batch       by batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvcore.transfer.graph import (
+    Path,
+    Priority,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+)
+
+
+class Chain(NamedTuple):
+    """The rows of a graph: consecutive blocks of one prefix chain."""
+
+    namespace: bytes
+    parent: bytes
+    keys: tuple[bytes, ...]
+
+
+class TierRows(NamedTuple):
+    """Rows that come from, or go to, one backing tier, and their slots there (one a row)."""
+
+    tier: str
+    path: Path
+    rows: Span
+    slots: Sequence[int]
+
+
+def batches(rows: Span, size: int) -> list[Span]:
+    """Cut ``rows`` into spans of at most ``size``."""
+    return [Span(a, min(a + size, rows.stop)) for a in range(rows.start, rows.stop, size)]
+
+
+def layer_steps(layers: int, first: int = 1, growth: int = 2) -> list[Span]:
+    """Cut the layers into steps that grow, so that layer 0 is usable early and ops stay few.
+
+    >>> [tuple(step) for step in layer_steps(10)]
+    [(0, 1), (1, 3), (3, 7), (7, 10)]
+    """
+    steps, start, width = [], 0, first
+    while start < layers:
+        stop = min(start + width, layers)
+        steps.append(Span(start, stop))
+        start, width = stop, width * growth
+    return steps
+
+
+class _Ops:
+    """Collects ops with ascending ids."""
+
+    def __init__(self) -> None:
+        self.ops: list[TransferOp] = []
+
+    def add(
+        self,
+        path: Path,
+        rows: Span,
+        *,
+        layers: Span | None = None,
+        tier: str = "",
+        deps: tuple[int, ...] = (),
+    ) -> int:
+        op_id = len(self.ops)
+        self.ops.append(TransferOp(op_id, path, rows, layers, tier, deps))
+        return op_id
+
+
+def build_load(
+    graph_id: int,
+    chain: Chain,
+    host_slots: Sequence[int],
+    sources: Sequence[TierRows],
+    units: Sequence[UnitTable],
+    *,
+    batch_rows: int,
+    layers: Sequence[Span] = (),
+    deadline_s: float | None = None,
+) -> TransferGraph:
+    """Plan a load of ``chain`` to the device.
+
+    Rows in no source are in the host arena already; ``layers`` cuts their copy into layer steps
+    (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the
+    sources (staging): a read into a slot then waits until the copy out of it is done.
+    """
+    ops = _Ops()
+    tier_slots = [-1] * len(chain.keys)
+    host_rows = Span(0, sources[0].rows.start if sources else len(chain.keys))
+    if host_rows.size:
+        for step in layers or (None,):
+            ops.add(Path.H2D, host_rows, layers=step)
+    reader_of: dict[int, int] = {}  # host slot -> the H2D that last read it
+    for source in sources:
+        tier_slots[source.rows.start : source.rows.stop] = source.slots
+        for rows in batches(source.rows, batch_rows):
+            slots = host_slots[rows.start : rows.stop]
+            after = tuple(sorted({reader_of[s] for s in slots if s in reader_of}))
+            read = ops.add(source.path, rows, tier=source.tier, deps=after)
+            copy = ops.add(Path.H2D, rows, deps=(read,))
+            reader_of.update(dict.fromkeys(slots, copy))
+    graph = TransferGraph(
+        graph_id,
+        Priority.LOAD,
+        chain.namespace,
+        chain.parent,
+        chain.keys,
+        tuple(host_slots),
+        tuple(tier_slots),
+        tuple(units),
+        tuple(ops.ops),
+        deadline_s,
+    )
+    graph.check()
+    return graph
+
+
+def build_save(
+    graph_id: int,
+    chain: Chain,
+    host_slots: Sequence[int],
+    units: Sequence[UnitTable],
+    sink: TierRows | None,
+    *,
+    batch_rows: int,
+) -> TransferGraph:
+    """Plan a save of ``chain`` to the host arena and, where ``sink`` is given, on to its tier.
+
+    The device copy is one op, so that the engine's pages are free again as early as possible.
+    """
+    ops = _Ops()
+    copied = ops.add(Path.D2H, Span(0, len(chain.keys)))
+    return _with_sink(
+        graph_id, Priority.SAVE, chain, host_slots, units, sink, ops, (copied,), batch_rows
+    )
+
+
+def build_spill(
+    graph_id: int,
+    chain: Chain,
+    host_slots: Sequence[int],
+    sink: TierRows,
+    *,
+    batch_rows: int,
+) -> TransferGraph:
+    """Plan a write of host blocks to a backing tier."""
+    return _with_sink(graph_id, Priority.SPILL, chain, host_slots, (), sink, _Ops(), (), batch_rows)
+
+
+def _with_sink(
+    graph_id: int,
+    priority: Priority,
+    chain: Chain,
+    host_slots: Sequence[int],
+    units: Sequence[UnitTable],
+    sink: TierRows | None,
+    ops: _Ops,
+    deps: tuple[int, ...],
+    batch_rows: int,
+) -> TransferGraph:
+    tier_slots = [-1] * len(chain.keys)
+    if sink is not None:
+        tier_slots[sink.rows.start : sink.rows.stop] = sink.slots
+        for rows in batches(sink.rows, batch_rows):
+            ops.add(sink.path, rows, tier=sink.tier, deps=deps)
+    graph = TransferGraph(
+        graph_id,
+        priority,
+        chain.namespace,
+        chain.parent,
+        chain.keys,
+        tuple(host_slots),
+        tuple(tier_slots),
+        tuple(units),
+        tuple(ops.ops),
+    )
+    graph.check()
+    return graph

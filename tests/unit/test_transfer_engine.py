@@ -1,0 +1,298 @@
+"""The transfer engine against executors that record, fail, and hang on command."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcore.errors import CapacityError, TransferError
+from kvcore.transfer.engine import OpTiming, TransferEngine
+from kvcore.transfer.graph import (
+    OpReport,
+    Path,
+    Priority,
+    RowError,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+)
+from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, layer_steps
+
+WAIT = 20.0
+
+
+class Recorder:
+    """An executor that logs what it ran, fails the rows it is told to, and can be held."""
+
+    def __init__(self, log: list[tuple[int, int, tuple[int, ...]]], lock: threading.Lock) -> None:
+        self.log = log
+        self.lock = lock
+        self.fail: dict[int, RowError] = {}
+        self.explode = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        self.entered.set()
+        assert self.gate.wait(WAIT)
+        if self.explode:
+            raise RuntimeError("planted")
+        with self.lock:
+            self.log.append((graph.graph_id, op.op_id, tuple(rows)))
+        return {row: self.fail[row] for row in rows if row in self.fail}
+
+
+class Rig:
+    def __init__(self, **options: object) -> None:
+        self.log: list[tuple[int, int, tuple[int, ...]]] = []
+        lock = threading.Lock()
+        self.at = {path: Recorder(self.log, lock) for path in Path}
+        self.timings: list[OpTiming] = []
+        self.engine = TransferEngine(self.at, observer=self.timings.append, **options)  # type: ignore[arg-type]
+
+    def finish(self, graph: TransferGraph) -> dict[int, OpReport]:
+        assert self.engine.wait(graph.graph_id, WAIT)
+        return {report.op_id: report for report in self.engine.poll()}
+
+
+@pytest.fixture
+def rig() -> Rig:
+    made = Rig()
+    yield made  # type: ignore[misc]
+    for recorder in made.at.values():
+        recorder.gate.set()
+    assert made.engine.close(timeout=WAIT)
+
+
+def units(rows: int) -> tuple[UnitTable, ...]:
+    return (UnitTable.of(np.zeros((rows, 1), dtype=np.int64), 16),)
+
+
+def chain(rows: int) -> Chain:
+    return Chain(b"n", b"", tuple(bytes([i]) for i in range(rows)))
+
+
+def load(graph_id: int, host: int, disk: int, **options: object) -> TransferGraph:
+    rows = host + disk
+    sources = [TierRows("disk", Path.DISK2H, Span(host, rows), range(disk))] if disk else []
+    options = {"batch_rows": 2, "layers": layer_steps(4)} | options
+    return build_load(graph_id, chain(rows), range(rows), sources, units(rows), **options)  # type: ignore[arg-type]
+
+
+def save(graph_id: int, rows: int) -> TransferGraph:
+    sink = TierRows("disk", Path.H2DISK, Span(0, rows), range(rows))
+    return build_save(graph_id, chain(rows), range(rows), units(rows), sink, batch_rows=2)
+
+
+def test_every_op_runs_once_after_its_deps(rig: Rig) -> None:
+    graph = load(1, 3, 5)
+    rig.engine.submit(graph)
+    reports = rig.finish(graph)
+    assert set(reports) == {op.op_id for op in graph.ops}
+    assert all(not report.failed for report in reports.values())
+    order = [op_id for _, op_id, _ in rig.log]
+    assert sorted(order) == [op.op_id for op in graph.ops]
+    for op in graph.ops:
+        assert all(order.index(dep) < order.index(op.op_id) for dep in op.deps)
+    assert rig.engine.in_flight == 0
+    assert sum(timing.rows for timing in rig.timings) == sum(op.rows.size for op in graph.ops)
+    rig.engine.check_integrity()
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
+    rig = Rig()
+    graphs = []
+    for graph_id in range(data.draw(st.integers(1, 4))):
+        ops = []
+        for op_id in range(data.draw(st.integers(1, 8))):
+            start = data.draw(st.integers(0, 5))
+            stop = data.draw(st.integers(start + 1, 6))
+            deps = data.draw(st.sets(st.integers(0, op_id - 1))) if op_id else set()
+            path = data.draw(st.sampled_from(list(Path)))
+            tier = "" if path.touches_device else "t"
+            ops.append(TransferOp(op_id, path, Span(start, stop), None, tier, tuple(deps)))
+        graphs.append(
+            TransferGraph(
+                graph_id,
+                data.draw(st.sampled_from(Priority)),
+                b"",
+                b"",
+                chain(6).keys,
+                tuple(range(6)),
+                tuple(range(6)),
+                units(6),
+                tuple(ops),
+            )
+        )
+    bad_row = data.draw(st.integers(0, 5))
+    rig.at[Path.DISK2H].fail = {bad_row: RowError.CORRUPT}
+    for graph in graphs:
+        rig.engine.submit(graph)
+    for graph in graphs:
+        assert rig.engine.wait(graph.graph_id, WAIT)
+    reports = {(r.graph_id, r.op_id): r for r in rig.engine.poll()}
+    order = [(graph_id, op_id) for graph_id, op_id, _ in rig.log]
+    for graph in graphs:
+        for op in graph.ops:
+            report = reports[graph.graph_id, op.op_id]
+            for dep in op.deps:
+                up = reports[graph.graph_id, dep]
+                assert set(up.failed) & set(range(*op.rows)) <= set(report.failed)
+                if (graph.graph_id, op.op_id) in order and (graph.graph_id, dep) in order:
+                    assert order.index((graph.graph_id, dep)) < order.index(
+                        (graph.graph_id, op.op_id)
+                    )
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: Rig) -> None:
+    rig.at[Path.DISK2H].fail = {4: RowError.CORRUPT}
+    graph = load(1, 2, 4)
+    rig.engine.submit(graph)
+    reports = rig.finish(graph)
+    failed = {op.op_id: reports[op.op_id].failed for op in graph.ops if reports[op.op_id].failed}
+    read = next(op for op in graph.ops if op.path is Path.DISK2H and op.rows.covers(4))
+    copy = next(op for op in graph.ops if op.path is Path.H2D and op.rows.covers(4))
+    assert failed == {read.op_id: {4: RowError.CORRUPT}, copy.op_id: {4: RowError.UPSTREAM}}
+    assert (1, copy.op_id, (5,)) in rig.log
+
+
+def test_an_executor_that_raises_fails_its_rows_and_its_thread_lives(rig: Rig) -> None:
+    rig.at[Path.D2H].explode = True
+    first = save(1, 3)
+    rig.engine.submit(first)
+    reports = rig.finish(first)
+    assert reports[0].failed == dict.fromkeys(range(3), RowError.INTERNAL)
+    assert not any(path_log[0] == 1 for path_log in rig.log), "a failed copy was written to disk"
+    rig.at[Path.D2H].explode = False
+    second = save(2, 3)
+    rig.engine.submit(second)
+    assert all(not report.failed for report in rig.finish(second).values())
+
+
+def test_loads_overtake_saves_that_wait(rig: Rig) -> None:
+    disk = rig.at[Path.DISK2H]
+    disk.gate.clear()
+    spill_like = [
+        TransferGraph(
+            i,
+            Priority.SPILL,
+            b"",
+            b"",
+            chain(1).keys,
+            (0,),
+            (0,),
+            (),
+            (TransferOp(0, Path.DISK2H, Span(0, 1), None, "disk"),),
+        )
+        for i in range(3)
+    ]
+    for graph in spill_like:
+        rig.engine.submit(graph)
+    assert disk.entered.wait(WAIT)
+    urgent = load(9, 0, 1)
+    rig.engine.submit(urgent)
+    disk.gate.set()
+    for graph in [*spill_like, urgent]:
+        assert rig.engine.wait(graph.graph_id, WAIT)
+    reads = [graph_id for graph_id, op_id, _ in rig.log if op_id == 0]
+    assert reads.index(9) == 1, f"the load waited behind saves: {reads}"
+
+
+def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: Rig) -> None:
+    graph = load(1, 2, 0)
+    gate = threading.Semaphore(0)
+    plain = rig.at[Path.H2D].run
+
+    def stepwise(graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        assert gate.acquire(timeout=WAIT)
+        return plain(graph, op, rows)
+
+    rig.at[Path.H2D].run = stepwise  # type: ignore[method-assign]
+    rig.engine.submit(graph)
+    assert not rig.engine.wait_layer(1, 0, timeout=0.01)
+    gate.release()
+    assert rig.engine.wait_layer(1, 0, timeout=WAIT)
+    assert not rig.engine.wait_layer(1, 3, timeout=0.01)
+    gate.release(5)
+    assert rig.engine.wait_layer(1, 3, timeout=WAIT)
+
+
+def test_cancel_ends_what_has_not_started(rig: Rig) -> None:
+    rig.at[Path.DISK2H].gate.clear()
+    graph = load(1, 0, 4)
+    rig.engine.submit(graph)
+    assert rig.at[Path.DISK2H].entered.wait(WAIT)
+    rig.engine.cancel(1)
+    early = {r.op_id: r.failed for r in rig.engine.poll()}
+    assert set(early) == {1, 2, 3}, "the running read must not be reported before it ends"
+    assert rig.engine.wait_device(1, WAIT)
+    assert not rig.engine.wait(1, 0.01)
+    rig.at[Path.DISK2H].gate.set()
+    assert rig.engine.wait(1, WAIT)
+    assert [(r.op_id, r.failed) for r in rig.engine.poll()] == [(0, {})]
+    assert [entry[1] for entry in rig.log] == [0], "a cancelled copy ran"
+
+
+def test_a_load_past_its_deadline_never_touches_the_device(rig: Rig) -> None:
+    rig.at[Path.DISK2H].gate.clear()
+    graph = load(1, 0, 2, deadline_s=0.05)
+    rig.engine.submit(graph)
+    assert rig.engine.wait_device(1, WAIT), "a hung read must not hold the request"
+    rig.at[Path.DISK2H].gate.set()
+    assert rig.engine.wait(1, WAIT)
+    reports = {r.op_id: r.failed for r in rig.engine.poll()}
+    assert reports == {0: {}, 1: dict.fromkeys(range(2), RowError.DEADLINE)}
+    assert [entry[1] for entry in rig.log] == [0]
+
+
+def test_the_queue_is_bounded_and_says_so() -> None:
+    rig = Rig(queue_depth=3)
+    rig.at[Path.D2H].gate.clear()
+    rig.engine.submit(save(1, 2))
+    with pytest.raises(CapacityError, match=r"queue_depth"):
+        rig.engine.submit(save(2, 4))
+    rig.at[Path.D2H].gate.set()
+    assert rig.engine.wait(1, WAIT)
+    rig.engine.submit(save(2, 4))
+    assert rig.engine.wait(2, WAIT)
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_what_cannot_run_is_refused_before_it_is_queued() -> None:
+    lock = threading.Lock()
+    engine = TransferEngine({Path.D2H: Recorder([], lock)})
+    with pytest.raises(TransferError, match="h2disk"):
+        engine.submit(save(1, 1))
+    assert engine.in_flight == 0
+    assert engine.close(timeout=WAIT)
+    with pytest.raises(TransferError, match="closed"):
+        engine.submit(build_save(2, chain(1), [0], units(1), None, batch_rows=1))
+
+
+def test_close_finishes_saves_in_flight() -> None:
+    rig = Rig()
+    rig.at[Path.D2H].gate.clear()
+    rig.engine.submit(save(1, 6))
+    threading.Timer(0.05, rig.at[Path.D2H].gate.set).start()
+    assert rig.engine.close(drain=True, timeout=WAIT)
+    assert {op_id for _, op_id, _ in rig.log} == {0, 1, 2, 3}
+
+
+def test_close_without_drain_drops_what_waits() -> None:
+    rig = Rig()
+    rig.at[Path.D2H].gate.clear()
+    rig.engine.submit(save(1, 6))
+    assert rig.at[Path.D2H].entered.wait(WAIT)
+    threading.Timer(0.05, rig.at[Path.D2H].gate.set).start()
+    assert rig.engine.close(drain=False, timeout=WAIT)
+    assert {op_id for _, op_id, _ in rig.log} == {0}

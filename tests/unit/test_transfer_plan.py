@@ -1,0 +1,216 @@
+"""Plans are values: every property here is checked without a device."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.errors import FormatError, TransferError
+from kvcore.transfer.graph import (
+    Path,
+    Priority,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+    decode_graph,
+    encode,
+)
+from kvcore.transfer.plan import (
+    Chain,
+    TierRows,
+    batches,
+    build_load,
+    build_save,
+    build_spill,
+    layer_steps,
+)
+
+
+def chain(rows: int) -> Chain:
+    return Chain(b"n" * 16, b"p" * 16, tuple(bytes([i % 256, i // 256]) * 8 for i in range(rows)))
+
+
+def units(rows: int, width: int = 2) -> tuple[UnitTable, ...]:
+    return (UnitTable.of(np.arange(rows * width, dtype=np.int64).reshape(rows, width), 8),)
+
+
+def simulate(graph: TransferGraph, resident: set[int]) -> dict[int, set[int]]:
+    """Run the ops in listed order over symbolic slots; returns the rows whose layers arrived.
+
+    A host slot holds the row last read into it, so a slot reused too early shows as a wrong row.
+    """
+    slot_row = {graph.host_slots[row]: row for row in resident}
+    arrived: dict[int, set[int]] = {}
+    for op in graph.ops:
+        for row in range(*op.rows):
+            if op.path.reads_tier:
+                slot_row[graph.host_slots[row]] = row
+            elif op.path is Path.H2D:
+                assert slot_row[graph.host_slots[row]] == row, "copied from a slot of another row"
+                arrived.setdefault(row, set()).update(range(*(op.layers or Span(0, 10))))
+    return arrived
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 20), st.integers(1, 7), st.data())
+def test_a_load_brings_every_row_once_from_its_own_slot(
+    host: int, disk: int, remote: int, batch: int, data: st.DataObject
+) -> None:
+    rows = host + disk + remote
+    if rows == 0:
+        return
+    staging = data.draw(st.integers(batch, max(batch, disk + remote + 1)))
+    slots = list(range(host)) + [1000 + i % staging for i in range(disk + remote)]
+    sources = []
+    if disk:
+        sources.append(TierRows("disk", Path.DISK2H, Span(host, host + disk), range(disk)))
+    if remote:
+        span = Span(host + disk, rows)
+        sources.append(TierRows("far", Path.REMOTE2H, span, range(remote)))
+    graph = build_load(
+        7, chain(rows), slots, sources, units(rows), batch_rows=batch, layers=layer_steps(10)
+    )
+    assert simulate(graph, set(range(host))) == {row: set(range(10)) for row in range(rows)}
+    assert graph.priority is Priority.LOAD
+    # Whoever writes a slot again waits for the copy out of it, whatever order threads run in.
+    for position, op in enumerate(graph.ops):
+        if not op.path.reads_tier:
+            continue
+        mine = set(graph.host_slots[op.rows.start : op.rows.stop])
+        for earlier in graph.ops[:position]:
+            theirs = set(graph.host_slots[earlier.rows.start : earlier.rows.stop])
+            if earlier.path is Path.H2D and mine & theirs:
+                assert reachable(graph, op.op_id, earlier.op_id)
+
+
+def reachable(graph: TransferGraph, start: int, goal: int) -> bool:
+    deps = {op.op_id: op.deps for op in graph.ops}
+    todo = list(deps[start])
+    while todo:
+        op = todo.pop()
+        if op == goal:
+            return True
+        todo.extend(deps[op])
+    return False
+
+
+@given(st.integers(1, 50), st.integers(0, 50), st.integers(1, 9))
+def test_a_save_writes_a_row_to_disk_only_after_it_left_the_device(
+    rows: int, held: int, batch: int
+) -> None:
+    held = min(held, rows)
+    sink = TierRows("disk", Path.H2DISK, Span(held, rows), range(rows - held))
+    graph = build_save(
+        1, chain(rows), range(rows), units(rows), sink if held < rows else None, batch_rows=batch
+    )
+    copy, *writes = graph.ops
+    assert copy.path is Path.D2H
+    assert copy.rows == Span(0, rows)
+    assert all(op.deps == (copy.op_id,) for op in writes)
+    assert [r for op in writes for r in range(*op.rows)] == list(range(held, rows))
+
+
+def test_a_spill_touches_no_device() -> None:
+    graph = build_spill(
+        1, chain(5), range(5), TierRows("disk", Path.H2DISK, Span(2, 5), [7, 8, 9]), batch_rows=2
+    )
+    assert [op.path for op in graph.ops] == [Path.H2DISK, Path.H2DISK]
+    assert graph.tier_slots == (-1, -1, 7, 8, 9)
+    assert graph.units == ()
+
+
+@given(st.integers(1, 200))
+def test_layer_steps_cover_every_layer_once_in_order(layers: int) -> None:
+    steps = layer_steps(layers)
+    assert [i for step in steps for i in range(*step)] == list(range(layers))
+    assert len(steps) <= layers.bit_length()
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 30))
+def test_batches_cover_every_row_once(start: int, size: int, batch: int) -> None:
+    spans = batches(Span(start, start + size), batch)
+    assert [i for span in spans for i in range(*span)] == list(range(start, start + size))
+    assert all(0 < span.size <= batch for span in spans)
+
+
+def test_a_graph_survives_the_wire() -> None:
+    graph = build_load(
+        3,
+        chain(6),
+        [0, 1, 2, 90, 91, 92],
+        [TierRows("disk", Path.DISK2H, Span(3, 6), [4, 5, (3 << 40) | 6])],
+        units(6),
+        batch_rows=2,
+        layers=layer_steps(4),
+        deadline_s=1.5,
+    )
+    back = decode_graph(encode(graph))
+    assert back == graph
+    assert (back.units[0].array() == graph.units[0].array()).all()
+    assert back.parent_of(0) == b"p" * 16
+    assert back.parent_of(4) == graph.keys[3]
+
+
+@given(st.binary(max_size=200))
+def test_noise_on_the_wire_is_a_format_error(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode_graph(data)
+
+
+@given(st.integers(0, 300), st.integers(0, 255))
+def test_a_flipped_byte_never_crashes_the_decoder(position: int, value: int) -> None:
+    data = bytearray(
+        encode(
+            build_spill(
+                1,
+                chain(3),
+                range(3),
+                TierRows("disk", Path.H2DISK, Span(0, 3), range(3)),
+                batch_rows=2,
+            )
+        )
+    )
+    data[position % len(data)] = value
+    with contextlib.suppress(FormatError):
+        decode_graph(bytes(data)).check()
+
+
+def bad(**changes: object) -> TransferGraph:
+    fields: dict[str, object] = {
+        "graph_id": 1,
+        "priority": Priority.LOAD,
+        "namespace": b"",
+        "parent": b"",
+        "keys": (b"a", b"b"),
+        "host_slots": (0, 1),
+        "tier_slots": (-1, -1),
+        "units": units(2),
+        "ops": (TransferOp(0, Path.H2D, Span(0, 2)),),
+    }
+    return TransferGraph(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_slots": (0,)}, "every row needs one"),
+        ({"host_slots": (0, -1)}, "without a host slot"),
+        ({"units": units(3)}, "unit table"),
+        ({"units": ()}, "no unit table"),
+        ({"ops": (TransferOp(0, Path.H2D, Span(0, 3)),)}, r"rows 0..3 of 2"),
+        ({"ops": (TransferOp(0, Path.H2D, Span(1, 1)),)}, r"rows 1..1"),
+        ({"ops": (TransferOp(0, Path.H2D, Span(0, 2), deps=(1,)),)}, "not listed before"),
+        ({"ops": (TransferOp(0, Path.H2D, Span(0, 2), deps=(0,)),)}, "not listed before"),
+        ({"ops": (TransferOp(0, Path.H2D, Span(0, 2)),) * 2}, "used twice"),
+        ({"ops": (TransferOp(0, Path.DISK2H, Span(0, 2)),)}, "names no backing tier"),
+        ({"ops": (TransferOp(0, Path.DISK2H, Span(0, 2), tier="disk"),)}, "without a slot"),
+        ({"ops": (TransferOp(0, Path.H2D, Span(0, 2), layers=Span(2, 2)),)}, "empty layer"),
+    ],
+)
+def test_a_malformed_graph_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(TransferError, match=message):
+        bad(**changes).check()
