@@ -194,6 +194,8 @@ class RowError(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     INTERNAL = "internal"
+    REFUSED = "refused"
+    """The worker cannot serve this model at all."""
 
 
 class OpReport(msgspec.Struct, array_like=True):

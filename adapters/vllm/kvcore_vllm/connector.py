@@ -1,0 +1,253 @@
+"""``KVCoreConnector``: kvcore behind vLLM's KV connector interface (V1, vLLM 0.32).
+
+vLLM makes one in the scheduler and one in every worker. A model kvcore cannot serve right runs
+untouched: the connector then matches nothing and saves nothing, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcore_vllm.build import (
+    build_scheduler_side,
+    build_worker_side,
+    refusing_worker_side,
+)
+from kvcore_vllm.describe import ModelDescription, describe
+from kvcore_vllm.events import engine_event
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
+from kvcore_vllm.worker import WorkerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvcore import log
+from kvcore.config import Config, load_config
+from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger("kvcore.vllm")
+
+_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Tiered KV offload for vLLM. Settings come from ``kv_connector_extra_config``, the
+    environment and the file that ``KVCORE_CONFIG`` names."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._config: Config = load_config(
+            overrides=dict(transfer.kv_connector_extra_config),
+            overrides_from="kv_connector_extra_config",
+        )
+        log.configure(self._config.log.level, self._config.log.format)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if transfer.kv_load_failure_policy != "recompute":
+            # A cache that cannot bring a block must never fail the request that asked for it.
+            transfer.kv_load_failure_policy = "recompute"
+        self._model = self._describe()
+        if self._model is not None and role is KVConnectorRole.SCHEDULER:
+            self._scheduler = build_scheduler_side(self._config, vllm_config, self._model)
+
+    def _describe(self) -> ModelDescription | None:
+        try:
+            return describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
+        except UnsupportedError as error:
+            self._stand_aside(error)
+            return None
+
+    def _stand_aside(self, error: KVCoreError) -> None:
+        _log.warning("kvcore stands aside, the model runs without it: %s", error)
+
+    # -- properties -------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss, nothing else."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Waiting for a layer inside the forward cannot be captured into a full graph."""
+        return bool(extra_config.get("vllm", {}).get("layerwise") is True)
+
+    # -- worker -----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._model is None:
+            return
+        try:
+            self._worker = build_worker_side(
+                self._config, self._vllm_config, self._model, kv_caches
+            )
+        except (UnsupportedError, LayoutError) as error:
+            self._stand_aside(error)
+            self._worker = refusing_worker_side()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The first call of a step, before vLLM touches a page: start the step's plan here."""
+        assert isinstance(kv_connector_metadata, KVCoreMetadata)
+        if self._worker is not None:
+            self._worker.begin(kv_connector_metadata.plan())
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._worker is not None and not self._config.vllm.layerwise:
+            self._worker.wait_for_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Saves are whole blocks, started when the step's forward has ended."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.end_forward()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        finished, failed = self._worker.finished_loads()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.get_transfer_results(finished_req_ids).finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_pages() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        news = self._worker.take_news() if self._worker is not None else None
+        return KVCoreWorkerMetadata.of(news) if news is not None else None
+
+    # -- scheduler --------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        if self._scheduler is None or num_external_tokens == 0:
+            return {}
+        sources: dict[CacheHitSource, int] = {}
+        for tier, tokens in self._scheduler.reused_by_tier(request.request_id).items():
+            source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return KVCoreMetadata.of(StepPlan())
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Pages may be freed at once: a step that gives them away is fenced by the save."""
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps the engine stepping until finished saves are published."""
+        return self._scheduler is not None and self._scheduler.has_work
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        if self._scheduler is None:
+            return
+        for event in self._scheduler.take_events():
+            yield engine_event(event, self._config.block.tokens)
+
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset()
+        return True
+
+    # -- both -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        data = self._scheduler.take_stats() if self._scheduler is not None else {}
+        return KVCoreStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return KVCoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KVCorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

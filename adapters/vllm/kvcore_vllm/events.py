@@ -1,0 +1,31 @@
+"""Block events in vLLM's own wire format, so that existing KV-aware routers understand them."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+
+from kvcore.manager import HOST, Event
+
+
+def engine_event(event: Event, block_tokens: int) -> KVCacheEvent:
+    """``event`` as vLLM publishes it. Hashes are kvcore's prefix keys; token ids are not told."""
+    medium = MEDIUM_CPU if event.tier == HOST else MEDIUM_STORAGE
+    hashes = list(event.keys)
+    if not event.stored:
+        return BlockRemoved(block_hashes=hashes, medium=medium, ownership=event.tier)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=event.parent or None,
+        token_ids=[],
+        block_size=block_tokens,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        ownership=event.tier,
+    )

@@ -1,0 +1,105 @@
+"""Where vLLM keeps K and V, as strides read off its own tensors.
+
+vLLM 0.32 gives every layer a logical view ``[pages, heads, tokens, K|V content]``; the physical
+order is in its strides. The CPU attention kernels pack that memory once more, by instruction set
+(column-major K for "vec", tile-packed K and V for "amx"), which is described to kvcore and then
+checked against the engine's own write kernel before it is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvcore.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
+
+from kvcore.errors import LayoutError, UnsupportedError
+
+if TYPE_CHECKING:
+    from kvcore_vllm.describe import LayerGroup
+    from vllm.config import VllmConfig
+
+_CPU_ISAS = ("vec", "vec16", "amx")
+
+
+def group_view(
+    vllm_config: VllmConfig,
+    kv_caches: dict[str, torch.Tensor],
+    group: LayerGroup,
+    shape: BlockShape,
+) -> KVView:
+    """The pages of one group's layers on this rank; ``shape`` is this rank's block."""
+    tensors = [_kernel_view(vllm_config, kv_caches, name) for name in group.names]
+    first = tensors[0]
+    content = shape.head_dim + (shape.v_head_dim if shape.kv_factor == 2 else 0)
+    for name, tensor in zip(group.names, tensors, strict=True):
+        if tensor.dim() != 4 or tensor.shape[1] != shape.kv_heads or tensor.shape[3] != content:
+            raise UnsupportedError(
+                f"the cache of {name} has shape {tuple(tensor.shape)}; kvcore expects "
+                f"[pages, {shape.kv_heads} heads, tokens, {content} of K and V content]"
+            )
+    if first.device.type == "cpu":
+        isa = _cpu_isa(vllm_config, group.names[0], first.shape[2], shape)
+        layout = vllm_cpu_layout(
+            isa,
+            layers=len(tensors),
+            num_pages=first.shape[0],
+            page_tokens=first.shape[2],
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+        )
+        view = KVView(layout, tensors)
+    else:
+        view = KVView(from_strides(tensors, shape), tensors)
+    view.check()
+    return view
+
+
+def _kernel_view(
+    vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], name: str
+) -> torch.Tensor:
+    """The tensor the layer's attention reads: a page there may be part of a scheduler block."""
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
+    bound = getattr(layer, "kv_cache", None)
+    return bound if isinstance(bound, torch.Tensor) and bound.dim() == 4 else kv_caches[name]
+
+
+def _cpu_isa(vllm_config: VllmConfig, name: str, page_tokens: int, shape: BlockShape) -> str:
+    layer: Any = vllm_config.compilation_config.static_forward_context[name]
+    isa = getattr(layer, "isa", None)
+    if isa not in _CPU_ISAS:
+        raise UnsupportedError(
+            f"vLLM's CPU attention packs KV for {isa!r} here; kvcore knows {', '.join(_CPU_ISAS)}"
+        )
+    return str(isa)
+
+
+def verify_cpu_layout(view: KVView, shape: BlockShape, isa: str, read: Any) -> None:
+    """Write one page through vLLM's own kernel and read it back through ours.
+
+    ``read(view, page)`` gives K and V of a page as ``[heads, tokens, dim]``. Raises LayoutError if
+    a single element is elsewhere than the layout says: nothing may be stored then.
+    """
+    from vllm import _custom_ops as ops
+
+    layout = view.layout
+    tokens, heads, dim = layout.page_tokens, shape.kv_heads, shape.head_dim
+    dtype = getattr(torch, shape.dtype)
+    cache = torch.zeros(1, heads, tokens, 2 * dim, dtype=dtype)
+    count = tokens * heads * dim
+    # Distinct small integers are exact in every float type; K and V use different residues.
+    key = (torch.arange(count) % 251).to(dtype).view(tokens, heads, dim)
+    value = (torch.arange(count) % 241 + 1).to(dtype).view(tokens, heads, dim)
+    k_cache, v_cache = cache.view(1, heads, 2 * tokens, dim).chunk(2, dim=2)
+    slots = torch.arange(tokens, dtype=torch.int64)
+    ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, slots, isa)
+    got_k, got_v = read(cache)
+    want: Sequence[torch.Tensor] = (key.transpose(0, 1), value.transpose(0, 1))
+    for what, got, expected in zip(("K", "V"), (got_k, got_v), want, strict=True):
+        if not torch.equal(got, expected):
+            raise LayoutError(
+                f"vLLM writes {what} for isa {isa!r} in an order unlike the one kvcore knows; "
+                "kvcore stores nothing on this build of vLLM"
+            )

@@ -1,0 +1,513 @@
+"""The leader inside vLLM's scheduler: decides, never copies.
+
+One request, from the scheduler's side:
+
+    get_num_new_matched_tokens ─▶ keys, match            (no side effect but the hashing)
+    update_state_after_alloc   ─▶ load graph             (sync or async, by tier and size)
+    build_connector_meta       ─▶ save graphs of what this step completes, fences, the step plan
+    update_connector_output    ─▶ publish what ended; a failed load is looked up again once
+    request_finished           ─▶ save of the last full blocks
+
+Pages that a save still reads may be handed to another request by the scheduler. Such a step names
+the save in its fence, and the worker lets it end before anything writes to the page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from kvcore_vllm.describe import LayerGroup, ModelDescription, lora_identity
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+
+from kvcore.block import Extra, KeyChain, Namespace
+from kvcore.config import Config
+from kvcore.errors import CapacityError
+from kvcore.manager import HOST, Event, Hit, KVManager
+from kvcore.metrics import Data, Metrics, MissReason
+from kvcore.transfer.graph import (
+    SKIP,
+    OpReport,
+    Priority,
+    RowError,
+    TransferGraph,
+    UnitTable,
+)
+from kvcore.transfer.plan import layer_steps
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger("kvcore.vllm.scheduler")
+
+NULL_PAGE = 0
+"""vLLM's block 0 stands for a page that a sliding-window group has dropped."""
+
+
+@dataclass
+class _Tracked:
+    """A request the scheduler knows. ``hit`` is the last lookup, valid until the next one."""
+
+    request: Request
+    chain: KeyChain
+    extras: tuple[Extra, ...]
+    hit: Hit | None = None
+    matched_tokens: int = 0
+    load: int | None = None
+    load_attempts: int = 0
+    may_load: bool = True
+    reused: dict[str, int] = field(default_factory=dict)
+    saved_blocks: int = 0
+
+
+class Outbox:
+    """The manager's transport: graphs leave with the next step plan, reports come with outputs.
+
+    A report is passed on once all ``ranks`` have ended the op.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.graphs: list[TransferGraph] = []
+        self.cancelled: list[int] = []
+        self._partial: dict[tuple[int, int], tuple[int, OpReport]] = {}
+        self._ready: list[OpReport] = []
+
+    def submit(self, graph: TransferGraph) -> None:
+        self.graphs.append(graph)
+
+    def cancel(self, graph_id: int) -> None:
+        self.cancelled.append(graph_id)
+
+    def wait_report(self, timeout: float) -> bool:
+        """Reports only come with the engine's outputs; there is nothing to block on."""
+        return bool(self._ready)
+
+    def poll(self) -> Sequence[OpReport]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def deliver(self, report: OpReport, ranks: int) -> None:
+        place = (report.graph_id, report.op_id)
+        seen, earlier = self._partial.pop(place, (0, OpReport(*place)))
+        merged = OpReport(*place, {**earlier.failed, **report.failed})
+        if seen + ranks >= self._ranks:
+            self._ready.append(merged)
+        else:
+            self._partial[place] = (seen + ranks, merged)
+
+
+class SchedulerSide:
+    """One per engine core. Called from vLLM's scheduling loop only; no call does I/O."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        manager: KVManager,
+        outbox: Outbox,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._manager = manager
+        self._outbox = outbox
+        self._metrics = metrics
+        self._block = config.block.tokens
+        self._events: list[Event] = []
+        self._requests: dict[str, _Tracked] = {}
+        self._namespaces: dict[tuple[str, str], Namespace] = {}
+        self._plan = StepPlan()
+        self._reading: dict[int, set[int]] = {}  # page -> saves that read it
+        self._pages_of: dict[int, list[int]] = {}
+        self._load_pages: list[int] = []
+        self._late: set[int] = set()
+        self._aside = False
+        self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
+
+    # -- a request comes --------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, computed: int
+    ) -> tuple[int | None, bool]:
+        """Tokens beyond ``computed`` that kvcore can bring, and whether between steps."""
+        tracked = self._track(request)
+        if tracked is None or not tracked.may_load:
+            return 0, False
+        self._hash(tracked)
+        hit = self._manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        # The last token is always computed: its logits are wanted.
+        matched = min(hit.depth * self._block, request.num_tokens - 1)
+        tracked.hit, tracked.matched_tokens = hit, matched
+        gain = matched - computed
+        if gain < self._config.vllm.min_load_tokens:
+            self._count_miss(tracked, hit, gain)
+            return 0, False
+        first, last = computed // self._block, -(-matched // self._block)
+        if not self._manager.can_load(hit, first, last):
+            _log.debug("lookup request=%s wait=no_slots", request.request_id)
+            return None, False
+        return gain, not self._loads_in_step(hit, first, last)
+
+    def _loads_in_step(self, hit: Hit, first: int, last: int) -> bool:
+        """Whether the load is part of the step: it cannot fail and is short.
+
+        What comes from a medium that can fail is loaded between steps, where vLLM computes again
+        what did not arrive before anything else could share its pages.
+        """
+        if not self._model.single_group:
+            return False  # vLLM cannot be told which pages of several groups failed
+        from_host = set(hit.blocks_by_tier(first, last)) <= {HOST}
+        nbytes = (last - first) * self._model.shape.nbytes
+        return from_host and nbytes <= self._config.transfer.sync_load_max
+
+    def _count_miss(self, tracked: _Tracked, hit: Hit, gain: int) -> None:
+        """Count a lookup that brought nothing, unless the engine holds all there is itself."""
+        tokens = tracked.request.num_tokens
+        if gain > 0 or tokens <= self._block:
+            self._metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
+        elif not hit.depth:
+            self._metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, external: int
+    ) -> None:
+        """Pages are allocated; plan the load into them."""
+        tracked = self._requests.get(request.request_id)
+        if external == 0 or tracked is None or tracked.hit is None:
+            return
+        start_token = tracked.matched_tokens - external
+        first, last = start_token // self._block, -(-tracked.matched_tokens // self._block)
+        in_step = self._loads_in_step(tracked.hit, first, last)
+        pages = blocks.get_block_ids()
+        units = [
+            _units(group, pages[group.index], self._block, first, last, start_token)
+            for group in self._model.groups
+        ]
+        tracked.load_attempts += 1
+        try:
+            graph = self._manager.launch_load(
+                tracked.hit,
+                first,
+                last,
+                units,
+                layers=self._steps if in_step else (),
+                deadline_s=None if in_step else self._config.transfer.load_deadline_s,
+            )
+        except CapacityError as error:
+            # Nothing was promised to the workers yet: report the load as failed and recompute.
+            _log.warning("load refused request=%s: %s", request.request_id, error)
+            assert not in_step, "a load from host memory needs no slots"
+            tracked.may_load = False
+            self._plan.failed_loads.append(request.request_id)
+            return
+        self._outbox.graphs.remove(graph)
+        if in_step:
+            self._plan.sync_loads.append(graph)
+        else:
+            self._plan.async_loads.append((request.request_id, graph))
+            tracked.load = graph.graph_id
+        self._load_pages += _pages(units, self._model.groups)
+        self._count_hit(tracked, tracked.hit, start_token)
+
+    def _count_hit(self, tracked: _Tracked, hit: Hit, start_token: int) -> None:
+        tracked.reused = {}
+        for source in hit.sources:
+            a = max(source.start * self._block, start_token)
+            b = min(source.stop * self._block, tracked.matched_tokens)
+            if b > a:
+                tracked.reused[source.tier] = b - a
+        missed = tracked.request.num_tokens - tracked.matched_tokens
+        self._metrics.looked_up(tracked.reused, missed)
+        _log.debug(
+            "load request=%s tokens=%d..%d tiers=%s",
+            tracked.request.request_id,
+            start_token,
+            tracked.matched_tokens,
+            tracked.reused,
+        )
+
+    def reused_by_tier(self, request_id: str) -> dict[str, int]:
+        """Tokens of the request's last load, by tier."""
+        tracked = self._requests.get(request_id)
+        return dict(tracked.reused) if tracked else {}
+
+    # -- a step is planned ------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> KVCoreMetadata:
+        """Plan this step: saves of what it completes, and fences for pages that change hands."""
+        self._manager.maintain()
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and not self._aside:
+                self._save_computed(tracked, scheduled, output)
+        plan, self._plan = self._plan, StepPlan()
+        for graph in self._outbox.graphs:
+            self._sort(graph, plan)
+        self._outbox.graphs.clear()
+        plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
+        plan.fence = self._fences(output)
+        plan.empty_step = not output.num_scheduled_tokens
+        self._late.clear()
+        return KVCoreMetadata.of(plan)
+
+    def _save_computed(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> None:
+        request = tracked.request
+        # Positions computed when this step ends, of tokens whose ids are known: under
+        # speculation and async scheduling the ids trail the positions.
+        computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        blocks = computed // self._block
+        state = output.kv_connector_block_state
+        if blocks <= tracked.saved_blocks or state is None:
+            return
+        if not self._config.vllm.save_decode and computed > request.num_prompt_tokens:
+            return
+        pages = state.get_block_ids(request.request_id)
+        if pages is not None:
+            graph = self._save(tracked, blocks, pages)
+            if graph is not None:
+                self._late.add(graph.graph_id)
+
+    def _save(
+        self, tracked: _Tracked, blocks: int, pages: Sequence[Sequence[int]]
+    ) -> TransferGraph | None:
+        self._hash(tracked)
+        keys = tracked.chain.keys
+        blocks = min(blocks, len(keys))
+
+        def units_of(start: int, stop: int) -> list[UnitTable] | None:
+            tables = [
+                _units(group, pages[group.index], self._block, start, stop)
+                for group in self._model.groups
+            ]
+            return None if any((t.array() == SKIP).any() for t in tables) else tables
+
+        graph = self._manager.launch_save(keys, tracked.chain.namespace.digest, blocks, units_of)
+        tracked.saved_blocks = blocks
+        if graph is not None:
+            pages_read = self._pages_of[graph.graph_id] = _pages(graph.units, self._model.groups)
+            for page in pages_read:
+                self._reading.setdefault(page, set()).add(graph.graph_id)
+        return graph
+
+    def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
+        if graph.priority is Priority.SPILL:
+            plan.spills.append(graph)
+        elif graph.graph_id in self._late:
+            plan.late_saves.append(graph)
+        else:
+            plan.early_saves.append(graph)
+
+    def _fences(self, output: SchedulerOutput) -> list[int]:
+        """Saves that read a page which this step, or a load in it, may write to."""
+        if not self._reading:
+            self._load_pages.clear()
+            return []
+        fresh = set(self._load_pages)
+        self._load_pages.clear()
+        for new in output.scheduled_new_reqs:
+            fresh.update(itertools.chain.from_iterable(new.block_ids))
+        for block_ids in output.scheduled_cached_reqs.new_block_ids:
+            if block_ids is not None:
+                fresh.update(itertools.chain.from_iterable(block_ids))
+        ids = {i for page in fresh & self._reading.keys() for i in self._reading[page]}
+        return sorted(ids - self._late)
+
+    # -- a step has ended -------------------------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers ended."""
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, KVCoreWorkerMetadata):
+            return
+        news = meta.news()
+        self._metrics.absorb(news.counted)
+        for ranked in news.reports:
+            self._outbox.deliver(ranked.report, ranked.ranks)
+        for report in self._outbox.poll():
+            self._manager.complete(report)
+            self._after(report)
+            if RowError.REFUSED in report.failed.values():
+                self._stand_aside()
+        for request_id in output.finished_recving or ():
+            self._load_ended(request_id)
+        for request_id in output.failed_recving or ():
+            self._load_failed(request_id)
+
+    def _after(self, report: OpReport) -> None:
+        """The device copy of a save is its first op: once it ended, its pages are free."""
+        if report.op_id != 0:
+            return
+        for page in self._pages_of.pop(report.graph_id, ()):
+            readers = self._reading[page]
+            readers.discard(report.graph_id)
+            if not readers:
+                del self._reading[page]
+
+    def _stand_aside(self) -> None:
+        """A worker cannot serve this model (its log says why): look up and save nothing more."""
+        if self._aside:
+            return
+        self._aside = True
+        _log.warning("a worker refused its work: kvcore stands aside until the engine restarts")
+
+    def _load_ended(self, request_id: str) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.load = None
+
+    def _load_failed(self, request_id: str) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        # What was corrupt has left the index: one more lookup may find a shorter prefix or
+        # another tier. After that the request is computed.
+        tracked.may_load = tracked.may_load and tracked.load_attempts < 2
+        tracked.reused, tracked.hit = {}, None
+        self._metrics.looked_up({}, tracked.matched_tokens, MissReason.LOAD_FAILED)
+        _log.warning(
+            "load failed, computing instead request=%s attempt=%d retry=%s",
+            request_id,
+            tracked.load_attempts,
+            tracked.may_load,
+        )
+
+    def request_finished(
+        self, request: Request, pages: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Save the last full blocks; returns what is told the client if it asked for it."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        if tracked.load is not None:  # aborted while it waited: its pages hold nothing yet
+            self._manager.cancel(tracked.load)
+            return None
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        computed = min(computed, request.num_computed_tokens - in_flight)
+        if not self._config.vllm.save_decode:
+            computed = min(computed, request.num_prompt_tokens)
+        blocks = computed // self._block
+        if blocks > tracked.saved_blocks and not self._aside:
+            self._save(tracked, blocks, pages)
+        asked = (request.kv_transfer_params or {}).get("kvcore")
+        if not asked:
+            return None
+        return {"kvcore": {"reused_tokens": sum(tracked.reused.values()), "tiers": tracked.reused}}
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine must keep stepping for plans to leave or reports to come."""
+        return bool(self._manager.in_flight or self._outbox.graphs)
+
+    def reset(self) -> None:
+        """Forget every block of every tier."""
+        self._manager.clear()
+
+    def take_stats(self) -> Data:
+        """What was counted since the last call, on all ranks and here."""
+        for tier in self._manager.index.tiers:
+            used = self._manager.index.num_used(tier) * self._model.shape.nbytes
+            capacity = self._manager.index.num_slots(tier) * self._model.shape.nbytes
+            self._metrics.tier(tier, used, capacity)
+        return self._metrics.delta()
+
+    def take_events(self) -> list[Event]:
+        """What the tiers began and ceased to hold since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def note_event(self, event: Event) -> None:
+        """The manager tells of an event; kept only where the engine publishes events."""
+        self._events.append(event)
+
+    # -- identity ---------------------------------------------------------------------------
+
+    def _track(self, request: Request) -> _Tracked | None:
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        if self._aside:
+            return None
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return None  # prompt embeddings have no token ids to make keys of
+        if request.pooling_params is not None:
+            return None
+        chain = KeyChain(self._namespace(request), self._block)
+        extras = tuple(
+            Extra(f.mm_position.offset, f.mm_position.length, str(f.identifier).encode())
+            for f in request.mm_features
+        )
+        tracked = self._requests[request.request_id] = _Tracked(request, chain, extras)
+        return tracked
+
+    def _hash(self, tracked: _Tracked) -> None:
+        known = tracked.request.num_tokens
+        done = tracked.chain.num_tokens
+        if known > done:
+            extras = tracked.extras if done == 0 else ()
+            tokens = tracked.request._all_token_ids
+            tracked.chain.extend(tokens[done:] if done else tokens, extras)
+
+    def _namespace(self, request: Request) -> Namespace:
+        lora = request.lora_request
+        name = lora_identity(lora.lora_name, lora.lora_path) if lora is not None else ""
+        salt = request.cache_salt or self._config.namespace.salt or ""
+        found = self._namespaces.get((name, salt))
+        if found is None:
+            if len(self._namespaces) > 4096:
+                self._namespaces.clear()
+            secret = self._config.namespace.secret
+            found = self._namespaces[name, salt] = Namespace(
+                self._model.fingerprint,
+                lora=name,
+                cache_salt=salt,
+                secret=secret.encode() if secret else b"",
+            )
+        return found
+
+
+def _units(
+    group: LayerGroup,
+    pages: Sequence[int],
+    block_tokens: int,
+    start: int,
+    stop: int,
+    from_token: int = 0,
+) -> UnitTable:
+    """Device units of blocks [start, stop) of a request whose pages are ``pages``.
+
+    Units before ``from_token`` (the engine holds them), in dropped pages, or beyond the pages given
+    are SKIP.
+    """
+    unit = gcd(group.page_tokens, block_tokens)
+    per_page, per_block = group.page_tokens // unit, block_tokens // unit
+    positions = np.arange(start * per_block, stop * per_block, dtype=np.int64)
+    table = np.asarray(pages, dtype=np.int64)
+    page = positions // per_page
+    inside = page < len(table)
+    ids = np.full(len(positions), NULL_PAGE, dtype=np.int64)
+    ids[inside] = table[page[inside]]
+    units = ids * per_page + positions % per_page
+    units[(ids == NULL_PAGE) | (positions * unit < from_token)] = SKIP
+    return UnitTable.of(units.reshape(stop - start, per_block), unit)
+
+
+def _pages(units: Iterable[UnitTable], groups: Sequence[LayerGroup]) -> list[int]:
+    """Every page of which a unit is copied. vLLM's groups draw their pages from one pool."""
+    pages: set[int] = set()
+    for table, group in zip(units, groups, strict=True):
+        flat = table.array().ravel()
+        per_page = group.page_tokens // table.unit_tokens
+        pages.update(np.unique(flat[flat != SKIP] // per_page).tolist())
+    return sorted(pages)

@@ -1,0 +1,188 @@
+"""The data plane inside a vLLM worker: runs step plans around the model's forward.
+
+handle_preemptions   fences, loads and early saves start        (before the forward)
+start_load_kv        -
+wait_for_layer_load  a layer of a sync load has landed
+wait_for_save        late saves start                           (after the forward)
+get_finished         async loads that ended; an empty step waits briefly for one
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvcore_vllm.messages import RankReport, StepNews, StepPlan
+
+from kvcore.errors import KVCoreError
+from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
+from kvcore.worker import KVWorker, RefusingWorker, refuse
+
+_log = logging.getLogger("kvcore.vllm.worker")
+
+IDLE_WAIT_S = 0.002
+"""How long a step without tokens waits for a transfer to end, instead of spinning."""
+
+TAINTED_STEPS = 3
+"""Steps whose saves are dropped when a sync load failed: the one that failed, and those that the
+scheduler had already planned on top of it."""
+
+
+class WorkerSide:
+    """One per rank. Called from the model runner's thread only.
+
+    ``layer_of`` maps the engine's layer names to canonical layers, ``page_tokens`` is the size of
+    a scheduler block of each layer group in tokens.
+    """
+
+    def __init__(
+        self,
+        worker: KVWorker | RefusingWorker,
+        *,
+        layer_of: dict[str, int],
+        page_tokens: tuple[int, ...],
+        counters: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._worker = worker
+        self._layer_of = layer_of
+        self._counters = counters
+        self._plan = StepPlan()
+        self._sync: dict[int, TransferGraph] = {}
+        self._async: dict[int, tuple[str, TransferGraph]] = {}
+        self._device_left: dict[int, int] = {}
+        self._reports: deque[OpReport] = deque()
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_pages: set[int] = set()
+        self._page_tokens = page_tokens
+        self._tainted = 0
+        self._failing: set[int] = set()
+
+    # -- before the forward -----------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start what must start before this step's forward. Blocks on fences only."""
+        self._plan = plan
+        for graph in plan.early_saves:
+            self._submit(graph)
+        for graph_id in plan.fence:
+            self._worker.wait_device(graph_id)
+        for graph_id in plan.cancel:
+            self._worker.cancel(graph_id)
+        self._finished.update(plan.failed_loads)
+        self._failed.update(plan.failed_loads)
+        for graph in plan.sync_loads:
+            self._sync[graph.graph_id] = graph
+            self._submit(graph)
+        for request_id, graph in plan.async_loads:
+            self._async[graph.graph_id] = (request_id, graph)
+            self._device_left[graph.graph_id] = sum(op.path.touches_device for op in graph.ops)
+            self._submit(graph)
+        for graph in plan.spills:
+            self._submit(graph)
+
+    def _submit(self, graph: TransferGraph) -> None:
+        for report in self._worker.submit(graph):
+            self._take(report)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Block until this layer of every sync load has landed."""
+        if not self._sync:
+            return
+        layer = self._layer_of.get(layer_name)
+        if layer is None:
+            return
+        for graph_id in self._sync:
+            self._worker.wait_layer(graph_id, layer)
+
+    def wait_for_loads(self) -> None:
+        """Block until every sync load has landed."""
+        for graph_id in self._sync:
+            self._worker.wait_device(graph_id)
+
+    # -- after the forward ------------------------------------------------------------------
+
+    def end_forward(self) -> None:
+        """Start the saves of what the forward computed, unless it computed on a failed load."""
+        self.wait_for_loads()
+        self._collect()
+        self._sync.clear()
+        saves, self._plan.late_saves = self._plan.late_saves, []
+        if self._tainted:
+            self._tainted -= 1
+            for graph in saves:
+                self._reports += refuse(graph, RowError.UPSTREAM)
+            return
+        for graph in saves:
+            self._submit(graph)
+
+    def finished_loads(self) -> tuple[set[str], set[str]]:
+        """(requests whose async load ended, those of them that failed), each told once."""
+        if self._plan.empty_step and not self._finished:
+            self._worker.wait_report(IDLE_WAIT_S)
+        self._collect()
+        finished, self._finished = self._finished, set()
+        failed, self._failed = self._failed & finished, self._failed - finished
+        return finished, failed
+
+    def take_bad_pages(self) -> set[int]:
+        """Scheduler blocks that a sync load of this step left unfilled."""
+        pages, self._bad_pages = self._bad_pages, set()
+        return pages
+
+    def take_news(self) -> StepNews | None:
+        """What ended since the last call, for the scheduler; None when there is nothing to say."""
+        self._collect()
+        if not self._reports:
+            return None
+        news = StepNews([RankReport(r) for r in self._reports], self._counters())
+        self._reports.clear()
+        return news
+
+    def close(self) -> None:
+        """Finish saves in flight and flush them; nothing that was saved is lost."""
+        try:
+            if not self._worker.close():
+                _log.warning("transfers still hung at shutdown; what they wrote is not published")
+        except KVCoreError as error:
+            _log.error("shutdown: %s", error)
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        for report in self._worker.poll():
+            self._take(report)
+
+    def _take(self, report: OpReport) -> None:
+        self._reports.append(report)
+        if report.graph_id in self._sync:
+            self._take_sync(report, self._sync[report.graph_id])
+        elif report.graph_id in self._async:
+            self._take_async(report, *self._async[report.graph_id])
+
+    def _take_sync(self, report: OpReport, graph: TransferGraph) -> None:
+        if not report.failed:
+            return
+        self._tainted = TAINTED_STEPS
+        for table, page_tokens in zip(graph.units, self._page_tokens, strict=True):
+            per_page = page_tokens // table.unit_tokens
+            units = table.array()[min(report.failed) :].ravel()
+            self._bad_pages.update((units[units != SKIP] // per_page).tolist())
+
+    def _take_async(self, report: OpReport, request_id: str, graph: TransferGraph) -> None:
+        op = next(op for op in graph.ops if op.op_id == report.op_id)
+        if not op.path.touches_device:
+            return
+        if report.failed:
+            self._failing.add(report.graph_id)
+        self._device_left[report.graph_id] -= 1
+        if self._device_left[report.graph_id]:
+            return
+        del self._device_left[report.graph_id]
+        del self._async[report.graph_id]
+        self._finished.add(request_id)
+        if report.graph_id in self._failing:
+            self._failing.discard(report.graph_id)
+            self._failed.add(request_id)

@@ -1,0 +1,691 @@
+"""The leader: decides what is loaded, saved and spilled, and keeps the index true.
+
+    get_match ─▶ launch_load ─▶ graph ─▶ transport ─▶ workers
+    put_match ─▶ launch_save ─▶ graph ─▶     │
+                                             ▼
+                 complete(op report) ◀── reports, one an op, once all ranks have ended it
+
+Blocks are published when the op that fills them is reported, never before. While a graph is in
+flight its source blocks are pinned and its targets are reserved, so neither can be handed out.
+
+One thread owns a manager (the engine's scheduler). No call does I/O; ``wait`` blocks on the
+transport, everything else returns at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from kvcore.breaker import Breaker
+from kvcore.errors import CapacityError
+from kvcore.index import BlockIndex, Evicted, Eviction, Pin, Reservation
+from kvcore.metrics import Metrics, SaveSkip
+from kvcore.policy.admission import AdmissionFilter, Always
+from kvcore.transfer.graph import (
+    NO_PARENT,
+    OpReport,
+    Path,
+    RowError,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+)
+from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, build_spill
+
+_log = logging.getLogger("kvcore.manager")
+
+HOST = "host"
+
+
+class WritePolicy(str, Enum):
+    """When a host block is written to a backing tier."""
+
+    WRITE_THROUGH = "write_through"
+    """At once, behind the save."""
+    SELECTIVE = "selective"
+    """When the admission filter takes it: on its n-th use."""
+    WRITE_BACK = "write_back"
+    """When the host tier runs short, before the block is evicted from it."""
+
+
+@dataclass(frozen=True)
+class Backing:
+    """A tier below the host arena, nearest first in the manager's list."""
+
+    name: str
+    read_path: Path = Path.DISK2H
+    write_path: Path = Path.H2DISK
+    write: WritePolicy = WritePolicy.WRITE_THROUGH
+    admission: AdmissionFilter = field(default_factory=Always)
+
+
+class Source(NamedTuple):
+    """Blocks [start, stop) of a chain that ``tier`` holds."""
+
+    tier: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What is held of a chain: ``sources`` are adjacent, host first, and cover [0, depth)."""
+
+    keys: Sequence[bytes]
+    namespace: bytes
+    sources: tuple[Source, ...]
+
+    @property
+    def depth(self) -> int:
+        """Blocks held, from the start of the chain."""
+        return self.sources[-1].stop if self.sources else 0
+
+    def blocks_by_tier(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
+        """How many of the blocks [start, stop) each tier answers."""
+        end = self.depth if stop is None else stop
+        counts = {s.tier: min(s.stop, end) - max(s.start, start) for s in self.sources}
+        return {tier: count for tier, count in counts.items() if count > 0}
+
+
+class Transport(Protocol):
+    """Carries graphs to every worker of the engine and their reports back."""
+
+    def submit(self, graph: TransferGraph) -> None: ...
+
+    def cancel(self, graph_id: int) -> None: ...
+
+    def wait_report(self, timeout: float) -> bool: ...
+
+    def poll(self) -> Sequence[OpReport]: ...
+
+
+class Event(NamedTuple):
+    """Blocks that a tier began to hold (``stored``) or holds no longer."""
+
+    stored: bool
+    tier: str
+    keys: tuple[bytes, ...]
+    parent: bytes
+
+
+@dataclass
+class _Flight:
+    """A graph on its way. ``first_block`` is the chain position of row 0."""
+
+    graph: TransferGraph
+    keys: Sequence[bytes]
+    first_block: int
+    targets: dict[int, Reservation]
+    pins: list[Pin] = field(default_factory=list)
+    staging: list[int] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)
+    on_end: list[Callable[[], object]] = field(default_factory=list)
+
+
+class KVManager:
+    """Index, slots and plans of one leader.
+
+    ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
+    be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        transport: Transport,
+        *,
+        backing: Sequence[Backing] = (),
+        staging_slots: Iterable[int] = (),
+        batch_blocks: int = 16,
+        max_in_flight: int = 256,
+        metrics: Metrics | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.transport = transport
+        self._backing = {tier.name: tier for tier in backing}
+        self._breakers = {tier.name: Breaker(tier.name, clock=clock) for tier in backing}
+        self._staging = list(staging_slots)
+        self._batch = batch_blocks
+        self._max_in_flight = max_in_flight
+        self._metrics = metrics or Metrics(enabled=False)
+        self._on_event = on_event
+        self._flights: dict[int, _Flight] = {}
+        self._ids = itertools.count(1)
+        self._demoting: set[str] = set()
+
+    # -- lookup -----------------------------------------------------------------------------
+
+    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
+        """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
+        match = self.index.match(keys)
+        sources, position = [], 0
+        for tier, depth in zip([HOST, *self._backing], match.depths, strict=True):
+            if depth > position and (tier == HOST or self._breakers[tier].allows()):
+                sources.append(Source(tier, position, depth))
+                position = depth
+        return Hit(keys, namespace, tuple(sources))
+
+    def put_match(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks need no save: the host tier holds or is receiving them."""
+        return self.index.held(HOST, keys)
+
+    def can_load(self, hit: Hit, start: int, stop: int) -> bool:
+        """Whether ``launch_load`` has slots for these blocks now."""
+        below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
+        if len(self._flights) >= self._max_in_flight:
+            return False
+        return not below or bool(self._staging) or self.index.num_free(HOST) >= below
+
+    # -- launching --------------------------------------------------------------------------
+
+    def launch_load(
+        self,
+        hit: Hit,
+        start: int,
+        stop: int,
+        units: Sequence[UnitTable],
+        *,
+        layers: Sequence[Span] = (),
+        deadline_s: float | None = None,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
+
+        ``units`` has a row for each of the blocks. Blocks that come from a backing tier are kept
+        in the host tier where there is room, else they pass through the staging slots. Raises
+        CapacityError when there are neither; nothing is pinned or reserved then.
+        """
+        flight = _Flight(_EMPTY, hit.keys, start, {})
+        if on_end is not None:
+            flight.on_end.append(on_end)
+        try:
+            graph = self._plan_load(flight, hit, Span(start, stop), units, layers, deadline_s)
+        except CapacityError:
+            self._release(flight)
+            raise
+        self._launch(flight, graph)
+        self._touch(hit, stop)
+        return graph
+
+    def launch_save(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        stop: int,
+        units_of: Callable[[int, int], Sequence[UnitTable] | None],
+    ) -> TransferGraph | None:
+        """Save the blocks of ``keys[:stop]`` that the host tier lacks.
+
+        ``units_of(start, stop)`` gives the device places of blocks [start, stop), or None when the
+        engine no longer has them. Returns None when there is nothing to save, or no room.
+        """
+        start = self.index.held(HOST, keys[:stop])
+        if start >= stop:
+            self._offer(keys, namespace, stop)
+            return None
+        if len(self._flights) >= self._max_in_flight:
+            self._skip(SaveSkip.BUSY, stop - start)
+            return None
+        units = units_of(start, stop)
+        if units is None:
+            self._skip(SaveSkip.ABORTED, stop - start)
+            return None
+        reservation = self.index.reserve(HOST, keys, start, stop, namespace)
+        self._left(HOST, reservation.evicted)
+        if reservation.stop < stop:
+            self._skip(SaveSkip.NO_ROOM, stop - reservation.stop)
+        if not len(reservation):
+            return None
+        # No room for the last ones, or the first were on their way out and stay after all.
+        if len(reservation) < stop - start:
+            units = units_of(reservation.start, reservation.stop)
+            assert units is not None
+        return self._save(keys, namespace, reservation, units)
+
+    def cancel(self, graph_id: int) -> None:
+        """Ask the workers to drop what has not started; ``complete`` still sees every op end."""
+        if graph_id in self._flights:
+            self.transport.cancel(graph_id)
+
+    # -- completion -------------------------------------------------------------------------
+
+    def complete(self, report: OpReport) -> None:
+        """Take in what became of one op on *all* workers: publish, quarantine, unpin."""
+        flight = self._flights.get(report.graph_id)
+        if flight is None or report.op_id not in flight.waiting:
+            _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
+            return
+        flight.waiting.discard(report.op_id)
+        op = flight.graph.ops[report.op_id]
+        self._judge_tier(op, report)
+        if report.op_id in flight.targets:
+            self._publish(flight, op, report)
+        for row, error in report.failed.items():
+            if error is RowError.CORRUPT:
+                self._left(op.tier, self.index.drop_subtree(op.tier, flight.graph.keys[row]))
+        if not flight.waiting:
+            del self._flights[report.graph_id]
+            self._release(flight)
+
+    def pump(self) -> None:
+        """Take in every report the transport has. Does not block."""
+        for report in self.transport.poll():
+            self.complete(report)
+
+    def wait(self, graph_id: int, timeout: float | None = None) -> bool:
+        """Block until the graph has ended on all workers; False after ``timeout`` seconds."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        self.pump()
+        while graph_id in self._flights:
+            left = 1.0 if limit is None else limit - time.monotonic()
+            if left <= 0:
+                return False
+            self.transport.wait_report(min(left, 1.0))
+            self.pump()
+        return True
+
+    async def wait_async(self, graph_id: int, timeout: float | None = None) -> bool:
+        """``wait`` for a caller in an event loop: other tasks run while the graph does."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        self.pump()
+        while graph_id in self._flights:
+            if limit is not None and time.monotonic() >= limit:
+                return False
+            await asyncio.sleep(0.001)
+            self.pump()
+        return True
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Graphs launched and not ended."""
+        return len(self._flights)
+
+    def maintain(self) -> None:
+        """Keep room in the host tier for write-back tiers; call it once a step."""
+        for tier in self._backing.values():
+            if tier.write is WritePolicy.WRITE_BACK and tier.name not in self._demoting:
+                self._demote(tier)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Forget every block (of a namespace), in flight or not; returns how many copies."""
+        count = self.index.clear(namespace)
+        _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
+        return count
+
+    def check_integrity(self) -> None:
+        """Check the index and that nothing is pinned, reserved or staged without a flight."""
+        self.index.check_integrity()
+        for flight in self._flights.values():
+            assert flight.waiting, f"graph {flight.graph.graph_id} waits for nothing"
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def _plan_load(
+        self,
+        flight: _Flight,
+        hit: Hit,
+        blocks: Span,
+        units: Sequence[UnitTable],
+        layers: Sequence[Span],
+        deadline_s: float | None,
+    ) -> TransferGraph:
+        host_slots: list[int] = []
+        rows: list[TierRows] = []
+        for source in hit.sources:
+            a, b = max(source.start, blocks.start), min(source.stop, blocks.stop)
+            if a >= b:
+                continue
+            flight.pins.append(self.index.pin(source.tier, hit.keys[b - 1]))
+            slots = self.index.slots(source.tier, hit.keys, a, b).tolist()
+            if source.tier == HOST:
+                host_slots += slots
+                continue
+            path = self._backing[source.tier].read_path
+            span = Span(a - blocks.start, b - blocks.start)
+            rows.append(TierRows(source.tier, path, span, slots))
+        first = blocks.start + len(host_slots)
+        promoted = self._promote(hit, first, blocks.stop) if rows else []
+        for reservation in promoted:
+            host_slots += reservation.slots.tolist()
+        missing = blocks.size - len(host_slots)
+        if missing:
+            host_slots += self._stage(flight, missing, promoted)
+        graph = build_load(
+            next(self._ids),
+            self._chain(hit.keys, hit.namespace, blocks.start, blocks.stop),
+            host_slots,
+            _split_rows(rows, [r.stop - blocks.start for r in promoted]),
+            units,
+            batch_rows=self._batch,
+            layers=layers,
+            deadline_s=deadline_s,
+        )
+        self._assign(flight, graph, promoted)
+        return graph
+
+    def _promote(self, hit: Hit, start: int, stop: int) -> list[Reservation]:
+        """Reserve host slots for blocks that come from below, one reservation a read op.
+
+        Only what continues the host tier's own prefix can be kept there.
+        """
+        made: list[Reservation] = []
+        if self.index.held(HOST, hit.keys[:stop]) != start:
+            return made
+        edges = sorted({start, stop, *(s.stop for s in hit.sources if start < s.stop < stop)})
+        for a, b in itertools.pairwise(edges):
+            for left in range(a, b, self._batch):
+                right = min(left + self._batch, b)
+                reservation = self.index.reserve(HOST, hit.keys, left, right, hit.namespace)
+                self._left(HOST, reservation.evicted)
+                if reservation.start != left:  # blocks on their way out stayed: plan around them
+                    self.index.abort(reservation)
+                    return made
+                if len(reservation):
+                    made.append(reservation)
+                if len(reservation) < right - left:
+                    return made
+        return made
+
+    def _stage(self, flight: _Flight, rows: int, promoted: list[Reservation]) -> list[int]:
+        """Host slots for rows that cannot be kept: the staging slots, in a ring."""
+        if not self._staging:
+            for reservation in promoted:
+                self.index.abort(reservation)
+            raise CapacityError(
+                f"no host slot for {rows} blocks and the staging slots are in use: "
+                "raise host.capacity"
+            )
+        flight.staging, self._staging = self._staging, []
+        return [slot for slot, _ in zip(itertools.cycle(flight.staging), range(rows), strict=False)]
+
+    def _assign(
+        self, flight: _Flight, graph: TransferGraph, promoted: Sequence[Reservation]
+    ) -> None:
+        """Tie each promotion to the read op that fills it."""
+        by_row = {r.start - flight.first_block: r for r in promoted}
+        for op in graph.ops:
+            if op.path.reads_tier and op.rows[0] in by_row:
+                flight.targets[op.op_id] = by_row.pop(op.rows[0])
+        assert not by_row, "a reservation that no read op fills"
+
+    def _save(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        reservation: Reservation,
+        units: Sequence[UnitTable],
+    ) -> TransferGraph:
+        start, stop = reservation.start, reservation.stop
+        sink_tier = next(
+            (t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH), None
+        )
+        sink: TierRows | None = None
+        written: list[Reservation] = []
+        if sink_tier is not None and self._breakers[sink_tier.name].allows():
+            self._spill(sink_tier, keys, namespace, start)
+            sink, written = self._reserve_sink(sink_tier, keys, namespace, start, stop)
+        graph = build_save(
+            next(self._ids),
+            self._chain(keys, namespace, start, stop),
+            reservation.slots.tolist(),
+            units,
+            sink,
+            batch_rows=self._batch,
+        )
+        flight = _Flight(graph, keys, start, {0: reservation})
+        self._assign_writes(flight, graph, written)
+        flight.on_end.append(lambda: self._offer(keys, namespace, stop))
+        for tier in self._backing.values():
+            if tier.write is WritePolicy.WRITE_THROUGH and tier is not sink_tier:
+                flight.on_end.append(
+                    lambda tier=tier: self._spill(tier, keys, namespace, stop)  # type: ignore[misc]
+                )
+        self._launch(flight, graph)
+        return graph
+
+    def _reserve_sink(
+        self, tier: Backing, keys: Sequence[bytes], namespace: bytes, first: int, stop: int
+    ) -> tuple[TierRows | None, list[Reservation]]:
+        """Reserve slots of ``tier`` for blocks up to ``stop``, one reservation a write op."""
+        start = self.index.held(tier.name, keys[:stop])
+        if start < first:
+            return None, []
+        made: list[Reservation] = []
+        for left in range(start, stop, self._batch):
+            right = min(left + self._batch, stop)
+            reservation = self.index.reserve(tier.name, keys, left, right, namespace)
+            self._left(tier.name, reservation.evicted)
+            if len(reservation):
+                made.append(reservation)
+            if len(reservation) < right - left:
+                break
+        if not made:
+            return None, []
+        slots = [slot for reservation in made for slot in reservation.slots.tolist()]
+        rows = Span(made[0].start - first, made[-1].stop - first)
+        return TierRows(tier.name, tier.write_path, rows, slots), made
+
+    def _assign_writes(
+        self, flight: _Flight, graph: TransferGraph, written: Sequence[Reservation]
+    ) -> None:
+        writes = [op for op in graph.ops if op.path.writes_tier]
+        assert len(writes) == len(written), "write ops and reservations differ"
+        for op, reservation in zip(writes, written, strict=True):
+            flight.targets[op.op_id] = reservation
+
+    def _spill(
+        self, tier: Backing, keys: Sequence[bytes], namespace: bytes, stop: int
+    ) -> TransferGraph | None:
+        """Write to ``tier`` what the host tier holds of ``keys[:stop]`` and it does not."""
+        start = self.index.held(tier.name, keys[:stop])
+        stop = min(stop, self.index.match(keys[:stop]).depths[0])
+        if start >= stop or not self._breakers[tier.name].allows():
+            return None
+        pin = self.index.pin(HOST, keys[stop - 1])
+        sink, written = self._reserve_sink(tier, keys, namespace, start, stop)
+        if sink is None:
+            self.index.unpin(pin)
+            self._skip(SaveSkip.NO_ROOM, stop - start)
+            return None
+        stop = written[-1].stop
+        graph = build_spill(
+            next(self._ids),
+            self._chain(keys, namespace, start, stop),
+            self.index.slots(HOST, keys, start, stop).tolist(),
+            sink,
+            batch_rows=self._batch,
+        )
+        flight = _Flight(graph, keys, start, {}, [pin])
+        self._assign_writes(flight, graph, written)
+        self._launch(flight, graph)
+        return graph
+
+    def _offer(self, keys: Sequence[bytes], namespace: bytes, stop: int) -> None:
+        """Blocks were used again: selective tiers may take them now."""
+        for tier in self._backing.values():
+            if tier.write is not WritePolicy.SELECTIVE or not stop:
+                continue
+            held = self.index.held(tier.name, keys[:stop])
+            # Every block counts its use; what is written must be a prefix.
+            taken = [tier.admission.admit(key) for key in keys[held:stop]]
+            admitted = held + (taken.index(False) if False in taken else len(taken))
+            if admitted > held:
+                self._spill(tier, keys, namespace, admitted)
+
+    def _demote(self, tier: Backing) -> None:
+        """Start moving the host tier's oldest blocks down when less than an eighth is free."""
+        total = self.index.num_free(HOST) + self.index.num_used(HOST)
+        short = total // 8 - self.index.num_free(HOST)
+        if short <= 0 or not self._breakers[tier.name].allows():
+            return
+        eviction = self.index.begin_eviction(HOST, short)
+        if not eviction.blocks:
+            return
+        self._demoting.add(tier.name)
+        left = self._write_back(tier, eviction)
+        if not left:
+            self._demoted(tier, eviction)
+
+    def _write_back(self, tier: Backing, eviction: Eviction) -> set[int]:
+        """Spill the chains that end in the blocks of ``eviction``; returns the graphs launched."""
+        leaving = {block.key: block for block in eviction.blocks}
+        inner = {block.parent for block in eviction.blocks}
+        graphs: set[int] = set()
+        for block in eviction.blocks:
+            if block.key not in inner:
+                graph = self._spill_leaving(tier, leaving, block)
+                if graph is not None:
+                    graphs.add(graph.graph_id)
+        for graph_id in graphs:
+            self._flights[graph_id].on_end.append(
+                lambda graph_id=graph_id: self._one_demoted(tier, eviction, graphs, graph_id)  # type: ignore[misc]
+            )
+        return graphs
+
+    def _spill_leaving(
+        self, tier: Backing, leaving: dict[bytes, Evicted], last: Evicted
+    ) -> TransferGraph | None:
+        """Like ``_spill`` for the chain that ends in ``last``: its tail is leaving host memory."""
+        tail, block = [last], last
+        while block.parent in leaving:
+            block = leaving[block.parent]
+            tail.append(block)
+        tail.reverse()
+        kept = self.index.path(block.parent) if block.parent in self.index else []
+        chain = [*kept, *(b.key for b in tail)]
+        start = self.index.held(tier.name, chain)
+        sink, written = self._reserve_sink(tier, chain, last.namespace, start, len(chain))
+        if sink is None:
+            return None
+        slots = [*self.index.slots(HOST, kept, 0, len(kept)).tolist(), *(b.slot for b in tail)]
+        stop = written[-1].stop
+        graph = build_spill(
+            next(self._ids),
+            self._chain(chain, last.namespace, start, stop),
+            slots[start:stop],
+            sink,
+            batch_rows=self._batch,
+        )
+        pins = [self.index.pin(HOST, kept[-1])] if kept else []
+        flight = _Flight(graph, chain, start, {}, pins)
+        self._assign_writes(flight, graph, written)
+        self._launch(flight, graph)
+        return graph
+
+    def _one_demoted(
+        self, tier: Backing, eviction: Eviction, graphs: set[int], graph_id: int
+    ) -> None:
+        graphs.discard(graph_id)
+        if not graphs:
+            self._demoted(tier, eviction)
+
+    def _demoted(self, tier: Backing, eviction: Eviction) -> None:
+        self._demoting.discard(tier.name)
+        self._left(HOST, self.index.finish_eviction(eviction))
+
+    # -- flights ----------------------------------------------------------------------------
+
+    def _chain(self, keys: Sequence[bytes], namespace: bytes, start: int, stop: int) -> Chain:
+        parent = keys[start - 1] if start else NO_PARENT
+        return Chain(namespace, parent, tuple(keys[start:stop]))
+
+    def _launch(self, flight: _Flight, graph: TransferGraph) -> None:
+        flight.graph = graph
+        flight.waiting = {op.op_id for op in graph.ops}
+        self._flights[graph.graph_id] = flight
+        for tier in {op.tier for op in graph.ops if op.tier}:
+            self._breakers[tier].started()
+        self.transport.submit(graph)
+
+    def _publish(self, flight: _Flight, op: TransferOp, report: OpReport) -> None:
+        reservation = flight.targets.pop(report.op_id)
+        failed_from = None
+        if report.failed:
+            failed_from = flight.first_block + min(report.failed)
+        self.index.commit(reservation, failed_from)
+        stop = reservation.stop if failed_from is None else failed_from
+        if stop <= reservation.start:
+            return
+        # What reads these blocks next in this graph must find them where they are.
+        last = flight.keys[stop - 1]
+        if (
+            flight.waiting
+            and self.index.match(flight.keys[:stop]).depths[self._tier_position(reservation.tier)]
+            == stop
+        ):
+            flight.pins.append(self.index.pin(reservation.tier, last))
+        self._stored(reservation.tier, flight.keys, reservation.start, stop)
+
+    def _tier_position(self, tier: str) -> int:
+        return 0 if tier == HOST else 1 + list(self._backing).index(tier)
+
+    def _release(self, flight: _Flight) -> None:
+        for pin in flight.pins:
+            self.index.unpin(pin)
+        flight.pins.clear()
+        self._staging += flight.staging
+        flight.staging = []
+        for call in flight.on_end:
+            call()
+
+    def _touch(self, hit: Hit, stop: int) -> None:
+        self.index.touch(self.index.match(hit.keys[:stop]))
+        host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        self._offer(hit.keys, hit.namespace, min(host, stop))
+
+    def _judge_tier(self, op: TransferOp, report: OpReport) -> None:
+        for error in set(report.failed.values()):
+            blocks = sum(1 for e in report.failed.values() if e is error)
+            self._metrics.failed(op.path.value, error.value, blocks)
+            if error is RowError.CORRUPT:
+                self._metrics.corrupt(op.tier, blocks)
+        if not op.tier:
+            return
+        if any(e in (RowError.IO, RowError.DEADLINE) for e in report.failed.values()):
+            self._breakers[op.tier].failed()
+        elif not report.failed:
+            self._breakers[op.tier].succeeded()
+
+    def _skip(self, reason: SaveSkip, blocks: int) -> None:
+        self._metrics.save_skipped(reason, blocks)
+
+    def _left(self, tier: str, evicted: Sequence[Evicted]) -> None:
+        if not evicted:
+            return
+        self._metrics.evicted(tier, len(evicted))
+        if self._on_event is not None:
+            keys = tuple(block.key for block in evicted)
+            self._on_event(Event(False, tier, keys, NO_PARENT))
+
+    def _stored(self, tier: str, keys: Sequence[bytes], start: int, stop: int) -> None:
+        if self._on_event is not None:
+            parent = keys[start - 1] if start else NO_PARENT
+            self._on_event(Event(True, tier, tuple(keys[start:stop]), parent))
+
+
+_EMPTY = TransferGraph(0, 0, b"", b"", (), (), (), (), ())  # type: ignore[arg-type]
+
+
+def _split_rows(rows: Sequence[TierRows], edges: Iterable[int]) -> list[TierRows]:
+    """Cut tier rows where a reservation ends, so that every read op fills one reservation."""
+    cuts = sorted(set(edges))
+    parts: list[TierRows] = []
+    for source in rows:
+        inner = [c for c in cuts if source.rows.start < c < source.rows.stop]
+        for a, b in itertools.pairwise([source.rows.start, *inner, source.rows.stop]):
+            offset = a - source.rows.start
+            slots = list(source.slots)[offset : offset + b - a]
+            parts.append(TierRows(source.tier, source.path, Span(a, b), slots))
+    return parts

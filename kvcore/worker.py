@@ -1,0 +1,350 @@
+"""The data plane of one model rank: its arena, its tiers, and the engine that moves the bytes.
+
+    device pages ◀──copy_blocks──▶ host arena ◀──read / write──▶ backing tiers
+
+A worker is told what to do by transfer graphs and reports what became of their ops. It decides
+nothing and knows no keys but those that graphs carry for verification.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import CapacityError, CorruptBlock, TierError, TransferError
+from kvcore.layout import KVView
+from kvcore.ops.base import DeviceOps
+from kvcore.tiers.base import BlockRead, BlockWrite, Tier
+from kvcore.tiers.host import HostArena
+from kvcore.transfer.engine import OpTiming, TransferEngine
+from kvcore.transfer.graph import (
+    SKIP,
+    OpReport,
+    Path,
+    RowError,
+    TransferGraph,
+    TransferOp,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("kvcore.worker")
+
+_MARKS_KEPT = 65536
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Layers that share one page table in the engine: ``layers`` are canonical layer indices and
+    ``view`` has exactly their planes, in that order."""
+
+    layers: tuple[int, ...]
+    view: KVView
+
+
+class _DeviceCopy:
+    """Executor of H2D and D2H: arena blocks to and from the engine's pages."""
+
+    def __init__(
+        self,
+        ops: DeviceOps,
+        groups: Sequence[DeviceGroup],
+        arena: KVView,
+        to_device: bool,
+        sync: _Stream,
+    ) -> None:
+        self._ops = ops
+        self._groups = groups
+        self._arenas = [_select_layers(arena, group.layers) for group in groups]
+        self._block_tokens = arena.layout.page_tokens
+        self._to_device = to_device
+        self._sync = sync
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        slots = np.array([graph.host_slots[row] for row in rows], dtype=np.int64)
+        with self._sync.copying(graph.graph_id):
+            for group, arena, table in zip(self._groups, self._arenas, graph.units, strict=True):
+                layers = _positions(group.layers, op)
+                if layers:
+                    units = table.array()[rows]
+                    self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
+        return {}
+
+    def _copy(
+        self,
+        device: KVView,
+        units: npt.NDArray[np.int64],
+        arena: KVView,
+        slots: npt.NDArray[np.int64],
+        layers: Sequence[int],
+        unit_tokens: int,
+    ) -> None:
+        per_block = self._block_tokens // unit_tokens
+        blocks = slots[:, None] * per_block + np.arange(per_block, dtype=np.int64)
+        blocks = np.where(units == SKIP, SKIP, blocks)
+        if self._to_device:
+            self._ops.copy_blocks(arena, blocks, device, units, layers, unit_tokens)
+        else:
+            self._ops.copy_blocks(device, units, arena, blocks, layers, unit_tokens)
+
+
+class _TierRead:
+    """Executor of reads from a backing tier into arena slots. A block is verified by its tier."""
+
+    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
+        self._tiers = tiers
+        self._arena = arena
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        requests = [
+            BlockRead(
+                graph.tier_slots[row],
+                graph.keys[row],
+                self._arena.slot_buffers(graph.host_slots[row]),
+            )
+            for row in rows
+        ]
+        return _errors(op, rows, self._tiers[op.tier].read(requests))
+
+
+class _TierWrite:
+    """Executor of writes from arena slots to a backing tier."""
+
+    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
+        self._tiers = tiers
+        self._arena = arena
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        requests = [
+            BlockWrite(
+                graph.tier_slots[row],
+                graph.keys[row],
+                graph.parent_of(row),
+                graph.namespace,
+                self._arena.slot_buffers(graph.host_slots[row]),
+            )
+            for row in rows
+        ]
+        return _errors(op, rows, self._tiers[op.tier].write(requests))
+
+
+def _errors(
+    op: TransferOp, rows: Sequence[int], results: Sequence[TierError | None]
+) -> dict[int, RowError]:
+    failed: dict[int, RowError] = {}
+    for row, error in zip(rows, results, strict=True):
+        if error is not None:
+            failed[row] = RowError.CORRUPT if isinstance(error, CorruptBlock) else RowError.IO
+            _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, error)
+    return failed
+
+
+class _Stream:
+    """Orders copies with the engine's compute.
+
+    On a CPU the engine's forward has ended when it hands over, so there is nothing to order.
+    """
+
+    def mark(self, graph_id: int) -> None:
+        """The engine's work submitted so far must end before the graph's copies begin."""
+
+    def copying(self, graph_id: int) -> Any:
+        """Context in which copies are issued; on exit they have ended."""
+        return _NOTHING
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+class _CudaStream(_Stream):
+    """A stream of its own for copies, which waits for the compute stream as of ``mark``."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = device
+        self._streams: dict[int, Any] = {}
+        self._marks: dict[int, Any] = {}
+
+    def mark(self, graph_id: int) -> None:
+        event = self._torch.cuda.Event()
+        event.record(self._torch.cuda.current_stream(self._device))
+        self._marks[graph_id] = event
+        while len(self._marks) > _MARKS_KEPT:  # ids ascend: the oldest graph ended long ago
+            self._marks.pop(next(iter(self._marks)))
+
+    def copying(self, graph_id: int) -> Any:
+        return _CudaCopying(self, graph_id)
+
+    def enter(self, graph_id: int) -> Any:
+        import threading
+
+        torch = self._torch
+        thread = threading.get_ident()
+        if thread not in self._streams:
+            torch.cuda.set_device(self._device)
+            self._streams[thread] = torch.cuda.Stream(self._device)
+        stream = self._streams[thread]
+        if (event := self._marks.get(graph_id)) is not None:
+            stream.wait_event(event)
+        context = torch.cuda.stream(stream)
+        context.__enter__()
+        return stream, context
+
+
+class _CudaCopying:
+    def __init__(self, owner: _CudaStream, graph_id: int) -> None:
+        self._owner = owner
+        self._graph_id = graph_id
+
+    def __enter__(self) -> None:
+        self._stream, self._context = self._owner.enter(self._graph_id)
+
+    def __exit__(self, *exc: object) -> None:
+        self._context.__exit__(*exc)
+        self._stream.synchronize()
+
+
+class KVWorker:
+    """One rank's arena, tiers and transfer engine.
+
+    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads. ``groups`` are the
+    engine's layer groups in the order of a graph's unit tables. ``tiers`` are closed with the
+    worker. ``observer`` is told of every op that ran, with its bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena: HostArena,
+        arena_view: KVView,
+        groups: Sequence[DeviceGroup],
+        tiers: Mapping[str, Tier],
+        tier_paths: Mapping[str, tuple[Path, Path]],
+        ops: DeviceOps,
+        device: torch.device | None = None,
+        copy_threads: int = 1,
+        io_queues: int = 2,
+        queue_depth: int = 16384,
+        observer: Callable[[OpTiming], None] | None = None,
+    ) -> None:
+        self.arena = arena
+        self.tiers = dict(tiers)
+        cuda = device is not None and device.type == "cuda"
+        self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
+        read, write = _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
+        executors: dict[Path, Any] = {
+            Path.H2D: _DeviceCopy(ops, groups, arena_view, True, self._stream),
+            Path.D2H: _DeviceCopy(ops, groups, arena_view, False, self._stream),
+        }
+        for reading, writing in tier_paths.values():
+            executors[reading], executors[writing] = read, write
+        threads = {path: io_queues for path in executors if path.reads_tier}
+        threads |= {path: copy_threads for path in executors if path.touches_device}
+        self.engine = TransferEngine(
+            executors, threads=threads, queue_depth=queue_depth, observer=observer
+        )
+
+    def submit(self, graph: TransferGraph) -> list[OpReport]:
+        """Start a graph, ordered after the engine's work so far.
+
+        A graph that cannot be taken (malformed, or the queue is full) is reported as failed: the
+        reports are returned, and nothing of it runs.
+        """
+        self._stream.mark(graph.graph_id)
+        try:
+            self.engine.submit(graph)
+        except (CapacityError, TransferError) as error:
+            _log.warning("graph refused: %s", error)
+            return refuse(graph, RowError.INTERNAL)
+        return []
+
+    def poll(self) -> list[OpReport]:
+        """Reports of the ops that ended since the last call. Does not block."""
+        return self.engine.poll()
+
+    def cancel(self, graph_id: int) -> None:
+        self.engine.cancel(graph_id)
+
+    def wait_report(self, timeout: float) -> bool:
+        """Block until there is a report, at most ``timeout`` seconds."""
+        return self.engine.wait_report(timeout)
+
+    def wait_device(self, graph_id: int) -> None:
+        """Block until the graph touches the engine's pages no more."""
+        self.engine.wait_device(graph_id)
+
+    def wait_layer(self, graph_id: int, layer: int) -> None:
+        """Block until the graph's copies of ``layer`` have ended."""
+        self.engine.wait_layer(graph_id, layer)
+
+    def close(self, *, timeout: float = 30.0) -> bool:
+        """Finish what is in flight, flush the tiers and give the memory back."""
+        ended = self.engine.close(drain=True, timeout=timeout)
+        for name, tier in self.tiers.items():
+            try:
+                tier.close()
+            except TierError as error:
+                _log.error("closing tier %s: %s", name, error)
+        if ended:
+            self.arena.close()
+        return ended
+
+
+class RefusingWorker:
+    """Stands in for a worker that could not be built: refuses every graph, so that no one waits."""
+
+    def submit(self, graph: TransferGraph) -> list[OpReport]:
+        return refuse(graph, RowError.REFUSED)
+
+    def poll(self) -> list[OpReport]:
+        return []
+
+    def cancel(self, graph_id: int) -> None:
+        pass
+
+    def wait_report(self, timeout: float) -> bool:
+        return False
+
+    def wait_device(self, graph_id: int) -> None:
+        pass
+
+    def wait_layer(self, graph_id: int, layer: int) -> None:
+        pass
+
+    def close(self, *, timeout: float = 30.0) -> bool:
+        return True
+
+
+def refuse(graph: TransferGraph, why: RowError) -> list[OpReport]:
+    """Reports that say of every op of ``graph`` that none of its rows was copied."""
+    return [
+        OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why)) for op in graph.ops
+    ]
+
+
+def _select_layers(view: KVView, layers: Sequence[int]) -> KVView:
+    """The view of some layers of ``view``, in the order given."""
+    planes = tuple(view.layout.planes[layer] for layer in layers)
+    return KVView(replace(view.layout, planes=planes), view.tensors)
+
+
+def _positions(layers: Sequence[int], op: TransferOp) -> list[int]:
+    """Positions within a group of the layers that ``op`` carries."""
+    span = op.layers
+    return [i for i, layer in enumerate(layers) if span is None or span.covers(layer)]
