@@ -1,0 +1,107 @@
+"""Copies in host memory, in C: ``_copy.c`` behind ctypes, which releases the GIL meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from kvcore.errors import UnsupportedError
+from kvcore.layout import KVView
+from kvcore.ops.base import DeviceOps, HeadRange, Units
+
+LIBRARY = Path(__file__).with_name("_copy.so")
+_FIELDS = 10
+_STREAM_BYTES = 1 << 20
+"""Copies of at least this many bytes write around the cache. Below it the destination may still be
+in a core's L2 (0.5 to 2 MiB) when it is read."""
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """The compiled library; UnsupportedError when it was not built or is of another version."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise UnsupportedError(
+            f"the native copies are not built ({error}): install a C compiler and run "
+            "`python -m kvcore.ops.build`; torch copies in their place, several times slower"
+        ) from error
+    library.kvcore_copy_plane_size.restype = ctypes.c_int64
+    if library.kvcore_copy_plane_size() != _FIELDS * 8:
+        raise UnsupportedError(f"{LIBRARY.name} is of another version: rebuild it")
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.kvcore_copy.argtypes = [
+        pointer, pointer, size, pointer, pointer, size, size, size, size, size, size, ctypes.c_int
+    ]  # fmt: skip
+    library.kvcore_copy.restype = None
+    return library
+
+
+class NativeOps(DeviceOps):
+    """Tiles of tokens x dim, with SIMD transposes and streaming stores. Host memory only."""
+
+    name: ClassVar[str] = "native"
+    priority: ClassVar[int] = 10
+
+    def __init__(self) -> None:
+        self._library = load_library()
+
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        return all(t.device.type == "cpu" for view in (src, dst) for t in view.tensors)
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        layout = src.layout
+        sources = _planes(src, layers, heads.src)
+        targets = _planes(dst, layers, heads.dst)
+        width = sum(plane.head_dim for plane in layout.planes[layers[0]])
+        tile = unit_tokens * heads.count * width * layout.itemsize
+        nbytes = len(src_units) * len(layers) * tile
+        self._library.kvcore_copy(
+            sources.ctypes.data,
+            targets.ctypes.data,
+            len(sources),
+            src_units.ctypes.data,
+            dst_units.ctypes.data,
+            len(src_units),
+            unit_tokens,
+            layout.page_tokens // unit_tokens,
+            dst.layout.page_tokens // unit_tokens,
+            heads.count,
+            layout.itemsize,
+            nbytes >= _STREAM_BYTES,
+        )
+
+
+def _planes(view: KVView, layers: Sequence[int], first_head: int) -> Units:
+    """The ``plane_t`` of every plane, as rows of int64; addresses of ``first_head``."""
+    itemsize = view.layout.itemsize
+    addresses = [tensor.data_ptr() for tensor in view.tensors]
+    rows = []
+    for layer in layers:
+        for plane in view.layout.planes[layer]:
+            offset = plane.offset + first_head * plane.head
+            token, dim = plane.token, plane.dim
+            rows.append(
+                (
+                    addresses[plane.tensor] + offset * itemsize,
+                    plane.page, plane.head,
+                    token.stride, token.inner, token.inner_stride,
+                    dim.stride, dim.inner, dim.inner_stride,
+                    plane.head_dim,
+                )
+            )  # fmt: skip
+    return np.array(rows, dtype=np.int64)
