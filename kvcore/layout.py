@@ -9,7 +9,7 @@ them to a tensor and an offset in it, in elements:
 
 ``plane.token`` and ``plane.dim`` are axes that may be cut once, as packed caches need:
 ``axis(i) = (i // inner) * stride + (i % inner) * inner_stride``. A host arena of canonical blocks
-is a layout too, whose pages are its slots. So every copy of KV is layout to layout (``kvcore.ops``).
+is a layout too, whose pages are its slots. So every copy of KV is layout to layout: ``kvcore.ops``.
 
 Canonical block: layer, head, k/v, token, dim, row-major. One layer is one run of bytes, and in it a
 range of heads is one run.

@@ -182,7 +182,7 @@ class _CudaStream(_Stream):
         self._marks: dict[int, Any] = {}
 
     def mark(self, graph_id: int) -> None:
-        event = self._torch.cuda.Event()
+        event = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._torch.cuda.current_stream(self._device))
         self._marks[graph_id] = event
         while len(self._marks) > _MARKS_KEPT:  # ids ascend: the oldest graph ended long ago

@@ -1,0 +1,12 @@
+"""The ``kvcore`` command."""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point of the console script. Exits the process."""
+    from kvcore.cli.app import app
+
+    app(prog_name="kvcore")

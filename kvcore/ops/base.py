@@ -16,11 +16,11 @@ Units = npt.NDArray[np.int64]
 
 
 class HeadRange(NamedTuple):
-    """``count`` heads from ``src`` of the source to ``dst`` of the destination."""
+    """``size`` heads from ``src`` of the source to ``dst`` of the destination."""
 
     src: int
     dst: int
-    count: int
+    size: int
 
 
 class DeviceOps(ABC):
@@ -97,7 +97,7 @@ def _check(
     if any(not 0 <= layer < min(a.layers, b.layers) for layer in layers):
         raise LayoutError(f"layers {list(layers)} of {a.layers} and {b.layers}")
     if not (
-        0 <= heads.src <= a.kv_heads - heads.count and 0 <= heads.dst <= b.kv_heads - heads.count
+        0 <= heads.src <= a.kv_heads - heads.size and 0 <= heads.dst <= b.kv_heads - heads.size
     ):
         raise LayoutError(f"{heads} of {a.kv_heads} source and {b.kv_heads} destination heads")
     for layer in layers:

@@ -68,7 +68,7 @@ class NativeOps(DeviceOps):
         sources = _planes(src, layers, heads.src)
         targets = _planes(dst, layers, heads.dst)
         width = sum(plane.head_dim for plane in layout.planes[layers[0]])
-        tile = unit_tokens * heads.count * width * layout.itemsize
+        tile = unit_tokens * heads.size * width * layout.itemsize
         nbytes = len(src_units) * len(layers) * tile
         self._library.kvcore_copy(
             sources.ctypes.data,
@@ -80,7 +80,7 @@ class NativeOps(DeviceOps):
             unit_tokens,
             layout.page_tokens // unit_tokens,
             dst.layout.page_tokens // unit_tokens,
-            heads.count,
+            heads.size,
             layout.itemsize,
             nbytes >= _STREAM_BYTES,
         )

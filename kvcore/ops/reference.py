@@ -40,10 +40,10 @@ class ReferenceOps(DeviceOps):
             for source, target in planes:
                 from_view, to_view = _plane_view(src, source), _plane_view(dst, target)
                 rows = from_view[_places(src.layout, source, a, unit_tokens, from_view.device)]
-                rows = rows[:, heads.src : heads.src + heads.count].flatten(2)
+                rows = rows[:, heads.src : heads.src + heads.size].flatten(2)
                 places = _places(dst.layout, target, b, unit_tokens, to_view.device)
-                part = to_view[:, :, :, heads.dst : heads.dst + heads.count]
-                part[places] = rows.unflatten(2, part.shape[-2:]).to(to_view.device)
+                part = to_view[:, :, :, heads.dst : heads.dst + heads.size]
+                part[places] = rows.view(*rows.shape[:2], *part.shape[-2:]).to(to_view.device)
 
 
 def _plane_view(view: KVView, plane: Plane) -> torch.Tensor:

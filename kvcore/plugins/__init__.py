@@ -1,0 +1,25 @@
+"""Plugins: what others may add to kvcore, and how they say so."""
+
+from __future__ import annotations
+
+from kvcore.plugins.hookspecs import (
+    EngineSpec,
+    OpsPlugin,
+    PolicyPlugin,
+    ServeCommand,
+    TierContext,
+    TierPlugin,
+    hookimpl,
+)
+from kvcore.plugins.manager import PluginManager
+
+__all__ = [
+    "EngineSpec",
+    "OpsPlugin",
+    "PluginManager",
+    "PolicyPlugin",
+    "ServeCommand",
+    "TierContext",
+    "TierPlugin",
+    "hookimpl",
+]

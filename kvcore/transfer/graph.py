@@ -19,12 +19,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.block import ROOT_PARENT
 from kvcore.errors import FormatError, TransferError
 
 SKIP = -1
 """In a unit table: this unit is not copied (the engine holds it already, or dropped its page)."""
 
-NO_PARENT = b""
+NO_PARENT = ROOT_PARENT
 """Parent key of the first block of a chain."""
 
 

@@ -11,6 +11,7 @@ from vllm.distributed.kv_events import (
 )
 
 from kvcore.manager import HOST, Event
+from kvcore.transfer.graph import NO_PARENT
 
 
 def engine_event(event: Event, block_tokens: int) -> KVCacheEvent:
@@ -21,7 +22,7 @@ def engine_event(event: Event, block_tokens: int) -> KVCacheEvent:
         return BlockRemoved(block_hashes=hashes, medium=medium, ownership=event.tier)
     return BlockStored(
         block_hashes=hashes,
-        parent_block_hash=event.parent or None,
+        parent_block_hash=None if event.parent == NO_PARENT else event.parent,
         token_ids=[],
         block_size=block_tokens,
         lora_id=None,

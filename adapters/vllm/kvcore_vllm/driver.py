@@ -1,0 +1,206 @@
+"""Drives vLLM for `kvcore.testing.engine_process`: run as ``python -m kvcore_vllm.driver FD``.
+
+Uses vLLM's asynchronous client, because only streaming shows when the first token came. The engine
+core and its workers run in processes of their own, as under ``vllm serve``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvcore.errors import UnsupportedError
+from kvcore.testing.engine_process import serve
+
+SHUTDOWN_S = 60.0
+"""How long the engine core may take to end: it must finish the saves that are under way."""
+
+
+class Driver:
+    """One `AsyncLLM` and the calls an `EngineProcess` may make of it."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._names = (f"request-{number}" for number in itertools.count())
+
+    async def start(
+        self, model: str, kvcore: dict[str, Any] | None, **engine_args: Any
+    ) -> dict[str, Any]:
+        """Build the engine; blocks this process's loop until it takes requests."""
+        if Path(model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if current_platform.is_cpu():
+            engine_args.setdefault("enforce_eager", True)
+        if kvcore is not None:
+            engine_args["kv_transfer_config"] = {
+                "kv_connector": "KVCoreConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": kvcore,
+            }
+        arguments = AsyncEngineArgs(model=model, **_with_transfer_config(engine_args))
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        return {
+            "engine": "vllm",
+            "version": vllm.__version__,
+            "device": current_platform.device_type,
+        }
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        max_tokens: int,
+        request_id: str | None,
+        abort_after: int | None,
+        ignore_eos: bool,
+        cache_salt: str | None,
+        logprobs: bool,
+    ) -> dict[str, Any]:
+        """Stream one greedy request to its end, or to its abort; times are on this side."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request_id = request_id or next(self._names)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            logprobs=0 if logprobs else None,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        request = _prompt(prompt, cache_salt)
+        got = _Collected(request_id)
+        early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
+        async for output in self._engine.generate(request, sampling, request_id):
+            got.add(output)
+            if abort_after is not None and 0 < abort_after <= len(got.token_ids):
+                await self._engine.abort(request_id)
+                break
+        if early is not None:
+            early.cancel()
+        return got.reply()
+
+    async def _abort_early(self, request_id: str) -> None:
+        """Abort again and again until cancelled: the request may not have been added yet."""
+        while True:
+            await self._engine.abort(request_id)
+            await asyncio.sleep(0.001)
+
+    async def abort(self, request_id: str) -> None:
+        """Abort one request; unknown or finished ones are let be."""
+        await self._engine.abort(request_id)
+
+    async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
+        """Empty the engine's own cache, waiting for pages whose save is under way."""
+        deadline = time.monotonic() + timeout_s
+        while not await self._engine.reset_prefix_cache(reset_connector=connector):
+            if time.monotonic() > deadline:
+                raise UnsupportedError(
+                    f"the prefix cache could not be reset within {timeout_s} s: pages are in use"
+                )
+            await asyncio.sleep(0.05)
+
+    async def metrics(self) -> dict[str, float]:
+        """Every Prometheus sample of this process."""
+        from prometheus_client import REGISTRY
+
+        await asyncio.sleep(0)  # let the output loop log the last step
+        return {
+            _sample_name(sample.name, sample.labels): sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+        }
+
+    def shutdown(self) -> None:
+        """End the engine core and wait for it."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.shutdown(timeout=SHUTDOWN_S)
+
+
+class _Collected:
+    """The outputs of one request as they come."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.began = time.perf_counter()
+        self.first_at: float | None = None
+        self.token_ids: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: list[float] = []
+        self.last: Any = None
+
+    def add(self, output: Any) -> None:
+        [choice] = output.outputs
+        if choice.token_ids and self.first_at is None:
+            self.first_at = time.perf_counter()
+        self.token_ids.extend(choice.token_ids)
+        self.text.append(choice.text)
+        for token, candidates in zip(choice.token_ids, choice.logprobs or ()):  # noqa: B905
+            self.logprobs.append(candidates[token].logprob)
+        self.last = output
+
+    def reply(self) -> dict[str, Any]:
+        now = time.perf_counter()
+        params = (self.last and self.last.kv_transfer_params) or {}
+        return {
+            "request_id": self.request_id,
+            "token_ids": self.token_ids,
+            "text": "".join(self.text),
+            "prompt_tokens": len(self.last.prompt_token_ids or ()) if self.last else 0,
+            "cached_tokens": (self.last and self.last.num_cached_tokens) or 0,
+            "ttft_s": (self.first_at or now) - self.began,
+            "total_s": now - self.began,
+            "finish_reason": self.last.outputs[0].finish_reason if self.last else None,
+            "kvcore": params.get("kvcore") or {},
+            "logprobs": self.logprobs,
+        }
+
+
+def _prompt(prompt: str | list[int], cache_salt: str | None) -> dict[str, Any]:
+    request: dict[str, Any] = (
+        {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    )
+    if cache_salt is not None:
+        request["cache_salt"] = cache_salt
+    return request
+
+
+def _with_transfer_config(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """JSON gives the connector's config as a dict; the Python API wants vLLM's own type."""
+    config = engine_args.get("kv_transfer_config")
+    if isinstance(config, dict):
+        from vllm.config import KVTransferConfig
+
+        return {**engine_args, "kv_transfer_config": KVTransferConfig(**config)}
+    return engine_args
+
+
+def _sample_name(name: str, labels: dict[str, str]) -> str:
+    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{inside}}}" if inside else name
+
+
+async def _run(descriptor: int) -> None:
+    driver = Driver()
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "metrics")
+    try:
+        await serve(descriptor, {name: getattr(driver, name) for name in calls})
+    finally:
+        driver.shutdown()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(int(sys.argv[1])))

@@ -1,0 +1,293 @@
+"""The state machine of blocks in tiers: what `kvcore.index.BlockIndex` does behind its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from kvcore._tables import (
+    EVICTING,
+    NONE,
+    PUBLISHED,
+    RESERVED,
+    RESTORING,
+    ROOT,
+    Evicted,
+    NodeTable,
+    Record,
+    Reservation,
+    TierSpec,
+    TierTable,
+)
+from kvcore.block import ROOT_PARENT
+from kvcore.errors import ConfigError
+
+
+class BlockStates:
+    """The columns of all tiers, and the steps that keep every tier prefix-closed."""
+
+    def __init__(self, tiers: Sequence[TierSpec]) -> None:
+        names = [spec.name for spec in tiers]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError(f"an index needs one or more tiers of different names, got {names}")
+        self._nodes = NodeTable()
+        self._tables = tuple(TierTable(spec, self._nodes.recency) for spec in tiers)
+
+    def _key(self, node: int) -> bytes:
+        key = self._nodes.key[node]
+        assert key is not None
+        return key
+
+    def _parent_key(self, node: int) -> bytes:
+        parent = self._nodes.parent[node]
+        return ROOT_PARENT if parent == ROOT else self._key(parent)
+
+    def _evicted(self, table: TierTable, node: int) -> Evicted:
+        namespace = self._nodes.space_names[self._nodes.space[node]]
+        return Evicted(self._key(node), table.slot[node], self._parent_key(node), namespace)
+
+    def _make_room(self, table: TierTable, count: int) -> list[Evicted]:
+        evicted = []
+        while table.pool.num_free < count and (node := table.policy.victim()) is not None:
+            evicted.append(self._evict(table, node))
+        return evicted
+
+    def _evict(self, table: TierTable, node: int) -> Evicted:
+        block = self._evicted(table, node)
+        self._leave(table, node, evicted=True)
+        self._vacate(table, node)
+        return block
+
+    def _leave(self, table: TierTable, node: int, *, evicted: bool) -> None:
+        """A leaf that is in nobody's evictable set is a child no more; its history goes up."""
+        parent = self._nodes.parent[node]
+        table.policy.forget(node, self._key(node), parent, evicted=evicted)
+        if parent != ROOT:
+            self._nodes.recency.inherit(parent, node)
+            table.drop_child(parent)
+
+    def _vacate(self, table: TierTable, node: int) -> None:
+        table.pool.free(table.slot[node])
+        self._unhold(table, node)
+
+    def _unhold(self, table: TierTable, node: int) -> None:
+        table.state[node] = NONE
+        for other in self._tables:
+            if other.state[node] != NONE:
+                return
+        self._nodes.free(node)
+
+    def _place(self, table: TierTable, reservation: Reservation, namespace: bytes) -> list[int]:
+        """Enter the blocks of a reservation. The parent has counted its new child already."""
+        ids, parents, nodes = self._nodes.ids, self._nodes.parent, []
+        slot_of, state, children = table.slot, table.state, table.children
+        parent = reservation.parent
+        for key, slot in zip(reservation.keys, reservation.slots.tolist(), strict=True):
+            node = ids.get(key)
+            if node is None:
+                node = self._make_node(key, parent, namespace)
+            parents[node] = parent
+            slot_of[node] = slot
+            state[node] = RESERVED
+            children[node] = 1
+            nodes.append(node)
+            parent = node
+        children[parent] = 0
+        return nodes
+
+    def _make_node(self, key: bytes, parent: int, namespace: bytes) -> int:
+        if self._nodes.is_full:
+            count = self._nodes.grow()
+            for table in self._tables:
+                table.grow(count)
+        return self._nodes.make(key, parent, self._nodes.space_of(namespace))
+
+    def _publish(self, table: TierTable, reservation: Reservation) -> None:
+        """Publish a filled reservation and all filled ones that waited for it."""
+        stack = [reservation]
+        while stack:
+            ready = stack.pop()
+            table.open.discard(ready)
+            nodes = ready.nodes[: ready.live]
+            for node in nodes:
+                table.state[node] = PUBLISHED
+            self._nodes.recency.touch(nodes[-1])
+            for node in nodes if table.policy.watches_blocks else nodes[-1:]:
+                table.policy.stored(node, self._key(node))
+            if table.is_evictable(nodes[-1]):
+                table.policy.add(nodes[-1])
+            if table.dependents:
+                for node in nodes:
+                    stack += [r for r in table.dependents.pop(node, ()) if r.filled]
+
+    def _cut(self, table: TierTable, reservation: Reservation, live: int) -> None:
+        """Give up nodes[live:] of a reservation, and all reservations that stand on them.
+
+        Slots of filled reservations are free at once; those of reservations in flight when their
+        owner commits or aborts.
+        """
+        cuts = [(reservation, live)]
+        for cut, first in cuts:  # grows while it runs: parents first
+            for node in cut.nodes[first : cut.live]:
+                cuts += [(above, 0) for above in table.dependents.get(node, ())]
+        for cut, first in reversed(cuts):
+            gone = cut.nodes[first : cut.live]
+            if cut.filled:
+                table.pool.free_all(cut.slots[first : cut.live].tolist())
+            if gone:
+                cut.live = first
+                self._withdraw(table, gone)
+            if not cut.live:
+                self._stand_alone(table, cut)
+
+    def _withdraw(self, table: TierTable, nodes: list[int]) -> None:
+        """Take unpublished blocks, each the only child of the one before, out of a tier."""
+        parent = self._nodes.parent[nodes[0]]
+        for node in reversed(nodes):
+            table.children[node] = 0
+            self._unhold(table, node)
+        table.drop_child(parent)
+
+    def _stand_alone(self, table: TierTable, reservation: Reservation) -> None:
+        """A reservation with no block left waits for nobody; filled, it is over."""
+        waiting = table.dependents.get(reservation.parent)
+        if waiting is not None and reservation in waiting:
+            waiting.remove(reservation)
+            if not waiting:
+                del table.dependents[reservation.parent]
+        if reservation.filled:
+            table.open.discard(reservation)
+
+    def _rescue(
+        self, table: TierTable, keys: Sequence[bytes], begin: int, stop: int
+    ) -> tuple[int, int]:
+        """Keep leaving blocks that continue what is held; stop before those that do not."""
+        find = self._nodes.ids.get
+        while begin < stop:
+            node = find(keys[begin])
+            parent = self._nodes.ids[keys[begin - 1]] if begin else ROOT
+            if node is None or not self._keep(table, node, parent):
+                break
+            begin += 1
+        for index in range(begin, stop):
+            node = find(keys[index])
+            if node is not None and table.state[node] == EVICTING:
+                return begin, index
+        return begin, stop
+
+    def _keep(self, table: TierTable, node: int, parent: int) -> bool:
+        """Turn a leaving block back into a published one, if its parent is published."""
+        rooted = parent == ROOT or table.state[parent] == PUBLISHED
+        if table.state[node] != EVICTING or not rooted:
+            return False
+        del table.evicting[node]
+        self._nodes.parent[node] = parent
+        table.add_child(parent)
+        table.state[node] = PUBLISHED
+        table.policy.stored(node, self._key(node))
+        table.policy.add(node)
+        return True
+
+    def _below(self, table: TierTable, top: int) -> list[int]:
+        """A node and all its descendants in a tier, by pointer jumping: O(index * log depth)."""
+        state = np.frombuffer(table.state, dtype=np.uint8)
+        held = (state > NONE) & (state < EVICTING)
+        everyone = np.arange(len(state))
+        up = np.where(held, np.frombuffer(self._nodes.parent, dtype=np.int32), everyone)
+        up = np.where(up == ROOT, everyone, up)
+        up[top] = top
+        while not np.array_equal(further := up[up], up):
+            up = further
+        found: list[int] = np.flatnonzero(held & (up == top)).tolist()
+        return found
+
+    def _detach(self, table: TierTable, nodes: list[int]) -> list[Evicted]:
+        """Drop a set of nodes that holds all its descendants; returns those that were published."""
+        inside = {node for node in nodes if table.holds(node)}
+        self._park_leaving(table, nodes)
+        for reservation in list(table.open):
+            alive = reservation.nodes[: reservation.live]
+            first = next((i for i, node in enumerate(alive) if node in inside), None)
+            if first is not None:
+                self._cut(table, reservation, first)
+        inside = {node for node in inside if table.state[node] == PUBLISHED}
+        for node in inside:
+            if table.is_evictable(node):
+                table.policy.remove(node)
+        self._doom_pins(table, inside)
+        blocks = [self._evicted(table, node) for node in inside]
+        self._hand_up(table, inside)
+        for node in inside:
+            if table.slot[node] not in table.retained:
+                table.pool.free(table.slot[node])
+            table.policy.forget(node, self._key(node), ROOT, evicted=False)
+            table.children[node] = 0
+            self._unhold(table, node)
+        return blocks
+
+    def _park_leaving(self, table: TierTable, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            eviction = table.evicting.pop(node, None)
+            if eviction is not None:
+                eviction.parked.append(table.slot[node])
+                self._unhold(table, node)
+
+    def _doom_pins(self, table: TierTable, inside: set[int]) -> None:
+        """Pins inside keep the slots they read, and nothing else."""
+        for node in [node for node in table.pins if node in inside]:
+            slots, above = [], node
+            while above in inside:
+                slots.append(table.slot[above])
+                above = self._nodes.parent[above]
+            for pin in table.pins.pop(node):
+                pin.doomed = slots
+                for slot in slots:
+                    table.retained[slot] = table.retained.get(slot, 0) + 1
+
+    def _release(self, table: TierTable, slots: Iterable[int]) -> None:
+        for slot in slots:
+            table.retained[slot] -= 1
+            if not table.retained[slot]:
+                del table.retained[slot]
+                table.pool.free(slot)
+
+    def _hand_up(self, table: TierTable, inside: set[int]) -> None:
+        """Blocks that stay lose the children that go, and inherit when those were used."""
+        for node in inside:
+            parent = self._nodes.parent[node]
+            if parent != ROOT and parent not in inside:
+                self._nodes.recency.inherit(parent, max(inside, key=self._nodes.recency.stamp))
+                table.drop_child(parent)
+
+    def _restorable_parent(self, table: TierTable, key: bytes) -> int | None:
+        if key == ROOT_PARENT:
+            return ROOT
+        node = self._nodes.ids.get(key)
+        return node if node is not None and table.state[node] in (RESTORING, PUBLISHED) else None
+
+    def _restore_one(self, table: TierTable, record: Record, parent: int) -> bool:
+        node = self._nodes.ids.get(record.key)
+        if node is not None and table.state[node] != NONE:
+            return False
+        if not table.pool.claim(record.slot):
+            return False
+        if node is None:
+            node = self._make_node(record.key, parent, record.namespace)
+        self._nodes.parent[node] = parent
+        table.slot[node] = record.slot
+        table.state[node] = RESTORING
+        table.add_child(parent)
+        return True
+
+    def _publish_restored(self, table: TierTable, placed: Iterable[Record]) -> None:
+        for record in sorted(placed, key=attrgetter("stamp")):
+            node = self._nodes.ids[record.key]
+            self._nodes.recency.touch(node)
+            table.state[node] = PUBLISHED
+            leaf = not table.children[node]
+            if leaf or table.policy.watches_blocks:
+                table.policy.stored(node, record.key)
+            if leaf:
+                table.policy.add(node)

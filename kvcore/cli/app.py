@@ -1,0 +1,141 @@
+"""Commands and their options. What they print is made in the modules beside this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from kvcore import __version__, log
+from kvcore.config import Config, load_config, merge_tables, parse_assignment
+from kvcore.errors import KVCoreError
+
+__all__ = ["app"]
+
+
+class _Group(TyperGroup):
+    """Turns kvcore's own errors into a line on standard error and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KVCoreError as error:
+            if ctx.params.get("debug"):
+                raise
+            for line in str(error).splitlines():
+                typer.echo(f"kvcore: error: {line}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Tiered KV-cache offload for LLM serving engines.",
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("-c", "--config", help="TOML or YAML file; else the one KVCORE_CONFIG names."),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting, as in host.capacity=8GiB."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    pass
+
+
+@app.command("config")
+def show_config(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the effective settings (what happens anyway).")
+    ] = True,
+    as_json: AsJson = False,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Print the reference of all settings as Markdown.")
+    ] = False,
+) -> None:
+    """Show the effective settings and where each came from."""
+    from kvcore.cli import config
+
+    if docs:
+        typer.echo(config.reference(), nl=False)
+        return
+    effective = _load(file, assignments)
+    if as_json:
+        typer.echo(config.as_json(effective))
+    else:
+        Console().print(config.as_table(effective))
+
+
+@app.command("plugins")
+def show_plugins(
+    file: ConfigFile = None, assignments: Assignments = None, as_json: AsJson = False
+) -> None:
+    """List what was found: engines, tiers, policies, operations, and plugins left out."""
+    from kvcore.cli import plugins
+
+    effective = _load(file, assignments)
+    log.configure("error")  # a plugin left out is in the listing
+    manager = plugins.manager(effective)
+    if as_json:
+        typer.echo(plugins.as_json(manager))
+    else:
+        Console().print(*plugins.as_tables(manager), sep="\n")
+
+
+@app.command("serve")
+def serve_model(
+    model: Annotated[str, typer.Argument(help="Model, as the engine takes it.")],
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ENGINE_ARGS", help="Passed on to the engine as they are."),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine; else the one of the config.")
+    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command, do not run it.")
+    ] = False,
+) -> None:
+    """Start an engine with kvcore: this process becomes the engine."""
+    from kvcore.cli import serve
+
+    effective = _load(file, assignments)
+    command = serve.command(model, effective, engine, engine_args or [])
+    if dry_run:
+        typer.echo(serve.as_shell(command))
+    else:
+        serve.run(command)
+
+
+def _load(file: Path | None, assignments: list[str] | None) -> Config:
+    overrides: dict[str, Any] = {}
+    for text in assignments or []:
+        merge_tables(overrides, parse_assignment(text))
+    return load_config(file, overrides, overrides_from="--set")

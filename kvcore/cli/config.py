@@ -1,0 +1,106 @@
+"""The effective settings as a table or JSON, and the reference of all settings as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from rich.table import Table
+from rich.text import Text
+
+from kvcore.config import Config, SchemaModel, format_size, settings
+from kvcore.schema_walk import field_node, is_size, supported
+
+
+def as_table(config: Config) -> Table:
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    for setting in settings(config):
+        style = "dim" if setting.source.kind == "default" else "bold"
+        cells = (setting.path, _value(setting.value), str(setting.source))
+        table.add_row(*(Text(cell, style=style, overflow="fold") for cell in cells))
+    return table
+
+
+def as_json(config: Config) -> str:
+    """``{setting: {"value", "from"}}``."""
+    shown = {s.path: {"value": s.value, "from": str(s.source)} for s in settings(config)}
+    return json.dumps(shown, indent=2)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_HEAD = """\
+<!-- Made by `kvcore config --docs` from kvcore/schema.py; do not edit. -->
+# Configuration
+
+Every setting has a default. A setting is given, from weakest to strongest, by
+
+1. a file, TOML or YAML: `kvcore serve -c kvcore.toml`, or the one that `KVCORE_CONFIG` names
+   (no folder is searched);
+2. the environment: `host.capacity` is `KVCORE__HOST__CAPACITY`. Lists are JSON or separated by
+   commas, tables are JSON, empty text unsets what may be unset. Names are read in lower case;
+3. the engine's own configuration (vLLM: `kv_connector_extra_config`, nested like the file), or
+   `--set host.capacity=8GiB` of the command line.
+
+A stronger one wins key by key; a list replaces a list. An unknown key, a wrong type or a value out
+of range stops the start and is named, with its source and the nearest valid name. `kvcore config`
+shows every effective value and where it came from.
+
+Sizes are bytes, or text with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), `KB`, `MB`, `GB`,
+`TB` (powers of 1000). Capacities are hard limits.
+
+```toml
+engine = "vllm"
+
+[host]
+capacity = "16GiB"
+
+[disk]
+path = "/var/cache/kvcore"
+capacity = "200GiB"
+```
+"""
+
+
+def reference() -> str:
+    """The page docs/configuration.md."""
+    top = [f for f in Config.model_fields.items() if field_node(f[1]).type and not _model(f[1])]
+    lines = [_HEAD, "## Top level", "", *_rows(top, "")]
+    for name, field in Config.model_fields.items():
+        if model := _model(field):
+            many = field_node(field).members is not None
+            title = f"{name}.NAME" if many else name
+            doc = " ".join((model.__doc__ or "").split())
+            prefix = f"KVCORE__{title.upper().replace('.', '__')}__"
+            lines += ["", f"## [{title}]", "", doc, ""]
+            lines += _rows(model.model_fields.items(), prefix)
+    return "\n".join(lines) + "\n"
+
+
+def _model(field: FieldInfo) -> type[SchemaModel] | None:
+    node = field_node(field)
+    return node.model or node.members
+
+
+def _rows(fields: Any, prefix: str) -> Iterator[str]:
+    yield "| setting | default | takes | |"
+    yield "|---|---|---|---|"
+    for name, field in fields:
+        cells = (f"`{name}`", _default(field), supported(field), field.description or "")
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "(required)"
+    if value is None:
+        return "unset"
+    return f"`{format_size(value) if is_size(field) else json.dumps(value)}`"

@@ -1,0 +1,86 @@
+"""What plugins were found, as tables or JSON. No engine is imported to find out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from kvcore.config import Config
+from kvcore.plugins import PluginManager
+from kvcore.plugins.manager import Found, Origin, installed, reason
+
+
+def manager(config: Config) -> PluginManager:
+    return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+
+
+def as_tables(plugins: PluginManager) -> list[Table | Text]:
+    found = Table("kind", "name", "plugin", "from", "", box=None, pad_edge=False)
+    for row in _rows(plugins):
+        style = "red" if row["supported"] is False else ""
+        cells = (row["kind"], row["name"], row["plugin"], row["distribution"], row["about"])
+        found.add_row(*(Text(str(cell), overflow="fold") for cell in cells), style=style)
+    lines: list[Table | Text] = [found]
+    for failure in plugins.failures:
+        origin = failure.origin
+        text = f"left out: {origin.plugin} ({_distribution(origin)}): {reason(failure.error)}"
+        lines.append(Text(text, style="red"))
+    lines += [Text(f"disabled: {name}", style="dim") for name in plugins.disabled]
+    return lines
+
+
+def as_json(plugins: PluginManager) -> str:
+    failures = [
+        {
+            "plugin": failure.origin.plugin,
+            "distribution": _distribution(failure.origin),
+            "error": reason(failure.error),
+        }
+        for failure in plugins.failures
+    ]
+    found = {"found": _rows(plugins), "left_out": failures, "disabled": list(plugins.disabled)}
+    return json.dumps(found, indent=2)
+
+
+def _rows(plugins: PluginManager) -> list[dict[str, Any]]:
+    return [_row(found) for found in plugins.found()]
+
+
+def _row(found: Found) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "kind": found.kind,
+        "name": found.name,
+        "plugin": found.origin.plugin,
+        "distribution": _distribution(found.origin),
+        "about": "",
+        "supported": None,
+    }
+    if found.kind == "engine":
+        engine = installed(found.item)
+        row["supported"] = engine.supported
+        row["about"] = _engine_line(found, engine.distribution, engine.version, engine.supported)
+    elif found.kind == "tier":
+        row["about"] = found.item.medium
+    return row
+
+
+def _engine_line(found: Found, distribution: str, version: str | None, fits: bool) -> str:
+    if version is None:
+        return f"not installed; supported {found.item.versions}"
+    if not fits:
+        return f"{distribution} {version} is outside {found.item.versions}"
+    return f"{distribution} {version}, supported ({found.item.versions}); {_status(found)}"
+
+
+def _status(found: Found) -> str:
+    try:
+        return str(found.item.status())
+    except Exception as error:  # noqa: BLE001 - another's code: said in the listing
+        return f"status failed: {reason(error)}"
+
+
+def _distribution(origin: Origin) -> str:
+    return f"{origin.distribution} {origin.version}".strip() or "unknown distribution"

@@ -1,0 +1,51 @@
+"""Starts an engine with kvcore switched on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvcore.cli.plugins import manager
+from kvcore.config import Config, engine_environment
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.plugins import ServeCommand
+from kvcore.plugins.manager import require
+
+
+def command(
+    model: str, config: Config, engine: str | None, engine_args: Sequence[str]
+) -> ServeCommand:
+    """The command line of ``engine``, else of the config's.
+
+    Raises ConfigError when neither names one, UnsupportedError when it is not installed in a
+    version that the adapter serves.
+    """
+    plugins = manager(config)
+    name = engine or config.engine
+    if name is None:
+        names = ", ".join(found.name for found in plugins.found("engine")) or "none"
+        raise ConfigError(f"no engine given; found are: {names}. Use --engine, or set `engine`")
+    spec = plugins.engine(name)
+    plugins.check(config)
+    require(spec)
+    return spec.serve(model, config, engine_args)
+
+
+def as_shell(command: ServeCommand) -> str:
+    """One line for a shell. Values of variables may be secret: only their names are shown."""
+    variables = [
+        f"{name}={shlex.quote('...') if value else ''}" for name, value in command.env.items()
+    ]
+    return " ".join([*variables, shlex.join(command.argv)])
+
+
+def run(command: ServeCommand) -> NoReturn:
+    """Replace this process. Raises UnsupportedError when the command cannot be run."""
+    try:
+        os.execvpe(command.argv[0], command.argv, engine_environment(command.env))
+    except OSError as error:
+        raise UnsupportedError(
+            f"{command.argv[0]!r} cannot be run: {error.strerror}; is the engine installed here?"
+        ) from error

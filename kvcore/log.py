@@ -1,0 +1,147 @@
+"""Structured log lines over the standard library's logging.
+
+    log = get_logger(__name__)
+    log.debug("match", request=rid, host=48, disk=0)
+
+    text   match request=r7 host=48 disk=0
+    json   {"time": "...", "level": "debug", "logger": "kvcore.manager", "event": "match", ...}
+
+One line a decision at debug. Fields are numbers, names and keys, never text of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import datetime, timezone
+from enum import Enum
+from typing import Literal
+
+__all__ = ["Logger", "configure", "get_logger"]
+
+ROOT = "kvcore"
+_FIELDS = "kvcore_fields"
+
+
+class Logger:
+    """Writes events with fields to one logger of the standard library. Thread-safe."""
+
+    __slots__ = ("_log",)
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+
+    @property
+    def name(self) -> str:
+        return self._log.name
+
+    def enabled(self, level: int) -> bool:
+        """Whether a line of ``level`` is written: for fields that are costly to gather."""
+        return self._log.isEnabledFor(level)
+
+    def debug(self, event: str, /, **fields: object) -> None:
+        self._emit(logging.DEBUG, event, fields)
+
+    def info(self, event: str, /, **fields: object) -> None:
+        self._emit(logging.INFO, event, fields)
+
+    def warning(self, event: str, /, **fields: object) -> None:
+        self._emit(logging.WARNING, event, fields)
+
+    def error(self, event: str, /, **fields: object) -> None:
+        self._emit(logging.ERROR, event, fields)
+
+    def exception(self, event: str, /, **fields: object) -> None:
+        """An error with the traceback of the exception being handled."""
+        self._emit(logging.ERROR, event, fields, traceback=True)
+
+    def _emit(
+        self, level: int, event: str, fields: dict[str, object], *, traceback: bool = False
+    ) -> None:
+        if self._log.isEnabledFor(level):
+            extra = {_FIELDS: fields}
+            line = _Line(event, fields)
+            self._log.log(level, line, exc_info=traceback, extra=extra, stacklevel=3)
+
+
+class _Line:
+    """An event that becomes text only when a handler asks."""
+
+    __slots__ = ("event", "fields")
+
+    def __init__(self, event: str, fields: dict[str, object]) -> None:
+        self.event = event
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return " ".join([self.event, *(f"{k}={_text(v)}" for k, v in self.fields.items())])
+
+
+def get_logger(name: str) -> Logger:
+    """The structured logger called ``name``; name it ``__name__``, below ``kvcore``."""
+    return Logger(logging.getLogger(name))
+
+
+def configure(
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    format: Literal["text", "json"] = "text",
+) -> None:
+    """Set the level of kvcore's loggers and see that their lines are written. Idempotent.
+
+    Text lines go to the handlers of the process where it has some, else to standard error. JSON
+    lines always go to standard error, and only there.
+    """
+    root = logging.getLogger(ROOT)
+    root.setLevel(level.upper())
+    for handler in [h for h in root.handlers if isinstance(h, _Handler)]:
+        root.removeHandler(handler)
+    if own := format == "json" or not logging.getLogger().handlers:
+        root.addHandler(_Handler(_JsonFormatter() if format == "json" else _TextFormatter()))
+    root.propagate = not own
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
+    """kvcore's own handler, to be told from others."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(formatter)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line, of our loggers' records and of plain ones."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = record.msg if isinstance(record.msg, _Line) else _Line(record.getMessage(), {})
+        data: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": line.event,
+        }
+        for key, value in line.fields.items():
+            data[f"field_{key}" if key in data else key] = value
+        if record.exc_info:
+            data["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(data, default=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _text(value: object) -> str:
+    """A field's value on one line, quoted where it would not read back as one word."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(_plain(value))
+    plain = text.isprintable() and not any(c in ' "=' for c in text)
+    return text if plain and text else json.dumps(text)

@@ -1,0 +1,293 @@
+"""Finds plugins, keeps the broken ones from stopping the others, and answers by name.
+
+    entry point ──load──▶ module ──register, check_pending──▶ hooks ──collect──▶ tables by name
+         │                   │                                  │
+         └───────────────────┴────────── an error ──────────────┴──▶ failures (named, reported)
+
+A plugin is taken whole or not at all: one wrong hook, value or name already taken, and nothing of
+it is registered. kvcore's own engines, tiers, policies and operations come in by the same door.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import pluggy
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from kvcore import __version__
+from kvcore.errors import ConfigError, PluginError, UnsupportedError
+from kvcore.log import get_logger
+from kvcore.plugins import builtin, hookspecs
+from kvcore.plugins.hookspecs import (
+    PROJECT,
+    EngineSpec,
+    OpsPlugin,
+    PolicyPlugin,
+    TierPlugin,
+)
+
+if TYPE_CHECKING:
+    from kvcore.ops.base import DeviceOps
+    from kvcore.policy.base import EvictionPolicy
+    from kvcore.schema import Config
+
+GROUP = "kvcore.plugins"
+BUILTIN = "builtin"
+
+_log = get_logger(__name__)
+_T = TypeVar("_T")
+
+_HOOKS: dict[str, tuple[str, type[Any]]] = {
+    "kvcore_engines": ("engine", EngineSpec),
+    "kvcore_tiers": ("tier", TierPlugin),
+    "kvcore_policies": ("policy", PolicyPlugin),
+    "kvcore_ops": ("ops", OpsPlugin),
+}
+
+
+class Origin(NamedTuple):
+    """The entry point a plugin came from, and the distribution that brought it."""
+
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+
+
+class Found(NamedTuple):
+    """One thing a plugin offers."""
+
+    kind: str
+    name: str
+    origin: Origin
+    item: Any
+
+
+class Failure(NamedTuple):
+    """A plugin that was left out, and why."""
+
+    origin: Origin
+    error: Exception
+
+
+class Installed(NamedTuple):
+    """The engine on this machine; ``version`` is None when there is none."""
+
+    distribution: str
+    version: str | None
+    supported: bool
+
+
+class PluginManager:
+    """All plugins of this environment, loaded when built.
+
+    Building one reads the metadata of installed packages and imports the plugins' light modules.
+    Afterwards it only reads, so it may be shared between threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        disable: Iterable[str] = (),
+        strict: bool = False,
+        entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
+    ) -> None:
+        """``entry_points`` replaces those of the environment.
+
+        Raises PluginError for the first broken plugin when ``strict``.
+        """
+        self.failures: list[Failure] = []
+        self.disabled = tuple(disable)
+        self._strict = strict
+        self._found: dict[tuple[str, str], Found] = {}
+        self._pluggy = pluggy.PluginManager(PROJECT)
+        self._pluggy.add_hookspecs(hookspecs)
+        self._take(builtin, Origin(BUILTIN, PROJECT, __version__))
+        if entry_points is None:
+            entry_points = importlib.metadata.entry_points(group=GROUP)
+        for entry_point in _distinct(entry_points):
+            if entry_point.name not in self.disabled:
+                self._load(entry_point)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def found(self, kind: str | None = None) -> list[Found]:
+        """Everything on offer, in order of registration; of one kind if given."""
+        return [found for found in self._found.values() if kind in (None, found.kind)]
+
+    def engine(self, name: str) -> EngineSpec:
+        """Raises ConfigError, naming the nearest, for a name that no plugin offers."""
+        return self._named("engine", name, EngineSpec)
+
+    def tier(self, name: str) -> TierPlugin:
+        """Raises ConfigError, naming the nearest, for a name that no plugin offers."""
+        return self._named("tier", name, TierPlugin)
+
+    def policy(self, name: str) -> type[EvictionPolicy]:
+        """The class, for `TierSpec`. Raises ConfigError, naming the nearest, for a name that no
+        plugin offers."""
+        return self._named("policy", name, PolicyPlugin).factory()
+
+    def ops(self) -> list[DeviceOps]:
+        """Every implementation of the device operations that works here, for `select_ops`.
+
+        Makes them, which imports torch. One that cannot be made is logged and left out.
+        """
+        made = (_make_ops(found) for found in self.found("ops"))
+        return [ops for ops in made if ops is not None]
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for a setting that names something no plugin offers."""
+        names = [
+            ("engine", "engine", config.engine),
+            ("host.policy", "policy", config.host.policy),
+            ("disk.policy", "policy", config.disk.policy),
+            ("ops.backend", "ops", config.ops.backend),
+            *((f"tiers.{name}.plugin", "tier", t.plugin) for name, t in config.tiers.items()),
+        ]
+        for setting, kind, name in names:
+            if name is not None and (kind, name) != ("ops", "auto"):
+                try:
+                    self._named(kind, name, object)
+                except ConfigError as error:
+                    raise ConfigError(f"{setting} ({config.source(setting)}): {error}") from error
+
+    def _named(self, kind: str, name: str, cls: type[_T]) -> _T:
+        if found := self._found.get((kind, name)):
+            assert isinstance(found.item, cls)
+            return found.item
+        names = [found.name for found in self.found(kind)]
+        close = difflib.get_close_matches(name, names, n=1)
+        advice = f"did you mean {close[0]!r}?" if close else f"found are: {', '.join(names)}"
+        if broken := [f"{f.origin.plugin} ({f.error})" for f in self.failures]:
+            advice += f" Plugins that could not be loaded: {'; '.join(broken)}"
+        raise ConfigError(
+            f"there is no {kind} called {name!r}; {advice if names else 'none found'}"
+        )
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
+        dist = entry_point.dist
+        origin = Origin(entry_point.name, dist.name if dist else "", dist.version if dist else "")
+        try:
+            self._take(entry_point.load(), origin)
+        except Exception as error:  # another's code: named, reported, left out
+            if self._strict:
+                raise PluginError(
+                    f"plugin {origin.plugin!r} ({entry_point.value}) cannot be loaded: "
+                    f"{reason(error)}; repair it, or name it in plugins.disable"
+                ) from error
+            self.failures.append(Failure(origin, error))
+            _log.warning(
+                "plugin_left_out",
+                plugin=origin.plugin,
+                module=entry_point.value,
+                distribution=origin.distribution,
+                error=reason(error),
+            )
+
+    def _take(self, plugin: object, origin: Origin) -> None:
+        """Register ``plugin`` and all it offers, or raise and leave nothing of it."""
+        try:
+            self._pluggy.register(plugin, name=origin.plugin)
+            self._pluggy.check_pending()
+            offers = list(self._offers(plugin, origin))
+            _check_names(offers, self._found)
+        except BaseException:
+            if self._pluggy.get_plugin(origin.plugin) is plugin:
+                self._pluggy.unregister(name=origin.plugin)
+            raise
+        self._found.update({(offer.kind, offer.name): offer for offer in offers})
+
+    def _offers(self, plugin: object, origin: Origin) -> Iterable[Found]:
+        """What the hooks of one plugin return."""
+        others = [other for other in self._pluggy.get_plugins() if other is not plugin]
+        for hook, (kind, cls) in _HOOKS.items():
+            for items in self._pluggy.subset_hook_caller(hook, others)():
+                for item in items:
+                    if not isinstance(item, cls):
+                        raise PluginError(
+                            f"{hook} returned {item!r}; supported is a list of {cls.__name__}"
+                        )
+                    yield Found(kind, item.name, origin, item)
+
+
+def _check_names(offers: Iterable[Found], found: Mapping[tuple[str, str], Found]) -> None:
+    taken = {at: one.origin.plugin for at, one in found.items()}
+    for offer in offers:
+        at = (offer.kind, offer.name)
+        if at in taken:
+            raise PluginError(
+                f"{offer.kind} {offer.name!r} is offered by plugin {taken[at]!r} already; "
+                "choose another name"
+            )
+        taken[at] = offer.origin.plugin
+
+
+def _make_ops(found: Found) -> DeviceOps | None:
+    try:
+        ops: DeviceOps = found.item.factory()
+    except Exception as error:  # noqa: BLE001 - another's code, or no compiled library: named
+        _log.warning("ops_left_out", ops=found.name, error=reason(error))
+        return None
+    return ops
+
+
+def _distinct(
+    entry_points: Iterable[importlib.metadata.EntryPoint],
+) -> list[importlib.metadata.EntryPoint]:
+    """Without repeats: an editable install beside its build metadata lists its own twice."""
+    return list({(ep.name, ep.value): ep for ep in entry_points}.values())
+
+
+def reason(error: Exception) -> str:
+    """An error in one line, with its class."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+# -- engines --------------------------------------------------------------------------------------
+
+
+def installed(spec: EngineSpec) -> Installed:
+    """The engine's installed version, from package metadata alone."""
+    for distribution in spec.distributions:
+        if version := _version(distribution):
+            return Installed(distribution, version, is_supported(version, spec.versions))
+    return Installed(spec.distributions[0], None, False)
+
+
+def require(spec: EngineSpec) -> str:
+    """The engine's version, or UnsupportedError when it is missing or outside the range."""
+    engine = installed(spec)
+    if engine.version is None:
+        names = " or ".join(spec.distributions)
+        raise UnsupportedError(
+            f"engine {spec.name!r} is not installed here; supported is {names} {spec.versions}: "
+            f'pip install "{spec.distributions[0]}{spec.versions}"'
+        )
+    if not engine.supported:
+        raise UnsupportedError(
+            f"{engine.distribution} {engine.version} is installed; this kvcore serves "
+            f"{spec.versions}: install such a version, or a kvcore made for this one"
+        )
+    return engine.version
+
+
+def is_supported(version: str, versions: str) -> bool:
+    """Whether ``version`` lies in the range. Nightly builds inside the range do."""
+    try:
+        return SpecifierSet(versions).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

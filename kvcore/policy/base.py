@@ -1,0 +1,212 @@
+"""The seam of eviction policies.
+
+The index keeps each tier prefix-closed, so only *leaves* (blocks without a child in that tier)
+may go, and of those only published ones without a pin. A policy is told which these are and picks
+among them; pinned and inner blocks are not in its sight, so they cost it nothing.
+
+    published ──stored──▶ known ──add──▶ evictable ──victim──▶ leaving ──forget──▶ gone
+                            ▲               │
+                            └────remove─────┘  (got a child, or a pin)
+
+Only the deepest block of a used prefix is touched. What its ancestors are owed reaches them when
+their last child leaves: `forget` passes a block's history on to its parent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import ClassVar
+
+from kvcore.errors import ConfigError
+
+__all__ = ["EvictionPolicy", "LeafHeap", "Recency", "fit"]
+
+NODE_BITS = 28
+MAX_NODES = 1 << NODE_BITS
+_NODE_MASK = MAX_NODES - 1
+
+
+def fit(node: int, *columns: array[int] | bytearray) -> None:
+    """Lengthen columns indexed by node id, with zeros, until they have a place for ``node``."""
+    for column in columns:
+        if node >= len(column):
+            itemsize = 1 if isinstance(column, bytearray) else column.itemsize
+            missing = bytes((node + 1024 - len(column)) * itemsize)
+            if isinstance(column, bytearray):
+                column.extend(missing)
+            else:
+                column.frombytes(missing)
+
+
+class Recency:
+    """Logical time of last use, by node id; one for the whole index, shared by its policies."""
+
+    __slots__ = ("now", "stamps")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.stamps = array("q")
+
+    def stamp(self, node: int) -> int:
+        """Time of last use; 0: never."""
+        return self.stamps[node]
+
+    def touch(self, node: int) -> None:
+        """Make this node the most recently used."""
+        self.now += 1
+        self.stamps[node] = self.now
+
+    def inherit(self, parent: int, child: int) -> None:
+        """A parent was used whenever its child was."""
+        if self.stamps[parent] < self.stamps[child]:
+            self.stamps[parent] = self.stamps[child]
+
+    def grow(self, count: int) -> None:
+        """Append ``count`` nodes, never used."""
+        self.stamps.frombytes(bytes(count * self.stamps.itemsize))
+
+
+class LeafHeap:
+    """A set of nodes with the one of least score at hand; O(log n) to add and pop, O(1) to discard.
+
+    Scores live with the caller. Entries are lazy: a discarded node's entry stays until it surfaces
+    or `_compact` runs, and a node whose score *rose* is put back when its old entry surfaces. A
+    caller that *lowers* a score calls `lowered`. Never more than 2 * len + 64 entries, plus one.
+    """
+
+    __slots__ = ("_entries", "_flags", "_live", "_score")
+
+    _LIVE, _QUEUED = 1, 2
+
+    def __init__(self, score: Callable[[int], int]) -> None:
+        self._score = score
+        self._entries: list[int] = []
+        self._flags = bytearray()
+        self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def __contains__(self, node: int) -> bool:
+        return node < len(self._flags) and bool(self._flags[node] & self._LIVE)
+
+    def add(self, node: int) -> None:
+        """Put a node in that is not in."""
+        if node >= len(self._flags):
+            self._flags.extend(bytes(node + 1024 - len(self._flags)))
+        flags = self._flags[node]
+        assert not flags & self._LIVE, f"node {node} is in already"
+        self._flags[node] = self._LIVE | self._QUEUED
+        self._live += 1
+        if not flags & self._QUEUED:
+            self._push(node)
+
+    def discard(self, node: int) -> None:
+        """Take a node out; nothing happens if it is not in."""
+        if node in self:
+            self._flags[node] &= ~self._LIVE
+            self._live -= 1
+
+    def lowered(self, node: int) -> None:
+        """Say that the score of a node fell, or that its id now means another block."""
+        if node < len(self._flags) and self._flags[node]:
+            if self._flags[node] & self._LIVE:
+                self._push(node)
+            else:
+                self._flags[node] = 0
+
+    def pop(self) -> int | None:
+        """Take out and return the node of least score; None if the set is empty."""
+        entries, flags = self._entries, self._flags
+        while self._live:
+            entry = entries[0]
+            node = entry & _NODE_MASK
+            if not flags[node] & self._LIVE:
+                flags[node] = 0
+                heappop(entries)
+                continue
+            current = self._score(node) << NODE_BITS | node
+            if current > entry:
+                heapreplace(entries, current)
+                continue
+            heappop(entries)
+            flags[node] = 0
+            self._live -= 1
+            return node
+        return None
+
+    def nodes(self) -> Iterable[int]:
+        """The nodes that are in, in no order. O(largest node id)."""
+        return (node for node, flags in enumerate(self._flags) if flags & self._LIVE)
+
+    def _push(self, node: int) -> None:
+        heappush(self._entries, self._score(node) << NODE_BITS | node)
+        if len(self._entries) > 2 * self._live + 64:
+            self._compact()
+
+    def _compact(self) -> None:
+        flags, live = self._flags, []
+        for node in {entry & _NODE_MASK for entry in self._entries}:
+            if flags[node] & self._LIVE:
+                live.append(self._score(node) << NODE_BITS | node)
+            else:
+                flags[node] = 0
+        heapify(live)
+        self._entries = live
+
+
+class EvictionPolicy(ABC):
+    """Orders the evictable blocks of one tier. Leader thread only; no I/O; O(log n) a call.
+
+    Blocks are named by node id (a small integer, reused after `forget`).
+    ``capacity`` is the tier's size in blocks; ghosts and targets are sized by it.
+    """
+
+    name: ClassVar[str]
+
+    watches_blocks: ClassVar[bool] = False
+    """True: `stored` is called for every block; False: for the last block of a stored run only."""
+
+    def __init__(self, capacity: int, recency: Recency) -> None:
+        self.capacity = capacity
+        self.recency = recency
+
+    def stored(self, node: int, key: bytes) -> None:  # noqa: B027 - most policies need nothing here
+        """A block was published. Its recency is set already."""
+
+    def touch(self, node: int) -> None:  # noqa: B027 - recency alone is enough for LRU
+        """A block was used again, evictable or not. Its recency is set already."""
+
+    def set_priority(self, node: int, priority: int, ttl: float | None = None) -> None:
+        """Give a stored block a priority for ``ttl`` seconds (None: until it leaves)."""
+        raise ConfigError(
+            f"eviction policy {self.name!r} knows no priorities: "
+            "set the policy of the tier to 'priority'"
+        )
+
+    @abstractmethod
+    def add(self, node: int) -> None:
+        """A block became evictable."""
+
+    @abstractmethod
+    def remove(self, node: int) -> None:
+        """A block stopped being evictable: it got a child or a pin, or is being dropped."""
+
+    @abstractmethod
+    def victim(self) -> int | None:
+        """Take out and return the block to evict next; None if none is evictable."""
+
+    @abstractmethod
+    def forget(self, node: int, key: bytes, parent: int, *, evicted: bool) -> None:
+        """A block left the tier and its id may be reused; it is not evictable any more.
+
+        ``parent`` (-1: none) inherits its history, before the parent itself may become evictable.
+        ``evicted`` is False when it was dropped rather than chosen.
+        """
+
+    @abstractmethod
+    def evictable(self) -> Iterable[int]:
+        """The evictable blocks, in no order. For checks: may be O(index)."""

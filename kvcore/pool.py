@@ -1,0 +1,129 @@
+"""Slots of one tier: a hard byte budget cut into equal slots.
+
+The free set is a watermark (slots never used yet) plus a stack of freed ones, so an empty tier of
+ten million slots costs nothing to make. A bitmap makes a double free an assertion, not a leak.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import CapacityError, ConfigError
+
+__all__ = ["SlotPool"]
+
+Slots = npt.NDArray[np.int64]
+
+
+class SlotPool:
+    """Allocator of slots 0 .. num_slots - 1. Not thread-safe: the leader owns it.
+
+    With ``foreign`` it also keeps count of slots outside that range, which belong to another
+    store: they can be claimed and released, and are never handed out.
+    """
+
+    def __init__(self, num_slots: int, *, foreign: bool = False) -> None:
+        if num_slots < 1:
+            raise ConfigError(f"a tier needs at least 1 slot, got {num_slots}: raise its capacity")
+        self.num_slots = num_slots
+        self._used = bytearray(num_slots)
+        self._freed = array("q")
+        self._fresh = 0  # slots at and after this one were never used
+        self._stale = False  # _freed and _fresh must be rebuilt from _used
+        self._num_used = 0
+        self._foreign: set[int] | None = set() if foreign else None
+
+    @classmethod
+    def from_budget(cls, budget: int, slot_nbytes: int, *, foreign: bool = False) -> SlotPool:
+        """As many slots of ``slot_nbytes`` as fit ``budget`` bytes, never more."""
+        if slot_nbytes < 1 or budget < slot_nbytes:
+            raise ConfigError(
+                f"{budget} bytes cannot hold one block of {slot_nbytes} bytes: raise the capacity"
+            )
+        return cls(budget // slot_nbytes, foreign=foreign)
+
+    @property
+    def num_free(self) -> int:
+        """Own slots that `allocate` can hand out now."""
+        return self.num_slots - self._num_used
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use, foreign ones included."""
+        return self._num_used + len(self._foreign or ())
+
+    def allocate(self, count: int) -> Slots:
+        """Take ``count`` slots, in rising order where that is free of cost (neighbours coalesce).
+
+        Raises `CapacityError`, and takes none, if fewer are free.
+        """
+        if count > self.num_free:
+            raise CapacityError(
+                f"{count} slots asked for, {self.num_free} of {self.num_slots} free"
+            )
+        if self._stale:
+            self._rebuild()
+        reused = min(count, len(self._freed))
+        fresh = np.arange(self._fresh, self._fresh + count - reused, dtype=np.int64)
+        self._fresh += count - reused
+        slots: Slots = fresh
+        if reused:
+            tail = np.array(self._freed[-reused:], dtype=np.int64)
+            del self._freed[-reused:]
+            slots = np.concatenate([np.sort(tail), fresh])
+        np.frombuffer(self._used, dtype=np.uint8)[slots] = 1
+        self._num_used += count
+        return slots
+
+    def free(self, slot: int) -> None:
+        """Give one slot back. Freeing a slot that is not in use is a bug and asserts."""
+        if slot >= self.num_slots:
+            assert self._foreign is not None, f"slot {slot} of {self.num_slots}"
+            self._foreign.remove(slot)
+            return
+        assert self._used[slot], f"slot {slot} freed twice"
+        self._used[slot] = 0
+        self._num_used -= 1
+        if not self._stale:
+            self._freed.append(slot)
+
+    def free_all(self, slots: Iterable[int]) -> None:
+        """`free` for each."""
+        for slot in slots:
+            self.free(slot)
+
+    def claim(self, slot: int) -> bool:
+        """Mark one given slot as in use (rebuild after restart); False if it is already."""
+        if slot >= self.num_slots:
+            if self._foreign is None or slot in self._foreign:
+                return False
+            self._foreign.add(slot)
+            return True
+        if slot < 0 or self._used[slot]:
+            return False
+        self._used[slot] = 1
+        self._num_used += 1
+        self._stale = True
+        return True
+
+    def check_integrity(self, in_use: Sequence[int]) -> None:
+        """Assert that exactly ``in_use`` are taken and that the free set is the rest, once each."""
+        assert len(set(in_use)) == len(in_use), "one slot holds two blocks"
+        own = {slot for slot in in_use if slot < self.num_slots}
+        assert own == {slot for slot, used in enumerate(self._used) if used}, "bitmap"
+        assert set(in_use) - own == (self._foreign or set()), "foreign slots"
+        assert self._num_used == len(own)
+        if not self._stale:
+            freed = [*self._freed, *range(self._fresh, self.num_slots)]
+            assert len(freed) == len(set(freed)) == self.num_free
+            assert not own & set(freed)
+
+    def _rebuild(self) -> None:
+        free = np.flatnonzero(np.frombuffer(self._used, dtype=np.uint8) == 0)
+        self._freed = array("q", free[::-1].astype(np.int64).tobytes())
+        self._fresh = self.num_slots
+        self._stale = False

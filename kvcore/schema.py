@@ -1,0 +1,396 @@
+"""What can be configured: one frozen pydantic model a table, one documented field a key.
+
+The models are strict (no ``"4"`` for an integer) and refuse unknown keys. Every field has a
+default, so ``Config()`` is valid. How files, the environment and an engine's JSON become a
+``Config`` is told in ``kvcore.config``; the reference page is generated from here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+)
+
+from kvcore.errors import ConfigError
+
+__all__ = [
+    "BlockConfig",
+    "Config",
+    "DiskConfig",
+    "HostConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "NamespaceConfig",
+    "OpsConfig",
+    "PluginsConfig",
+    "SchemaModel",
+    "Size",
+    "Source",
+    "TierConfig",
+    "TransferConfig",
+    "VllmConfig",
+    "format_size",
+    "parse_size",
+]
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[a-z]*)")
+_SIZE_HELP = 'a size such as "8GiB", "512MiB", "10GB", or a whole number of bytes'
+RESERVED_TIERS = ("device", "host", "disk")
+"""Names a ``[tiers.NAME]`` table cannot take: they are kvcore's own tiers."""
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes of a size: a whole number, or text with a unit (KiB = 1024 B, KB = 1000 B).
+
+    A fraction of a byte is rounded down. Raises ConfigError for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _not_negative(value, value)
+    if not isinstance(value, str):
+        raise ConfigError(f"given {value!r}; supported is {_SIZE_HELP}")
+    found = _SIZE.fullmatch(value.strip().lower())
+    unit = found["unit"] or "b" if found else ""
+    if found is None or unit not in _UNITS:
+        hint = ""
+        if found and f"{unit}ib" in _UNITS:
+            letter = unit.upper()
+            hint = f"; write {found['number']}{letter}iB (of 1024) or {letter}B (of 1000)"
+        raise ConfigError(f"given {value!r}; supported is {_SIZE_HELP}{hint}")
+    return int(Fraction(found["number"]) * _UNITS[unit])
+
+
+def _not_negative(nbytes: int, given: object) -> int:
+    if nbytes < 0:
+        raise ConfigError(f"given {given!r}; supported is {_SIZE_HELP}, none negative")
+    return nbytes
+
+
+def format_size(nbytes: int, *, exact: bool = True) -> str:
+    """Text for ``nbytes``, in the largest binary unit that fits.
+
+    With ``exact``, ``parse_size`` gives ``nbytes`` back (1000 is "1000B"); without, two decimals
+    are kept for reading (1000 is "0.98KiB").
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = _UNITS[unit.lower()]
+        if exact and nbytes and nbytes % scale == 0:
+            return f"{nbytes // scale}{unit}"
+        if not exact and nbytes * 2 > scale:
+            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + unit
+    return f"{nbytes}B"
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ConfigError(f"given {value}; supported is a power of two")
+    return value
+
+
+def _path(value: object) -> object:
+    """``~`` is expanded; strict mode would refuse text for a Path."""
+    if not isinstance(value, str):
+        return value
+    if not value or "\0" in value:
+        raise ConfigError(f"given {value!r}; supported is the path of a folder")
+    return expand_user(value)
+
+
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """``path`` with ``~`` expanded. Raises ConfigError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"given {str(path)!r}: {error}; write the whole path") from error
+
+
+def _tier_name(value: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", value) or value in RESERVED_TIERS:
+        raise ConfigError(
+            f"given the tier name {value!r}; supported are lower-case letters, digits, _ and -, "
+            f"starting with a letter, and not {', '.join(RESERVED_TIERS)}"
+        )
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""A field in bytes that accepts "8GiB"."""
+
+FolderPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(str)]
+Name = Annotated[str, Field(min_length=1)]
+Options = dict[str, Any]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Source(NamedTuple):
+    """Where a value came from: ``kind`` orders it, ``detail`` names it.
+
+    ``kind`` is one of default, file, environment, overrides; ``detail`` is the file's path, the
+    variable's name, or what the caller of ``load_config`` called its dict.
+    """
+
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.detail}".rstrip()
+
+
+DEFAULT = Source("default")
+
+
+class SchemaModel(BaseModel):
+    """A table of settings: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
+
+
+class BlockConfig(SchemaModel):
+    """The unit of identity, placement and eviction."""
+
+    tokens: Annotated[int, Field(ge=8, le=1024), AfterValidator(_power_of_two)] = Field(
+        default=16,
+        description="Tokens in a token block, a power of two. Smaller blocks reuse more of a "
+        "shared prefix and cost more bookkeeping. KV stored with another value is not reused.",
+    )
+
+
+class NamespaceConfig(SchemaModel):
+    """What separates KV that must not be shared."""
+
+    secret: Name | None = Field(
+        default=None,
+        description="Key mixed into every hash, so that block keys cannot be guessed from the "
+        "text. Every process that shares stored KV needs the same one. Set it through the "
+        "environment: it is masked wherever kvcore prints its settings.",
+        json_schema_extra={"secret": True},
+        repr=False,
+    )
+    salt: Name | None = Field(
+        default=None,
+        description="Tenant of requests that bring no salt of their own. Tenants never share KV.",
+    )
+
+
+class HostConfig(SchemaModel):
+    """The host-memory tier."""
+
+    capacity: Size = Field(
+        default=parse_size("4GiB"),
+        gt=0,
+        description="Bytes of host memory for KV, the total over all ranks of this engine.",
+    )
+    arrangement: Literal["blockwise", "layerwise"] = Field(
+        default="blockwise",
+        description="Order of bytes in the arena: all layers of a block together (fewest, largest "
+        "disk requests), or all blocks of a layer together.",
+    )
+    policy: Name = Field(
+        default="lru", description="Eviction policy: any registered one (see `kvcore plugins`)."
+    )
+    policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
+    huge_pages: bool = Field(
+        default=True, description="Ask for 2 MiB pages where the system allows them."
+    )
+    pin: bool = Field(
+        default=True,
+        description="Lock the arena for the GPU's DMA where there is a GPU. Reported, not fatal, "
+        "when the limit on locked memory forbids it.",
+    )
+
+
+class DiskConfig(SchemaModel):
+    """The disk tier. Off unless `path` is set."""
+
+    path: FolderPath | None = Field(
+        default=None,
+        description="Folder of the disk tier on a local disk, made if missing; `~` is expanded. "
+        "Unset: no disk tier.",
+    )
+    capacity: Size = Field(
+        default=parse_size("32GiB"),
+        gt=0,
+        description="Bytes the folder may hold, the total over all ranks and all models in it.",
+    )
+    policy: Name = Field(default="lru", description="Eviction policy: any registered one.")
+    policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
+    write: Literal["write_through", "write_back", "selective"] = Field(
+        default="write_through",
+        description="When a block goes to disk: when it is saved, when host memory evicts it, or "
+        "at its `admit_after`-th use.",
+    )
+    admit_after: int = Field(
+        default=2,
+        ge=1,
+        le=255,
+        description="Uses before a block is written, for `write = selective`.",
+    )
+    direct_io: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Bypass the page cache (O_DIRECT): where the file system can, always (refuse "
+        "to start otherwise), or never.",
+    )
+    io_threads: int = Field(
+        default=4, ge=1, le=64, description="Threads reading and writing, a rank."
+    )
+    sync_interval_s: Seconds = Field(
+        default=5.0,
+        description="Seconds between flushes to the medium. A crash of the machine loses at most "
+        "this much; a crash of the engine loses nothing.",
+    )
+
+
+class TierConfig(SchemaModel):
+    """A third-party backing tier, one table `[tiers.NAME]` for each, read in order of name."""
+
+    plugin: Name = Field(description="Name of the tier plugin (see `kvcore plugins`).")
+    capacity: Size = Field(
+        default=parse_size("32GiB"),
+        gt=0,
+        description="Bytes of the tier, the total over all ranks.",
+    )
+    options: Options = Field(default_factory=dict, description="Arguments of the plugin.")
+
+
+class TransferConfig(SchemaModel):
+    """How bytes are moved."""
+
+    copy_threads: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Threads copying between device pages and host memory, a rank.",
+    )
+    batch_blocks: int = Field(
+        default=16,
+        ge=1,
+        le=4096,
+        description="Token blocks moved by one operation of a transfer graph.",
+    )
+    queue_depth: int = Field(
+        default=256,
+        ge=1,
+        le=65536,
+        description="Operations in flight, a rank. A save that does not fit is skipped and "
+        "counted; a load that does not fit is recomputed.",
+    )
+    load_deadline_s: Seconds = Field(
+        default=30.0,
+        description="Seconds after which a load is abandoned and its tokens recomputed.",
+    )
+    sync_load_max: Size = Field(
+        default=parse_size("512MiB"),
+        description="Largest load, in bytes over all ranks, done inside the engine's step, layer "
+        "by layer. A larger one, or one from disk, is loaded before the request is scheduled.",
+    )
+
+
+class PluginsConfig(SchemaModel):
+    """Discovery of plugins."""
+
+    disable: list[Name] = Field(
+        default_factory=list, description="Names of entry points that are not loaded."
+    )
+    strict: bool = Field(
+        default=False,
+        description="Stop when a plugin cannot be loaded, instead of naming it and going on.",
+    )
+
+
+class OpsConfig(SchemaModel):
+    """Device operations."""
+
+    backend: Name = Field(
+        default="auto",
+        description='Implementation of the copies: "auto" takes the fastest that supports the '
+        'layout, "native" (C), "reference" (torch), or the name of a plugin\'s.',
+    )
+
+
+class MetricsConfig(SchemaModel):
+    """Counters and timings."""
+
+    enabled: bool = Field(default=True, description="Collect metrics and give them to the engine.")
+
+
+class LogConfig(SchemaModel):
+    """kvcore's own log lines."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info",
+        description="Least severe line that is written; debug has one line a decision.",
+    )
+    format: Literal["text", "json"] = Field(
+        default="text", description="Lines as `event key=value ...`, or as one JSON object each."
+    )
+
+
+class VllmConfig(SchemaModel):
+    """The vLLM adapter."""
+
+    min_load_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="Fewest tokens worth loading beyond what vLLM holds itself; fewer are "
+        "recomputed.",
+    )
+    save_decode: bool = Field(
+        default=True,
+        description="Save generated tokens too, so that the next turn finds its answer.",
+    )
+
+
+class Config(SchemaModel):
+    """Every setting of kvcore. A value: equal settings compare equal, wherever they came from."""
+
+    engine: Name | None = Field(
+        default=None,
+        description='Engine that `kvcore serve` starts: "vllm" or the name of a plugin\'s.',
+    )
+    block: BlockConfig = BlockConfig()
+    namespace: NamespaceConfig = NamespaceConfig()
+    host: HostConfig = HostConfig()
+    disk: DiskConfig = DiskConfig()
+    tiers: dict[Annotated[str, AfterValidator(_tier_name)], TierConfig] = Field(
+        default_factory=dict
+    )
+    transfer: TransferConfig = TransferConfig()
+    plugins: PluginsConfig = PluginsConfig()
+    ops: OpsConfig = OpsConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    log: LogConfig = LogConfig()
+    vllm: VllmConfig = VllmConfig()
+
+    _sources: dict[tuple[str, ...], Source] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # holds dicts of options
+
+    def source(self, path: str | tuple[str, ...]) -> Source:
+        """Where the value at ``path`` ("host.capacity") came from."""
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
+        return self._sources.get(keys, DEFAULT)

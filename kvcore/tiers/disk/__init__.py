@@ -1,0 +1,9 @@
+"""The disk tier: a preallocated file of blocks a shard, and records that vouch for them."""
+
+from __future__ import annotations
+
+from kvcore.tiers.disk.format import Geometry
+from kvcore.tiers.disk.store import PreparedStore, prepare_store
+from kvcore.tiers.disk.tier import STORE_SHIFT, DiskTier
+
+__all__ = ["STORE_SHIFT", "DiskTier", "Geometry", "PreparedStore", "prepare_store"]

@@ -1,0 +1,67 @@
+"""The naive tier: a dictionary of bytes. The oracle of the contract suite, and a tier for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from kvcore.errors import CapacityError, CorruptBlock, TierError
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier, nbytes_of
+
+
+class MemoryTier(Tier):
+    """``num_slots`` slots of ``slot_nbytes`` bytes, in the process's own memory."""
+
+    def __init__(self, num_slots: int, slot_nbytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_nbytes = slot_nbytes
+        self._blocks: dict[int, tuple[BlockRecord, bytes]] = {}
+        self._lock = threading.Lock()
+        self._stamp = 0
+
+    def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
+        return [self._write(request) for request in requests]
+
+    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
+        return [self._read(request) for request in requests]
+
+    def invalidate(self, slots: Iterable[int]) -> None:
+        with self._lock:
+            for slot in slots:
+                self._blocks.pop(slot, None)
+
+    def scan(self) -> list[BlockRecord]:
+        with self._lock:
+            return [record for record, _ in self._blocks.values()]
+
+    def check_integrity(self) -> None:
+        for record, data in self._blocks.values():
+            if len(data) > self.slot_nbytes or not 0 <= record.slot < self.num_slots:
+                raise CorruptBlock(f"slot {record.slot} holds {len(data)} bytes")
+
+    def _write(self, request: BlockWrite) -> TierError | None:
+        self._check(request.slot, nbytes_of(request.buffers))
+        with self._lock:
+            self._stamp += 1
+            record = BlockRecord(*request[:4], self._stamp)
+            self._blocks[request.slot] = record, b"".join(request.buffers)
+        return None
+
+    def _read(self, request: BlockRead) -> TierError | None:
+        self._check(request.slot, nbytes_of(request.buffers))
+        with self._lock:
+            record, data = self._blocks.get(request.slot, (None, b""))
+        if record is None or record.key != request.key:
+            return CorruptBlock(f"slot {request.slot} does not hold block {request.key.hex()}")
+        start = 0
+        for part in request.buffers:
+            part[:] = data[start : start + part.nbytes]
+            start += part.nbytes
+        return None
+
+    def _check(self, slot: int, nbytes: int) -> None:
+        if not 0 <= slot < self.num_slots or nbytes > self.slot_nbytes:
+            raise CapacityError(
+                f"slot {slot} with {nbytes} bytes; this tier has {self.num_slots} slots "
+                f"of {self.slot_nbytes}"
+            )

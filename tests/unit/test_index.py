@@ -1,0 +1,558 @@
+"""The index against a twin that keeps plain dicts and recomputes everything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcore.block import ROOT_PARENT
+from kvcore.errors import CapacityError, ConfigError, KVCoreError
+from kvcore.index import BlockIndex, Evicted, TierSpec
+from kvcore.policy import BUILTIN_POLICIES, LRU
+from kvcore.pool import SlotPool
+
+NAMESPACES = (b"n" * 16, b"m" * 16)
+Path = tuple[int, ...]
+
+
+def key_of(path: Path) -> bytes:
+    return bytes(path).ljust(16, b"\xff")
+
+
+def keys_of(path: Path) -> list[bytes]:
+    return [key_of(path[: i + 1]) for i in range(len(path))]
+
+
+def path_of(key: bytes) -> Path:
+    return tuple(key.rstrip(b"\xff"))
+
+
+def space_of(path: Path) -> bytes:
+    return NAMESPACES[path[0] % 2]
+
+
+class Twin:
+    """One tier: which blocks it has, which of them are filled, and what must not be evicted."""
+
+    def __init__(self) -> None:
+        self.filled: dict[Path, bool] = {}
+        self.leaving: dict[Path, int] = {}  # path -> id of its eviction
+        self.pins: list[Path] = []
+        self.used: dict[Path, int] = {}  # time of last use of a block or anything below it
+
+    def visible(self, path: Path) -> bool:
+        return not path or (self.filled.get(path, False) and self.visible(path[:-1]))
+
+    def depth(self, path: Path) -> int:
+        return sum(1 for i in range(len(path)) if self.visible(path[: i + 1]))
+
+    def held(self, path: Path) -> int:
+        return sum(1 for i in range(len(path)) if path[: i + 1] in self.filled)
+
+    def below(self, path: Path) -> list[Path]:
+        return [other for other in self.filled if other[: len(path)] == path]
+
+    def protected(self, path: Path) -> bool:
+        return any(other in self.pins or not self.visible(other) for other in self.below(path))
+
+    def leaves(self) -> list[Path]:
+        return [p for p in self.filled if len(self.below(p)) == 1 and not self.protected(p)]
+
+    def use(self, path: Path, now: int) -> None:
+        for i in range(len(path)):
+            self.used[path[: i + 1]] = now
+
+
+class IndexMachine(RuleBasedStateMachine):
+    policy = "lru"
+    capacities = (5, 8)
+    paths = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+
+    @initialize()
+    def start(self) -> None:
+        self.names = [f"t{i}" for i in range(len(self.capacities))]
+        self.index = BlockIndex(
+            [
+                TierSpec(name, capacity, self.policy)
+                for name, capacity in zip(self.names, self.capacities, strict=True)
+            ]
+        )
+        self.twins = {name: Twin() for name in self.names}
+        self.bytes: dict[str, dict[int, object]] = {name: {} for name in self.names}
+        self.reservations: list[Any] = []
+        self.dead: set[tuple[int, Path]] = set()  # (id of reservation, block) given up meanwhile
+        self.pins: list[tuple[Any, str, list[tuple[int, Path]], Path]] = []
+        self.evictions: list[Any] = []
+        self.now = 0
+
+    def tick(self) -> int:
+        self.now += 1
+        return self.now
+
+    def tier_of(self, number: int) -> str:
+        return self.names[number % len(self.names)]
+
+    # -- checks of what the index reports
+
+    def saw_evicted(self, tier: str, evicted: list[Evicted]) -> None:
+        twin = self.twins[tier]
+        for block in evicted:
+            path = path_of(block.key)
+            leaves = twin.leaves()
+            assert path in leaves, "evicted a block with children, pins, or not published"
+            assert block.parent == (key_of(path[:-1]) if len(path) > 1 else ROOT_PARENT)
+            assert block.namespace == space_of(path)
+            assert self.bytes[tier][block.slot] == path
+            if self.policy == "lru" and len(self.names) == 1:
+                assert twin.used[path] == min(twin.used[p] for p in leaves), "not the oldest"
+            del twin.filled[path]
+
+    def give_up(self, tier: str, paths: list[Path]) -> None:
+        """Blocks that left while a reservation or a pin may still use their slots."""
+        for path in paths:
+            self.twins[tier].filled.pop(path, None)
+            for reservation in self.reservations:
+                if reservation.tier == tier and key_of(path) in reservation.keys:
+                    self.dead.add((id(reservation), path))
+        self.twins[tier].pins = [p for p in self.twins[tier].pins if p not in paths]
+
+    # -- rules
+
+    @rule(path=paths, touch=st.booleans())
+    def match(self, path: Path, touch: bool) -> None:
+        keys = keys_of(path)
+        match = self.index.match(keys)
+        assert match.depths == tuple(self.twins[name].depth(path) for name in self.names)
+        for tier, depth in zip(self.names, match.depths, strict=True):
+            slots = self.index.slots(tier, keys, 0, depth)
+            assert [self.bytes[tier][s] for s in slots.tolist()] == [
+                path[: i + 1] for i in range(depth)
+            ], "a matched slot holds other bytes"
+            assert self.index.held(tier, keys) == self.twins[tier].held(path)
+        if touch:
+            self.index.touch(match)
+            now = self.tick()
+            for tier, depth in zip(self.names, match.depths, strict=True):
+                self.twins[tier].use(path[:depth], now)
+
+    @rule(number=st.integers(0, 1), path=paths)
+    def reserve(self, number: int, path: Path) -> None:
+        tier, keys = self.tier_of(number), keys_of(path)
+        twin = self.twins[tier]
+        begin, stop = twin.held(path), len(path)
+        while begin < stop and path[: begin + 1] in twin.leaving and twin.visible(path[:begin]):
+            del twin.leaving[path[: begin + 1]]
+            twin.filled[path[: begin + 1]] = True
+            begin += 1
+        stop = next((i for i in range(begin, stop) if path[: i + 1] in twin.leaving), stop)
+        spare = sum(
+            not twin.protected(p) and p != path[: len(p)] for p in twin.filled
+        )  # what is on the way to this prompt must stay
+        expected = min(stop - begin, self.index.num_free(tier) + spare)
+        reservation = self.index.reserve(tier, keys, 0, len(keys), space_of(path))
+        if begin < stop:
+            assert reservation.start == begin
+        self.saw_evicted(tier, reservation.evicted)
+        assert len(reservation) == expected, "shorter than the room there was"
+        for i, slot in enumerate(reservation.slots.tolist()):
+            twin.filled[path[: begin + i + 1]] = False
+            self.bytes[tier][slot] = "half written"
+        if len(reservation):
+            self.reservations.append(reservation)
+
+    @precondition(lambda self: self.reservations)
+    @rule(pick=st.integers(0, 99), failed=st.none() | st.integers(0, 6))
+    def commit(self, pick: int, failed: int | None) -> None:
+        reservation = self.reservations.pop(pick % len(self.reservations))
+        tier, twin = reservation.tier, self.twins[reservation.tier]
+        before = {p for p in twin.filled if twin.visible(p)}
+        for offset, (key, slot) in enumerate(
+            zip(reservation.keys, reservation.slots.tolist(), strict=True)
+        ):
+            path = path_of(key)
+            self.bytes[tier][slot] = path
+            if (id(reservation), path) in self.dead:
+                continue
+            if failed is not None and reservation.start + offset >= failed:
+                self.give_up(tier, twin.below(path))
+            elif path in twin.filled:
+                twin.filled[path] = True
+        self.dead = {entry for entry in self.dead if entry[0] != id(reservation)}
+        self.index.commit(reservation, failed)
+        now = self.tick()
+        for path in {p for p in twin.filled if twin.visible(p)} - before:
+            twin.use(path, now)
+
+    @rule(number=st.integers(0, 1), path=paths)
+    def pin(self, number: int, path: Path) -> None:
+        tier = self.tier_of(number)
+        if not self.twins[tier].visible(path):
+            with pytest.raises(KVCoreError, match="not published"):
+                self.index.pin(tier, key_of(path))
+            return
+        pin = self.index.pin(tier, key_of(path))
+        slots = self.index.slots(tier, keys_of(path), 0, len(path)).tolist()
+        held = [(slot, path[: i + 1]) for i, slot in enumerate(slots)]
+        self.pins.append((pin, tier, held, path))
+        self.twins[tier].pins.append(path)
+
+    @precondition(lambda self: self.pins)
+    @rule(pick=st.integers(0, 99))
+    def unpin(self, pick: int) -> None:
+        pin, tier, _, path = self.pins.pop(pick % len(self.pins))
+        if pin.doomed is None:
+            self.twins[tier].pins.remove(path)
+        self.index.unpin(pin)
+
+    @rule(number=st.integers(0, 1), count=st.integers(1, 4))
+    def evict(self, number: int, count: int) -> None:
+        tier = self.tier_of(number)
+        twin = self.twins[tier]
+        spare = sum(not twin.protected(p) for p in twin.filled)
+        evicted = self.index.evict(tier, count)
+        self.saw_evicted(tier, evicted)
+        assert len(evicted) == min(count, spare)
+
+    @rule(number=st.integers(0, 1), count=st.integers(1, 3))
+    def begin_eviction(self, number: int, count: int) -> None:
+        tier = self.tier_of(number)
+        eviction = self.index.begin_eviction(tier, count)
+        self.saw_evicted(tier, eviction.blocks)
+        self.evictions.append((eviction, list(eviction.blocks)))
+        for block in eviction.blocks:
+            self.twins[tier].leaving[path_of(block.key)] = id(eviction)
+
+    @precondition(lambda self: self.evictions)
+    @rule(pick=st.integers(0, 99), cancel=st.booleans())
+    def end_eviction(self, pick: int, cancel: bool) -> None:
+        eviction, blocks = self.evictions.pop(pick % len(self.evictions))
+        twin = self.twins[eviction.tier]
+        still = [b for b in blocks if twin.leaving.get(path_of(b.key)) == id(eviction)]
+        for block in still:
+            assert self.bytes[eviction.tier][block.slot] == path_of(block.key)
+        if cancel:
+            self.index.cancel_eviction(eviction)
+            for block in reversed(still):
+                path = path_of(block.key)
+                del twin.leaving[path]
+                if twin.visible(path[:-1]):
+                    twin.filled[path] = True
+        else:
+            assert self.index.finish_eviction(eviction) == still
+            for block in still:
+                del twin.leaving[path_of(block.key)]
+
+    @rule(number=st.integers(0, 1), path=paths)
+    def drop_subtree(self, number: int, path: Path) -> None:
+        tier = self.tier_of(number)
+        twin = self.twins[tier]
+        doomed = twin.below(path) if path in twin.filled else []
+        published = {key_of(p) for p in doomed if twin.visible(p)}
+        gone = self.index.drop_subtree(tier, key_of(path))
+        assert {block.key for block in gone} == published
+        self.give_up(tier, doomed)
+
+    @rule(which=st.sampled_from([None, *NAMESPACES]), number=st.none() | st.integers(0, 1))
+    def clear(self, which: bytes | None, number: int | None) -> None:
+        tier = None if number is None else self.tier_of(number)
+        self.index.clear(which, tier)
+        for name in self.names if tier is None else [tier]:
+            twin = self.twins[name]
+            mine = [p for p in twin.filled if which in (None, space_of(p))]
+            self.give_up(name, mine)
+            twin.leaving = {
+                p: e for p, e in twin.leaving.items() if which not in (None, space_of(p))
+            }
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.check_integrity()
+        published = {info.key: info.slots for info in self.index.list_blocks()}
+        for tier, twin in self.twins.items():
+            mine = {key_of(p) for p in twin.filled if twin.visible(p)}
+            assert mine == {key for key, slots in published.items() if tier in slots}
+            for key in mine:
+                assert self.bytes[tier][published[key][tier]] == path_of(key)
+        for _, tier, held, _ in self.pins:
+            for slot, path in held:
+                assert self.bytes[tier][slot] == path, "a pinned slot was written"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        for reservation in self.reservations:
+            self.index.abort(reservation)
+        for pin, *_ in self.pins:
+            self.index.unpin(pin)
+        for eviction, _ in self.evictions:
+            self.index.finish_eviction(eviction)
+        self.index.clear()
+        self.index.check_integrity()
+        assert len(self.index) == 0
+        assert all(self.index.num_used(name) == 0 for name in self.names), "slots leaked"
+
+
+def machine_of(policy: str, capacities: tuple[int, ...]) -> type:
+    machine = type("M", (IndexMachine,), {"policy": policy, "capacities": capacities})
+    case: type = machine.TestCase  # type: ignore[attr-defined]
+    case.settings = settings(  # type: ignore[attr-defined]
+        max_examples=40,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return case
+
+
+TestLRUOneTier = machine_of("lru", (6,))
+TestLRU = machine_of("lru", (5, 8))
+TestLFU = machine_of("lfu", (5, 8))
+TestARC = machine_of("arc", (5, 8))
+TestS3FIFO = machine_of("s3fifo", (5, 8))
+TestPriority = machine_of("priority", (5, 8))
+
+
+# -- examples ---------------------------------------------------------------------------------
+
+
+def store(index: BlockIndex, tier: str, path: Path) -> Any:
+    reservation = index.reserve(tier, keys_of(path), 0, len(path), space_of(path))
+    index.commit(reservation)
+    return reservation
+
+
+def make(capacity: int = 8, policy: str = "lru", **options: object) -> BlockIndex:
+    return BlockIndex([TierSpec("host", capacity, policy, options)])
+
+
+def test_unpublished_is_never_matched_and_children_wait() -> None:
+    index = make()
+    first = index.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
+    second = index.reserve("host", keys_of((0, 1, 0, 1)), 2, 4, NAMESPACES[0])
+    index.commit(second)
+    assert index.match(keys_of((0, 1, 0, 1))).depth == 0
+    assert index.held("host", keys_of((0, 1, 0, 1))) == 4
+    index.commit(first)
+    assert index.match(keys_of((0, 1, 0, 1))).depth == 4
+
+
+def test_abort_cascades_to_what_was_stored_on_top() -> None:
+    index = make()
+    first = index.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
+    second = index.reserve("host", keys_of((0, 1, 0)), 2, 3, NAMESPACES[0])
+    third = index.reserve("host", keys_of((0, 1, 0, 1)), 3, 4, NAMESPACES[0])
+    index.commit(third)
+    index.commit(first, failed_from=1)
+    assert index.match(keys_of((0, 1, 0, 1))).depth == 1
+    assert index.num_used("host") == 2, "the slot in flight is kept for its writer"
+    index.commit(second)
+    assert index.num_used("host") == 1
+    assert len(index) == 1
+    index.check_integrity()
+
+
+def test_stored_once() -> None:
+    index = make()
+    store(index, "host", (0, 1, 0))
+    again = index.reserve("host", keys_of((0, 1, 0)), 0, 3, NAMESPACES[0])
+    assert len(again) == 0
+    index.commit(again)
+    longer = index.reserve("host", keys_of((0, 1, 0, 1)), 0, 4, NAMESPACES[0])
+    assert (longer.start, len(longer)) == (3, 1)
+    index.abort(longer)
+
+
+def test_reserve_refuses_a_gap() -> None:
+    with pytest.raises(KVCoreError, match="holds only 0 blocks"):
+        make().reserve("host", keys_of((0, 1)), 1, 2, NAMESPACES[0])
+
+
+def test_a_prefix_used_by_a_long_prompt_outlives_its_last_child() -> None:
+    index = make(4)
+    store(index, "host", (0, 0))
+    store(index, "host", (1, 1))
+    index.touch(index.match(keys_of((0, 0))))
+    assert [path_of(block.key) for block in index.evict("host", 4)] == [
+        (1, 1),
+        (1,),
+        (0, 0),
+        (0,),
+    ]
+
+
+def test_reserving_never_evicts_its_own_ancestors() -> None:
+    index = make(2)
+    store(index, "host", (0,))
+    grown = index.reserve("host", keys_of((0, 1, 0, 1)), 0, 4, NAMESPACES[0])
+    assert (grown.start, len(grown), grown.evicted) == (1, 1, [])
+
+
+def test_evicting_block_is_rescued_not_stored_twice() -> None:
+    index = make()
+    store(index, "host", (0, 1))
+    eviction = index.begin_eviction("host", 2)
+    assert [path_of(b.key) for b in eviction.blocks] == [(0, 1), (0,)]
+    assert index.match(keys_of((0, 1))).depth == 0
+    again = index.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
+    assert len(again) == 0
+    assert index.match(keys_of((0, 1))).depth == 2
+    assert index.finish_eviction(eviction) == []
+    assert index.match(keys_of((0, 1))).depth == 2
+    index.check_integrity()
+
+
+def test_user_pins() -> None:
+    index = make(3)
+    store(index, "host", (0, 1))
+    assert index.pin_prefix(keys_of((0, 1, 1))) == 2
+    assert index.pin_prefix(keys_of((0, 1, 1))) == 2
+    assert index.pin_prefix(keys_of((1,))) == 0
+    assert index.evict("host", 9) == []
+    assert index.unpin_prefix(keys_of((0, 1, 1)))
+    assert not index.unpin_prefix(keys_of((0, 1, 1)))
+    assert len(index.evict("host", 9)) == 2
+
+
+def test_path_and_namespace() -> None:
+    index = make()
+    store(index, "host", (1, 0, 1))
+    assert index.path(key_of((1, 0, 1))) == keys_of((1, 0, 1))
+    assert index.namespace_of(key_of((1, 0))) == NAMESPACES[1]
+    assert key_of((1, 0)) in index
+    with pytest.raises(KVCoreError, match="in no tier"):
+        index.path(key_of((0,)))
+
+
+def test_priority_through_the_index() -> None:
+    index = make(4, "priority")
+    store(index, "host", (0,))
+    store(index, "host", (1,))
+    index.set_priority("host", key_of((0,)), 90)
+    assert [path_of(b.key) for b in index.evict("host", 2)] == [(1,), (0,)]
+    with pytest.raises(ConfigError, match="knows no priorities"):
+        other = make()
+        store(other, "host", (0,))
+        other.set_priority("host", key_of((0,)), 90)
+
+
+def test_bad_specs_are_named() -> None:
+    with pytest.raises(ConfigError, match="no eviction policy 'mru'"):
+        make(policy="mru")
+    with pytest.raises(ConfigError, match="options of policy"):
+        make(policy="lru", colour=3)
+    with pytest.raises(ConfigError, match="different names"):
+        BlockIndex([TierSpec("a", 1), TierSpec("a", 1)])
+    with pytest.raises(ConfigError, match="no tier 'disk'"):
+        make().evict("disk", 1)
+    assert isinstance(BlockIndex([TierSpec("a", 1, LRU)]).policy("a"), LRU)
+
+
+# -- restore ------------------------------------------------------------------------------------
+
+
+class Record:
+    def __init__(self, slot: int, path: Path, stamp: int, parent: bytes | None = None) -> None:
+        self.slot, self.key, self.stamp = slot, key_of(path), stamp
+        self.parent = parent or (key_of(path[:-1]) if len(path) > 1 else ROOT_PARENT)
+        self.namespace = space_of(path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("policy", BUILTIN_POLICIES)
+def test_restore_in_any_order(seed: int, policy: str) -> None:
+    rng = random.Random(seed)
+    tree = [p for n in range(1, 6) for p in itertools.product((0, 1), repeat=n)]
+    kept = set(rng.sample(tree, 30))
+    slots = rng.sample(range(64), 30)
+    records = [Record(slot, path, rng.randrange(9)) for slot, path in zip(slots, kept, strict=True)]
+    index = make(64, policy)
+    store(index, "host", (0, 0))
+    before = set(keys_of((0, 0)))
+    dropped = index.restore("host", records)
+    index.check_integrity()
+    taken = set(index.slots("host", keys_of((0, 0)), 0, 2).tolist())
+    for record in records:
+        path = path_of(record.key)
+        complete = all(
+            p in kept or key_of(p) in before for p in (path[: i + 1] for i in range(len(path)))
+        )
+        clash = record.key in before or record.slot in taken
+        if not complete or clash:
+            assert record in dropped
+    restored = {r.key for r in records if r not in dropped}
+    assert restored | before == {info.key for info in index.list_blocks()}
+
+
+def test_restore_keeps_the_order_of_use_and_the_latest_copy() -> None:
+    index = make(8)
+    records = [Record(0, (0,), 5), Record(1, (1,), 3), Record(2, (0,), 9), Record(3, (0, 1), 9)]
+    dropped = index.restore("host", records)
+    assert [r.slot for r in dropped] == [0]
+    assert [path_of(b.key) for b in index.evict("host", 3)] == [(1,), (0, 1), (0,)]
+    assert len(index) == index.num_used("host") == 0
+
+
+def test_restore_refuses_cycles_and_bad_slots() -> None:
+    index = make(2)
+    cycle = [Record(0, (0,), 1, key_of((1,))), Record(1, (1,), 1, key_of((0,)))]
+    assert len(index.restore("host", [*cycle, Record(7, (0,), 2), Record(-1, (1,), 2)])) == 4
+    assert len(index) == 0
+    index.check_integrity()
+
+
+def test_foreign_slots_are_read_and_dropped_but_never_given_out() -> None:
+    far = (3 << 40) | 17
+    index = BlockIndex([TierSpec("disk", 2, foreign=True)])
+    assert index.restore("disk", [Record(far, (0,), 1), Record(0, (1,), 2)]) == []
+    assert index.slots("disk", keys_of((0,)), 0, 1).tolist() == [far]
+    grown = index.reserve("disk", keys_of((0, 1, 0)), 0, 3, NAMESPACES[0])
+    assert sorted(grown.slots.tolist()) == [0, 1]
+    index.abort(grown)
+    assert [block.slot for block in index.evict("disk", 5)] == [far]
+    index.check_integrity()
+
+
+# -- pool ---------------------------------------------------------------------------------------
+
+
+def test_pool_budget_is_hard_and_double_free_asserts() -> None:
+    pool = SlotPool.from_budget(1000, 300)
+    assert pool.num_slots == 3
+    slots = pool.allocate(3).tolist()
+    with pytest.raises(CapacityError, match="1 slots asked for, 0 of 3"):
+        pool.allocate(1)
+    pool.free(slots[0])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(slots[0])
+    with pytest.raises(ConfigError, match="cannot hold one block"):
+        SlotPool.from_budget(10, 11)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pool_against_a_set(seed: int) -> None:
+    rng, pool, used = random.Random(seed), SlotPool(20), set[int]()
+    for _ in range(200):
+        if rng.random() < 0.5 and pool.num_free:
+            new = pool.allocate(rng.randint(1, pool.num_free)).tolist()
+            assert new == sorted(new)
+            assert not used & set(new)
+            used |= set(new)
+        elif rng.random() < 0.3:
+            slot = rng.randrange(20)
+            assert pool.claim(slot) == (slot not in used)
+            used.add(slot)
+        elif used:
+            slot = rng.choice(sorted(used))
+            pool.free(slot)
+            used.remove(slot)
+        pool.check_integrity(sorted(used))
+    assert np.all(pool.allocate(pool.num_free) >= 0)
