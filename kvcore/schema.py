@@ -290,7 +290,7 @@ class TransferConfig(SchemaModel):
         description="Token blocks moved by one operation of a transfer graph.",
     )
     queue_depth: int = Field(
-        default=256,
+        default=16384,
         ge=1,
         le=65536,
         description="Operations in flight, a rank. A save that does not fit is skipped and "
@@ -359,6 +359,12 @@ class VllmConfig(SchemaModel):
     save_decode: bool = Field(
         default=True,
         description="Save generated tokens too, so that the next turn finds its answer.",
+    )
+    layerwise: bool = Field(
+        default=True,
+        description="Load layer by layer under the forward. Waiting inside the forward needs "
+        "piecewise CUDA graphs: on a GPU with full graphs kvcore waits before the forward instead, "
+        "unless this is set to true in `kv_connector_extra_config`.",
     )
 
 

@@ -9,17 +9,24 @@ nothing and knows no keys but those that graphs carry for verification.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import CapacityError, CorruptBlock, TierError, TransferError
+from kvcore.errors import (
+    CapacityError,
+    CorruptBlock,
+    TierError,
+    TierUnavailable,
+    TransferError,
+)
 from kvcore.layout import KVView
+from kvcore.metrics import Metrics
 from kvcore.ops.base import DeviceOps
-from kvcore.tiers.base import BlockRead, BlockWrite, Tier
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.tiers.host import HostArena
 from kvcore.transfer.engine import OpTiming, TransferEngine
 from kvcore.transfer.graph import (
@@ -110,7 +117,7 @@ class _TierRead:
             )
             for row in rows
         ]
-        return _errors(op, rows, self._tiers[op.tier].read(requests))
+        return _errors(op, rows, _tier(self._tiers, op).read(requests))
 
 
 class _TierWrite:
@@ -131,7 +138,11 @@ class _TierWrite:
             )
             for row in rows
         ]
-        return _errors(op, rows, self._tiers[op.tier].write(requests))
+        return _errors(op, rows, _tier(self._tiers, op).write(requests))
+
+
+def _tier(tiers: Mapping[str, Tier], op: TransferOp) -> Tier:
+    return tiers.get(op.tier) or DeadTier(TierUnavailable(f"tier {op.tier!r} is not open here"))
 
 
 def _errors(
@@ -224,8 +235,8 @@ class KVWorker:
     """One rank's arena, tiers and transfer engine.
 
     ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads. ``groups`` are the
-    engine's layer groups in the order of a graph's unit tables. ``tiers`` are closed with the
-    worker. ``observer`` is told of every op that ran, with its bytes.
+    engine's layer groups in the order of a graph's unit tables. Tiers are opened when the leader
+    names them.
     """
 
     def __init__(
@@ -234,17 +245,16 @@ class KVWorker:
         arena: HostArena,
         arena_view: KVView,
         groups: Sequence[DeviceGroup],
-        tiers: Mapping[str, Tier],
-        tier_paths: Mapping[str, tuple[Path, Path]],
         ops: DeviceOps,
         device: torch.device | None = None,
         copy_threads: int = 1,
         io_queues: int = 2,
         queue_depth: int = 16384,
-        observer: Callable[[OpTiming], None] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.arena = arena
-        self.tiers = dict(tiers)
+        self.tiers: dict[str, Tier] = {}
+        self._metrics = metrics or Metrics(enabled=False)
         cuda = device is not None and device.type == "cuda"
         self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
         read, write = _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
@@ -252,13 +262,23 @@ class KVWorker:
             Path.H2D: _DeviceCopy(ops, groups, arena_view, True, self._stream),
             Path.D2H: _DeviceCopy(ops, groups, arena_view, False, self._stream),
         }
-        for reading, writing in tier_paths.values():
-            executors[reading], executors[writing] = read, write
+        executors |= {path: read for path in Path if path.reads_tier}
+        executors |= {path: write for path in Path if path.writes_tier}
         threads = {path: io_queues for path in executors if path.reads_tier}
         threads |= {path: copy_threads for path in executors if path.touches_device}
         self.engine = TransferEngine(
-            executors, threads=threads, queue_depth=queue_depth, observer=observer
+            executors, threads=threads, queue_depth=queue_depth, observer=self._observe
         )
+
+    def open_tier(self, name: str, tier: Tier) -> None:
+        """Serve ops to and from ``tier`` from now on; it is closed with the worker."""
+        self.tiers[name] = tier
+
+    def _observe(self, timing: OpTiming) -> None:
+        span, layers = timing.op.layers, self.arena.shape.layers
+        share = 1.0 if span is None else span.size / layers
+        moved = (timing.rows - timing.failed) * self.arena.shape.nbytes * share
+        self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
 
     def submit(self, graph: TransferGraph) -> list[OpReport]:
         """Start a graph, ordered after the engine's work so far.
@@ -297,13 +317,41 @@ class KVWorker:
         """Finish what is in flight, flush the tiers and give the memory back."""
         ended = self.engine.close(drain=True, timeout=timeout)
         for name, tier in self.tiers.items():
-            try:
-                tier.close()
-            except TierError as error:
-                _log.error("closing tier %s: %s", name, error)
+            _close_tier(name, tier)
         if ended:
             self.arena.close()
         return ended
+
+
+def _close_tier(name: str, tier: Tier) -> None:
+    try:
+        tier.close()
+    except TierError as error:
+        _log.error("closing tier %s: %s", name, error)
+
+
+class DeadTier(Tier):
+    """Stands in for a tier that could not be opened: every block fails with its error."""
+
+    slot_nbytes = 0
+
+    def __init__(self, error: TierError) -> None:
+        self._error = error
+
+    def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
+        return [self._error] * len(requests)
+
+    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
+        return [self._error] * len(requests)
+
+    def invalidate(self, slots: Iterable[int]) -> None:
+        pass
+
+    def scan(self) -> list[BlockRecord]:
+        return []
+
+    def check_integrity(self) -> None:
+        raise self._error
 
 
 class RefusingWorker:
@@ -311,6 +359,9 @@ class RefusingWorker:
 
     def submit(self, graph: TransferGraph) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
+
+    def open_tier(self, name: str, tier: Tier) -> None:
+        tier.close()
 
     def poll(self) -> list[OpReport]:
         return []

@@ -51,7 +51,7 @@ class Executor(Protocol):
 class OpTiming(NamedTuple):
     """What the observer of an engine is told when an op ends."""
 
-    path: Path
+    op: TransferOp
     rows: int
     failed: int
     seconds: float
@@ -324,7 +324,7 @@ class TransferEngine:
                 self._forget_if_ended(run)
                 self._changed.notify_all()
             if self._observer is not None:
-                self._observer(OpTiming(path, len(rows), len(failed), seconds))
+                self._observer(OpTiming(op, len(rows), len(failed), seconds))
 
     def _take(self, path: Path) -> tuple[_Run, int] | None:
         """Block until an op of ``path`` is ready; None when the engine closes."""

@@ -27,7 +27,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     ``fence`` are graphs whose reads of the engine's pages must end before this step writes to
     those pages. ``sync_loads`` must have landed when the forward uses them, ``async_loads`` maps a
     graph to the request that waits for it, ``early_saves`` read pages that may be given away in
-    this very step, ``late_saves`` read what this step's forward computes.
+    this very step, ``late_saves`` read what this step's forward computes. ``open_tiers`` comes
+    once, before any graph that names those tiers: their options.
     """
 
     fence: list[int] = []
@@ -39,6 +40,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     spills: list[TransferGraph] = []
     cancel: list[int] = []
     empty_step: bool = False
+    open_tiers: dict[str, dict[str, Any]] = {}
 
     @property
     def idle(self) -> bool:
@@ -51,6 +53,7 @@ class StepPlan(msgspec.Struct, array_like=True):
             or self.late_saves
             or self.spills
             or self.cancel
+            or self.open_tiers
         )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,8 @@ class SchedulerSide:
         manager: KVManager,
         outbox: Outbox,
         metrics: Metrics,
+        open_tiers: dict[str, dict[str, Any]],
+        on_close: Callable[[], None],
     ) -> None:
         self._config = config
         self._model = model
@@ -125,7 +127,8 @@ class SchedulerSide:
         self._events: list[Event] = []
         self._requests: dict[str, _Tracked] = {}
         self._namespaces: dict[tuple[str, str], Namespace] = {}
-        self._plan = StepPlan()
+        self._plan = StepPlan(open_tiers=open_tiers)
+        self._on_close = on_close
         self._reading: dict[int, set[int]] = {}  # page -> saves that read it
         self._pages_of: dict[int, list[int]] = {}
         self._load_pages: list[int] = []
@@ -413,6 +416,10 @@ class SchedulerSide:
     def reset(self) -> None:
         """Forget every block of every tier."""
         self._manager.clear()
+
+    def close(self) -> None:
+        """Let go of what the leader holds; the workers finish what is in flight themselves."""
+        self._on_close()
 
     def take_stats(self) -> Data:
         """What was counted since the last call, on all ranks and here."""

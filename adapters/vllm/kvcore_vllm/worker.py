@@ -16,9 +16,11 @@ from typing import Any
 
 from kvcore_vllm.messages import RankReport, StepNews, StepPlan
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, TierUnavailable
+from kvcore.metrics import Metrics
+from kvcore.tiers.base import Tier
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
-from kvcore.worker import KVWorker, RefusingWorker, refuse
+from kvcore.worker import DeadTier, KVWorker, RefusingWorker, refuse
 
 _log = logging.getLogger("kvcore.vllm.worker")
 
@@ -43,11 +45,13 @@ class WorkerSide:
         *,
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
-        counters: Callable[[], dict[str, Any]],
+        metrics: Metrics,
+        open_tier: Callable[[str, dict[str, Any]], Tier],
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of
-        self._counters = counters
+        self._metrics = metrics
+        self._open_tier = open_tier
         self._plan = StepPlan()
         self._sync: dict[int, TransferGraph] = {}
         self._async: dict[int, tuple[str, TransferGraph]] = {}
@@ -65,6 +69,8 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """Start what must start before this step's forward. Blocks on fences only."""
         self._plan = plan
+        for name, options in plan.open_tiers.items():
+            self._open(name, options)
         for graph in plan.early_saves:
             self._submit(graph)
         for graph_id in plan.fence:
@@ -82,6 +88,14 @@ class WorkerSide:
             self._submit(graph)
         for graph in plan.spills:
             self._submit(graph)
+
+    def _open(self, name: str, options: dict[str, Any]) -> None:
+        try:
+            tier = self._open_tier(name, options)
+        except KVCoreError as error:
+            _log.error("tier %s cannot be opened here: %s", name, error)
+            tier = DeadTier(TierUnavailable(str(error)))
+        self._worker.open_tier(name, tier)
 
     def _submit(self, graph: TransferGraph) -> None:
         for report in self._worker.submit(graph):
@@ -137,7 +151,7 @@ class WorkerSide:
         self._collect()
         if not self._reports:
             return None
-        news = StepNews([RankReport(r) for r in self._reports], self._counters())
+        news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta())
         self._reports.clear()
         return news
 

@@ -53,7 +53,7 @@ class DiskTier(Tier):
     """Slots of shard ``shard`` of the store in ``folder``, which exists and is this engine's.
 
     ``num_slots * slot_nbytes`` is the most the data file grows to. ``foreign`` maps store numbers
-    to folders of stores with the same base geometry, read but never written. ``direct_io`` is "auto",
+    to folders of stores with the same base geometry, read, never written. ``direct_io`` is "auto",
     "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it.
     """
 

@@ -1,0 +1,280 @@
+"""Puts the two sides together from a config: the only place that knows every part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from kvcore_vllm.describe import ModelDescription
+from kvcore_vllm.layout import group_view, verify_cpu_layout
+from kvcore_vllm.scheduler import Outbox, SchedulerSide
+from kvcore_vllm.worker import WorkerSide
+
+from kvcore.config import Config
+from kvcore.errors import TierError, UnsupportedError
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.layout import BlockShape, KVView
+from kvcore.manager import HOST, Backing, KVManager, WritePolicy
+from kvcore.metrics import Metrics
+from kvcore.ops import HeadRange, select_ops
+from kvcore.plugins import PluginManager, TierContext
+from kvcore.policy.admission import Always, OnNthUse
+from kvcore.tiers.base import Tier
+from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.host import HostArena, slot_bytes
+from kvcore.transfer.graph import Path as TransferPath
+from kvcore.worker import DeviceGroup, KVWorker, RefusingWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_log = logging.getLogger("kvcore.vllm")
+
+DISK = "disk"
+
+
+def host_slots(config: Config, model: ModelDescription) -> tuple[int, int]:
+    """(slots of the index, staging slots behind them) in every rank's arena.
+
+    Both sides compute this from the same numbers; all ranks together stay below host.capacity.
+    """
+    per_slot = slot_bytes(rank_shape(model, 0)) * model.world_size
+    total = config.host.capacity // per_slot
+    if total < 1:
+        raise UnsupportedError(
+            f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
+        )
+    staging = 2 * config.transfer.batch_blocks
+    return (total - staging, staging) if total >= 4 * staging else (total, 0)
+
+
+def rank_shape(model: ModelDescription, rank: int) -> BlockShape:
+    """The canonical block of one rank's heads."""
+    start, stop = model.head_range(rank)
+    return model.shape.with_heads(stop - start)
+
+
+def geometry(model: ModelDescription) -> Geometry:
+    heads = tuple(model.head_range(rank) for rank in range(model.world_size))
+    return Geometry(model.shape, model.fingerprint, heads)
+
+
+# -- leader ---------------------------------------------------------------------------------
+
+
+def build_scheduler_side(
+    config: Config, vllm_config: VllmConfig, model: ModelDescription
+) -> SchedulerSide:
+    """The leader. A tier that cannot be used is named in the log and left out."""
+    plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+    plugins.check(config)
+    slots, staging = host_slots(config, model)
+    specs = [TierSpec(HOST, slots, plugins.policy(config.host.policy), config.host.policy_options)]
+    backing: list[Backing] = []
+    options: dict[str, dict[str, Any]] = {}
+    store = _prepare_disk(config, model)
+    if store is not None:
+        policy = plugins.policy(config.disk.policy)
+        specs.append(
+            TierSpec(DISK, store.num_slots, policy, config.disk.policy_options, foreign=True)
+        )
+        backing.append(_disk_backing(config))
+        options[DISK] = store.options()
+    for name, tier in config.tiers.items():
+        plugin = plugins.tier(tier.plugin)
+        per_slot = slot_bytes(rank_shape(model, 0)) * model.world_size
+        specs.append(TierSpec(name, max(tier.capacity // per_slot, 1)))
+        remote = plugin.medium == "remote"
+        read = TransferPath.REMOTE2H if remote else TransferPath.DISK2H
+        write = TransferPath.H2REMOTE if remote else TransferPath.H2DISK
+        backing.append(Backing(name, read, write))
+        options[name] = {}
+    index = BlockIndex(specs)
+    if store is not None:
+        lost = index.restore(DISK, store.records)
+        _log.info("disk index restored blocks=%d dropped=%d", index.num_used(DISK), len(lost))
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    outbox = Outbox(model.world_size)
+    side: SchedulerSide
+    manager = KVManager(
+        index,
+        outbox,
+        backing=backing,
+        staging_slots=range(slots, slots + staging),
+        batch_blocks=config.transfer.batch_blocks,
+        metrics=metrics,
+        on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
+    )
+    side = SchedulerSide(
+        config, model, manager, outbox, metrics, options, store.close if store else _nothing
+    )
+    _log.info(
+        "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d disk_blocks=%d",
+        config.block.tokens,
+        model.shape.nbytes,
+        slots,
+        store.num_slots if store else 0,
+    )
+    return side
+
+
+def _nothing() -> None:
+    return None
+
+
+def _wants_events(vllm_config: VllmConfig) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def _prepare_disk(config: Config, model: ModelDescription) -> PreparedStore | None:
+    if config.disk.path is None:
+        return None
+    try:
+        return prepare_store(config.disk.path, geometry(model), config.disk.capacity)
+    except TierError as error:
+        _log.error("the disk tier is off: %s", error)
+        return None
+
+
+def _disk_backing(config: Config) -> Backing:
+    write = WritePolicy(config.disk.write)
+    selective = write is WritePolicy.SELECTIVE
+    admission = OnNthUse(config.disk.admit_after) if selective else Always()
+    return Backing(DISK, write=write, admission=admission)
+
+
+# -- worker ---------------------------------------------------------------------------------
+
+
+def build_worker_side(
+    config: Config,
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    kv_caches: dict[str, torch.Tensor],
+) -> WorkerSide:
+    """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
+    right: nothing may be stored then."""
+    rank = vllm_config.parallel_config.rank % model.world_size
+    shape = rank_shape(model, rank)
+    views = [group_view(vllm_config, kv_caches, group, shape) for group in model.groups]
+    device = views[0].tensors[0].device
+    slots, staging = host_slots(config, model)
+    arena = HostArena(
+        shape,
+        slots + staging,
+        arrangement=config.host.arrangement,
+        huge_pages=config.host.huge_pages,
+        pin=config.host.pin and device.type == "cuda",
+    )
+    arena_view = KVView(arena.layout(), [arena.tensor()])
+    plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+    ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
+    if device.type == "cpu":
+        _verify(vllm_config, model, views, shape)
+    metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
+    worker = KVWorker(
+        arena=arena,
+        arena_view=arena_view,
+        groups=[DeviceGroup(g.layers, v) for g, v in zip(model.groups, views, strict=True)],
+        ops=ops,
+        device=device,
+        copy_threads=config.transfer.copy_threads,
+        queue_depth=config.transfer.queue_depth,
+        metrics=metrics,
+    )
+    _log.info(
+        "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
+        rank,
+        arena.nbytes,
+        arena.huge_pages,
+        arena.pinned,
+        ops.name,
+    )
+    return WorkerSide(
+        worker,
+        layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
+        page_tokens=tuple(group.page_tokens for group in model.groups),
+        metrics=metrics,
+        open_tier=_tier_opener(config, model, rank, plugins),
+    )
+
+
+def refusing_worker_side() -> WorkerSide:
+    """A worker that takes no work, so that the leader learns of it and stands aside."""
+
+    def open_tier(name: str, options: dict[str, Any]) -> Tier:
+        raise UnsupportedError(f"tier {name!r} is not opened: this worker stores nothing")
+
+    return WorkerSide(
+        RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=open_tier
+    )
+
+
+def _tier_opener(
+    config: Config, model: ModelDescription, rank: int, plugins: PluginManager
+) -> Callable[[str, dict[str, Any]], Tier]:
+    shape = rank_shape(model, rank)
+
+    def open_tier(name: str, options: dict[str, Any]) -> Tier:
+        if name == DISK:
+            return DiskTier(
+                Path(options["folder"]),
+                geometry(model),
+                shard=rank,
+                num_slots=options["num_slots"],
+                slot_nbytes=slot_bytes(shape),
+                direct_io=config.disk.direct_io,
+                io_threads=config.disk.io_threads,
+                sync_interval_s=config.disk.sync_interval_s,
+                foreign={int(n): Path(p) for n, p in options["foreign"].items()},
+            )
+        tier = config.tiers[name]
+        context = TierContext(
+            name,
+            slot_bytes(shape),
+            tier.capacity // model.world_size,
+            geometry(model).to_json(),
+            rank,
+            model.world_size,
+            tier.options,
+        )
+        return plugins.tier(tier.plugin).factory(context)
+
+    return open_tier
+
+
+def _verify(
+    vllm_config: VllmConfig, model: ModelDescription, views: list[KVView], shape: BlockShape
+) -> None:
+    """One page through vLLM's own write kernel, read back through our copies."""
+    from dataclasses import replace
+
+    from kvcore.ops.reference import ReferenceOps
+
+    for group, view in zip(model.groups, views, strict=True):
+        layer: Any = vllm_config.compilation_config.static_forward_context[group.names[0]]
+        page_tokens = view.layout.page_tokens
+
+        def read(cache: torch.Tensor, view: KVView = view) -> tuple[torch.Tensor, torch.Tensor]:
+            planes = tuple(
+                replace(plane, tensor=0) for plane in view.layout.select_layers([0]).planes[0]
+            )
+            one = KVView(replace(view.layout, num_pages=1, planes=(planes,)), [cache])
+            block = replace(shape, layers=1, block_tokens=view.layout.page_tokens)
+            arena = HostArena(block, 1, huge_pages=False)
+            flat = KVView(arena.layout(), [arena.tensor()])
+            everything = HeadRange(0, 0, shape.kv_heads)
+            ReferenceOps().copy_blocks(one, np.array([0]), flat, np.array([0]), heads=everything)
+            count = shape.kv_heads * 2 * view.layout.page_tokens * shape.head_dim
+            both = flat.tensors[0][:count].view(
+                shape.kv_heads, 2, view.layout.page_tokens, shape.head_dim
+            )
+            return both[:, 0].clone(), both[:, 1].clone()
+
+        verify_cpu_layout(view, shape, str(layer.isa), read)
+        _log.debug("layout verified group=%d page_tokens=%d", group.index, page_tokens)
