@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcore._tables import (
     EVICTING,
+    FREE,
     NONE,
     PUBLISHED,
     RESERVED,
@@ -21,7 +22,7 @@ from kvcore._tables import (
     TierSpec,
     TierTable,
 )
-from kvcore.block import ROOT_PARENT
+from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.errors import ConfigError
 
 
@@ -32,13 +33,12 @@ class BlockStates:
         names = [spec.name for spec in tiers]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"an index needs one or more tiers of different names, got {names}")
-        self._nodes = NodeTable()
+        self._nodes = NodeTable(sum(spec.num_slots for spec in tiers))
         self._tables = tuple(TierTable(spec, self._nodes.recency) for spec in tiers)
 
     def _key(self, node: int) -> bytes:
-        key = self._nodes.key[node]
-        assert key is not None
-        return key
+        assert self._nodes.parent[node] != FREE, f"node {node} is not in use"
+        return self._nodes.keys.key(node)
 
     def _parent_key(self, node: int) -> bytes:
         parent = self._nodes.parent[node]
@@ -81,11 +81,11 @@ class BlockStates:
 
     def _place(self, table: TierTable, reservation: Reservation, namespace: bytes) -> list[int]:
         """Enter the blocks of a reservation. The parent has counted its new child already."""
-        ids, parents, nodes = self._nodes.ids, self._nodes.parent, []
+        keys, parents, nodes = self._nodes.keys, self._nodes.parent, []
         slot_of, state, children = table.slot, table.state, table.children
         parent = reservation.parent
         for key, slot in zip(reservation.keys, reservation.slots.tolist(), strict=True):
-            node = ids.get(key)
+            node = keys.get(key)
             if node is None:
                 node = self._make_node(key, parent, namespace)
             parents[node] = parent
@@ -164,10 +164,10 @@ class BlockStates:
         self, table: TierTable, keys: Sequence[bytes], begin: int, stop: int
     ) -> tuple[int, int]:
         """Keep leaving blocks that continue what is held; stop before those that do not."""
-        find = self._nodes.ids.get
+        find = self._nodes.keys.get
         while begin < stop:
             node = find(keys[begin])
-            parent = self._nodes.ids[keys[begin - 1]] if begin else ROOT
+            parent = self._nodes.keys[keys[begin - 1]] if begin else ROOT
             if node is None or not self._keep(table, node, parent):
                 break
             begin += 1
@@ -264,14 +264,14 @@ class BlockStates:
     def _restorable_parent(self, table: TierTable, key: bytes) -> int | None:
         if key == ROOT_PARENT:
             return ROOT
-        node = self._nodes.ids.get(key)
+        node = self._nodes.keys.get(key)
         return node if node is not None and table.state[node] in (RESTORING, PUBLISHED) else None
 
     def _restore_one(self, table: TierTable, record: Record, parent: int) -> bool:
-        node = self._nodes.ids.get(record.key)
+        node = self._nodes.keys.get(record.key)
         if node is not None and table.state[node] != NONE:
             return False
-        if not table.pool.claim(record.slot):
+        if len(record.key) != KEY_BYTES or not table.pool.claim(record.slot):
             return False
         if node is None:
             node = self._make_node(record.key, parent, record.namespace)
@@ -283,7 +283,7 @@ class BlockStates:
 
     def _publish_restored(self, table: TierTable, placed: Iterable[Record]) -> None:
         for record in sorted(placed, key=attrgetter("stamp")):
-            node = self._nodes.ids[record.key]
+            node = self._nodes.keys[record.key]
             self._nodes.recency.touch(node)
             table.state[node] = PUBLISHED
             leaf = not table.children[node]

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvcore._keys import KeyTable
 from kvcore.errors import ConfigError
 from kvcore.policy import BUILTIN_POLICIES
 from kvcore.policy.base import MAX_NODES, EvictionPolicy, Recency
@@ -19,6 +20,7 @@ Slots = npt.NDArray[np.int64]
 
 NONE, RESERVED, FILLED, RESTORING, PUBLISHED, EVICTING = range(6)  # RESTORING: inside `restore`
 ROOT = -1  # parent of a block that starts a prompt
+FREE = -2  # "parent" of a node id that is not in use
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class TierTable:
 
     def check_integrity(self, nodes: NodeTable) -> None:
         """Assert prefix closure, counts, states, slots, pins and the evictable set."""
-        held = [node for node in nodes.ids.values() if self.holds(node)]
+        held = [node for node in nodes.keys.nodes() if self.holds(node)]
         children = dict.fromkeys(held, 0)
         for node in held:
             parent = nodes.parent[node]
@@ -207,7 +209,7 @@ class TierTable:
 
     def _check_slots(self, nodes: NodeTable, held: list[int]) -> None:
         assert set(self.evicting.values()) <= self.leaving
-        leaving = {n for n in nodes.ids.values() if self.state[n] == EVICTING}
+        leaving = {n for n in nodes.keys.nodes() if self.state[n] == EVICTING}
         assert leaving == set(self.evicting), "leaving blocks"
         in_use = [self.slot[node] for node in [*held, *leaving]] + list(self.retained)
         in_use += [slot for eviction in self.leaving for slot in eviction.parked]
@@ -227,9 +229,8 @@ class TierTable:
 class NodeTable:
     """Columns that all tiers share: a node is a block held by at least one tier."""
 
-    def __init__(self) -> None:
-        self.ids: dict[bytes, int] = {}
-        self.key: list[bytes | None] = []
+    def __init__(self, expected: int) -> None:
+        self.keys = KeyTable(min(expected, MAX_NODES))
         self.parent = array("i")
         self.space = array("I")
         self.recency = Recency()
@@ -241,10 +242,10 @@ class NodeTable:
 
     def grow(self) -> int:
         """Make room for more nodes; returns how many."""
-        size = len(self.key)
+        size = len(self.parent)
         count = min(max(1024, size >> 4), MAX_NODES - size)
-        self.key += [None] * count
-        self.parent.frombytes(bytes(count * self.parent.itemsize))
+        self.keys.grow(count)
+        self.parent.extend(FREE for _ in range(count))
         self.space.frombytes(bytes(count * self.space.itemsize))
         self.recency.grow(count)
         self._free.extend(range(size + count - 1, size - 1, -1))
@@ -256,18 +257,15 @@ class NodeTable:
 
     def make(self, key: bytes, parent: int, space: int) -> int:
         node = self._free.pop()
-        self.ids[key] = node
-        self.key[node] = key
+        self.keys.put(key, node)
         self.parent[node] = parent
         self.space[node] = space
         self._space_uses[space] += 1
         return node
 
     def free(self, node: int) -> None:
-        key = self.key[node]
-        assert key is not None
-        del self.ids[key]
-        self.key[node] = None
+        self.keys.remove(self.keys.key(node))
+        self.parent[node] = FREE
         self.recency.stamps[node] = 0
         self._free.append(node)
         space = self.space[node]
@@ -292,13 +290,15 @@ class NodeTable:
     def check_integrity(self) -> Iterator[int]:
         """Assert what concerns nodes alone; yields the nodes in use."""
         uses = [0] * len(self.space_names)
-        for key, node in self.ids.items():
-            assert self.key[node] == key, "key column and dict disagree"
+        for node in self.keys.nodes():
+            assert self.keys[self.keys.key(node)] == node, "a key leads elsewhere"
+            assert self.parent[node] != FREE, "a freed node has a key"
             uses[self.space[node]] += 1
             yield node
         assert uses == self._space_uses, "namespace use counts"
         assert set(self._free_spaces) == {i for i, count in enumerate(uses) if not count}
         assert {self.space_names[i]: i for i, count in enumerate(uses) if count} == self.space_ids
         free = set(self._free)
-        assert len(free) == len(self._free) == len(self.key) - len(self.ids), "free nodes"
-        assert all(self.key[node] is None and not self.recency.stamps[node] for node in free)
+        assert len(free) == len(self._free) == len(self.parent) - len(self.keys), "free nodes"
+        assert all(self.parent[node] == FREE for node in free)
+        assert not any(self.recency.stamps[node] for node in free)

@@ -47,8 +47,8 @@ from kvcore._tables import (
     TierSpec,
     TierTable,
 )
-from kvcore.block import ROOT_PARENT
-from kvcore.errors import ConfigError, KVCoreError
+from kvcore.block import KEY_BYTES, ROOT_PARENT
+from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.policy.base import EvictionPolicy
 
 __all__ = [
@@ -85,7 +85,7 @@ class BlockIndex(BlockStates):
     def touch(self, match: Match) -> None:
         """Count a match as a use of the blocks it found. O(tiers): only the deepest is marked."""
         for table, depth in zip(self._tables, match.depths, strict=True):
-            node = self._nodes.ids.get(match.keys[depth - 1]) if depth else None
+            node = self._nodes.keys.get(match.keys[depth - 1]) if depth else None
             if node is not None and table.state[node] == PUBLISHED:
                 self._nodes.recency.touch(node)
                 table.policy.touch(node)
@@ -195,7 +195,9 @@ class BlockIndex(BlockStates):
                 f"blocks [{start}, {stop}) cannot be stored in tier {tier!r}: it holds only "
                 f"{begin} blocks of this prompt, so reserve from {begin} or skip the rest"
             )
-        parent = self._nodes.ids[keys[begin - 1]] if begin else ROOT
+        if any(len(key) != KEY_BYTES for key in keys[begin:stop]):
+            raise FormatError(f"keys are {KEY_BYTES} bytes long: make them with KeyChain")
+        parent = self._nodes.keys[keys[begin - 1]] if begin else ROOT
         reservation = Reservation(tier, begin, parent)
         if begin >= stop:
             return reservation
@@ -284,7 +286,7 @@ class BlockIndex(BlockStates):
         """Keep the blocks after all; those whose parent left meanwhile go."""
         table = self._table(eviction.tier)
         for node, block in zip(reversed(eviction.nodes), reversed(eviction.blocks), strict=True):
-            parent = ROOT if block.parent == ROOT_PARENT else self._nodes.ids.get(block.parent)
+            parent = ROOT if block.parent == ROOT_PARENT else self._nodes.keys.get(block.parent)
             if table.evicting.get(node) is eviction and parent is not None:
                 self._keep(table, node, parent)  # or not: then it ends below
         self.finish_eviction(eviction)
@@ -299,7 +301,7 @@ class BlockIndex(BlockStates):
         owner commits or aborts. O(index): about 0.1 s for a million blocks.
         """
         table = self._table(tier)
-        node = self._nodes.ids.get(key)
+        node = self._nodes.keys.get(key)
         if node is None or not table.holds(node):
             return []
         return self._detach(table, self._below(table, node))
@@ -321,11 +323,11 @@ class BlockIndex(BlockStates):
     def list_blocks(self, namespace: bytes | None = None) -> list[BlockInfo]:
         """Published blocks (of a namespace), with their slot in each tier that holds them."""
         infos = []
-        for key, node in self._nodes.ids.items():
+        for node in self._nodes.keys.nodes():
             owner = self._nodes.space_names[self._nodes.space[node]]
             slots = {t.name: t.slot[node] for t in self._tables if t.state[node] == PUBLISHED}
             if slots and namespace in (None, owner):
-                infos.append(BlockInfo(key, self._parent_key(node), owner, slots))
+                infos.append(BlockInfo(self._key(node), self._parent_key(node), owner, slots))
         return infos
 
     def restore(self, tier: str, records: Iterable[Record]) -> list[Record]:
@@ -389,11 +391,11 @@ class BlockIndex(BlockStates):
 
     def __len__(self) -> int:
         """Blocks known, in any state, in any tier."""
-        return len(self._nodes.ids)
+        return len(self._nodes.keys)
 
     def __contains__(self, key: bytes) -> bool:
         """True if a block is published in some tier."""
-        node = self._nodes.ids.get(key)
+        node = self._nodes.keys.get(key)
         return node is not None and any(t.state[node] == PUBLISHED for t in self._tables)
 
     def check_integrity(self) -> None:
@@ -412,7 +414,7 @@ class BlockIndex(BlockStates):
             raise ConfigError(f"no tier {tier!r}: there are {', '.join(self._tiers)}") from None
 
     def _published(self, table: TierTable, key: bytes) -> int:
-        node = self._nodes.ids.get(key)
+        node = self._nodes.keys.get(key)
         if node is None or table.state[node] != PUBLISHED:
             raise KVCoreError(
                 f"block {key.hex()} is not published in tier {table.name!r}: match again and pin "
@@ -421,14 +423,14 @@ class BlockIndex(BlockStates):
         return node
 
     def _somewhere(self, key: bytes) -> int:
-        node = self._nodes.ids.get(key)
+        node = self._nodes.keys.get(key)
         if node is None or not any(table.holds(node) for table in self._tables):
             raise KVCoreError(f"block {key.hex()} is in no tier: match again")
         return node
 
     def _depth(self, table: TierTable, keys: Sequence[bytes], least: int) -> int:
         """Leading blocks whose state is ``least`` .. PUBLISHED: they are a prefix, so bisect."""
-        find, state = self._nodes.ids.get, table.state
+        find, state = self._nodes.keys.get, table.state
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high + 1) // 2

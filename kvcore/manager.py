@@ -45,6 +45,15 @@ _log = logging.getLogger("kvcore.manager")
 HOST = "host"
 
 
+class Readiness(Enum):
+    """Whether there are slots for a load."""
+
+    READY = "ready"
+    LATER = "later"
+    """When loads in flight have ended."""
+    NEVER = "never"
+
+
 class WritePolicy(str, Enum):
     """When a host block is written to a backing tier."""
 
@@ -155,7 +164,8 @@ class KVManager:
         self._backing = {tier.name: tier for tier in backing}
         self._breakers = {tier.name: Breaker(tier.name, clock=clock) for tier in backing}
         self._staging = list(staging_slots)
-        self._batch = batch_blocks
+        # A read op must not name one staging slot twice.
+        self._batch = min(batch_blocks, len(self._staging) or batch_blocks)
         self._max_in_flight = max_in_flight
         self._metrics = metrics or Metrics(enabled=False)
         self._on_event = on_event
@@ -179,12 +189,18 @@ class KVManager:
         """How many leading blocks need no save: the host tier holds or is receiving them."""
         return self.index.held(HOST, keys)
 
-    def can_load(self, hit: Hit, start: int, stop: int) -> bool:
-        """Whether ``launch_load`` has slots for these blocks now."""
+    def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
+        """Whether ``launch_load`` has slots for these blocks now, or will when others have ended."""
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
         if len(self._flights) >= self._max_in_flight:
-            return False
-        return not below or bool(self._staging) or self.index.num_free(HOST) >= below
+            return Readiness.LATER
+        if not below or self._staging or self.index.num_free(HOST) >= below:
+            return Readiness.READY
+        return Readiness.LATER if self._staging_lent else Readiness.NEVER
+
+    @property
+    def _staging_lent(self) -> bool:
+        return any(flight.staging for flight in self._flights.values())
 
     # -- launching --------------------------------------------------------------------------
 

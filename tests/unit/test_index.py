@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvcore._keys import KeyTable
 from kvcore.block import ROOT_PARENT
-from kvcore.errors import CapacityError, ConfigError, KVCoreError
+from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError
 from kvcore.index import BlockIndex, Evicted, TierSpec
 from kvcore.policy import BUILTIN_POLICIES, LRU
 from kvcore.pool import SlotPool
@@ -389,6 +390,30 @@ def test_a_prefix_used_by_a_long_prompt_outlives_its_last_child() -> None:
     ]
 
 
+def test_a_parent_is_as_recent_as_the_child_that_left_it() -> None:
+    index = make()
+    store(index, "host", (1,))
+    store(index, "host", (0, 0))
+    pin = index.pin("host", key_of((1,)))
+    assert [path_of(block.key) for block in index.evict("host", 1)] == [(0, 0)]
+    index.unpin(pin)
+    assert [path_of(block.key) for block in index.evict("host", 1)] == [(1,)]
+
+
+def test_a_parent_inherits_from_a_dropped_child() -> None:
+    index = make()
+    store(index, "host", (0,))
+    store(index, "host", (1,))
+    store(index, "host", (0, 0))
+    index.drop_subtree("host", key_of((0, 0)))
+    assert [path_of(block.key) for block in index.evict("host", 1)] == [(1,)]
+
+
+def test_keys_of_another_length_are_refused() -> None:
+    with pytest.raises(FormatError, match="16 bytes long"):
+        make().reserve("host", [b"short"], 0, 1, NAMESPACES[0])
+
+
 def test_reserving_never_evicts_its_own_ancestors() -> None:
     index = make(2)
     store(index, "host", (0,))
@@ -438,9 +463,9 @@ def test_priority_through_the_index() -> None:
     store(index, "host", (1,))
     index.set_priority("host", key_of((0,)), 90)
     assert [path_of(b.key) for b in index.evict("host", 2)] == [(1,), (0,)]
+    other = make()
+    store(other, "host", (0,))
     with pytest.raises(ConfigError, match="knows no priorities"):
-        other = make()
-        store(other, "host", (0,))
         other.set_priority("host", key_of((0,)), 90)
 
 
@@ -519,6 +544,33 @@ def test_foreign_slots_are_read_and_dropped_but_never_given_out() -> None:
     index.abort(grown)
     assert [block.slot for block in index.evict("disk", 5)] == [far]
     index.check_integrity()
+
+
+# -- key table ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_key_table_against_a_dict(seed: int) -> None:
+    rng = random.Random(seed)
+    table, twin = KeyTable(4), dict[bytes, int]()
+    table.grow(64)
+    universe = [rng.randbytes(16) for _ in range(48)]  # the table has 16 places at first
+    free = list(range(64))
+    for _ in range(400):
+        key = rng.choice(universe)
+        assert table.get(key) == twin.get(key)
+        if key in twin:
+            assert table.key(twin[key]) == key
+            table.remove(key)
+            free.append(twin.pop(key))
+        elif len(twin) < rng.choice((8, 40)):
+            twin[key] = free.pop()
+            table.put(key, twin[key])
+        assert len(table) == len(twin)
+        assert all(table.get(k) == twin.get(k) for k in universe)
+        assert sorted(table.nodes()) == sorted(twin.values())
+    with pytest.raises(KeyError):
+        table[b"absent".ljust(16)]
 
 
 # -- pool ---------------------------------------------------------------------------------------

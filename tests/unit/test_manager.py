@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvcore.breaker import Breaker, BreakerState
 from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import HOST, Backing, Event, KVManager, WritePolicy
+from kvcore.manager import HOST, Backing, Event, KVManager, Readiness, WritePolicy
 from kvcore.metrics import Metrics
 from kvcore.policy.admission import OnNthUse
 from kvcore.transfer.graph import (
@@ -189,7 +189,8 @@ class Rig:
 
     def load(self, keys: list[bytes], start: int = 0) -> TransferGraph | None:
         hit = self.manager.get_match(keys, NAMESPACE)
-        if hit.depth <= start or not self.manager.can_load(hit, start, hit.depth):
+        ready = self.manager.can_load(hit, start, hit.depth) is Readiness.READY
+        if hit.depth <= start or not ready:
             return None
         tables = self.units(hit.depth - start)
         return self.manager.launch_load(hit, start, hit.depth, tables, layers=layer_steps(4))
@@ -383,6 +384,25 @@ def test_staging_in_use_is_a_named_refusal_that_leaves_nothing_behind() -> None:
     assert blocker.depth == 2
     assert rig.manager.in_flight == 0
     rig.manager.check_integrity()
+
+
+def test_a_load_waits_only_for_what_will_come() -> None:
+    """ "Later" must be followed by "ready" when the loads in flight end, or a request starves."""
+    rig = Rig(host=2, disk=16, staging=2, batch=2)
+    long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
+    for keys in (long[:2], other):
+        rig.save(keys)
+        rig.drain()
+    hit = rig.manager.get_match(long, NAMESPACE)
+    pin = rig.manager.index.pin(HOST, other[-1])
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
+    rig.manager.launch_load(hit, 0, 2, rig.units(2))
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.LATER
+    rig.drain()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
+    rig.manager._staging.clear()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.NEVER
+    rig.manager.index.unpin(pin)
 
 
 def test_cancel_returns_everything() -> None:

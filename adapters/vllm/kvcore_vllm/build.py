@@ -48,8 +48,8 @@ def host_slots(config: Config, model: ModelDescription) -> tuple[int, int]:
         raise UnsupportedError(
             f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
         )
-    staging = 2 * config.transfer.batch_blocks
-    return (total - staging, staging) if total >= 4 * staging else (total, 0)
+    staging = min(2 * config.transfer.batch_blocks, total // 4)
+    return total - staging, staging
 
 
 def rank_shape(model: ModelDescription, rank: int) -> BlockShape:

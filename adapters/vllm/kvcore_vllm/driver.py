@@ -27,6 +27,7 @@ class Driver:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._extra_args: dict[str, Any] | None = None
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
@@ -43,7 +44,10 @@ class Driver:
 
         if current_platform.is_cpu():
             engine_args.setdefault("enforce_eager", True)
+            _bind_threads(int(engine_args.get("tensor_parallel_size", 1)))
         if kvcore is not None:
+            # kvcore says what it reused only to who asks.
+            self._extra_args = {"kv_transfer_params": {"kvcore": {"report": True}}}
             engine_args["kv_transfer_config"] = {
                 "kv_connector": "KVCoreConnector",
                 "kv_role": "kv_both",
@@ -78,6 +82,7 @@ class Driver:
             ignore_eos=ignore_eos,
             logprobs=0 if logprobs else None,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=self._extra_args,
         )
         request = _prompt(prompt, cache_salt)
         got = _Collected(request_id)
@@ -185,6 +190,19 @@ def _with_transfer_config(engine_args: dict[str, Any]) -> dict[str, Any]:
 
         return {**engine_args, "kv_transfer_config": KVTransferConfig(**config)}
     return engine_args
+
+
+def _bind_threads(ranks: int) -> None:
+    """Share out this process's cores over the ranks, unless the caller's environment says how.
+
+    By itself vLLM's CPU build keeps a core for its front end, which is half of a machine of two,
+    and does not start more ranks than one there.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::ranks] for rank in range(ranks)]
+    if all(shares):
+        bind = "|".join(",".join(map(str, share)) for share in shares)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
 
 
 def _sample_name(name: str, labels: dict[str, str]) -> str:

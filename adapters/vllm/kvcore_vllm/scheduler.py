@@ -28,7 +28,7 @@ from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
-from kvcore.manager import HOST, Event, Hit, KVManager
+from kvcore.manager import HOST, Event, Hit, KVManager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import (
     SKIP,
@@ -155,9 +155,13 @@ class SchedulerSide:
             self._count_miss(tracked, hit, gain)
             return 0, False
         first, last = computed // self._block, -(-matched // self._block)
-        if not self._manager.can_load(hit, first, last):
-            _log.debug("lookup request=%s wait=no_slots", request.request_id)
+        ready = self._manager.can_load(hit, first, last)
+        if ready is Readiness.LATER:
+            _log.debug("lookup request=%s waits for slots", request.request_id)
             return None, False
+        if ready is Readiness.NEVER:
+            self._metrics.looked_up({}, gain, MissReason.BUSY)
+            return 0, False
         return gain, not self._loads_in_step(hit, first, last)
 
     def _loads_in_step(self, hit: Hit, first: int, last: int) -> bool:

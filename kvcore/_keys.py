@@ -1,0 +1,104 @@
+"""A hash table from 16-byte keys to node ids, without an object a key.
+
+A dict of digests costs 138 bytes an entry, of which 26 are the key and the id. This holds the keys
+in one buffer, by node id, and 4-byte ids in an open-addressed table: 24 to 35 bytes an entry, at
+twice a dict's time (0.3 us a lookup more, measured at a million keys; a match does about 14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcore.block import KEY_BYTES
+
+__all__ = ["KeyTable"]
+
+
+class KeyTable:
+    """Maps keys to node ids and back. Linear probing, at most two thirds full, no tombstones.
+
+    Sized for ``expected`` keys at once (pages are touched as they are used), so that it grows, at
+    about 1 us a key, only where foreign slots add keys beyond the tiers' own capacity.
+    """
+
+    __slots__ = ("_count", "_ids", "_keys", "_mask")
+
+    def __init__(self, expected: int) -> None:
+        self._keys = bytearray()
+        self._count = 0
+        self._allocate(1 << max(4, (expected + expected // 2).bit_length()))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def get(self, key: bytes) -> int | None:
+        """The node of a key, or None."""
+        ids, keys, mask = self._ids, self._keys, self._mask
+        place = hash(key) & mask
+        while node := ids[place]:  # ids are kept plus one: 0 is an empty place
+            end = node * KEY_BYTES
+            if keys[end - KEY_BYTES : end] == key:
+                return node - 1
+            place = (place + 1) & mask
+        return None
+
+    def __getitem__(self, key: bytes) -> int:
+        node = self.get(key)
+        if node is None:
+            raise KeyError(key)
+        return node
+
+    def key(self, node: int) -> bytes:
+        """The key last put for a node."""
+        return bytes(self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES])
+
+    def put(self, key: bytes, node: int) -> None:
+        """Enter a key that is not in the table, for a node `grow` has made room for."""
+        if (self._count + 1) * 3 > (self._mask + 1) * 2:
+            self._rehash()
+        self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES] = key
+        self._enter(key, node)
+        self._count += 1
+
+    def remove(self, key: bytes) -> None:
+        """Take a key out and close the gap, so that no probe sequence is broken."""
+        ids, mask = self._ids, self._mask
+        gap = hash(key) & mask
+        target = self[key] + 1
+        while ids[gap] != target:
+            gap = (gap + 1) & mask
+        place = gap
+        while node := ids[place := (place + 1) & mask]:
+            home = hash(self.key(node - 1)) & mask
+            if (place - home) & mask >= (place - gap) & mask:  # may move back as far as the gap
+                ids[gap] = node
+                gap = place
+        ids[gap] = 0
+        self._count -= 1
+
+    def grow(self, nodes: int) -> None:
+        """Make room for ``nodes`` more node ids."""
+        self._keys.extend(bytes(nodes * KEY_BYTES))
+
+    def nodes(self) -> Iterator[int]:
+        """The nodes in the table, in no order. O(size of the table)."""
+        table = np.frombuffer(self._ids, dtype=np.int32)
+        return iter((table[table != 0] - 1).tolist())
+
+    def _allocate(self, size: int) -> None:
+        self._ids = np.zeros(size, dtype=np.int32).data
+        self._mask = size - 1
+
+    def _enter(self, key: bytes, node: int) -> None:
+        place = hash(key) & self._mask
+        while self._ids[place]:
+            place = (place + 1) & self._mask
+        self._ids[place] = node + 1
+
+    def _rehash(self) -> None:
+        nodes = list(self.nodes())
+        self._allocate(2 * (self._mask + 1))
+        for node in nodes:
+            self._enter(self.key(node), node)

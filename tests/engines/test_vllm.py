@@ -1,0 +1,377 @@
+"""Real vLLM, with and without kvcore: whatever happens, the same greedy tokens.
+
+Every test asks an engine with kvcore what one without it was asked, and says where the KV must
+have come from, so that a test cannot pass because nothing was reused.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.models import smollm2, tiny_model
+from kvcore.testing.prompts import tokens, windows
+
+pytestmark = pytest.mark.engine
+
+ANSWER = 8
+BASE: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 8,
+    "seed": 0,
+}
+KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+TP2 = {**KV_SPACE, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def engine(
+    model: Path, kvcore: dict[str, Any] | None, env: dict[str, str] = KV_SPACE, **args: Any
+) -> Iterator[EngineProcess]:
+    with EngineProcess(model, kvcore=kvcore, env=env, **{**BASE, **args}) as made:
+        yield made
+
+
+def answers(
+    process: EngineProcess, prompts: Sequence[Sequence[int]], batch: int = 1, **options: Any
+) -> list[Generation]:
+    """Greedy answers, ``batch`` requests at a time."""
+    found: list[Generation] = []
+    for i in range(0, len(prompts), batch):
+        found += process.generate(prompts[i : i + batch], max_tokens=ANSWER, **options)
+    return found
+
+
+def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    wrong = [
+        (i, a.token_ids, b.token_ids, a.kvcore)
+        for i, (a, b) in enumerate(zip(got, expected, strict=True))
+        if a.token_ids != b.token_ids
+    ]
+    assert not wrong, f"{len(wrong)} of {len(expected)} answers differ: {wrong[:3]}"
+
+
+def settled(process: EngineProcess) -> None:
+    """Forget everything in the engine's own cache, with all saves published."""
+    time.sleep(0.5)
+    process.reset_prefix_cache()
+
+
+def counted(process: EngineProcess, name: str, **labels: str) -> float:
+    """Sum of kvcore's samples of a metric whose labels are these."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        value
+        for sample, value in process.metrics().items()
+        if sample.split("{")[0] == name and all(label in sample for label in wanted)
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return smollm2()
+
+
+@pytest.fixture(scope="module")
+def documents(model: Path) -> list[list[int]]:
+    return windows(model, 48, 150, 900, seed=1)
+
+
+@pytest.fixture(scope="module")
+def partial(model: Path, documents: list[list[int]]) -> list[list[int]]:
+    """Prompts that leave a document's path somewhere, on no border of anything."""
+    picks = random.Random(3)
+    text = tokens(model)
+    prompts = []
+    for document in documents[:32]:
+        cut = picks.randint(70, len(document) - 1)
+        start = picks.randrange(len(text) - 200)
+        prompts.append(document[:cut] + text[start : start + picks.randint(1, 120)])
+    return prompts
+
+
+class Reference:
+    """Answers of the engine without kvcore and without its own prefix cache, each asked once."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._known: dict[tuple[int, ...], Generation] = {}
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> list[Generation]:
+        for prompt in prompts:
+            if tuple(prompt) not in self._known:
+                [self._known[tuple(prompt)]] = answers(self._process, [prompt])
+        return [self._known[tuple(prompt)] for prompt in prompts]
+
+
+Ask = Callable[[Sequence[Sequence[int]]], list[Generation]]
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Iterator[Ask]:
+    with engine(model, None, enable_prefix_caching=False) as process:
+        yield Reference(process)
+
+
+def test_prompts_have_different_answers(reference: Ask, documents: list[list[int]]) -> None:
+    """Equality proves nothing where every prompt is answered alike."""
+    kinds = {tuple(answer.token_ids) for answer in reference(documents)}
+    assert len(kinds) > len(documents) * 0.8
+
+
+@pytest.mark.parametrize(
+    ("block", "page", "arrangement"),
+    [(16, 128, "blockwise"), (128, 32, "layerwise"), (64, 128, "blockwise")],
+)
+def test_host_disk_and_restart(
+    reference: Ask,
+    model: Path,
+    documents: list[list[int]],
+    partial: list[list[int]],
+    tmp_path: Path,
+    block: int,
+    page: int,
+    arrangement: str,
+) -> None:
+    kvcore = {
+        "block": {"tokens": block},
+        "host": {"capacity": "1GiB", "arrangement": arrangement},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "4GiB"},
+    }
+    asked = documents if block == 16 else documents[:12]
+    branches = partial if block == 16 else partial[:12]
+
+    def reused(document: Sequence[int]) -> int:
+        whole = len(document) // block * block
+        found = min(whole, len(document) - 1)
+        return found if found >= 64 else 0
+
+    with engine(model, kvcore, block_size=page) as process:
+        cold = answers(process, asked)
+        same(cold, reference(asked))
+        assert sum(answer.reused_tokens for answer in cold) == 0
+        settled(process)
+        warm = answers(process, asked)
+        same(warm, reference(asked))
+        assert [w.tiers.get("host", 0) for w in warm] == [reused(d) for d in asked]
+        settled(process)
+        branched = answers(process, branches, batch=4)
+        same(branched, reference(branches))
+        assert sum(answer.reused_tokens for answer in branched) > len(branches) * block
+        if block == 16:
+            _turns(process, reference, asked[:6])
+            _tenants(process, reference, asked[0])
+            _aborts(process, reference, model)
+            assert counted(process, "kvcore_failures_total") == 0
+            assert counted(process, "kvcore_hits_total") > 80
+    with engine(model, kvcore, block_size=page) as process:
+        restarted = answers(process, asked, batch=3)
+        same(restarted, reference(asked))
+        assert [w.tiers.get("disk", 0) for w in restarted] == [reused(d) for d in asked]
+        settled(process)
+        again = answers(process, asked[:8])
+        same(again, reference(asked[:8]))
+        assert all("host" in answer.tiers for answer in again if answer.reused_tokens), (
+            "what came from disk was not kept in host memory"
+        )
+
+
+def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -> None:
+    """The next turn finds the answer's KV too."""
+    follow = [
+        [*document, *answer.token_ids, *range(300, 340)]
+        for document, answer in zip(asked, reference(asked), strict=True)
+    ]
+    settled(process)
+    turns = answers(process, follow)
+    same(turns, reference(follow))
+    assert all(t.reused_tokens >= len(d) - 16 for t, d in zip(turns, asked, strict=True))
+
+
+def _tenants(process: EngineProcess, reference: Ask, document: list[int]) -> None:
+    """Another tenant's KV is not to be had, and one's own is."""
+    settled(process)
+    first = answers(process, [document], cache_salt="tenant-a")
+    settled(process)
+    second = answers(process, [document], cache_salt="tenant-a")
+    other = answers(process, [document], cache_salt="tenant-b")
+    for got in (first, second, other):
+        same(got, reference([document]))
+    assert (first[0].reused_tokens, other[0].reused_tokens) == (0, 0)
+    assert second[0].reused_tokens > 0
+
+
+def _aborts(process: EngineProcess, reference: Ask, model: Path) -> None:
+    """Requests aborted before, while and after they load and save; then the same asked again."""
+    prompts = windows(model, 10, 500, 900, seed=9)
+    for after in (0, 1, 3):
+        futures = [process.submit(p, 64, abort_after=after) for p in prompts]
+        for future in futures:
+            future.result(120)
+        settled(process)
+    got = answers(process, prompts, batch=5)
+    same(got, reference(prompts))
+
+
+def test_a_rotten_disk_costs_time_not_correctness(
+    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "2GiB"},
+    }
+    asked = documents[:16]
+    with engine(model, kvcore) as process:
+        answers(process, asked)
+    [data] = (tmp_path / "kv").rglob("shard-0.data")
+    picks = random.Random(5)
+    with data.open("r+b") as file:
+        used = sum(len(d) // 16 for d in asked) * 368_640
+        for _ in range(60):
+            file.seek(picks.randrange(used))
+            file.write(b"\xa5" * 64)
+    with engine(model, kvcore) as process:
+        got = answers(process, asked, batch=4)
+        same(got, reference(asked))
+        assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
+        settled(process)
+        healed = answers(process, asked)
+        same(healed, reference(asked))
+        assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
+
+
+def test_a_killed_engine_leaves_only_whole_blocks(
+    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "2GiB"},
+    }
+    asked = documents[16:28]
+    process = EngineProcess(model, kvcore=kvcore, env=KV_SPACE, **BASE)
+    same(answers(process, asked[:6]), reference(asked[:6]))
+    for document in asked[6:]:
+        process.submit(document, 64)
+    time.sleep(0.7)
+    process.kill()
+    with engine(model, kvcore) as restarted:
+        got = answers(restarted, asked)
+        same(got, reference(asked))
+        assert sum(g.tiers.get("disk", 0) for g in got[:5]) > 0
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back", "selective"])
+def test_eviction_preemption_and_chunked_prefill(
+    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path, write: str
+) -> None:
+    """Tiers and device memory far too small for the work, many requests at once."""
+    kvcore = {
+        "block": {"tokens": 32},
+        "host": {"capacity": "48MiB"},
+        "disk": {
+            "path": str(tmp_path / "kv"),
+            "capacity": "200MiB",
+            "write": write,
+            "policy": "s3fifo",
+        },
+        "vllm": {"layerwise": write != "selective"},
+    }
+    asked = documents[:20]
+    with engine(
+        model, kvcore, num_gpu_blocks_override=20, max_num_batched_tokens=256, block_size=128
+    ) as process:
+        for _ in range(2):
+            futures = [process.submit(d, ANSWER if i % 3 else 150) for i, d in enumerate(asked)]
+            got = [future.result(300) for future in futures]
+            wrong = [
+                i
+                for i, (a, b) in enumerate(zip(got, reference(asked), strict=True))
+                if a.token_ids[:ANSWER] != b.token_ids
+            ]
+            assert not wrong, f"answers {wrong} differ"
+            settled(process)
+        assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
+        assert counted(process, "kvcore_evictions_total", tier="host") > 0
+        assert counted(process, "kvcore_hits_total") > 0
+        if write != "selective":
+            assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="disk") > 0
+    used = sum(f.stat().st_size for f in (tmp_path / "kv").rglob("*") if f.is_file())
+    assert used <= 200 << 20, "the disk tier is larger than its capacity"
+
+
+def test_a_disk_that_cannot_be_used_is_left_out(
+    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    kvcore = {"host": {"capacity": "256MiB"}, "disk": {"path": str(tmp_path / "file")}}
+    with engine(model, kvcore) as process:
+        same(answers(process, documents[:3]), reference(documents[:3]))
+        settled(process)
+        warm = answers(process, documents[:3])
+        same(warm, reference(documents[:3]))
+        assert all(answer.tiers.keys() == {"host"} for answer in warm)
+        assert "is not a folder" in process.log.read_text()
+        process.reset_prefix_cache(connector=True)
+        [forgotten] = answers(process, documents[:1])
+        assert forgotten.reused_tokens == 0, "reset_prefix_cache(reset_connector=True) kept blocks"
+
+
+def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None:
+    """TP=2 saves and loads its own heads; TP=1 then reads what TP=2 wrote, from disk."""
+    tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)
+    prompts = windows(tiny, 14, 100, 600, seed=4)
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
+    }
+    two = {"tensor_parallel_size": 2, "env": TP2, "dtype": "float32"}
+    with engine(tiny, None, enable_prefix_caching=False, **two) as process:
+        at_two = answers(process, prompts)
+    with engine(tiny, None, enable_prefix_caching=False, dtype="float32") as process:
+        at_one = answers(process, prompts)
+    with engine(tiny, kvcore, **two) as process:
+        same(answers(process, prompts), at_two)
+        settled(process)
+        warm = answers(process, prompts, batch=4)
+        same(warm, at_two)
+        assert all(
+            w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, prompts, strict=True)
+        )
+    with engine(tiny, kvcore, dtype="float32") as process:
+        got = answers(process, prompts)
+        same(got, at_one)
+        assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
+    with engine(tiny, kvcore, **two) as process:
+        back = answers(process, prompts, batch=2)
+        same(back, at_two)
+        assert all("disk" in answer.tiers for answer in back)
+
+
+def test_sliding_window_beside_full_attention(tmp_path: Path) -> None:
+    """Two cache groups: pages out of the window are dropped by the engine, and not missed."""
+    tiny = tiny_model("gemma3")
+    prompts = windows(tiny, 12, 200, 900, seed=6)
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
+    }
+    with engine(tiny, None, enable_prefix_caching=False) as process:
+        expected = answers(process, prompts)
+    with engine(tiny, kvcore, max_num_batched_tokens=256) as process:
+        same(answers(process, prompts, batch=3), expected)
+        settled(process)
+        warm = answers(process, prompts, batch=3)
+        same(warm, expected)
+        assert sum(w.tiers.get("host", 0) for w in warm) > 0
+    with engine(tiny, kvcore) as process:
+        got = answers(process, prompts)
+        same(got, expected)
+        assert sum(g.tiers.get("disk", 0) for g in got) > 0
