@@ -62,18 +62,18 @@ class KeyTable:
         self._enter(key, node)
         self._count += 1
 
-    def remove(self, key: bytes) -> None:
-        """Take a key out and close the gap, so that no probe sequence is broken."""
+    def remove(self, node: int) -> None:
+        """Take a node's key out and close the gap, so that no probe sequence is broken."""
         ids, mask = self._ids, self._mask
-        gap = hash(key) & mask
-        target = self[key] + 1
-        while ids[gap] != target:
+        gap = hash(self.key(node)) & mask
+        while ids[gap] != node + 1:
+            assert ids[gap], f"node {node} has no key here"
             gap = (gap + 1) & mask
         place = gap
-        while node := ids[place := (place + 1) & mask]:
-            home = hash(self.key(node - 1)) & mask
+        while other := ids[place := (place + 1) & mask]:
+            home = hash(self.key(other - 1)) & mask
             if (place - home) & mask >= (place - gap) & mask:  # may move back as far as the gap
-                ids[gap] = node
+                ids[gap] = other
                 gap = place
         ids[gap] = 0
         self._count -= 1

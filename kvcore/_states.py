@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore._tables import (
     EVICTING,
@@ -13,7 +14,6 @@ from kvcore._tables import (
     NONE,
     PUBLISHED,
     RESERVED,
-    RESTORING,
     ROOT,
     Evicted,
     NodeTable,
@@ -56,14 +56,14 @@ class BlockStates:
 
     def _evict(self, table: TierTable, node: int) -> Evicted:
         block = self._evicted(table, node)
-        self._leave(table, node, evicted=True)
+        self._leave(table, node, block.key)
         self._vacate(table, node)
         return block
 
-    def _leave(self, table: TierTable, node: int, *, evicted: bool) -> None:
-        """A leaf that is in nobody's evictable set is a child no more; its history goes up."""
+    def _leave(self, table: TierTable, node: int, key: bytes) -> None:
+        """A victim is a child no more; its history goes up."""
         parent = self._nodes.parent[node]
-        table.policy.forget(node, self._key(node), parent, evicted=evicted)
+        table.policy.forget(node, key, parent, evicted=True)
         if parent != ROOT:
             self._nodes.recency.inherit(parent, node)
             table.drop_child(parent)
@@ -235,14 +235,17 @@ class BlockStates:
                 self._unhold(table, node)
 
     def _doom_pins(self, table: TierTable, inside: set[int]) -> None:
-        """Pins inside keep the slots they read, and nothing else."""
+        """Pins inside keep the slots they read, and move up to the nearest block that stays."""
         for node in [node for node in table.pins if node in inside]:
             slots, above = [], node
             while above in inside:
                 slots.append(table.slot[above])
                 above = self._nodes.parent[above]
             for pin in table.pins.pop(node):
-                pin.doomed = slots
+                pin.node = above
+                pin.doomed += tuple(slots)
+                if above != ROOT:
+                    table.pins.setdefault(above, set()).add(pin)
                 for slot in slots:
                     table.retained[slot] = table.retained.get(slot, 0) + 1
 
@@ -261,33 +264,81 @@ class BlockStates:
                 self._nodes.recency.inherit(parent, max(inside, key=self._nodes.recency.stamp))
                 table.drop_child(parent)
 
-    def _restorable_parent(self, table: TierTable, key: bytes) -> int | None:
-        if key == ROOT_PARENT:
-            return ROOT
-        node = self._nodes.keys.get(key)
-        return node if node is not None and table.state[node] in (RESTORING, PUBLISHED) else None
+    def _restore(self, table: TierTable, records: Iterable[Record]) -> list[Record]:
+        """See `BlockIndex.restore`. Columns are written in bulk; only keys and slots one by one."""
+        ranked = sorted(records, key=attrgetter("stamp"), reverse=True)
+        dropped = []
+        claimed: list[Record] = []
+        place: dict[bytes, int] = {}
+        for record in ranked:
+            if self._claim(table, record, place):
+                place[record.key] = len(claimed)
+                claimed.append(record)
+            else:
+                dropped.append(record)
+        above = np.array([place.get(record.parent, ROOT) for record in claimed], dtype=np.int64)
+        whole = self._rooted(table, claimed, above)
+        for index in np.flatnonzero(~whole).tolist():
+            table.pool.free(claimed[index].slot)
+            dropped.append(claimed[index])
+        renumbered = np.append(np.cumsum(whole) - 1, ROOT)  # ROOT (-1) picks the last: ROOT
+        kept = [claimed[index] for index in np.flatnonzero(whole).tolist()]
+        self._enter_restored(table, kept, renumbered[above[whole]])
+        return dropped
 
-    def _restore_one(self, table: TierTable, record: Record, parent: int) -> bool:
+    def _claim(self, table: TierTable, record: Record, place: dict[bytes, int]) -> bool:
+        """Take a record's slot, if its key is new to the tier and the slot is free."""
+        if record.key in place or len(record.key) != KEY_BYTES:
+            return False
         node = self._nodes.keys.get(record.key)
-        if node is not None and table.state[node] != NONE:
-            return False
-        if len(record.key) != KEY_BYTES or not table.pool.claim(record.slot):
-            return False
-        if node is None:
-            node = self._make_node(record.key, parent, record.namespace)
-        self._nodes.parent[node] = parent
-        table.slot[node] = record.slot
-        table.state[node] = RESTORING
-        table.add_child(parent)
-        return True
+        return (node is None or table.state[node] == NONE) and table.pool.claim(record.slot)
 
-    def _publish_restored(self, table: TierTable, placed: Iterable[Record]) -> None:
-        for record in sorted(placed, key=attrgetter("stamp")):
-            node = self._nodes.keys[record.key]
-            self._nodes.recency.touch(node)
-            table.state[node] = PUBLISHED
-            leaf = not table.children[node]
-            if leaf or table.policy.watches_blocks:
-                table.policy.stored(node, record.key)
-            if leaf:
-                table.policy.add(node)
+    def _rooted(
+        self, table: TierTable, records: Sequence[Record], above: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Which records hang, through others, on a published block or a start; bool a record.
+
+        ``above`` is the place of each record's parent, or ROOT if it is not among the records.
+        """
+        everyone = np.arange(len(records))
+        tops = np.zeros(len(records), dtype=np.bool_)
+        for index in np.flatnonzero(above == ROOT).tolist():
+            tops[index] = self._may_stand_on(table, records[index].parent)
+        up = np.where(above == ROOT, everyone, above)
+        for _ in range(len(records).bit_length()):  # doubling: enough for any chain; cycles stay
+            up = up[up]
+        return tops[up]
+
+    def _may_stand_on(self, table: TierTable, parent: bytes) -> bool:
+        node = self._nodes.keys.get(parent)
+        published = node is not None and table.state[node] == PUBLISHED
+        return parent == ROOT_PARENT or published
+
+    def _node_for(self, record: Record) -> int:
+        node = self._nodes.keys.get(record.key)
+        return self._make_node(record.key, ROOT, record.namespace) if node is None else node
+
+    def _enter_restored(
+        self, table: TierTable, records: Sequence[Record], above: npt.NDArray[np.int64]
+    ) -> None:
+        """Publish records, newest first; ``above`` as for `_rooted`, every record is rooted."""
+        made = [self._node_for(record) for record in records]
+        nodes = np.array(made, dtype=np.int64)
+        parents = np.append(nodes, ROOT)[above]
+        inside = parents != ROOT
+        for index in np.flatnonzero(~inside).tolist():
+            if records[index].parent != ROOT_PARENT:
+                parents[index] = self._nodes.keys[records[index].parent]
+                table.add_child(int(parents[index]))
+        np.frombuffer(self._nodes.parent, dtype=np.int32)[nodes] = parents
+        np.frombuffer(table.slot, dtype=table.slot.typecode)[nodes] = [r.slot for r in records]
+        np.frombuffer(table.state, dtype=np.uint8)[nodes] = PUBLISHED
+        children = np.frombuffer(table.children, dtype=np.int32)
+        np.add.at(children, parents[inside], 1)
+        leaves = children[nodes] == 0
+        del children  # a column that is looked at cannot grow
+        self._nodes.recency.restore(nodes[::-1])
+        for index in np.flatnonzero(leaves | table.policy.watches_blocks)[::-1].tolist():
+            table.policy.stored(made[index], records[index].key)
+            if leaves[index]:
+                table.policy.add(made[index])

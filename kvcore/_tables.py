@@ -18,7 +18,7 @@ from kvcore.pool import SlotPool
 
 Slots = npt.NDArray[np.int64]
 
-NONE, RESERVED, FILLED, RESTORING, PUBLISHED, EVICTING = range(6)  # RESTORING: inside `restore`
+NONE, RESERVED, FILLED, PUBLISHED, EVICTING = range(5)
 ROOT = -1  # parent of a block that starts a prompt
 FREE = -2  # "parent" of a node id that is not in use
 
@@ -104,7 +104,7 @@ class Pin:
     def __init__(self, tier: str, node: int) -> None:
         self.tier = tier
         self.node = node
-        self.doomed: list[int] | None = None  # slots to let go of, if the block was dropped
+        self.doomed: tuple[int, ...] = ()  # slots of dropped blocks, still read; `node` moved up
 
 
 class Reservation:
@@ -264,7 +264,7 @@ class NodeTable:
         return node
 
     def free(self, node: int) -> None:
-        self.keys.remove(self.keys.key(node))
+        self.keys.remove(node)
         self.parent[node] = FREE
         self.recency.stamps[node] = 0
         self._free.append(node)

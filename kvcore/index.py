@@ -24,7 +24,6 @@ I/O. Times: match and pin O(log n); reserve, commit, evict O(blocks), a few micr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 import numpy as np
 
@@ -136,17 +135,16 @@ class BlockIndex(BlockStates):
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pin, once. Blocks that were dropped meanwhile give their slots back now."""
-        table = self._table(pin.tier)
-        if pin.doomed is not None:
-            self._release(table, pin.doomed)
-            pin.doomed = []
+        table, node = self._table(pin.tier), pin.node
+        self._release(table, pin.doomed)
+        pin.doomed = ()
+        if node == ROOT:
             return
-        pins = table.pins[pin.node]
-        pins.remove(pin)
-        if not pins:
-            del table.pins[pin.node]
-            if table.is_evictable(pin.node):
-                table.policy.add(pin.node)
+        table.pins[node].remove(pin)
+        if not table.pins[node]:
+            del table.pins[node]
+            if table.is_evictable(node):
+                table.policy.add(node)
 
     def pin_prefix(self, keys: Sequence[bytes]) -> int:
         """Pin, for a user, what each tier holds of a prompt now; returns the deepest in blocks.
@@ -263,7 +261,7 @@ class BlockIndex(BlockStates):
         while len(eviction.nodes) < count and (node := table.policy.victim()) is not None:
             eviction.blocks.append(self._evicted(table, node))
             eviction.nodes.append(node)
-            self._leave(table, node, evicted=True)
+            self._leave(table, node, eviction.blocks[-1].key)
             table.state[node] = EVICTING
             table.evicting[node] = eviction
             table.leaving.add(eviction)
@@ -337,26 +335,7 @@ class BlockIndex(BlockStates):
         ancestors is not complete, keys held already (the latest stamp wins), slots taken or out of
         range. About 4 us a record.
         """
-        table = self._table(tier)
-        placed: list[Record] = []
-        dropped: list[Record] = []
-        waiting: dict[bytes, list[Record]] = {}
-        for record in sorted(records, key=attrgetter("stamp"), reverse=True):
-            stack = [record]
-            while stack:
-                record = stack.pop()
-                parent = self._restorable_parent(table, record.parent)
-                if parent is None:
-                    waiting.setdefault(record.parent, []).append(record)
-                elif self._restore_one(table, record, parent):
-                    placed.append(record)
-                    stack += reversed(waiting.pop(record.key, ()))
-                else:
-                    dropped.append(record)
-        self._publish_restored(table, placed)
-        for orphans in waiting.values():
-            dropped += orphans
-        return dropped
+        return self._restore(self._table(tier), records)
 
     # -- occupancy ------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ class KVManager:
         return self.index.held(HOST, keys)
 
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
-        """Whether ``launch_load`` has slots for these blocks now, or will when others have ended."""
+        """Whether ``launch_load`` has slots for these blocks now, or will when others end."""
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
         if len(self._flights) >= self._max_in_flight:
             return Readiness.LATER

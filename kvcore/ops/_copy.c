@@ -1,15 +1,21 @@
 /* Copies of KV units between two strided layouts in host memory.
  *
- * A unit is `tokens` consecutive tokens of one page. For every plane (K or V of one layer), head and
- * unit, a tile of tokens x dim elements moves from source to destination. Three shapes of tile are
- * fast, everything else goes element by element:
+ * A unit is `tokens` consecutive tokens of one page. The copy is a sequence of steps: one head of one
+ * plane (K or V of one layer), for a run of units. A step moves tiles of tokens x dim elements:
  *
  *   rows        both sides keep a token's dims together: runs of bytes
  *   to rows     source keeps tokens together (column-major K), destination dims: a transpose
  *   to columns  the reverse
+ *   elements    anything else, one by one
  *
- * Large copies write around the cache (streaming stores): the destination is not read soon, and a
- * normal store would first read the line it overwrites. Plain C11, no Python; built by build.py.
+ * Order:  layer > run of units > piece of their tokens > head > k/v.  K and V that lie side by side
+ * are read while one cache line is at hand, and so are all heads of a token where a page keeps them
+ * together (then a piece is a few tokens). Slots and pages come in any order, which no hardware
+ * prefetcher follows; so a scout walks the same steps some KiB ahead and prefetches. Large copies
+ * write whole cache lines around the cache (streaming stores): the destination is not read soon, and
+ * a normal store would first read the line it overwrites.
+ *
+ * Plain C11, no Python; built by build.py.
  */
 #include <stdint.h>
 #include <string.h>
@@ -21,6 +27,17 @@
 #define HAVE_SSE2 0
 #endif
 
+#define ABI 2
+#define LINE 64
+#define LINE_TOKENS 32            /* 2-byte tokens of one column that fill a line */
+#define TILE_BYTES (16 * 1024)    /* of a transpose: half of an L1 cache of 32 KiB */
+#define PIECE_BYTES (16 * 1024)   /* of all heads of some tokens, where pages keep them together */
+#define AHEAD_BYTES (32 * 1024)   /* from the scout to the worker, and the most that a run in columns
+                                     holds, so that the scout has left it when the worker enters */
+#define CHUNK_BYTES 512           /* copied between two looks ahead, where rows are contiguous */
+
+_Static_assert(sizeof(void *) == 8, "the caller passes addresses as int64");
+
 typedef struct {
     char *base;              /* address of element (page 0, head 0, token 0, dim 0) */
     int64_t page, head;      /* strides in elements, as all below */
@@ -29,34 +46,201 @@ typedef struct {
     int64_t head_dim;
 } plane_t;
 
-#define RUN_UNITS 16         /* units of one page that are worked on together, at most */
-#define TILE_BYTES (64 * 1024)
+typedef struct {
+    const plane_t *src, *dst;                /* [layers][kv_factor] */
+    int64_t layers, kv_factor;
+    const int64_t *src_units, *dst_units;    /* negative: left out */
+    int64_t units, tokens, src_per_page, dst_per_page, heads, size;
+    int64_t stream;                          /* whether to write around the cache */
+} request_t;
+
+typedef enum { ROWS, TO_ROWS, TO_COLUMNS, ELEMENTS } kind_t;
+
+typedef struct {
+    request_t r;
+    const int64_t *side_units;   /* a run is side by side on this side */
+    int64_t side_per_page, run_units, piece;
+} job_t;
+
+/* A step: tokens [first, first + piece) of units [unit, unit + run), one head of one plane. */
+typedef struct {
+    int64_t layer, unit, run, first, head, kv;
+} step_t;
 
 static inline int64_t at(int64_t i, int64_t stride, int64_t inner, int64_t inner_stride) {
     return inner == 1 ? i * stride : i / inner * stride + i % inner * inner_stride;
 }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void put(char *dst, const char *src, int64_t n, int stream) {
+static int plain(const plane_t *p) { return p->token_inner == 1 && p->dim_inner == 1; }
+static int in_rows(const plane_t *p) { return plain(p) && p->dim == 1; }
+static int in_columns(const plane_t *p) { return plain(p) && p->token == 1 && p->dim != 1; }
+static int token_major(const plane_t *p) { return in_rows(p) && p->token > p->head; }
+
+static kind_t kind_of(const plane_t *sp, const plane_t *dp, int64_t size) {
+    if (in_rows(sp) && in_rows(dp)) return ROWS;
+    if (size != 2 || sp->head_dim * LINE_TOKENS * size > TILE_BYTES) return ELEMENTS;
+    if (in_columns(sp) && in_rows(dp)) return TO_ROWS;
+    if (in_rows(sp) && in_columns(dp)) return TO_COLUMNS;
+    return ELEMENTS;
+}
+
+/* ---- steps ---- */
+
+static const plane_t *src_plane(const job_t *j, const step_t *s) {
+    return j->r.src + s->layer * j->r.kv_factor + s->kv;
+}
+static const plane_t *dst_plane(const job_t *j, const step_t *s) {
+    return j->r.dst + s->layer * j->r.kv_factor + s->kv;
+}
+static int64_t step_tokens(const job_t *j, const step_t *s) {
+    return least(j->piece, j->r.tokens - s->first);
+}
+static int left_out(const job_t *j, int64_t i) {
+    return j->r.src_units[i] < 0 || j->r.dst_units[i] < 0;
+}
+
+/* Moves `s` to the first run at or after s->unit; whether there is one. */
+static int find_run(const job_t *j, step_t *s) {
+    while (s->unit < j->r.units && left_out(j, s->unit)) s->unit++;
+    if (s->unit == j->r.units) return 0;
+    const int64_t *side = j->side_units + s->unit;
+    int64_t most = least(j->run_units, j->r.units - s->unit);
+    most = least(most, j->side_per_page - side[0] % j->side_per_page);
+    for (s->run = 1; s->run < most; s->run++)
+        if (left_out(j, s->unit + s->run) || side[s->run] != side[0] + s->run) break;
+    return 1;
+}
+
+static int next_step(const job_t *j, step_t *s) {
+    if (++s->kv < j->r.kv_factor) return 1;
+    s->kv = 0;
+    if (++s->head < j->r.heads) return 1;
+    s->head = 0;
+    s->first += j->piece;
+    if (s->first < j->r.tokens) return 1;
+    s->first = 0;
+    s->unit += s->run;
+    if (find_run(j, s)) return 1;
+    s->unit = 0;
+    return ++s->layer < j->r.layers && find_run(j, s);
+}
+
+/* Address of a step's first element in the k-th unit of its run; plain planes only. */
+static char *tile_at(const plane_t *p, int64_t unit, int64_t per_page, const job_t *j,
+                     const step_t *s) {
+    int64_t token = unit % per_page * j->r.tokens + s->first;
+    return p->base + (unit / per_page * p->page + s->head * p->head + token * p->token) * j->r.size;
+}
+static const char *src_tile(const job_t *j, const step_t *s, int64_t k) {
+    return tile_at(src_plane(j, s), j->r.src_units[s->unit + k], j->r.src_per_page, j, s);
+}
+static char *dst_tile(const job_t *j, const step_t *s, int64_t k) {
+    return tile_at(dst_plane(j, s), j->r.dst_units[s->unit + k], j->r.dst_per_page, j, s);
+}
+
+/* ---- the scout ---- */
+
+/* Walks the source of all steps, row by row. */
+typedef struct {
+    const job_t *j;
+    step_t step;
+    int alive;
+    int64_t credit;                               /* bytes it may still prefetch */
+    int64_t tiles, tile, rows, row;               /* of the step, and where it is in it */
+    int64_t stride, bytes;                        /* of a row */
+    const char *base;                             /* of the tile */
+} scout_t;
+
+static void scout_step(scout_t *c) {
+    const plane_t *p = src_plane(c->j, &c->step);
+    int64_t tokens = step_tokens(c->j, &c->step), size = c->j->r.size;
+    int columns = in_columns(p), together = columns && c->j->side_units == c->j->r.src_units;
+    c->tiles = together ? 1 : c->step.run;
+    c->rows = columns ? p->head_dim : tokens;
+    c->stride = (columns ? p->dim : p->token) * size;
+    c->bytes = (columns ? tokens * (c->step.run / c->tiles) : p->head_dim) * size;
+    c->tile = c->row = 0;
+    c->base = src_tile(c->j, &c->step, 0);
+}
+
+static void scout_tile(scout_t *c) {
+    c->row = 0;
+    if (++c->tile < c->tiles) {
+        c->base = src_tile(c->j, &c->step, c->tile);
+        return;
+    }
+    c->alive = next_step(c->j, &c->step);
+    if (c->alive) scout_step(c);
+}
+
+/* Prefetches, to the L2, as many bytes as the worker has just copied. */
+static void look_ahead(scout_t *c, int64_t bytes) {
+    c->credit += bytes;
+    while (c->credit > 0 && c->alive) {
+        const char *row = c->base + c->row * c->stride;
+        int64_t n = least(c->rows - c->row, (c->credit + c->bytes - 1) / c->bytes);
+        for (int64_t r = 0; r < n; r++, row += c->stride)
+            for (int64_t i = 0; i < c->bytes; i += LINE) __builtin_prefetch(row + i, 0, 2);
+        c->credit -= n * c->bytes;
+        c->row += n;
+        if (c->row == c->rows) scout_tile(c);
+    }
+}
+
+/* ---- moving ---- */
+
 #if HAVE_SSE2
-    if (stream && ((uintptr_t)dst & 15) == 0 && (n & 15) == 0) {
-        int64_t i = 0;
-        for (; i + 64 <= n; i += 64) {
-            __m128i a = _mm_loadu_si128((const __m128i *)(src + i));
-            __m128i b = _mm_loadu_si128((const __m128i *)(src + i + 16));
-            __m128i c = _mm_loadu_si128((const __m128i *)(src + i + 32));
-            __m128i d = _mm_loadu_si128((const __m128i *)(src + i + 48));
-            _mm_stream_si128((__m128i *)(dst + i), a);
-            _mm_stream_si128((__m128i *)(dst + i + 16), b);
-            _mm_stream_si128((__m128i *)(dst + i + 32), c);
-            _mm_stream_si128((__m128i *)(dst + i + 48), d);
-        }
-        for (; i < n; i += 16)
-            _mm_stream_si128((__m128i *)(dst + i), _mm_loadu_si128((const __m128i *)(src + i)));
+static inline void stream_lines(char *dst, const char *src, int64_t n) {
+    for (int64_t i = 0; i < n; i += LINE) {
+        __m128i a = _mm_loadu_si128((const __m128i *)(src + i));
+        __m128i b = _mm_loadu_si128((const __m128i *)(src + i + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(src + i + 32));
+        __m128i d = _mm_loadu_si128((const __m128i *)(src + i + 48));
+        _mm_stream_si128((__m128i *)(dst + i), a);
+        _mm_stream_si128((__m128i *)(dst + i + 16), b);
+        _mm_stream_si128((__m128i *)(dst + i + 32), c);
+        _mm_stream_si128((__m128i *)(dst + i + 48), d);
+    }
+}
+#endif
+
+/* Copies n bytes; with `stream`, the destination's whole lines go around the cache. */
+static void put(char *dst, const char *src, int64_t n, int64_t stream) {
+#if HAVE_SSE2
+    int64_t before = -(uintptr_t)dst & (LINE - 1), lines = (n - before) / LINE * LINE;
+    if (stream && lines > 0) {
+        memcpy(dst, src, (size_t)before);
+        stream_lines(dst + before, src + before, lines);
+        memcpy(dst + before + lines, src + before + lines, (size_t)(n - before - lines));
         return;
     }
 #endif
     (void)stream;
     memcpy(dst, src, (size_t)n);
+}
+
+/* Copies rows of n bytes, `ds` and `ss` bytes apart, and lets the scout look ahead meanwhile. */
+static void put_rows(char *dst, int64_t ds, const char *src, int64_t ss, int64_t rows, int64_t n,
+                     int64_t stream, scout_t *scout) {
+    if (ss == n && ds == n) {    /* one run of bytes: cut it as suits the scout */
+        int64_t whole = rows * n;
+        n = ss = ds = least(whole, CHUNK_BYTES);
+        rows = whole / n;
+        put(dst + rows * n, src + rows * n, whole - rows * n, stream);
+    }
+    int64_t batch = n < CHUNK_BYTES ? CHUNK_BYTES / n : 1;
+    int whole_lines = HAVE_SSE2 && stream && (((uintptr_t)dst | ds | n) & (LINE - 1)) == 0;
+    for (int64_t r = 0; r < rows; r += batch) {
+        int64_t end = least(r + batch, rows);
+        for (int64_t i = r; i < end; i++) {
+            if (whole_lines)
+                stream_lines(dst + i * ds, src + i * ss, n);
+            else
+                put(dst + i * ds, src + i * ss, n, stream);
+        }
+        if (scout) look_ahead(scout, (end - r) * n);
+    }
 }
 
 /* dst[c * dst_row + r] = src[r * src_row + c] for r < rows, c < cols; strides in elements. */
@@ -102,134 +286,126 @@ static void transpose16(uint16_t *dst, int64_t dst_row, const uint16_t *src, int
         for (int64_t c = 0; c < cols; c++) dst[c * dst_row + r] = src[r * src_row + c];
 }
 
-static void tile_elements(const plane_t *sp, const char *src, int64_t s0, const plane_t *dp,
-                          char *dst, int64_t d0, int64_t tokens, int64_t size) {
-    for (int64_t t = 0; t < tokens; t++) {
-        int64_t so = at(s0 + t, sp->token, sp->token_inner, sp->token_inner_stride);
-        int64_t to = at(d0 + t, dp->token, dp->token_inner, dp->token_inner_stride);
-        for (int64_t d = 0; d < sp->head_dim; d++) {
-            int64_t a = so + at(d, sp->dim, sp->dim_inner, sp->dim_inner_stride);
-            int64_t b = to + at(d, dp->dim, dp->dim_inner, dp->dim_inner_stride);
-            memcpy(dst + b * size, src + a * size, (size_t)size);
+static void step_rows(const job_t *j, const step_t *s, scout_t *scout) {
+    const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
+    for (int64_t k = 0; k < s->run; k++)
+        put_rows(dst_tile(j, s, k), dp->token * j->r.size, src_tile(j, s, k),
+                 sp->token * j->r.size, step_tokens(j, s), sp->head_dim * j->r.size, j->r.stream,
+                 scout);
+}
+
+/* The run's units lie side by side in the source: rows of run * tokens elements. */
+static void step_to_rows(const job_t *j, const step_t *s, uint16_t *tile, scout_t *scout) {
+    const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
+    int64_t dim = sp->head_dim, tokens = step_tokens(j, s), width = s->run * tokens;
+    const uint16_t *src = (const uint16_t *)src_tile(j, s, 0);
+    for (int64_t t = 0, n; t < width; t += n) {
+        n = least(LINE_TOKENS, width - t);
+        for (int64_t d = 0; d < dim; d += 8) {
+            int64_t rows = least(8, dim - d);
+            transpose16(tile + d, dim, src + d * sp->dim + t, sp->dim, rows, n);
+            look_ahead(scout, rows * n * 2);
+        }
+        for (int64_t i = 0, m; i < n; i += m) {
+            int64_t inside = (t + i) % tokens;
+            m = least(n - i, tokens - inside);
+            put_rows(dst_tile(j, s, (t + i) / tokens) + inside * dp->token * 2, dp->token * 2,
+                     (const char *)(tile + i * dim), dim * 2, m, dim * 2, j->r.stream, NULL);
         }
     }
 }
 
-static int plain(const plane_t *p) { return p->token_inner == 1 && p->dim_inner == 1; }
-static int in_rows(const plane_t *p) { return plain(p) && p->dim == 1; }
-static int in_columns(const plane_t *p) { return plain(p) && p->token == 1 && p->dim != 1; }
-
-typedef struct {
-    const plane_t *sp, *dp;
-    const int64_t *src_units, *dst_units;
-    int64_t tokens, src_per_page, dst_per_page, size;
-    int stream;
-} job_t;
-
-static const char *src_head(const job_t *j, int64_t unit, int64_t h) {
-    return j->sp->base + (unit / j->src_per_page * j->sp->page + h * j->sp->head) * j->size;
-}
-static char *dst_head(const job_t *j, int64_t unit, int64_t h) {
-    return j->dp->base + (unit / j->dst_per_page * j->dp->page + h * j->dp->head) * j->size;
-}
-
-static void unit_rows(const job_t *j, int64_t i, int64_t h) {
-    int64_t s0 = j->src_units[i] % j->src_per_page * j->tokens;
-    int64_t d0 = j->dst_units[i] % j->dst_per_page * j->tokens;
-    const char *src = src_head(j, j->src_units[i], h) + s0 * j->sp->token * j->size;
-    char *dst = dst_head(j, j->dst_units[i], h) + d0 * j->dp->token * j->size;
-    int64_t row = j->sp->head_dim * j->size;
-    if (j->sp->token == j->sp->head_dim && j->dp->token == j->dp->head_dim) {
-        put(dst, src, row * j->tokens, j->stream);
-        return;
+/* The run's units lie side by side in the destination: rows of run * tokens elements. */
+static void step_to_columns(const job_t *j, const step_t *s, uint16_t *tile, scout_t *scout) {
+    const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
+    int64_t dim = sp->head_dim, tokens = step_tokens(j, s), width = s->run * tokens;
+    for (int64_t k = 0; k < s->run; k++) {
+        const uint16_t *src = (const uint16_t *)src_tile(j, s, k);
+        for (int64_t t = 0; t < tokens; t += 8) {
+            int64_t rows = least(8, tokens - t);
+            transpose16(tile + k * tokens + t, width, src + t * sp->token, sp->token, rows, dim);
+            look_ahead(scout, rows * dim * 2);
+        }
     }
-    for (int64_t t = 0; t < j->tokens; t++)
-        put(dst + t * j->dp->token * j->size, src + t * j->sp->token * j->size, row, j->stream);
+    put_rows(dst_tile(j, s, 0), dp->dim * 2, (const char *)tile, width * 2, dim, width * 2,
+             j->r.stream, NULL);
 }
 
-static void unit_to_rows(const job_t *j, int64_t i, int64_t h, uint16_t *tile) {
-    int64_t s0 = j->src_units[i] % j->src_per_page * j->tokens;
-    int64_t d0 = j->dst_units[i] % j->dst_per_page * j->tokens;
-    const uint16_t *src = (const uint16_t *)src_head(j, j->src_units[i], h) + s0;
-    char *dst = dst_head(j, j->dst_units[i], h) + d0 * j->dp->token * j->size;
-    int64_t dim = j->sp->head_dim, row = dim * 2;
-    transpose16(tile, dim, src, j->sp->dim, dim, j->tokens);
-    if (j->dp->token == dim) {
-        put(dst, (const char *)tile, row * j->tokens, j->stream);
-        return;
-    }
-    for (int64_t t = 0; t < j->tokens; t++)
-        put(dst + t * j->dp->token * 2, (const char *)(tile + t * dim), row, j->stream);
-}
-
-/* A run of units that lie side by side in one destination page: rows of run * tokens elements. */
-static void run_to_columns(const job_t *j, int64_t i, int64_t run, int64_t h, uint16_t *tile) {
-    int64_t dim = j->sp->head_dim, width = run * j->tokens;
-    for (int64_t k = 0; k < run; k++) {
-        int64_t s0 = j->src_units[i + k] % j->src_per_page * j->tokens;
-        const uint16_t *src =
-            (const uint16_t *)src_head(j, j->src_units[i + k], h) + s0 * j->sp->token;
-        transpose16(tile + k * j->tokens, width, src, j->sp->token, j->tokens, dim);
-    }
-    int64_t d0 = j->dst_units[i] % j->dst_per_page * j->tokens;
-    uint16_t *dst = (uint16_t *)dst_head(j, j->dst_units[i], h) + d0;
-    /* Lines that this run fills only in part are completed in the cache by the next run. */
-    int stream = j->stream && width * 2 % 64 == 0;
-    for (int64_t d = 0; d < dim; d++)
-        put((char *)(dst + d * j->dp->dim), (const char *)(tile + d * width), width * 2, stream);
-}
-
-static int64_t run_length(const job_t *j, int64_t i, int64_t n) {
-    int64_t room = TILE_BYTES / (j->tokens * j->sp->head_dim * j->size);
-    int64_t most = room < RUN_UNITS ? room : RUN_UNITS, run = 1;
-    if (j->src_units[i] < 0 || j->dst_units[i] < 0) return 1;
-    while (run < most && i + run < n && j->src_units[i + run] >= 0 &&
-           j->dst_units[i + run] == j->dst_units[i] + run &&
-           j->dst_units[i + run] / j->dst_per_page == j->dst_units[i] / j->dst_per_page)
-        run++;
-    return run;
-}
-
-/* Copies `units` units of `tokens` tokens for `planes` planes and `heads` heads. A unit that is
- * negative on either side is left out. */
-void kvcore_copy(const plane_t *src, const plane_t *dst, int64_t planes, const int64_t *src_units,
-                const int64_t *dst_units, int64_t units, int64_t tokens, int64_t src_per_page,
-                int64_t dst_per_page, int64_t heads, int64_t size, int stream) {
-    static _Thread_local uint16_t tile[TILE_BYTES / 2] __attribute__((aligned(64)));
-    for (int64_t p = 0; p < planes; p++) {
-        job_t j = {src + p, dst + p, src_units, dst_units, tokens,
-                   src_per_page, dst_per_page, size, stream};
-        int rows = in_rows(j.sp) && in_rows(j.dp);
-        int fits = size == 2 && tokens * j.sp->head_dim * size <= TILE_BYTES;
-        int to_rows = fits && in_columns(j.sp) && in_rows(j.dp);
-        int to_columns = fits && in_rows(j.sp) && in_columns(j.dp);
-        for (int64_t i = 0, run; i < units; i += run) {
-            run = run_length(&j, i, units);
-            if (src_units[i] < 0 || dst_units[i] < 0) continue;
-            for (int64_t h = 0; h < heads; h++) {
-                if (to_columns) {
-                    run_to_columns(&j, i, run, h, tile);
-                    continue;
-                }
-                for (int64_t k = i; k < i + run; k++) {
-                    if (rows)
-                        unit_rows(&j, k, h);
-                    else if (to_rows)
-                        unit_to_rows(&j, k, h, tile);
-                    else
-                        tile_elements(j.sp, src_head(&j, src_units[k], h),
-                                      src_units[k] % src_per_page * tokens, j.dp,
-                                      dst_head(&j, dst_units[k], h),
-                                      dst_units[k] % dst_per_page * tokens, tokens, size);
-                }
+static void step_elements(const job_t *j, const step_t *s) {
+    const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
+    for (int64_t k = 0; k < s->run; k++) {
+        int64_t a = j->r.src_units[s->unit + k], b = j->r.dst_units[s->unit + k];
+        int64_t s0 = a % j->r.src_per_page * j->r.tokens + s->first;
+        int64_t d0 = b % j->r.dst_per_page * j->r.tokens + s->first;
+        int64_t from = a / j->r.src_per_page * sp->page + s->head * sp->head;
+        int64_t to = b / j->r.dst_per_page * dp->page + s->head * dp->head;
+        for (int64_t t = 0; t < step_tokens(j, s); t++) {
+            int64_t x = from + at(s0 + t, sp->token, sp->token_inner, sp->token_inner_stride);
+            int64_t y = to + at(d0 + t, dp->token, dp->token_inner, dp->token_inner_stride);
+            for (int64_t d = 0; d < sp->head_dim; d++) {
+                int64_t p = x + at(d, sp->dim, sp->dim_inner, sp->dim_inner_stride);
+                int64_t q = y + at(d, dp->dim, dp->dim_inner, dp->dim_inner_stride);
+                memcpy(dp->base + q * j->r.size, sp->base + p * j->r.size, (size_t)j->r.size);
             }
         }
     }
+}
+
+/* Tokens of one run in columns: at most what a tile, or the scout's lead, holds; whole lines. */
+static int64_t most_in_columns(kind_t kind, int64_t head_dim) {
+    int64_t bytes = kind == TO_ROWS ? AHEAD_BYTES : TILE_BYTES;
+    return bytes / 2 / head_dim / LINE_TOKENS * LINE_TOKENS;
+}
+
+/* How to cut the copy, so that every plane can be copied that way. */
+static job_t plan(const request_t *r) {
+    job_t j = {*r, r->src_units, r->src_per_page, r->units, r->tokens};
+    int seen[4] = {0};
+    for (int64_t i = 0; i < r->layers * r->kv_factor; i++) {
+        const plane_t *sp = r->src + i, *dp = r->dst + i;
+        kind_t kind = kind_of(sp, dp, r->size);
+        seen[kind] = 1;
+        if (kind == TO_ROWS || kind == TO_COLUMNS) {
+            int64_t most = most_in_columns(kind, sp->head_dim);
+            j.piece = least(j.piece, most);
+            j.run_units = least(j.run_units, most / r->tokens);
+        }
+        if (token_major(sp) || token_major(dp)) {
+            int64_t token_bytes = r->kv_factor * r->heads * sp->head_dim * r->size;
+            j.piece = least(j.piece, (PIECE_BYTES + token_bytes - 1) / token_bytes);
+        }
+    }
+    if (seen[TO_COLUMNS]) {
+        j.side_units = r->dst_units;
+        j.side_per_page = r->dst_per_page;
+    }
+    if (j.piece < r->tokens || j.run_units < 1 || (seen[TO_ROWS] && seen[TO_COLUMNS]))
+        j.run_units = 1;
+    return j;
+}
+
+/* Copies as `r` says. Source and destination must not overlap; nothing is checked here. */
+void kvcore_copy(const request_t *r) {
+    uint16_t tile[TILE_BYTES / 2] __attribute__((aligned(LINE)));
+    if (!r->layers || !r->heads) return;
+    job_t j = plan(r);
+    step_t s = {0};
+    if (!find_run(&j, &s)) return;
+    scout_t scout = {.j = &j, .step = s, .alive = 1};
+    scout_step(&scout);
+    look_ahead(&scout, AHEAD_BYTES);
+    do {
+        switch (kind_of(src_plane(&j, &s), dst_plane(&j, &s), r->size)) {
+            case ROWS: step_rows(&j, &s, &scout); break;
+            case TO_ROWS: step_to_rows(&j, &s, tile, &scout); break;
+            case TO_COLUMNS: step_to_columns(&j, &s, tile, &scout); break;
+            case ELEMENTS: step_elements(&j, &s); break;
+        }
+    } while (next_step(&j, &s));
 #if HAVE_SSE2
     _mm_sfence();
 #endif
-
 }
 
-/* Bytes of plane_t, so that the caller can check that it passes the same structure. */
-int64_t kvcore_copy_plane_size(void) { return (int64_t)sizeof(plane_t); }
+/* The version of the two structures above, so that the caller can check that it knows them. */
+int64_t kvcore_copy_abi(void) { return ABI; }

@@ -15,7 +15,8 @@ from kvcore.layout import KVView
 from kvcore.ops.base import DeviceOps, HeadRange, Units
 
 LIBRARY = Path(__file__).with_name("_copy.so")
-_FIELDS = 10
+_ABI = 2
+"""Version of the structures that ``_copy.c`` reads."""
 _STREAM_BYTES = 1 << 20
 """Copies of at least this many bytes write around the cache. Below it the destination may still be
 in a core's L2 (0.5 to 2 MiB) when it is read."""
@@ -31,13 +32,11 @@ def load_library() -> ctypes.CDLL:
             f"the native copies are not built ({error}): install a C compiler and run "
             "`python -m kvcore.ops.build`; torch copies in their place, several times slower"
         ) from error
-    library.kvcore_copy_plane_size.restype = ctypes.c_int64
-    if library.kvcore_copy_plane_size() != _FIELDS * 8:
-        raise UnsupportedError(f"{LIBRARY.name} is of another version: rebuild it")
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.kvcore_copy.argtypes = [
-        pointer, pointer, size, pointer, pointer, size, size, size, size, size, size, ctypes.c_int
-    ]  # fmt: skip
+    if not hasattr(library, "kvcore_copy_abi") or library.kvcore_copy_abi() != _ABI:
+        raise UnsupportedError(
+            f"{LIBRARY.name} is of another version: run `python -m kvcore.ops.build`"
+        )
+    library.kvcore_copy.argtypes = [ctypes.c_void_p]
     library.kvcore_copy.restype = None
     return library
 
@@ -70,24 +69,29 @@ class NativeOps(DeviceOps):
         width = sum(plane.head_dim for plane in layout.planes[layers[0]])
         tile = unit_tokens * heads.size * width * layout.itemsize
         nbytes = len(src_units) * len(layers) * tile
-        self._library.kvcore_copy(
-            sources.ctypes.data,
-            targets.ctypes.data,
-            len(sources),
-            src_units.ctypes.data,
-            dst_units.ctypes.data,
-            len(src_units),
-            unit_tokens,
-            layout.page_tokens // unit_tokens,
-            dst.layout.page_tokens // unit_tokens,
-            heads.size,
-            layout.itemsize,
-            nbytes >= _STREAM_BYTES,
+        request = np.array(
+            [
+                sources.ctypes.data,
+                targets.ctypes.data,
+                len(layers),
+                layout.kv_factor,
+                src_units.ctypes.data,
+                dst_units.ctypes.data,
+                len(src_units),
+                unit_tokens,
+                layout.page_tokens // unit_tokens,
+                dst.layout.page_tokens // unit_tokens,
+                heads.size,
+                layout.itemsize,
+                nbytes >= _STREAM_BYTES,
+            ],
+            dtype=np.int64,
         )
+        self._library.kvcore_copy(request.ctypes.data)
 
 
 def _planes(view: KVView, layers: Sequence[int], first_head: int) -> Units:
-    """The ``plane_t`` of every plane, as rows of int64; addresses of ``first_head``."""
+    """``plane_t[layers][kv_factor]`` as rows of int64, with the addresses of ``first_head``."""
     itemsize = view.layout.itemsize
     addresses = [tensor.data_ptr() for tensor in view.tensors]
     rows = []

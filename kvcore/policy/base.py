@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcore.errors import ConfigError
 
 __all__ = ["EvictionPolicy", "LeafHeap", "Recency", "fit"]
@@ -64,6 +67,12 @@ class Recency:
         if self.stamps[parent] < self.stamps[child]:
             self.stamps[parent] = self.stamps[child]
 
+    def restore(self, nodes: npt.NDArray[np.int64]) -> None:
+        """Mark nodes as used now, one after the other; those named last are the latest."""
+        stamps = np.frombuffer(self.stamps, dtype=np.int64)
+        stamps[nodes] = self.now + 1 + np.arange(len(nodes))
+        self.now += len(nodes)
+
     def grow(self, count: int) -> None:
         """Append ``count`` nodes, never used."""
         self.stamps.frombytes(bytes(count * self.stamps.itemsize))
@@ -74,7 +83,7 @@ class LeafHeap:
 
     Scores live with the caller. Entries are lazy: a discarded node's entry stays until it surfaces
     or `_compact` runs, and a node whose score *rose* is put back when its old entry surfaces. A
-    caller that *lowers* a score calls `lowered`. Never more than 2 * len + 64 entries, plus one.
+    caller that *lowers* a score calls `lowered`. There are at most 2 * len + 64 entries at a push.
     """
 
     __slots__ = ("_entries", "_flags", "_live", "_score")

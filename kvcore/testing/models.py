@@ -11,9 +11,9 @@ hub. ``python -m kvcore.testing.models smollm2`` makes the model once and prints
             config.json  model.safetensors  tokenizer.json  ...  kvcore-model.json
         tiny-llama-<digest of its shape>-r1/
 
-A folder is made beside its place and renamed into it, so it is either whole or absent, also when
-two processes make it at once. ``kvcore-model.json``, written last, lists every file with its size;
-a folder which does not agree with its list is made again.
+A folder is made beside its place and renamed into it, so it is either whole or absent; a lock file
+lets one process make it while others wait. ``kvcore-model.json``, written last, lists every file
+with its size; a folder which does not agree with its list is made again.
 
 torch and transformers are imported by the functions that make a model, never by this module.
 """
@@ -21,6 +21,7 @@ torch and transformers are imported by the functions that make a model, never by
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -128,9 +129,13 @@ def tiny_model(
 
 
 def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target` as it is when whole, else made by `make` in a folder beside it."""
+    """`target` as it is when whole, else made by `make`; blocks while another process makes it."""
     if not _is_whole(target):
-        _replace(target, make)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_name(f".{target.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_whole(target):
+                _replace(target, make)
     return target
 
 
@@ -145,11 +150,7 @@ def _replace(target: Path, make: Callable[[Path], None]) -> None:
         _write_manifest(fresh)
         if target.exists():
             target.rename(stale)
-        try:
-            fresh.rename(target)
-        except OSError:
-            if not _is_whole(target):  # else another process was first, and its folder serves
-                raise
+        fresh.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvcore.errors import TierError
+from kvcore.errors import CapacityError, TierError
 
 Buffers = Sequence[memoryview]
-"""The bytes of one block in order, in one piece or several (a layerwise arena)."""
+"""The bytes of one block in order, in one piece or several (a layerwise arena): as many as the
+block has, or up to ``slot_nbytes``, what follows the block being padding."""
 
 
 class BlockWrite(NamedTuple):
@@ -44,11 +45,18 @@ class BlockRecord(NamedTuple):
     stamp: int
 
 
+class SlotError(TierError, CapacityError):
+    """No such slot, or a block of another size than its slots are for."""
+
+
 class Tier(ABC):
     """Thread-safe: several ops may be in flight, on different slots.
 
-    A slot is written before it is read, and is not read while it is written: the leader sees to
-    that. What a failed write leaves in a slot must not be readable as any block.
+    A slot is not read while it is written, nor written twice at once: the leader sees to that. A
+    batch names a slot once. What a failed write leaves in a slot must not be readable as the new
+    block, nor as a mix of two. One bad request does not fail the others of its batch.
+
+    `kvcore.testing.tier_contract` tests all of this, for a third party's tier as for ours.
     """
 
     slot_nbytes: int
@@ -61,11 +69,14 @@ class Tier(ABC):
     @abstractmethod
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
         """Read blocks; None for each that is whole and the one asked for. Blocks until all have
-        ended. The buffers of a failed read hold anything."""
+        ended. The buffers of a failed read hold anything. CorruptBlock: the slot holds no block,
+        or another one, or one that is not whole; SlotError: there is no such slot, or the buffers
+        are not of a block's size; TierUnavailable: the medium failed."""
 
     @abstractmethod
     def invalidate(self, slots: Iterable[int]) -> None:
-        """Make slots unreadable."""
+        """Make slots unreadable, now and after a restart. Slots that hold nothing are let be.
+        Raises TierUnavailable when that cannot be made so."""
 
     @abstractmethod
     def scan(self) -> list[BlockRecord]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import resource
 from typing import TYPE_CHECKING, Any
 
-from kvcore.errors import CapacityError, TierUnavailable
+from kvcore.errors import CapacityError
 from kvcore.layout import Arrangement, BlockShape, KVLayout, arena_layout
+from kvcore.tiers.pages import PAGE, Pages
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("kvcore.tiers.host")
 
-PAGE = 4096
-HUGE_PAGE = 2 << 20
 _PINNED_SUCCESS = 0
 
 
@@ -28,9 +26,10 @@ def slot_bytes(shape: BlockShape) -> int:
 class HostArena:
     """``num_slots`` slots for blocks of ``shape``, allocated when first touched.
 
-    The memory is anonymous, starts on a 2 MiB boundary, and asks for huge pages: direct disk I/O
-    into 4 KiB pages runs at a third of the rate (the device takes few segments a request). With
-    ``pin`` it is registered with CUDA; a limit on locked memory that forbids it is logged.
+    With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
+    they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
+    registered with CUDA; a limit on locked memory that forbids it is logged. Raises TierUnavailable
+    when the system does not grant the memory.
     """
 
     def __init__(
@@ -53,14 +52,9 @@ class HostArena:
         blockwise = self.arrangement is Arrangement.BLOCKWISE
         self.slot_nbytes = slot_bytes(shape) if blockwise else shape.nbytes
         self.nbytes = num_slots * self.slot_nbytes
-        try:
-            self._map = mmap.mmap(-1, self.nbytes + HUGE_PAGE)
-        except (OSError, OverflowError, ValueError) as error:
-            raise TierUnavailable(
-                f"cannot reserve {self.nbytes} bytes of host memory ({error}): lower host.capacity"
-            ) from error
-        self.huge_pages = huge_pages and self._advise_huge()
-        self._view, self._start = self._aligned()
+        self._pages = Pages(self.nbytes, huge=huge_pages)
+        self.huge_pages = self._pages.huge
+        self._view = self._pages.view
         self.pinned = pin and self._pin()
 
     def layout(self) -> KVLayout:
@@ -87,39 +81,19 @@ class HostArena:
         starts = [(i * self.num_slots + slot) * layer for i in range(self.shape.layers)]
         return [self._view[start : start + layer] for start in starts]
 
+    def huge_nbytes(self) -> int:
+        """Bytes of the arena that lie on huge pages now. Untouched memory lies on none."""
+        return self._pages.huge_nbytes()
+
     def close(self) -> None:
-        """Give the memory back. Views and tensors of it keep it alive until they are gone."""
+        """Give the memory back. Idempotent. Views and tensors of it keep it alive until they are gone."""
         if self.pinned:
             import torch
 
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self._start)
+            runtime.cudaHostUnregister(self._pages.address)
             self.pinned = False
-        try:
-            self._view.release()
-            self._map.close()
-        except BufferError:
-            _log.debug("arena memory is still in use; it is freed with its last view")
-
-    def _advise_huge(self) -> bool:
-        try:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, AttributeError) as error:
-            _log.warning(
-                "huge pages are not to be had (%s): disk reads into host memory are slower; "
-                "set /sys/kernel/mm/transparent_hugepage/enabled to madvise or always",
-                error,
-            )
-            return False
-        return True
-
-    def _aligned(self) -> tuple[memoryview, int]:
-        import ctypes
-
-        whole = memoryview(self._map)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        skip = -address % HUGE_PAGE
-        return whole[skip : skip + self.nbytes], address + skip
+        self._pages.close()
 
     def _pin(self) -> bool:
         import torch
@@ -127,7 +101,7 @@ class HostArena:
         if not torch.cuda.is_available():
             return False
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(self._start, self.nbytes, 0))
+        code = int(runtime.cudaHostRegister(self._pages.address, self.nbytes, 0))
         if code != _PINNED_SUCCESS:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             _log.warning(

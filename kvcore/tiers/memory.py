@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from kvcore.errors import CapacityError, CorruptBlock, TierError
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier, nbytes_of
+from kvcore.errors import CorruptBlock, TierError
+from kvcore.tiers.base import (
+    BlockRead,
+    BlockRecord,
+    BlockWrite,
+    SlotError,
+    Tier,
+    nbytes_of,
+)
 
 
 class MemoryTier(Tier):
-    """``num_slots`` slots of ``slot_nbytes`` bytes, in the process's own memory."""
+    """``num_slots`` slots of ``slot_nbytes`` bytes, in the process's own memory; a shorter block is
+    padded with zeros."""
 
     def __init__(self, num_slots: int, slot_nbytes: int) -> None:
         self.num_slots = num_slots
@@ -35,33 +43,41 @@ class MemoryTier(Tier):
             return [record for record, _ in self._blocks.values()]
 
     def check_integrity(self) -> None:
-        for record, data in self._blocks.values():
-            if len(data) > self.slot_nbytes or not 0 <= record.slot < self.num_slots:
-                raise CorruptBlock(f"slot {record.slot} holds {len(data)} bytes")
+        with self._lock:
+            held = list(self._blocks.items())
+        for slot, (record, data) in held:
+            if record.slot != slot or self._refuse(slot, len(data)) is not None:
+                raise CorruptBlock(f"slot {slot} holds {len(data)} bytes as {record}")
 
     def _write(self, request: BlockWrite) -> TierError | None:
-        self._check(request.slot, nbytes_of(request.buffers))
+        refused = self._refuse(request.slot, nbytes_of(request.buffers))
+        if refused is not None:
+            return refused
         with self._lock:
             self._stamp += 1
             record = BlockRecord(*request[:4], self._stamp)
-            self._blocks[request.slot] = record, b"".join(request.buffers)
+            data = b"".join(request.buffers).ljust(self.slot_nbytes, b"\0")
+            self._blocks[request.slot] = record, data
         return None
 
     def _read(self, request: BlockRead) -> TierError | None:
-        self._check(request.slot, nbytes_of(request.buffers))
+        refused = self._refuse(request.slot, nbytes_of(request.buffers))
+        if refused is not None:
+            return refused
         with self._lock:
             record, data = self._blocks.get(request.slot, (None, b""))
         if record is None or record.key != request.key:
             return CorruptBlock(f"slot {request.slot} does not hold block {request.key.hex()}")
         start = 0
         for part in request.buffers:
-            part[:] = data[start : start + part.nbytes]
+            part.cast("B")[:] = data[start : start + part.nbytes]
             start += part.nbytes
         return None
 
-    def _check(self, slot: int, nbytes: int) -> None:
-        if not 0 <= slot < self.num_slots or nbytes > self.slot_nbytes:
-            raise CapacityError(
-                f"slot {slot} with {nbytes} bytes; this tier has {self.num_slots} slots "
-                f"of {self.slot_nbytes}"
-            )
+    def _refuse(self, slot: int, nbytes: int) -> SlotError | None:
+        if 0 <= slot < self.num_slots and nbytes <= self.slot_nbytes:
+            return None
+        return SlotError(
+            f"slot {slot} with {nbytes} bytes; this tier has {self.num_slots} slots "
+            f"of {self.slot_nbytes}"
+        )

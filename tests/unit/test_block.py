@@ -154,7 +154,7 @@ def test_extras_tell_their_own_contents_apart() -> None:
 
 
 def test_the_order_extras_are_given_in_does_not_matter() -> None:
-    extras = [Extra(9, 2, b"z"), Extra(1, 2, b"a")]
+    extras = [Extra(9, 2, b"z"), Extra(8, 3, b"a"), Extra(1, 2, b"a")]
     forward = KeyChain(BASE, 4).extend(range(16), extras)
     assert forward == KeyChain(BASE, 4).extend(range(16), extras[::-1])
 

@@ -193,14 +193,14 @@ def _with_transfer_config(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bind_threads(ranks: int) -> None:
-    """Share out this process's cores over the ranks, unless the caller's environment says how.
+    """Share out this process's cores over tensor-parallel ranks, unless the environment says how.
 
-    By itself vLLM's CPU build keeps a core for its front end, which is half of a machine of two,
-    and does not start more ranks than one there.
+    vLLM's CPU build keeps a core for its front end and then refuses to start two ranks on two
+    cores. One rank is left to vLLM's own choice.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::ranks] for rank in range(ranks)]
-    if all(shares):
+    if ranks > 1 and all(shares):
         bind = "|".join(",".join(map(str, share)) for share in shares)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
 
