@@ -1,0 +1,50 @@
+# Every target makes the environment first; when it is there already, that takes no time.
+#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"]
+#   make test [PYTEST="-k restart"]
+
+PYTHON ?= python3
+VENV := .venvs/vllm
+RUN := $(VENV)/bin/python
+CODE := kvcore adapters/vllm/kvcore_vllm demo tools/env.py
+
+.PHONY: help env demo test test-unit lint bench docs clean clean-env
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        a real vLLM with and without kvcore: times, tiers, equal answers (minutes)"
+	@echo "make test        the environment, the engines and all tests (minutes)"
+	@echo "make test-unit   the fast tests, no engine"
+	@echo "make lint        ruff and mypy --strict"
+	@echo "make bench       the measurements the project promises"
+	@echo "make docs        write the pages that are generated"
+	@echo "make clean       remove results and caches (clean-env: the environment too)"
+
+env:
+	@$(PYTHON) tools/env.py vllm
+
+demo: env
+	$(RUN) -m demo $(if $(MODEL),--model "$(MODEL)") $(DEMO)
+
+test: env
+	$(RUN) -m kvcore.testing.models smollm2
+	$(RUN) -m pytest $(PYTEST)
+
+test-unit: env
+	$(RUN) -m pytest -m "not engine" tests/unit $(PYTEST)
+
+lint: env
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy $(CODE)
+
+bench: env
+	$(RUN) -m benchmarks $(BENCH)
+
+docs: env
+	$(VENV)/bin/kvcore config --docs > docs/configuration.md
+
+clean:
+	rm -rf results build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+clean-env: clean
+	rm -rf $(VENV)

@@ -1,0 +1,22 @@
+"""``python -m benchmarks``: every measurement the project promises, one after another."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+ALL = ("control_plane", "copies", "disk", "vllm_ttft")
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or list(ALL)
+    unknown = [name for name in chosen if name not in ALL]
+    if unknown:
+        raise SystemExit(f"no benchmark {', '.join(unknown)}; there are {', '.join(ALL)}")
+    for name in chosen:
+        sys.argv = [f"benchmarks.{name}"]
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Copies between an engine's pages and canonical blocks, against memcpy: `python -m benchmarks.copies`.
+
+Gather takes pages to slots (an offload), scatter slots to pages (a load). Pages and slots are in
+random order. All runs on one thread and in memory of huge pages. The bar is three quarters of libc's
+memcpy of as many bytes, in the same run. For context, two ways to do the same in torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks._report import Report, Row
+from kvcore.layout import (
+    BlockShape,
+    KVView,
+    Plane,
+    arena_layout,
+    from_strides,
+    unit_tokens,
+    vllm_cpu_layout,
+)
+from kvcore.ops.base import DeviceOps, Units
+from kvcore.ops.native import NativeOps
+
+BAR = 0.75
+HUGE_PAGE = 2 << 20
+COLUMNS = ("model", "layout", "page", "block", "way", "direction", "GB/s", "of memcpy")
+
+
+class Model(NamedTuple):
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    """Tokens a copy moves: 94 MB of SmolLM2, 268 MB of Llama, beyond every cache."""
+
+
+class Pages(NamedTuple):
+    order: str
+    """"vec" is vLLM's CPU cache; the others name the physical order of vLLM's GPU cache."""
+    page_tokens: int
+
+
+class Way(NamedTuple):
+    """One way to copy: both directions, and how many rounds of it are worth their time."""
+
+    gather: Callable[[], object]
+    scatter: Callable[[], object]
+    rounds: int
+
+
+MODELS = (Model("SmolLM2-135M", 30, 3, 64, 4096), Model("Llama-3-8B", 32, 8, 128, 2048))
+PAGES = (
+    Pages("vec", 128),
+    Pages("LBHNC", 128),
+    Pages("LBHNC", 16),
+    Pages("LBNHC", 128),
+    Pages("LBNHC", 16),
+)
+BLOCKS = (16, 128)
+
+
+def huge(nbytes: int) -> torch.Tensor:
+    """Bytes on huge pages, touched."""
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + nbytes].fill_(1)
+
+
+class Case:
+    """An engine's cache, an arena, and which units of one go to which of the other."""
+
+    def __init__(self, model: Model, pages: Pages, block_tokens: int) -> None:
+        layers, heads, dim = model.layers, model.kv_heads, model.head_dim
+        self.shape = BlockShape(layers, heads, dim, block_tokens, "bfloat16")
+        self.unit = unit_tokens(pages.page_tokens, block_tokens)
+        self.nbytes = model.tokens // block_tokens * self.shape.nbytes
+        self.engine = self._engine(model, pages)
+        self.arena_bytes, self.other = huge(self.nbytes), huge(self.nbytes)
+        slots = model.tokens // block_tokens
+        arena = arena_layout(self.shape, slots)
+        self.arena = KVView(arena, [self.arena_bytes.view(torch.bfloat16)])
+        rng = np.random.default_rng(0)
+        page_order = rng.permutation(self.engine.layout.num_pages)
+        self.pages = self._units(page_order[: model.tokens // pages.page_tokens], pages.page_tokens)
+        self.slots = self._units(rng.permutation(slots), block_tokens)
+
+    def _units(self, order: Units, tokens: int) -> Units:
+        each = tokens // self.unit
+        return (order[:, None] * each + np.arange(each)).ravel()
+
+    def _engine(self, model: Model, pages: Pages) -> KVView:
+        layers, heads, dim = model.layers, model.kv_heads, model.head_dim
+        count, tokens = model.tokens // pages.page_tokens + 4, pages.page_tokens
+        raw = [huge(count * heads * tokens * 2 * dim * 2) for _ in range(layers)]
+        tensors = [r.view(torch.bfloat16) for r in raw]
+        if pages.order == "vec":
+            layout = vllm_cpu_layout(
+                "vec",
+                layers=layers,
+                num_pages=count,
+                page_tokens=tokens,
+                kv_heads=heads,
+                head_dim=dim,
+                dtype="bfloat16",
+            )
+            return KVView(layout, tensors)
+        if pages.order == "LBHNC":
+            tensors = [t.view(count, heads, tokens, 2 * dim) for t in tensors]
+        else:
+            tensors = [t.view(count, tokens, heads, 2 * dim).transpose(1, 2) for t in tensors]
+        return KVView(from_strides(tensors, self.shape), tensors)
+
+    def with_ops(self, ops: DeviceOps, rounds: int) -> Way:
+        a, b = (self.engine, self.pages), (self.arena, self.slots)
+        return Way(
+            lambda: ops.copy_blocks(*a, *b, unit_tokens=self.unit),
+            lambda: ops.copy_blocks(*b, *a, unit_tokens=self.unit),
+            rounds,
+        )
+
+    def with_torch(self, copy: TorchCopy, rounds: int) -> Way:
+        a, b = (self.engine, self.pages), (self.arena, self.slots)
+        return Way(
+            lambda: over_planes(copy, *a, *b, self.unit),
+            lambda: over_planes(copy, *b, *a, self.unit),
+            rounds,
+        )
+
+
+TorchCopy = Callable[[torch.Tensor, Units, int, torch.Tensor, Units, int], None]
+
+
+def over_planes(
+    copy: TorchCopy, src: KVView, src_units: Units, dst: KVView, dst_units: Units, unit: int
+) -> None:
+    """Calls `copy` for K and for V of every layer."""
+    for sources, targets in zip(src.layout.planes, dst.layout.planes, strict=True):
+        for a, b in zip(sources, targets, strict=True):
+            per = src.layout.page_tokens // unit, dst.layout.page_tokens // unit
+            of, to = in_units(src, a, unit), in_units(dst, b, unit)
+            copy(of, src_units, per[0], to, dst_units, per[1])
+
+
+def in_units(view: KVView, plane: Plane, unit: int) -> torch.Tensor:
+    """A plane as `[pages, units of a page, heads, tokens, dim]`."""
+    layout, token = view.layout, plane.token.stride
+    size = (
+        layout.num_pages,
+        layout.page_tokens // unit,
+        layout.kv_heads,
+        unit,
+        plane.head_dim,
+    )
+    stride = (plane.page, unit * token, plane.head, token, plane.dim.stride)
+    return view.tensors[plane.tensor].as_strided(size, stride, plane.offset)
+
+
+def index_copy(
+    src: torch.Tensor, src_units: Units, src_per: int, dst: torch.Tensor, dst_units: Units, per: int
+) -> None:
+    """All units of a plane in two index operations."""
+    places = [torch.from_numpy(i) for i in (*divmod(src_units, src_per), *divmod(dst_units, per))]
+    dst[places[2], places[3]] = src[places[0], places[1]]
+
+
+def each_copy(
+    src: torch.Tensor, src_units: Units, src_per: int, dst: torch.Tensor, dst_units: Units, per: int
+) -> None:
+    """A `copy_` for every unit of a plane."""
+    for a, b in zip(src_units.tolist(), dst_units.tolist(), strict=True):
+        dst[divmod(b, per)].copy_(src[divmod(a, src_per)])
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def against(call: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Row:
+    """Best time of `call` in seconds, and the median over rounds of the baseline's time over its.
+
+    The two take turns: what else the machine does then weighs on both alike.
+    """
+    times, ratios = [], []
+    for _ in range(rounds):
+        base, own = timed(baseline), timed(call)
+        times.append(own)
+        ratios.append((base + timed(baseline)) / 2 / own)
+    return {"seconds": min(times), "ratio": statistics.median(ratios)}
+
+
+def measure(case: Case, rounds: int, context: bool) -> Iterable[tuple[str, str, float, float]]:
+    """Rows (way, direction, GB/s, ratio to memcpy)."""
+    libc = ctypes.CDLL(None)
+    libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    pointers = case.arena_bytes.data_ptr(), case.other.data_ptr()
+
+    def memcpy() -> None:
+        libc.memcpy(*pointers, case.nbytes)
+
+    yield "memcpy", "-", case.nbytes / min(timed(memcpy) for _ in range(rounds)) / 1e9, 1.0
+    ways = {"kvcore native": case.with_ops(NativeOps(), rounds)}
+    if context:
+        ways["torch index"] = case.with_torch(index_copy, 3)
+        ways["torch copy_ each"] = case.with_torch(each_copy, 3)
+    for name, way in ways.items():
+        for direction in ("gather", "scatter"):
+            found = against(getattr(way, direction), memcpy, way.rounds)
+            yield name, direction, case.nbytes / found["seconds"] / 1e9, found["ratio"]
+
+
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
+    """A bar for every native copy, and the bar they have to reach."""
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    for ax, direction in zip(axes, ("gather", "scatter"), strict=True):
+        mine = [r for r in rows if r["way"] == "kvcore native" and r["direction"] == direction]
+        names = [f"{r['model']} {r['layout']}/{r['page']}, blocks of {r['block']}" for r in mine]
+        ax.barh(names, [r["of memcpy"] for r in mine])
+        ax.axvline(BAR, color="black", linestyle=":")
+        ax.set(title=direction, xlabel="of memcpy")
+        ax.tick_params(axis="y", labelsize="x-small")
+    axes[0].invert_yaxis()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.copies")
+    parser.add_argument("--rounds", type=int, default=15, help="of each native copy")
+    parser.add_argument("--no-context", action="store_true", help="leave torch's ways out")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report("copies", COLUMNS, "libc memcpy on one thread", {"rounds": options.rounds})
+    for model in MODELS:
+        for pages in PAGES:
+            for block in BLOCKS:
+                case = Case(model, pages, block)
+                for result in measure(case, options.rounds, not options.no_context):
+                    values = (model.name, *pages, block, *result)
+                    report.add(**dict(zip(COLUMNS, values, strict=True)))
+                del case
+    report.finish(options.out, draw)
+    low = [r for r in report.rows if r["way"] == "kvcore native" and r["of memcpy"] < BAR]
+    print(f"{len(low)} native copies below {BAR:.0%} of memcpy")
+
+
+if __name__ == "__main__":
+    main()

