@@ -17,7 +17,7 @@ from kvcore.transfer.graph import NO_PARENT
 def engine_event(event: Event, block_tokens: int) -> KVCacheEvent:
     """``event`` as vLLM publishes it. Hashes are kvcore's prefix keys; token ids are not told."""
     medium = MEDIUM_CPU if event.tier == HOST else MEDIUM_STORAGE
-    hashes = list(event.keys)
+    hashes: list[bytes | int] = list(event.keys)
     if not event.stored:
         return BlockRemoved(block_hashes=hashes, medium=medium, ownership=event.tier)
     return BlockStored(

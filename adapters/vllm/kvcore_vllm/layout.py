@@ -32,7 +32,7 @@ def group_view(
     """The pages of one group's layers on this rank; ``shape`` is this rank's block."""
     tensors = [_kernel_view(vllm_config, kv_caches, name) for name in group.names]
     first = tensors[0]
-    content = shape.head_dim + (shape.v_head_dim if shape.kv_factor == 2 else 0)
+    content = sum(shape.dims())
     for name, tensor in zip(group.names, tensors, strict=True):
         if tensor.dim() != 4 or tensor.shape[1] != shape.kv_heads or tensor.shape[3] != content:
             raise UnsupportedError(
@@ -40,7 +40,7 @@ def group_view(
                 f"[pages, {shape.kv_heads} heads, tokens, {content} of K and V content]"
             )
     if first.device.type == "cpu":
-        isa = _cpu_isa(vllm_config, group.names[0], first.shape[2], shape)
+        isa = _cpu_isa(vllm_config, group.names[0])
         layout = vllm_cpu_layout(
             isa,
             layers=len(tensors),
@@ -66,7 +66,7 @@ def _kernel_view(
     return bound if isinstance(bound, torch.Tensor) and bound.dim() == 4 else kv_caches[name]
 
 
-def _cpu_isa(vllm_config: VllmConfig, name: str, page_tokens: int, shape: BlockShape) -> str:
+def _cpu_isa(vllm_config: VllmConfig, name: str) -> str:
     layer: Any = vllm_config.compilation_config.static_forward_context[name]
     isa = getattr(layer, "isa", None)
     if isa not in _CPU_ISAS:
