@@ -78,6 +78,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that cannot bring a block must never fail the request that asked for it.
             transfer.kv_load_failure_policy = "recompute"
+        # Waits inside the forward are skipped when a full CUDA graph is replayed.
+        graphs = vllm_config.compilation_config.cudagraph_mode
+        full = graphs is not None and graphs.has_full_cudagraphs()
+        self._layerwise = self._config.vllm.layerwise and not full
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
             self._scheduler = build_scheduler_side(self._config, vllm_config, self._model)
@@ -124,7 +128,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(kv_connector_metadata.plan())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._worker is not None and not self._config.vllm.layerwise:
+        if self._worker is not None and not self._layerwise:
             self._worker.wait_for_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:

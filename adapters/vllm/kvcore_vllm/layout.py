@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvcore.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
 
 from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
 
 if TYPE_CHECKING:
     from kvcore_vllm.describe import LayerGroup

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from kvcore_vllm.describe import LayerGroup, ModelDescription, lora_identity
-from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
 
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
@@ -333,9 +333,14 @@ class SchedulerSide:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Take in what the workers ended."""
         meta = output.kv_connector_worker_meta
-        if not isinstance(meta, KVCoreWorkerMetadata):
-            return
-        news = meta.news()
+        if isinstance(meta, KVCoreWorkerMetadata):
+            self._take_news(meta.news())
+        for request_id in output.finished_recving or ():
+            self._load_ended(request_id)
+        for request_id in output.failed_recving or ():
+            self._load_failed(request_id)
+
+    def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
         for ranked in news.reports:
             self._outbox.deliver(ranked.report, ranked.ranks)
@@ -344,10 +349,6 @@ class SchedulerSide:
             self._after(report)
             if RowError.REFUSED in report.failed.values():
                 self._stand_aside()
-        for request_id in output.finished_recving or ():
-            self._load_ended(request_id)
-        for request_id in output.failed_recving or ():
-            self._load_failed(request_id)
 
     def _after(self, report: OpReport) -> None:
         """The device copy of a save is its first op: once it ended, its pages are free."""

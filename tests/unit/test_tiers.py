@@ -1,0 +1,211 @@
+"""The tier contract on our own tiers, a random walk against the naive one, and the host arena."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcore.errors import CapacityError, CorruptBlock, TierUnavailable
+from kvcore.layout import Arrangement, BlockShape
+from kvcore.testing.tier_contract import Block, TierContract
+from kvcore.tiers import pages
+from kvcore.tiers.base import BlockRead, BlockRecord, Tier
+from kvcore.tiers.disk import DiskTier, Geometry
+from kvcore.tiers.host import HostArena, slot_bytes
+from kvcore.tiers.memory import MemoryTier
+from kvcore.tiers.pages import HUGE_PAGE, Pages
+
+SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
+GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
+
+
+def open_disk(folder: Path, num_slots: int, **options: Any) -> DiskTier:
+    """The store in ``folder``, made when there is none. Locks are the leader's: not here."""
+    if not (folder / "store.json").exists():
+        GEOMETRY.save(folder)
+    return DiskTier(
+        folder, GEOMETRY, shard=0, num_slots=num_slots, slot_nbytes=slot_bytes(SHAPE), **options
+    )
+
+
+class TestMemory(TierContract):
+    def make_tier(self, folder: Path) -> Tier:
+        return MemoryTier(self.num_slots, 4096)
+
+
+class TestDisk(TierContract):
+    persistent = True
+
+    def make_tier(self, folder: Path) -> Tier:
+        return open_disk(folder, self.num_slots)
+
+
+class TestDiskThroughThePageCache(TierContract):
+    persistent = True
+
+    def make_tier(self, folder: Path) -> Tier:
+        return open_disk(folder, self.num_slots, direct_io="off", sync_interval_s=0, io_threads=1)
+
+
+# -- a random walk --------------------------------------------------------------------------
+
+SLOTS = 4
+slots = st.integers(0, SLOTS - 1)
+seeds = st.integers(0, 5)  # few, so that keys come back in other slots
+
+
+class TwoTiers(RuleBasedStateMachine):
+    """Whatever is done, the disk tier answers as the dictionary does."""
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.disk: Tier = open_disk(Path(self.folder.name), SLOTS)
+        self.naive = MemoryTier(SLOTS, self.disk.slot_nbytes)
+
+    @rule(batch=st.dictionaries(slots, seeds))
+    def write(self, batch: dict[int, int]) -> None:
+        requests = [Block(s, k, self.naive.slot_nbytes).to_write() for s, k in batch.items()]
+        assert self.disk.write(requests) == self.naive.write(requests)
+
+    @rule(batch=st.dictionaries(slots, seeds))
+    def read(self, batch: dict[int, int]) -> None:
+        blocks = [Block(s, k, self.naive.slot_nbytes) for s, k in batch.items()]
+        got = []
+        for tier in (self.disk, self.naive):
+            into = [bytearray(block.nbytes) for block in blocks]
+            requests = [
+                BlockRead(b.slot, b.key, [memoryview(i)]) for b, i in zip(blocks, into, strict=True)
+            ]
+            errors = tier.read(requests)
+            got.append([i if e is None else type(e) for i, e in zip(into, errors, strict=True)])
+        assert got[0] == got[1]
+
+    @rule(which=st.sets(slots))
+    def invalidate(self, which: set[int]) -> None:
+        self.disk.invalidate(which)
+        self.naive.invalidate(which)
+
+    @rule()
+    def restart(self) -> None:
+        self.disk.close()
+        self.disk = open_disk(Path(self.folder.name), SLOTS)
+
+    @invariant()
+    def same_blocks(self) -> None:
+        def told(records: list[BlockRecord]) -> list[tuple[object, ...]]:
+            return sorted(record[:4] for record in records)
+
+        assert told(self.disk.scan()) == told(self.naive.scan())
+        self.disk.check_integrity()
+        self.naive.check_integrity()
+
+    def teardown(self) -> None:
+        self.disk.close()
+        self.folder.cleanup()
+
+
+TestTwoTiers = TwoTiers.TestCase
+TestTwoTiers.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def test_memory_notices_that_it_was_tampered_with() -> None:
+    tier = MemoryTier(2, 64)
+    tier.write([Block(0, 0, 64).to_write()])
+    tier._blocks[1] = tier._blocks[0]
+    with pytest.raises(CorruptBlock, match="slot 1"):
+        tier.check_integrity()
+
+
+# -- host memory ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrangement", list(Arrangement))
+def test_slot_buffers_are_the_slots_bytes_and_no_others(arrangement: Arrangement) -> None:
+    arena = HostArena(SHAPE, 3, arrangement=arrangement)
+    for slot in range(3):
+        for part in arena.slot_buffers(slot):
+            part[:] = bytes([slot + 1]) * part.nbytes
+    for slot in range(3):
+        parts = arena.slot_buffers(slot)
+        assert sum(part.nbytes for part in parts) >= SHAPE.nbytes
+        assert {byte for part in parts for byte in part} == {slot + 1}
+    with pytest.raises(CapacityError):
+        arena.slot_buffers(3)
+
+
+def test_the_tensor_shares_the_memory() -> None:
+    import torch
+
+    arena = HostArena(SHAPE, 2)
+    arena.slot_buffers(1)[0][:4] = b"\x80\x3f\x00\x40"  # bfloat16 1.0, 2.0
+    start = arena.slot_nbytes // 2
+    assert arena.tensor()[start : start + 2].tolist() == [1.0, 2.0]
+    assert arena.tensor().dtype == torch.bfloat16
+
+
+def test_memory_starts_on_a_huge_page_and_takes_nothing_until_touched() -> None:
+    memory = Pages(8 * HUGE_PAGE)
+    assert memory.address % HUGE_PAGE == 0
+    assert memory.view.nbytes == 8 * HUGE_PAGE
+    assert memory.huge_nbytes() == 0
+    memory.view[HUGE_PAGE] = 1
+    if memory.huge:
+        assert memory.huge_nbytes() in (0, HUGE_PAGE)  # 0 when the machine has none free
+    memory.close()
+    memory.close()
+
+
+def test_memory_in_use_outlives_close() -> None:
+    memory = Pages(4096)
+    part = memory.view[:10]
+    memory.close()
+    part[:] = b"still here"
+    assert bytes(part) == b"still here"
+
+
+@pytest.mark.parametrize("text", ["always madvise [never]", None])
+def test_missing_huge_pages_are_said_once_and_harmless(
+    text: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(pages, "_THP", tmp_path / "enabled")
+    if text:
+        (tmp_path / "enabled").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        arena = HostArena(SHAPE, 1)
+    assert not arena.huge_pages
+    assert len(caplog.records) == 1
+    arena.slot_buffers(0)[0][:] = bytes(arena.slot_nbytes)
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+def test_an_arena_of_no_slots_is_refused(slots: int) -> None:
+    with pytest.raises(CapacityError, match=r"host\.capacity"):
+        HostArena(SHAPE, slots)
+
+
+def test_more_memory_than_there_are_addresses_is_refused() -> None:
+    with pytest.raises(TierUnavailable, match=r"host\.capacity"):
+        HostArena(SHAPE, 1 << 50)
+
+
+def test_pages_are_private_so_that_huge_ones_can_be_had() -> None:
+    """Shared anonymous memory silently ignores the advice on most machines."""
+    memory = Pages(4096)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split()[:2]
+        start, stop = (int(end, 16) for end in span.split("-"))
+        if start <= memory.address < stop:
+            assert permissions == "rw-p"
+            return
+    pytest.fail("the memory is not mapped")
