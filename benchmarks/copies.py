@@ -1,8 +1,9 @@
-"""Copies between an engine's pages and canonical blocks, against memcpy: `python -m benchmarks.copies`.
+"""Copies between an engine's pages and canonical blocks, against memcpy.
 
-Gather takes pages to slots (an offload), scatter slots to pages (a load). Pages and slots are in
-random order. All runs on one thread and in memory of huge pages. The bar is three quarters of libc's
-memcpy of as many bytes, in the same run. For context, two ways to do the same in torch.
+`python -m benchmarks.copies`. Gather takes pages to slots (an offload), scatter slots to pages (a
+load). Pages and slots are in random order. All runs on one thread and in memory of huge pages. The
+bar is three quarters of libc's memcpy of as many bytes, in the same run. For context, two ways to
+do the same in torch.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def _check(
         )
     if any(not 0 <= layer < min(a.layers, b.layers) for layer in layers):
         raise LayoutError(f"layers {list(layers)} of {a.layers} and {b.layers}")
-    if not (
-        0 <= heads.src <= a.kv_heads - heads.size and 0 <= heads.dst <= b.kv_heads - heads.size
+    if min(heads) < 0 or (
+        heads.src + heads.size > a.kv_heads or heads.dst + heads.size > b.kv_heads
     ):
         raise LayoutError(f"{heads} of {a.kv_heads} source and {b.kv_heads} destination heads")
     for layer in layers:

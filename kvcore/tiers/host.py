@@ -86,7 +86,7 @@ class HostArena:
         return self._pages.huge_nbytes()
 
     def close(self) -> None:
-        """Give the memory back. Idempotent. Views and tensors of it keep it alive until they are gone."""
+        """Give the memory back. Views and tensors of it keep it alive until they are gone."""
         if self.pinned:
             import torch
 

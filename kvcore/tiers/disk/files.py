@@ -19,7 +19,7 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-_GROW_BYTES = 256 << 20
+_GROW_BYTES = 256 << 20  # at a time, and no more than a sixteenth of the file
 _IOV_MAX = 1024
 
 
@@ -36,6 +36,7 @@ class DataFile:
         self.path = path
         self._slot_nbytes = slot_nbytes
         self._limit = (num_slots or 0) * slot_nbytes
+        self._step = min(_GROW_BYTES, self._limit // 16 // slot_nbytes * slot_nbytes)
         flags = os.O_RDONLY if num_slots is None else os.O_RDWR | os.O_CREAT
         self.direct, self._file = _open(path, flags, direct_io)
         self._size = os.fstat(self._file).st_size
@@ -84,7 +85,7 @@ class DataFile:
         with self._grow_lock:
             if need <= self._size:
                 return
-            size = min(max(need, self._size + _GROW_BYTES), self._limit)
+            size = min(max(need, self._size + self._step), self._limit)
             try:
                 os.posix_fallocate(self._file, self._size, size - self._size)
             except OSError as error:
@@ -194,11 +195,12 @@ def _read_all(file: int, buffers: Buffers, offset: int) -> int:
     """Bytes read: fewer than asked for at the end of the file."""
     parts, total = [part.cast("B") for part in buffers], 0
     while parts:
+        asked = nbytes_of(parts[:_IOV_MAX])
         done = os.preadv(file, parts[:_IOV_MAX], offset)
         total += done
         offset += done
-        if done <= 0 or done % PAGE:  # an odd count is the end: direct I/O cannot go on from there
-            break
+        if done <= 0 or (done < asked and done % PAGE):
+            break  # the end of the file; direct I/O could not even go on from an odd place
         parts = _after(parts, done)
     return total
 

@@ -1,92 +1,126 @@
-"""Stores written at another tensor-parallel size, or by an engine that is gone: read only.
+"""Stores written at another tensor-parallel size, or by an engine that is gone.
 
 A block lies there as one object a shard. What a rank needs of it, its own range of KV heads, is cut
-out of the objects that hold it: in canonical order a head range is one run of bytes a layer.
+out of the objects that hold it: in canonical order a head range is one run of bytes a layer. No
+block is written here; bad and unwanted ones are erased.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.errors import CorruptBlock, FormatError, TierUnavailable
+from kvcore.errors import CorruptBlock, TierError
 from kvcore.layout import BlockShape
-from kvcore.tiers.base import Buffers, nbytes_of
-from kvcore.tiers.disk.format import RECORD_NBYTES, Geometry, Record, checksum, shard_files
+from kvcore.tiers.base import Buffers, SlotError, nbytes_of
+from kvcore.tiers.disk.files import DataFile, IndexFile
+from kvcore.tiers.disk.format import Geometry, checksum, shard_files
 from kvcore.tiers.host import slot_bytes
+from kvcore.tiers.pages import Pages
+
+_log = logging.getLogger("kvcore.tiers.disk")
+
+_Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+class _Shard(NamedTuple):
+    """A shard that holds wanted heads: where they are in it, and where they go."""
+
+    number: int
+    shape: BlockShape
+    theirs: slice
+    mine: slice
+    blocks: DataFile
+    records: IndexFile
 
 
 class ForeignStore:
-    """Reads blocks of ``folder`` for the rank with KV ``heads`` [start, stop) of ``shape``."""
+    """Reads blocks of the store in ``folder`` for the rank with KV ``heads`` [start, stop).
 
-    def __init__(self, folder: Path, shape: BlockShape, heads: tuple[int, int]) -> None:
+    Thread-safe between slots. Raises FormatError or TierUnavailable when it cannot be used.
+    """
+
+    def __init__(self, folder: Path, heads: tuple[int, int], direct_io: str = "auto") -> None:
+        geometry = Geometry.load(folder)
+        self._name = folder.name
+        self._shape = geometry.shape.with_heads(heads[1] - heads[0])
+        self._shards: list[_Shard] = []
         try:
-            self._geometry = Geometry.load(folder)
-            self._files = [
-                (os.open(data, os.O_RDONLY), os.open(index, os.O_RDONLY))
-                for data, index in (
-                    shard_files(folder, shard) for shard in range(len(self._geometry.heads))
-                )
-            ]
-        except (OSError, FormatError) as error:
-            raise TierUnavailable(f"cannot read the store {folder}: {error}") from error
-        self._shape = shape
-        self._heads = heads
-        self._shards = self._cover()
+            for number, theirs, mine in _cover(geometry.heads, heads):
+                shape = geometry.shard_shape(number)
+                data, index = shard_files(folder, number)
+                blocks = DataFile(data, slot_bytes(shape), num_slots=None, direct_io=direct_io)
+                records = IndexFile(index)
+                self._shards.append(_Shard(number, shape, theirs, mine, blocks, records))
+        except TierError:
+            self.close()
+            raise
 
-    def read(self, slot: int, key: bytes, buffers: Buffers) -> CorruptBlock | None:
+    def read(self, slot: int, key: bytes, buffers: Buffers) -> TierError | None:
         """Read and verify every object that holds a wanted head. Raises OSError on I/O errors."""
-        mine = self._shape.with_heads(self._heads[1] - self._heads[0])
-        if nbytes_of(buffers) < mine.nbytes:
-            return CorruptBlock(f"a buffer of {nbytes_of(buffers)} bytes for {mine.nbytes}")
-        block = np.empty((mine.layers, mine.kv_heads, mine.head_nbytes), dtype=np.uint8)
-        for shard in self._shards:
-            start, stop = self._geometry.heads[shard]
-            theirs = self._geometry.shard_shape(shard)
-            data = self._object(shard, slot, key, theirs)
-            if data is None:
-                return CorruptBlock(f"shard {shard} of slot {slot} does not hold {key.hex()} whole")
-            a, b = max(start, self._heads[0]), min(stop, self._heads[1])
-            source = data[: theirs.nbytes].reshape(theirs.layers, theirs.kv_heads, -1)
-            block[:, a - self._heads[0] : b - self._heads[0]] = source[:, a - start : b - start]
+        shape = self._shape
+        if nbytes_of(buffers) < shape.nbytes:
+            return SlotError(f"buffers of {nbytes_of(buffers)} bytes for a block of {shape.nbytes}")
+        block: _Bytes = np.empty((shape.layers, shape.kv_heads, shape.head_nbytes), np.uint8)
+        try:
+            for shard in self._shards:
+                block[:, shard.mine] = self._object(shard, slot, key)[:, shard.theirs]
+        except CorruptBlock as error:
+            return error
         _pour(block, buffers)
         return None
 
+    def erase(self, slot: int) -> None:
+        """Make ``slot`` unreadable for every rank that this one shares a shard with."""
+        for shard in self._shards:
+            shard.records.erase(slot)
+
     def close(self) -> None:
-        for pair in self._files:
-            for file in pair:
-                os.close(file)
-        self._files = []
+        for shard in self._shards:
+            shard.blocks.close()
+            shard.records.close()
+        self._shards = []
 
-    def _cover(self) -> list[int]:
-        """Shards that together hold every wanted head, each head once."""
-        chosen, head = [], self._heads[0]
-        while head < self._heads[1]:
-            spans = enumerate(self._geometry.heads)
-            shard = next((i for i, (a, b) in spans if a <= head < b), None)
-            if shard is None:
-                raise TierUnavailable(f"no shard holds KV head {head}: {self._geometry.heads}")
-            chosen.append(shard)
-            head = self._geometry.heads[shard][1]
-        return chosen
-
-    def _object(
-        self, shard: int, slot: int, key: bytes, shape: BlockShape
-    ) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
-        data_file, index_file = self._files[shard]
-        record = Record.unpack(os.pread(index_file, RECORD_NBYTES, slot * RECORD_NBYTES))
-        if record is None or record.key != key or record.nbytes < shape.nbytes:
-            return None
-        data = os.pread(data_file, record.nbytes, slot * slot_bytes(shape))
-        if len(data) != record.nbytes or checksum(key, [memoryview(data)]) != record.checksum:
-            return None
-        return np.frombuffer(data, dtype=np.uint8)
+    def _object(self, shard: _Shard, slot: int, key: bytes) -> _Bytes:
+        """The block's bytes in ``shard``, [layers, heads, bytes]. Raises CorruptBlock."""
+        where = f"shard {shard.number} of slot {slot} of {self._name}"
+        shape, record = shard.shape, shard.records.get(slot)
+        if record is None or record.key != key or record.nbytes != shape.nbytes:
+            raise CorruptBlock(f"{where} does not hold block {key.hex()}")
+        staging = Pages(slot_bytes(shape)).view
+        got = shard.blocks.read(slot, [staging])
+        if got < shape.nbytes or checksum(key, [staging], shape.nbytes) != record.checksum:
+            self.erase(slot)
+            raise CorruptBlock(
+                f"{where}: the bytes of block {key.hex()} are not those written; it is erased"
+            )
+        flat = np.frombuffer(staging, np.uint8, shape.nbytes)
+        return flat.reshape(shape.layers, shape.kv_heads, shape.head_nbytes)
 
 
-def _pour(block: np.ndarray[tuple[int, int, int], np.dtype[np.uint8]], buffers: Buffers) -> None:
-    flat, start = memoryview(block.reshape(-1).data).cast("B"), 0
+def _cover(
+    spans: tuple[tuple[int, int], ...], wanted: tuple[int, int]
+) -> list[tuple[int, slice, slice]]:
+    """(shard, heads within it, heads within ``wanted``): together each wanted head once."""
+    chosen, head = [], wanted[0]
+    while head < wanted[1]:
+        shard = next((i for i, (a, b) in enumerate(spans) if a <= head < b), None)
+        if shard is None:
+            raise SlotError(f"no shard holds KV head {head}: the store has {spans}")
+        start, stop = spans[shard][0], min(spans[shard][1], wanted[1])
+        chosen.append(
+            (shard, slice(head - start, stop - start), slice(head - wanted[0], stop - wanted[0]))
+        )
+        head = stop
+    return chosen
+
+
+def _pour(block: _Bytes, buffers: Buffers) -> None:
+    """Copy ``block`` into ``buffers``, which may be longer."""
+    flat, start = memoryview(block.reshape(-1).data), 0
     for part in buffers:
         count = min(part.nbytes, len(flat) - start)
         part.cast("B")[:count] = flat[start : start + count]

@@ -1,33 +1,48 @@
 """The disk tier's files, version 1. Specified in docs/format.md.
 
+<path>/lock                           held (flock) while stores are chosen, made or removed
 <path>/<base>/<store>/store.json      what the blocks are, and which heads each shard holds
                       shard-0.data    slot i at i * slot_nbytes
                       shard-0.index   record i (128 bytes) tells what slot i holds
-                      lock            held (flock) by the engine that writes here
+                      lock            held by the engine that writes here; the bytes it may fill
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from kvcore.errors import FormatError, LayoutError
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import BlockRecord, Buffers
+from kvcore.tiers.host import slot_bytes
+
+_log = logging.getLogger("kvcore.tiers.disk")
 
 VERSION = 1
 MAGIC = b"KVC1"
 RECORD_NBYTES = 128
 _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key parent ns sum nbytes
 _SEAL = struct.Struct("<Q")
-_PAD = bytes(RECORD_NBYTES - _BODY.size - _SEAL.size)
+_BODY_NB = _BODY.size
+_PAD = bytes(RECORD_NBYTES - _BODY_NB - _SEAL.size)
+_MAGIC = int.from_bytes(MAGIC, "little")
+_ROW = np.dtype(
+    [
+        ("magic", "<u4"), ("version", "<u2"), ("flags", "<u2"), ("stamp", "<u8"),
+        ("key", "V16"), ("parent", "V16"), ("namespace", "V16"), ("checksum", "V16"),
+        ("nbytes", "<u8"), ("pad", f"V{len(_PAD)}"), ("seal", "<u8"),
+    ]
+)  # fmt: skip
+assert _ROW.itemsize == RECORD_NBYTES
 EMPTY_RECORD = bytes(RECORD_NBYTES)
 KEY_NBYTES = 16
 
@@ -59,28 +74,63 @@ class Record(NamedTuple):
         if magic != MAGIC or version != VERSION:
             return None
         (seal,) = _SEAL.unpack_from(data, RECORD_NBYTES - _SEAL.size)
-        if xxhash.xxh3_64_intdigest(data[: _BODY.size]) != seal:
+        if xxhash.xxh3_64_intdigest(data[:_BODY_NB]) != seal:
             return None
         return cls(key, parent, namespace, checksum, nbytes, stamp)
 
 
-def checksum(key: bytes, buffers: Buffers) -> bytes:
-    """XXH3-128 of a block's bytes, seeded with its key: another block's bytes do not pass."""
+def checksum(key: bytes, buffers: Buffers, nbytes: int) -> bytes:
+    """XXH3-128 of the first ``nbytes`` bytes, seeded with the block's key: another block's bytes
+    do not pass for it."""
     state = xxhash.xxh3_128(seed=int.from_bytes(key[:8], "little"))
     for part in buffers:
-        state.update(part)
+        state.update(part if part.nbytes <= nbytes else part.cast("B")[:nbytes])
+        nbytes -= min(nbytes, part.nbytes)
     return state.digest()
 
 
-def read_records(path: Path) -> Iterable[tuple[int, Record]]:
-    """Every valid (slot, record) of an index file. A torn last record is left out."""
-    data = memoryview(path.read_bytes())
-    for slot in range(len(data) // RECORD_NBYTES):
-        start = slot * RECORD_NBYTES
-        if data[start : start + 4] == MAGIC:
-            record = Record.unpack(data[start : start + RECORD_NBYTES])
-            if record is not None:
-                yield slot, record
+def read_table(path: Path) -> tuple[Table, int]:
+    """(The valid rows of an index file, how many there are that are neither valid nor empty).
+
+    Row ``slot`` is the slot's number. A torn last record counts as not valid.
+    """
+    rows = np.fromfile(path, dtype=_ROW)
+    torn = int(path.stat().st_size % RECORD_NBYTES != 0)
+    slots = np.flatnonzero(rows["magic"])
+    current = (rows["magic"][slots] == _MAGIC) & (rows["version"][slots] == VERSION)
+    candidates = rows[slots]
+    body = np.ascontiguousarray(candidates.view(np.uint8).reshape(-1, RECORD_NBYTES)[:, :_BODY_NB])
+    data, digest = memoryview(body.reshape(-1).data), xxhash.xxh3_64_intdigest
+    seals = np.fromiter(
+        (digest(data[i : i + _BODY_NB]) for i in range(0, len(data), _BODY_NB)),
+        dtype=np.uint64,
+        count=len(slots),
+    )
+    valid = current & (seals == candidates["seal"])
+    return Table(slots[valid], candidates[valid]), torn + int(len(slots) - valid.sum())
+
+
+class Table(NamedTuple):
+    """Records by column. ``slots[i]`` holds what ``rows[i]`` says."""
+
+    slots: np.ndarray[Any, np.dtype[np.int64]]
+    rows: np.ndarray[Any, np.dtype[np.void]]
+
+    def where(self, keep: np.ndarray[Any, np.dtype[np.bool_]]) -> Table:
+        return Table(self.slots[keep], self.rows[keep])
+
+    def also_in(self, other: Table) -> Table:
+        """The rows whose slot holds the same block there."""
+        _, mine, theirs = np.intersect1d(
+            self.slots, other.slots, assume_unique=True, return_indices=True
+        )
+        same = self.rows["key"][mine] == other.rows["key"][theirs]
+        return Table(self.slots[mine[same]], self.rows[mine[same]])
+
+    def block_records(self, first_slot: int = 0) -> list[BlockRecord]:
+        """Records of slots counted from ``first_slot``."""
+        columns = (self.rows[name].tolist() for name in ("key", "parent", "namespace", "stamp"))
+        return list(map(BlockRecord, (self.slots + first_slot).tolist(), *columns))
 
 
 @dataclass(frozen=True)
@@ -95,11 +145,24 @@ class Geometry:
     model: bytes
     heads: tuple[tuple[int, int], ...]
 
+    def __post_init__(self) -> None:
+        total = self.shape.kv_heads
+        if not self.heads or any(not 0 <= a < b <= total for a, b in self.heads):
+            raise FormatError(
+                f"shards of KV heads {self.heads}: each is [start, stop) within 0..{total}"
+            )
+
     @property
     def base(self) -> str:
         """Name of the folder that stores of comparable blocks share, at any number of shards."""
         data = json.dumps({"version": VERSION, "shape": self.shape.to_dict()}, sort_keys=True)
         return xxhash.xxh3_128_hexdigest(data.encode() + self.model)
+
+    @property
+    def per_slot(self) -> int:
+        """Bytes on disk of one slot in all shards, records included."""
+        shards = range(len(self.heads))
+        return sum(slot_bytes(self.shard_shape(i)) + RECORD_NBYTES for i in shards)
 
     def shard_shape(self, shard: int) -> BlockShape:
         start, stop = self.heads[shard]
@@ -148,10 +211,23 @@ class Geometry:
         return cls.from_json(data)
 
 
+def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
+    """What a shard's index says it holds, as far as the data file reaches. Drops are logged."""
+    data, index = shard_files(folder, shard)
+    if not index.exists() or not data.exists():
+        return Table(np.empty(0, np.int64), np.empty(0, _ROW))
+    table, torn = read_table(index)
+    shape = geometry.shard_shape(shard)
+    inside = (table.slots + 1) * slot_bytes(shape) <= data.stat().st_size
+    whole = table.where(inside & (table.rows["nbytes"] == shape.nbytes))
+    dropped = len(table.slots) - len(whole.slots)
+    if torn or dropped:
+        _log.warning(
+            "%s: dropped records torn=%d beyond_data_or_of_other_size=%d", index, torn, dropped
+        )
+    return whole
+
+
 def shard_files(folder: Path, shard: int) -> tuple[Path, Path]:
     """(data file, index file) of a shard."""
     return folder / f"shard-{shard}.data", folder / f"shard-{shard}.index"
-
-
-def to_block_record(slot: int, record: Record) -> BlockRecord:
-    return BlockRecord(slot, record.key, record.parent, record.namespace, record.stamp)

@@ -11,9 +11,12 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
+import re
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +25,34 @@ from kvcore.tiers.base import BlockRecord
 from kvcore.tiers.disk.format import (
     RECORD_NBYTES,
     Geometry,
-    Record,
-    read_records,
+    Table,
+    scan_shard,
     shard_files,
-    to_block_record,
 )
 from kvcore.tiers.disk.tier import STORE_SHIFT
 from kvcore.tiers.host import slot_bytes
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
+_BASE_NAME = re.compile(r"[0-9a-f]{32}")
+_STORE_NAME = re.compile(r"store-\d+")
+_FILE_NAME = re.compile(r"lock|store\.json(\.new)?|shard-\d+\.(data|index)")
+_POLL_S = 0.1
+_OVERHEAD = 4096  # bytes of store.json and the lock
+
 
 @dataclass
 class PreparedStore:
     """A store ready for the workers: they open ``folder`` and the ``foreign`` ones.
 
-    ``records`` are the blocks whole in every shard. The lock is held until ``close``.
+    ``records`` are the blocks whole in every shard. The locks are held until ``close``.
     """
 
     folder: Path
     num_slots: int
     records: list[BlockRecord]
     foreign: dict[int, Path] = field(default_factory=dict)
-    locks: list[int] = field(default_factory=list)
+    locks: ExitStack = field(default_factory=ExitStack)
 
     def options(self) -> dict[str, Any]:
         """What a worker needs to open the same, as plain data."""
@@ -55,94 +63,121 @@ class PreparedStore:
         }
 
     def close(self) -> None:
-        for lock in self.locks:
-            os.close(lock)
-        self.locks = []
+        """Let other engines have the stores. Idempotent."""
+        self.locks.close()
 
 
-def prepare_store(path: Path, geometry: Geometry, capacity: int) -> PreparedStore:
+class _Crowded(TierUnavailable):
+    """Engines that are running have reserved all of the capacity."""
+
+
+def prepare_store(
+    path: Path, geometry: Geometry, capacity: int, *, share: int = 1, wait_s: float = 5.0
+) -> PreparedStore:
     """Choose, lock and scan a store under ``path`` for blocks of ``geometry``.
 
-    Raises TierUnavailable when the folder cannot be used, saying what to change. Everything under
-    ``path`` together stays below ``capacity`` bytes: stores of other models, oldest first, are
-    removed until at least half of it is free for this one.
+    Everything under ``path`` together stays below ``capacity`` bytes, records included. Of these
+    this engine reserves up to ``capacity // share``: ``share`` is how many engines use the folder
+    at once. To have at least half of its part, it removes stores that no engine uses, oldest first,
+    and cuts those that it mounts last of all. Waits up to ``wait_s`` seconds for an engine that is
+    going away. Raises TierUnavailable when the folder cannot be used, saying what to change.
     """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            with _exclusive(path):
+                return _prepare(path, geometry, capacity, capacity // share)
+        except _Crowded:
+            if time.monotonic() >= deadline:
+                raise
+        except OSError as error:
+            raise TierUnavailable(
+                f"cannot use {path} for KV: {_reason(error)}; set disk.path"
+            ) from error
+        time.sleep(_POLL_S)
+
+
+def _prepare(path: Path, geometry: Geometry, capacity: int, part: int) -> PreparedStore:
     base = path / geometry.base
-    _make_folder(path)
-    _make_folder(base)
-    own: tuple[Path, int] | None = None
-    foreign: list[tuple[Path, Geometry, int]] = []
-    for folder in _stores(base):
-        lock = _lock(folder)
-        if lock is None:
-            _log.info("store %s is in use by another engine", folder.name)
-            continue
-        found = _load(folder, geometry)
-        if found is None:
-            os.close(lock)
-        elif found.heads == geometry.heads and own is None:
-            own = folder, lock
-        else:
-            foreign.append((folder, found, lock))
-    folder, lock = own or _create(base, geometry)
-    others = _make_room(path, folder, [f for f, _, _ in foreign], capacity)
-    shards = len(geometry.heads)
-    per_slot = sum(slot_bytes(geometry.shard_shape(i)) + RECORD_NBYTES for i in range(shards))
-    num_slots = max(capacity - others, 0) // per_slot
-    if num_slots < 1:
-        os.close(lock)
-        raise TierUnavailable(
-            f"{capacity} bytes under {path}, of which {others} are used by other stores, do not "
-            f"hold one block of {per_slot} bytes: raise disk.capacity"
-        )
-    _trim(folder, geometry, num_slots)
-    prepared = PreparedStore(folder, num_slots, _scan(folder, geometry, 0, num_slots), {}, [lock])
-    for number, (place, found, held) in enumerate(foreign, start=1):
-        prepared.foreign[number] = place
-        prepared.locks.append(held)
-        prepared.records += _scan(place, found, number, None)
+    with ExitStack() as locks:
+        own, mounted = _adopt(base, geometry, locks)
+        others = _make_room(path, own, mounted, capacity - part // 2)
+        num_slots = (min(part, capacity - others) - _OVERHEAD) // geometry.per_slot
+        if num_slots < 1:
+            raise _no_room(path, geometry, capacity, others)
+        if own is None:
+            own = _create(base, geometry, locks)
+        _cut(own.folder, geometry, num_slots)
+        own.reserve(num_slots * geometry.per_slot + _OVERHEAD)
+        prepared = PreparedStore(own.folder, num_slots, _scan(own.folder, geometry))
+        for number, store in enumerate(mounted, start=1):
+            store.reserve(0)  # it does not grow
+            prepared.foreign[number] = store.folder
+            prepared.records += _scan(store.folder, store.geometry, number << STORE_SHIFT)
+        prepared.locks = locks.pop_all()
     _log.info(
         "disk store=%s slots=%d blocks_found=%d foreign_stores=%d",
-        folder,
+        own.folder,
         num_slots,
         len(prepared.records),
-        len(foreign),
+        len(mounted),
     )
     return prepared
 
 
-def _make_folder(folder: Path) -> None:
+@dataclass
+class _Held:
+    """A store whose lock this process holds."""
+
+    folder: Path
+    lock: int
+    geometry: Geometry
+
+    def reserve(self, nbytes: int) -> None:
+        """Tell others how large the store may grow, for as long as the lock is held."""
+        os.ftruncate(self.lock, 0)
+        os.pwrite(self.lock, str(nbytes).encode(), 0)
+
+
+def _no_room(path: Path, geometry: Geometry, capacity: int, others: int) -> TierUnavailable:
+    if capacity < geometry.per_slot + _OVERHEAD:
+        return TierUnavailable(
+            f"{capacity} bytes under {path} do not hold one block of {geometry.per_slot} bytes: "
+            "raise disk.capacity"
+        )
+    return _Crowded(
+        f"engines that are running keep {others} of the {capacity} bytes under {path}: give this "
+        "one another disk.path, or raise disk.capacity"
+    )
+
+
+def _reason(error: OSError) -> str:
+    return {
+        errno.EROFS: "it is read-only",
+        errno.EACCES: "this user may not write there",
+        errno.ENOTDIR: "a part of it is not a folder",
+        errno.EEXIST: "it is not a folder",
+        errno.ENOSPC: "the file system is full",
+    }.get(error.errno or 0, str(error))
+
+
+# -- locks and folders ----------------------------------------------------------------------
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Stores under ``path`` are chosen, made and removed by one process at a time. Blocks."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch(mode=0o600)
-        probe.unlink()
-    except OSError as error:
-        hint = {
-            errno.EROFS: "it is read-only",
-            errno.EACCES: "this user may not write there",
-            errno.ENOTDIR: "a part of it is not a folder",
-            errno.EEXIST: "it is not a folder",
-            errno.ENOSPC: "the file system is full",
-        }.get(error.errno or 0, str(error))
-        raise TierUnavailable(f"cannot use {folder} for KV: {hint}; set disk.path") from error
-
-
-def _stores(base: Path) -> Iterator[Path]:
-    """Folders of stores, those written to last first."""
-    folders = [f for f in base.iterdir() if f.is_dir() and f.name.startswith("store-")]
-    return iter(sorted(folders, key=_last_write, reverse=True))
-
-
-def _last_write(folder: Path) -> float:
-    try:
-        return max((f.stat().st_mtime for f in folder.iterdir()), default=0.0)
-    except OSError:
-        return 0.0
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _lock(folder: Path) -> int | None:
-    """A held lock on the store, None when another process has it."""
+    """A held lock on the store, None when another engine has it."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,60 +187,124 @@ def _lock(folder: Path) -> int | None:
     return lock
 
 
+def _stores(base: Path) -> list[Path]:
+    """Folders of stores, those written to last first. Folders with other files are no stores."""
+    if not _BASE_NAME.fullmatch(base.name) or not base.is_dir():
+        return []
+    folders = [f for f in base.iterdir() if _STORE_NAME.fullmatch(f.name) and f.is_dir()]
+    ours = [f for f in folders if all(_FILE_NAME.fullmatch(file.name) for file in f.iterdir())]
+    return sorted(ours, key=_last_write, reverse=True)
+
+
+def _last_write(folder: Path) -> float:
+    files = [f for f in folder.iterdir() if f.name != "lock"]
+    return max((f.stat().st_mtime for f in files), default=0.0)
+
+
+def _adopt(base: Path, geometry: Geometry, locks: ExitStack) -> tuple[_Held | None, list[_Held]]:
+    """(The store to write to, the others of the same blocks), of those that no engine uses."""
+    own: _Held | None = None
+    mounted: list[_Held] = []
+    for folder in _stores(base):
+        lock = _lock(folder)
+        if lock is None:
+            _log.info("store %s is in use by another engine", folder)
+            continue
+        found = _load(folder, geometry)
+        if found is None:
+            os.close(lock)
+            continue
+        locks.callback(os.close, lock)
+        held = _Held(folder, lock, found)
+        if own is None and found.heads == geometry.heads:
+            own = held
+        else:
+            mounted.append(held)
+    return own, mounted
+
+
 def _load(folder: Path, wanted: Geometry) -> Geometry | None:
     """The store's geometry when its blocks are comparable, else None with a log line."""
     try:
         found = Geometry.load(folder)
     except FormatError as error:
-        _log.warning("store %s is not used: %s", folder.name, error)
+        _log.warning("store %s is not used: %s", folder, error)
         return None
     if (found.shape, found.model) != (wanted.shape, wanted.model):
-        _log.warning("store %s is not used: it holds blocks of another model", folder.name)
+        _log.warning("store %s is not used: it holds blocks of another model", folder)
         return None
     return found
 
 
-def _create(base: Path, geometry: Geometry) -> tuple[Path, int]:
-    number = 0
-    while True:
-        folder = base / f"store-{number}"
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            number += 1
-            continue
-        lock = _lock(folder)
-        if lock is not None:
-            geometry.save(folder)
-            return folder, lock
+def _create(base: Path, geometry: Geometry, locks: ExitStack) -> _Held:
+    base.mkdir(mode=0o700, exist_ok=True)
+    taken = {f.name for f in base.iterdir()}
+    number = next(i for i in range(len(taken) + 1) if f"store-{i}" not in taken)
+    folder = base / f"store-{number}"
+    folder.mkdir(mode=0o700)
+    lock = _lock(folder)
+    assert lock is not None, "made under the folder's lock"
+    locks.callback(os.close, lock)
+    geometry.save(folder)
+    return _Held(folder, lock, geometry)
 
 
-def _make_room(path: Path, own: Path, mounted: list[Path], capacity: int) -> int:
-    """Remove unused stores, oldest first, while others fill over half; returns bytes of others."""
-    others = [f for base in path.iterdir() if base.is_dir() for f in _stores(base) if f != own]
-    used = {folder: _disk_usage(folder) for folder in others}
-    total = sum(used.values())
-    for folder in sorted(others, key=_last_write):
-        if total <= capacity // 2:
-            break
-        if folder in mounted:
-            continue
+# -- room -----------------------------------------------------------------------------------
+
+
+def _make_room(path: Path, own: _Held | None, mounted: list[_Held], most: int) -> int:
+    """Bytes of stores other than ``own``, after bringing them to ``most`` as far as is allowed."""
+    kept = {store.folder for store in (own, *mounted) if store is not None}
+    total = sum(_usage(store.folder) for store in mounted)
+    idle: list[tuple[Path, int]] = []
+    for folder in (f for base in path.iterdir() for f in _stores(base) if f not in kept):
         lock = _lock(folder)
         if lock is None:
-            continue
-        _log.warning("removing the store %s (%d bytes) to make room", folder, used[folder])
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-        total -= used[folder]
+            total += max(_usage(folder), _reserved(folder))
+        else:
+            os.close(lock)  # no engine can take it: that takes the lock of the path, held here
+            idle.append((folder, _usage(folder)))
+    total += sum(used for _, used in idle)
+    for folder, used in sorted(idle, key=lambda item: _last_write(item[0])):
+        if total > most:
+            _log.warning("removing the store %s (%d bytes) to make room", folder, used)
+            _remove(folder)
+            total -= used
+    for store in sorted(mounted, key=lambda store: _last_write(store.folder)):
+        if total > most:
+            total -= _shrink(store, total - most)
     return total
 
 
-def _disk_usage(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
+def _usage(folder: Path) -> int:
+    return sum(f.stat().st_size for f in folder.iterdir())
 
 
-def _trim(folder: Path, geometry: Geometry, num_slots: int) -> None:
-    """Cut files that a larger capacity left longer than this one allows."""
+def _reserved(folder: Path) -> int:
+    """Bytes that the engine using the store may fill."""
+    text = (folder / "lock").read_text()
+    return int(text) if text.isdigit() else 0
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    if not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def _shrink(store: _Held, excess: int) -> int:
+    """Cut at least ``excess`` bytes off the end of a mounted store, or all; bytes won."""
+    before = _usage(store.folder)
+    slots = max(before - excess - _OVERHEAD, 0) // store.geometry.per_slot
+    _log.warning("cutting the store %s to %d blocks to make room", store.folder, slots)
+    _cut(store.folder, store.geometry, slots)
+    return before - _usage(store.folder)
+
+
+def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
+    """Cut files that are longer than ``num_slots`` slots."""
     for shard in range(len(geometry.heads)):
         data, index = shard_files(folder, shard)
         limit = num_slots * slot_bytes(geometry.shard_shape(shard))
@@ -214,24 +313,7 @@ def _trim(folder: Path, geometry: Geometry, num_slots: int) -> None:
                 os.truncate(file, most)
 
 
-def _scan(
-    folder: Path, geometry: Geometry, number: int, num_slots: int | None
-) -> list[BlockRecord]:
-    """Blocks that every shard holds, at their slots in store ``number``."""
-    whole: dict[int, Record] | None = None
-    for shard in range(len(geometry.heads)):
-        _, index = shard_files(folder, shard)
-        records = dict(read_records(index)) if index.exists() else {}
-        if whole is None:
-            whole = records
-        else:
-            whole = {
-                slot: record
-                for slot, record in whole.items()
-                if slot in records and records[slot].key == record.key
-            }
-    return [
-        to_block_record(number << STORE_SHIFT | slot, record)
-        for slot, record in (whole or {}).items()
-        if num_slots is None or slot < num_slots
-    ]
+def _scan(folder: Path, geometry: Geometry, first_slot: int = 0) -> list[BlockRecord]:
+    """Blocks that every shard holds, their slots counted from ``first_slot``."""
+    shards = (scan_shard(folder, geometry, shard) for shard in range(len(geometry.heads)))
+    return reduce(Table.also_in, shards).block_records(first_slot)

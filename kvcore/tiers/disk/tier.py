@@ -1,20 +1,18 @@
-"""One shard's data on disk: direct, parallel reads and writes of whole blocks.
+"""One shard's blocks on disk: direct, parallel reads and writes of whole blocks.
 
-A write makes the slot's old record invalid, writes the bytes, then writes the new record. Whatever
+A write erases the slot's old record, writes the bytes, then writes the new record. Whatever
 interrupts it, the record either is absent or tells the checksum of what should be there, and a read
 checks both the key and the checksum.
 
-Measured on a 2-core machine with an NVMe-backed volume: ``preadv`` / ``pwritev`` from 4 threads
-with O_DIRECT reach what asynchronous I/O of one deep queue reaches (benchmarks/disk.py), without a
-library to depend on; they release the GIL while they wait.
+``preadv`` and ``pwritev`` from a few threads reach what one deep queue of asynchronous I/O reaches
+(benchmarks/disk.py measures both), without a library to depend on; they release the GIL while they
+wait. Reads and writes have threads of their own, so that a load never queues behind saves.
 """
 
 from __future__ import annotations
 
-import errno
+import itertools
 import logging
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,29 +20,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
-from kvcore.errors import CapacityError, CorruptBlock, TierError, TierUnavailable
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Buffers, Tier, nbytes_of
-from kvcore.tiers.disk.foreign import ForeignStore
-from kvcore.tiers.disk.format import (
-    EMPTY_RECORD,
-    RECORD_NBYTES,
-    Geometry,
-    Record,
-    checksum,
-    read_records,
-    shard_files,
-    to_block_record,
+from kvcore.errors import (
+    CapacityError,
+    CorruptBlock,
+    FormatError,
+    TierError,
+    TierUnavailable,
 )
+from kvcore.tiers.base import (
+    BlockRead,
+    BlockRecord,
+    BlockWrite,
+    SlotError,
+    Tier,
+    nbytes_of,
+)
+from kvcore.tiers.disk.files import FULL, DataFile, IndexFile
+from kvcore.tiers.disk.foreign import ForeignStore
+from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, shard_files
+from kvcore.tiers.host import slot_bytes
+from kvcore.tiers.pages import Pages
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
-SECTOR = 4096
 STORE_SHIFT = 40
 """A slot number is ``store << STORE_SHIFT | slot``; store 0 is the tier's own."""
-_GROW_BYTES = 256 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _Request = TypeVar("_Request", BlockRead, BlockWrite)
 
@@ -54,7 +54,9 @@ class DiskTier(Tier):
 
     ``num_slots * slot_nbytes`` is the most the data file grows to. ``foreign`` maps store numbers
     to folders of stores with the same base geometry, read, never written. ``direct_io`` is "auto",
-    "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it.
+    "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it. What was written
+    is flushed to the medium within ``sync_interval_s`` seconds, by a thread of its own; at 0,
+    before a write returns.
     """
 
     def __init__(
@@ -70,75 +72,73 @@ class DiskTier(Tier):
         sync_interval_s: float = 5.0,
         foreign: Mapping[int, Path] | None = None,
     ) -> None:
-        if slot_nbytes % SECTOR:
-            raise CapacityError(f"slots of {slot_nbytes} bytes; direct I/O wants {SECTOR}n")
+        """Raises FormatError when the folder holds other blocks, TierUnavailable when it cannot
+        be used."""
+        shape = geometry.shard_shape(shard)
+        if slot_nbytes != slot_bytes(shape):
+            raise CapacityError(f"slots of {slot_nbytes} bytes; {shape} takes {slot_bytes(shape)}")
+        if Geometry.load(folder) != geometry:
+            raise FormatError(f"the store {folder} holds blocks of another model or other shards")
         self.num_slots = num_slots
         self.slot_nbytes = slot_nbytes
-        self._data_path, self._index_path = shard_files(folder, shard)
-        self._direct, self._data = _open_data(self._data_path, direct_io)
-        self._index = os.open(self._index_path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._grow_lock = threading.Lock()
-        self._size = os.fstat(self._data).st_size
-        self._stamp = time.time_ns()
-        self._sync_interval = sync_interval_s
-        self._synced_at = time.monotonic()
-        self._dirty = False
+        self._folder, self._geometry, self._shard = folder, geometry, shard
+        self._block_nbytes = shape.nbytes
+        data, index = shard_files(folder, shard)
+        self._data = DataFile(data, slot_nbytes, num_slots=num_slots, direct_io=direct_io)
+        self._index = IndexFile(index)
+        self._foreign = _open_foreign(foreign or {}, geometry.heads[shard], direct_io)
+        self._stamps = itertools.count(time.time_ns())  # next() is atomic
+        self._readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-read")
+        self._writers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-write")
+        self._flusher = _Flusher(self._sync, sync_interval_s)
         self._closed = False
-        self._bounce = threading.local()
-        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk")
-        heads = geometry.heads[shard]
-        self._foreign = {
-            number: ForeignStore(path, geometry.shape, heads)
-            for number, path in (foreign or {}).items()
-        }
 
     # -- the contract -----------------------------------------------------------------------
 
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
-        results = self._each(self._write, requests)
-        self._sync_if_due()
+        results = _each(self._writers, self._write, requests)
+        if None in results:
+            self._flusher.dirtied()
         return results
 
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
-        return self._each(self._read, requests)
+        return _each(self._readers, self._read, requests)
 
     def invalidate(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            if slot >> STORE_SHIFT == 0:
-                self._put_record(slot, EMPTY_RECORD)
+            number, own = slot >> STORE_SHIFT, slot & (1 << STORE_SHIFT) - 1
+            try:
+                if number in self._foreign:
+                    self._foreign[number].erase(own)
+                elif number == 0 and own < self.num_slots:
+                    self._index.erase(own)
+            except OSError as error:
+                raise self._unavailable("erasing", slot, error) from error
 
     def scan(self) -> list[BlockRecord]:
-        return [
-            to_block_record(slot, record)
-            for slot, record in read_records(self._index_path)
-            if slot < self.num_slots
-        ]
+        """Blocks of the tier's own store. `prepare_store` tells those of the foreign ones."""
+        table = scan_shard(self._folder, self._geometry, self._shard)
+        return table.where(table.slots < self.num_slots).block_records()
 
     def sync(self) -> None:
-        self._dirty = False
-        self._synced_at = time.monotonic()
-        try:
-            os.fdatasync(self._data)
-            os.fdatasync(self._index)
-        except OSError as error:
-            raise TierUnavailable(f"flushing {self._data_path.name}: {error}") from error
+        self._flusher.flush()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._pool.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
         try:
-            if self._dirty:
-                self.sync()
+            self._flusher.close()
         finally:
-            os.close(self._data)
-            os.close(self._index)
+            self._data.close()
+            self._index.close()
             for store in self._foreign.values():
                 store.close()
 
     def check_integrity(self) -> None:
-        buffer = _aligned_buffer(self.slot_nbytes)
+        buffer = Pages(self.slot_nbytes).view
         for record in self.scan():
             error = self._read(BlockRead(record.slot, record.key, [buffer]))
             if error is not None:
@@ -146,220 +146,143 @@ class DiskTier(Tier):
 
     # -- one block --------------------------------------------------------------------------
 
-    def _each(
-        self, act: Callable[[_Request], TierError | None], requests: Sequence[_Request]
-    ) -> list[TierError | None]:
-        if len(requests) == 1:
-            return [act(requests[0])]
-        return list(self._pool.map(act, requests))
-
     def _write(self, request: BlockWrite) -> TierError | None:
-        slot = request.slot
-        if not 0 <= slot < self.num_slots or nbytes_of(request.buffers) > self.slot_nbytes:
-            return CapacityTierError(
-                f"slot {slot} with {nbytes_of(request.buffers)} bytes; "
-                f"this store has {self.num_slots} slots of {self.slot_nbytes}"
-            )
+        slot, buffers = request.slot, request.buffers
+        refused = self._refuse(slot, nbytes_of(buffers))
+        if refused is not None:
+            return refused
         try:
-            self._grow(slot)
-            self._put_record(slot, EMPTY_RECORD)
-            self._put_data(slot, request.buffers)
-            self._stamp += 1
-            record = Record(
-                request.key,
-                request.parent,
-                request.namespace,
-                checksum(request.key, request.buffers),
-                nbytes_of(request.buffers),
-                self._stamp,
-            )
-            self._put_record(slot, record.pack())
-            self._dirty = True
+            self._index.erase(slot)
+            self._data.write(slot, buffers)
+            digest = checksum(request.key, buffers, self._block_nbytes)
+            record = Record(*request[1:4], digest, self._block_nbytes, next(self._stamps))
+            self._index.put(slot, record)
         except OSError as error:
-            return self._unavailable("write", slot, error)
+            return self._unavailable("writing", slot, error)
         return None
 
     def _read(self, request: BlockRead) -> TierError | None:
-        store = request.slot >> STORE_SHIFT
-        if store:
-            return self._read_foreign(store, request)
-        slot = request.slot
+        number, slot = request.slot >> STORE_SHIFT, request.slot & (1 << STORE_SHIFT) - 1
         try:
-            record = Record.unpack(os.pread(self._index, RECORD_NBYTES, slot * RECORD_NBYTES))
-            if record is None or record.key != request.key:
-                return CorruptBlock(
-                    f"slot {slot} of {self._data_path.name} does not hold block {request.key.hex()}"
-                )
-            if record.nbytes != nbytes_of(request.buffers):
-                return CorruptBlock(f"slot {slot} holds {record.nbytes} bytes")
-            got = self._get_data(slot, request.buffers)
+            if number == 0:
+                return self._read_own(request)
+            if number in self._foreign:
+                return self._foreign[number].read(slot, request.key, request.buffers)
         except OSError as error:
-            return self._unavailable("read", slot, error)
-        if got < record.nbytes or checksum(request.key, request.buffers) != record.checksum:
-            self._quarantine(slot)
+            return self._unavailable("reading", request.slot, error)
+        return SlotError(f"slot {request.slot} is of store {number}, which is not open")
+
+    def _read_own(self, request: BlockRead) -> TierError | None:
+        slot, key, buffers = request
+        refused = self._refuse(slot, nbytes_of(buffers))
+        if refused is not None:
+            return refused
+        record = self._index.get(slot)
+        if record is None or record.key != key or record.nbytes != self._block_nbytes:
+            return CorruptBlock(f"slot {slot} of {self._data.path} does not hold {key.hex()}")
+        got = self._data.read(slot, buffers)
+        if got < record.nbytes or checksum(key, buffers, record.nbytes) != record.checksum:
+            self._index.erase(slot)
             return CorruptBlock(
-                f"slot {slot} of {self._data_path.name}: the bytes of block {request.key.hex()} "
-                "are not those written; the slot is quarantined"
+                f"slot {slot} of {self._data.path}: the bytes of block {key.hex()} are not those "
+                "written; the slot is erased"
             )
         return None
 
-    def _read_foreign(self, number: int, request: BlockRead) -> TierError | None:
-        store = self._foreign.get(number)
-        if store is None:
-            return CorruptBlock(f"slot {request.slot} names store {number}, which is not open")
+    def _refuse(self, slot: int, nbytes: int) -> SlotError | None:
+        if 0 <= slot < self.num_slots and self._block_nbytes <= nbytes <= self.slot_nbytes:
+            return None
+        return SlotError(
+            f"slot {slot} with {nbytes} bytes; this store has {self.num_slots} slots for blocks of "
+            f"{self._block_nbytes} bytes, {self.slot_nbytes} with padding"
+        )
+
+    def _unavailable(self, doing: str, slot: int, error: OSError) -> TierUnavailable:
+        full = " (the disk is full: lower disk.capacity)" if error.errno in FULL else ""
+        return TierUnavailable(f"{doing} slot {slot} in {self._data.path}: {error}{full}")
+
+    def _sync(self) -> None:
         try:
-            return store.read(request.slot & (1 << STORE_SHIFT) - 1, request.key, request.buffers)
+            self._data.sync()
+            self._index.sync()
         except OSError as error:
-            return self._unavailable("read", request.slot, error)
+            raise TierUnavailable(f"flushing {self._data.path}: {error}") from error
 
-    def _quarantine(self, slot: int) -> None:
-        try:
-            self._put_record(slot, EMPTY_RECORD)
-        except OSError as error:
-            _log.warning("slot %d could not be marked bad: %s", slot, error)
 
-    def _unavailable(self, what: str, slot: int, error: OSError) -> TierUnavailable:
-        full = " (the disk is full: lower disk.capacity)" if error.errno in _FULL else ""
-        return TierUnavailable(f"{what} of slot {slot} in {self._data_path}: {error}{full}")
+class _Flusher:
+    """Calls ``flush`` within ``interval`` seconds of the first write since it was last called."""
 
-    # -- bytes ------------------------------------------------------------------------------
+    def __init__(self, flush: Callable[[], None], interval: float) -> None:
+        self._flush = flush
+        self._interval = interval
+        self._flushing = threading.Lock()  # taken before _lock
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._closed = False
 
-    def _put_record(self, slot: int, data: bytes) -> None:
-        if os.pwrite(self._index, data, slot * RECORD_NBYTES) != RECORD_NBYTES:
-            raise OSError(errno.ENOSPC, "short write of a record")
-
-    def _put_data(self, slot: int, buffers: Buffers) -> None:
-        parts = buffers
-        if self._direct and not _aligned(buffers):
-            bounce = self._bounce_buffer()
-            _gather(buffers, bounce)
-            parts = [bounce[: -(-nbytes_of(buffers) // SECTOR) * SECTOR]]
-        _write_all(self._data, parts, slot * self.slot_nbytes)
-
-    def _get_data(self, slot: int, buffers: Buffers) -> int:
-        if self._direct and not _aligned(buffers):
-            bounce = self._bounce_buffer()
-            wanted = -(-nbytes_of(buffers) // SECTOR) * SECTOR
-            got = _read_all(self._data, [bounce[:wanted]], slot * self.slot_nbytes)
-            _scatter(bounce, buffers)
-            return got
-        return _read_all(self._data, buffers, slot * self.slot_nbytes)
-
-    def _bounce_buffer(self) -> memoryview:
-        """This thread's own aligned buffer of one slot."""
-        buffer: memoryview | None = getattr(self._bounce, "buffer", None)
-        if buffer is None:
-            buffer = self._bounce.buffer = _aligned_buffer(self.slot_nbytes)
-        return buffer
-
-    def _grow(self, slot: int) -> None:
-        """Make the data file cover ``slot``, in steps, reserved where that is allowed."""
-        need = (slot + 1) * self.slot_nbytes
-        if need <= self._size:
+    def dirtied(self) -> None:
+        """Something was written. At interval 0 it is flushed here and now."""
+        if self._interval <= 0:
+            self._flush_or_warn()
             return
-        with self._grow_lock:
-            if need <= self._size:
-                return
-            most = self.num_slots * self.slot_nbytes
-            size = min(max(need, self._size + _GROW_BYTES), most)
-            try:
-                os.posix_fallocate(self._data, self._size, size - self._size)
-            except OSError as error:
-                if error.errno in _FULL:
-                    size = need  # take what is there, one slot at a time
-                elif error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                os.ftruncate(self._data, size)
-            self._size = size
+        with self._lock:
+            if self._timer is None and not self._closed:
+                self._timer = threading.Timer(self._interval, self._flush_or_warn)
+                self._timer.daemon = True
+                self._timer.start()
 
-    def _sync_if_due(self) -> None:
-        if self._dirty and time.monotonic() - self._synced_at >= self._sync_interval:
+    def flush(self) -> None:
+        """Flush now; what is written from here on waits for the next."""
+        with self._flushing:
+            self._disarm()
+            self._flush()
+
+    def close(self) -> None:
+        """Flush what is not flushed; no flush is under way, nor comes, after this returns."""
+        with self._flushing:
+            self._closed = True
+            if self._disarm():
+                self._flush()
+
+    def _disarm(self) -> bool:
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
+
+    def _flush_or_warn(self) -> None:
+        with self._flushing:
+            if self._closed:
+                return
+            self._disarm()
             try:
-                self.sync()
+                self._flush()
             except TierUnavailable as error:
                 _log.warning("%s", error)
 
 
-class CapacityTierError(TierError, CapacityError):
-    """A block does not fit the store."""
+def _each(
+    pool: ThreadPoolExecutor,
+    act: Callable[[_Request], TierError | None],
+    requests: Sequence[_Request],
+) -> list[TierError | None]:
+    if len(requests) == 1:
+        return [act(requests[0])]
+    return list(pool.map(act, requests))
 
 
-def _open_data(path: Path, direct_io: str) -> tuple[bool, int]:
-    """(whether direct, descriptor)"""
-    flags = os.O_RDWR | os.O_CREAT
-    if direct_io != "off":
+def _open_foreign(
+    folders: Mapping[int, Path], heads: tuple[int, int], direct_io: str
+) -> dict[int, ForeignStore]:
+    """Those that can be read; the others are named in the log, and their blocks recomputed."""
+
+    def open_one(folder: Path) -> ForeignStore | None:
         try:
-            return True, os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError as error:
-            if direct_io == "on" or error.errno != errno.EINVAL:
-                raise TierUnavailable(
-                    f"cannot open {path} for direct I/O ({error}): set disk.direct_io to auto, or "
-                    "disk.path to a local file system"
-                ) from error
-            _log.warning("no direct I/O in %s: reads and writes go through the page cache", path)
-    try:
-        return False, os.open(path, flags, 0o600)
-    except OSError as error:
-        raise TierUnavailable(f"cannot open {path}: {error}") from error
+            return ForeignStore(folder, heads, direct_io)
+        except (TierError, FormatError) as error:
+            _log.warning("the store %s is not read: %s", folder, error)
+            return None
 
-
-def _aligned_buffer(nbytes: int) -> memoryview:
-    """Anonymous memory, so it starts on a page; on huge pages where allowed."""
-    memory = mmap.mmap(-1, nbytes)
-    return memoryview(memory)
-
-
-def _aligned(buffers: Buffers) -> bool:
-    return all(
-        part.nbytes % SECTOR == 0 and np.frombuffer(part, np.uint8).ctypes.data % SECTOR == 0
-        for part in buffers
-    )
-
-
-def _gather(buffers: Buffers, into: memoryview) -> None:
-    start = 0
-    for part in buffers:
-        into[start : start + part.nbytes] = part.cast("B")
-        start += part.nbytes
-
-
-def _scatter(source: memoryview, buffers: Buffers) -> None:
-    start = 0
-    for part in buffers:
-        part.cast("B")[:] = source[start : start + part.nbytes]
-        start += part.nbytes
-
-
-_IOV_MAX = 1024
-
-
-def _write_all(file: int, buffers: Buffers, offset: int) -> None:
-    parts = [part.cast("B") for part in buffers]
-    while parts:
-        done = os.pwritev(file, parts[:_IOV_MAX], offset)
-        if done <= 0:
-            raise OSError(errno.EIO, "nothing was written")
-        offset += done
-        parts = _after(parts, done)
-
-
-def _read_all(file: int, buffers: Buffers, offset: int) -> int:
-    """Bytes read: fewer than asked for at the end of the file."""
-    parts, total = [part.cast("B") for part in buffers], 0
-    while parts:
-        done = os.preadv(file, parts[:_IOV_MAX], offset)
-        if done <= 0:
-            break
-        total += done
-        offset += done
-        parts = _after(parts, done)
-    return total
-
-
-def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``parts`` after ``done`` bytes."""
-    for i, part in enumerate(parts):
-        if done < part.nbytes:
-            return [part[done:], *parts[i + 1 :]] if done else parts[i:]
-        done -= part.nbytes
-    return []
+    opened = ((number, open_one(folder)) for number, folder in folders.items())
+    return {number: store for number, store in opened if store is not None}

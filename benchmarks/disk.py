@@ -1,0 +1,308 @@
+"""Reads and writes of whole blocks through the disk tier, against the raw methods.
+
+`python -m benchmarks.disk`. All work on the same slots of host memory (huge pages where allowed),
+past the page cache, in random order, on files written before; a round lets each do the same blocks
+once, in turn, and the ratio is to the best raw method of the round. The tier also checksums, keeps
+records and verifies; the raw methods only move bytes. NIXL takes part where it can be imported
+(``pip install nixl-cu13``). The bar is 90%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from benchmarks._report import Report, Row
+from kvcore.layout import BlockShape
+from kvcore.tiers.base import BlockRead, BlockWrite
+from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.host import HostArena
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BAR = 0.9
+COLUMNS = ("block", "KiB", "way", "read GB/s", "of raw read", "write GB/s", "of raw write")
+KVCORE = "kvcore disk tier"
+SHAPES = {
+    "SmolLM2, 16 tokens": BlockShape(30, 3, 64, 16, "bfloat16"),
+    "Llama-3-8B, 16 tokens": BlockShape(32, 8, 128, 16, "bfloat16"),
+}
+
+
+class Way(NamedTuple):
+    """Move the blocks of all slots, slot i of memory to or from place i on disk. Returns when done,
+    and raises when anything failed."""
+
+    read: Callable[[], None]
+    write: Callable[[], None]
+
+
+class Setting(NamedTuple):
+    folder: Path
+    arena: HostArena
+    order: Sequence[int]
+
+    def buffer(self, slot: int) -> memoryview:
+        return self.arena.slot_buffers(slot)[0]
+
+    def place(self, slot: int) -> int:
+        return slot * self.arena.slot_nbytes
+
+
+# -- the ways -------------------------------------------------------------------------------
+
+
+def drain(results: Iterator[None]) -> None:
+    """Wait for all of them; raises the first error."""
+    deque(results, maxlen=0)
+
+
+@contextmanager
+def one_file(setting: Setting) -> Iterator[int]:
+    """A preallocated file for all blocks, opened for direct I/O."""
+    path = setting.folder / "raw"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    try:
+        os.posix_fallocate(file, 0, setting.arena.nbytes)
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def threads(setting: Setting, count: int) -> Iterator[Way]:
+    """A call a block, from ``count`` threads."""
+    size = setting.arena.slot_nbytes
+    with one_file(setting) as file, ThreadPoolExecutor(count) as pool:
+
+        def read(slot: int) -> None:
+            assert os.preadv(file, [setting.buffer(slot)], setting.place(slot)) == size
+
+        def write(slot: int) -> None:
+            assert os.pwritev(file, [setting.buffer(slot)], setting.place(slot)) == size
+
+        yield Way(
+            lambda: drain(pool.map(read, setting.order)),
+            lambda: drain(pool.map(write, setting.order)),
+        )
+
+
+@contextmanager
+def file_per_block(setting: Setting) -> Iterator[Way]:
+    """What most caches do: a file a block, made anew at each write."""
+    folder = setting.folder / "objects"
+    folder.mkdir()
+    size = setting.arena.slot_nbytes
+
+    def write(slot: int) -> None:
+        path = folder / f"{slot}.new"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+        assert os.writev(file, [setting.buffer(slot)]) == size
+        os.close(file)
+        path.replace(folder / str(slot))
+
+    def read(slot: int) -> None:
+        file = os.open(folder / str(slot), os.O_RDONLY | os.O_DIRECT)
+        assert os.readv(file, [setting.buffer(slot)]) == size
+        os.close(file)
+
+    with ThreadPoolExecutor(4) as pool:
+        yield Way(
+            lambda: drain(pool.map(read, setting.order)),
+            lambda: drain(pool.map(write, setting.order)),
+        )
+
+
+def nixl() -> Any:
+    """NIXL's Python module, None where it is not installed."""
+    for name in ("nixl_cu13", "nixl_cu12", "nixl"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+@contextmanager
+def nixl_posix(setting: Setting, module: Any, queue: str) -> Iterator[Way]:
+    """One request for all blocks, through NIXL's POSIX plugin and its ``queue``."""
+    agent = module.nixl_agent(f"bench-{queue}", module.nixl_agent_config(backends=[]))
+    agent.create_backend("POSIX", {f"use_{queue}": "true"})
+    size = setting.arena.slot_nbytes
+    addresses = {
+        slot: np.frombuffer(setting.buffer(slot), np.uint8).__array_interface__["data"][0]
+        for slot in setting.order
+    }
+    with one_file(setting) as file:
+        start = addresses[0]
+        agent.register_memory([(start, setting.arena.nbytes, 0, "")], "DRAM")
+        agent.register_memory([(0, setting.arena.nbytes, file, "")], "FILE")
+        memory = agent.get_xfer_descs([(addresses[s], size, 0) for s in setting.order], "DRAM")
+        places = agent.get_xfer_descs(
+            [(setting.place(s), size, file) for s in setting.order], "FILE"
+        )
+
+        def move(direction: str) -> None:
+            handle = agent.initialize_xfer(direction, memory, places, agent.name)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                time.sleep(0)
+                state = agent.check_xfer_state(handle)
+            assert state == "DONE", state
+            agent.release_xfer_handle(handle)
+
+        yield Way(lambda: move("READ"), lambda: move("WRITE"))
+
+
+@contextmanager
+def tier(setting: Setting, io_threads: int) -> Iterator[Way]:
+    """The disk tier as a worker has it."""
+    shape = setting.arena.shape
+    geometry = Geometry(shape, b"benchmark", ((0, shape.kv_heads),))
+    capacity = setting.arena.num_slots * geometry.per_slot + 4096
+    store = prepare_store(setting.folder / "kvcore", geometry, capacity)
+    disk = DiskTier(
+        store.folder,
+        geometry,
+        shard=0,
+        num_slots=store.num_slots,
+        slot_nbytes=setting.arena.slot_nbytes,
+        io_threads=io_threads,
+    )
+    key = {slot: slot.to_bytes(16, "little") for slot in setting.order}
+
+    def write() -> None:
+        requests = [
+            BlockWrite(s, key[s], key[s], key[s], [setting.buffer(s)]) for s in setting.order
+        ]
+        assert not any(disk.write(requests))
+
+    def read() -> None:
+        assert not any(
+            disk.read([BlockRead(s, key[s], [setting.buffer(s)]) for s in setting.order])
+        )
+
+    try:
+        yield Way(read, write)
+    finally:
+        disk.close()
+        store.close()
+
+
+def all_ways(setting: Setting, io_threads: int, stack: ExitStack) -> dict[str, Way]:
+    ways = {
+        KVCORE: stack.enter_context(tier(setting, io_threads)),
+        "4 threads, preadv": stack.enter_context(threads(setting, 4)),
+        "8 threads, preadv": stack.enter_context(threads(setting, 8)),
+    }
+    module = nixl()
+    if module is not None:
+        for queue in ("aio", "uring"):
+            name = f"NIXL POSIX, {queue}"
+            ways[name] = stack.enter_context(nixl_posix(setting, module, queue))
+    ways["a file a block"] = stack.enter_context(file_per_block(setting))
+    return ways
+
+
+# -- measuring ------------------------------------------------------------------------------
+
+
+def timed(act: Callable[[], None], nbytes: int) -> float:
+    """Bytes a second, in GB."""
+    start = time.perf_counter()
+    act()
+    return nbytes / (time.perf_counter() - start) / 1e9
+
+
+def is_raw(name: str) -> bool:
+    return name not in (KVCORE, "a file a block")
+
+
+def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[float, ...]]:
+    """For each way: medians of (read, its ratio to the best raw one, write, its ratio)."""
+    rates: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+    for way in ways.values():
+        way.write()  # the first write allocates; it is not what is measured
+    for number in range(rounds):
+        names = sorted(ways)
+        random.Random(number).shuffle(names)
+        read = {name: timed(ways[name].read, nbytes) for name in names}
+        write = {name: timed(ways[name].write, nbytes) for name in names}
+        best_read = max(rate for name, rate in read.items() if is_raw(name))
+        best_write = max(rate for name, rate in write.items() if is_raw(name))
+        for name in ways:
+            row = (read[name], read[name] / best_read, write[name], write[name] / best_write)
+            rates[name].append(row)
+    return {
+        name: tuple(statistics.median(column) for column in zip(*rows, strict=True))
+        for name, rows in rates.items()
+    }
+
+
+def draw(figure: Figure, rows: Sequence[Row]) -> None:
+    """Reads and writes side by side, a group for each way."""
+    axes = figure.subplots(1, len(SHAPES), sharex=True)
+    for ax, name in zip(axes, SHAPES, strict=True):
+        mine = [row for row in rows if row["block"] == name]
+        where = np.arange(len(mine))
+        for shift, kind in ((-0.2, "read GB/s"), (0.2, "write GB/s")):
+            ax.barh(where + shift, [row[kind] for row in mine], height=0.4, label=kind)
+        ax.set_yticks(where, [row["way"] for row in mine], fontsize="x-small")
+        ax.invert_yaxis()
+        ax.set(title=name, xlabel="GB/s")
+        ax.legend(fontsize="x-small")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.disk")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (a temporary one)")
+    parser.add_argument("--mib", type=int, default=256, help="of blocks a pass moves")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--io-threads", type=int, default=4, help="of the tier")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    notes = {name: getattr(options, name) for name in ("mib", "rounds", "io_threads")}
+    report = Report("disk", COLUMNS, "the best raw method of each round", notes)
+    for name, shape in SHAPES.items():
+        folder = Path(tempfile.mkdtemp(prefix="kvcore-disk-", dir=options.folder))
+        try:
+            for row in run(folder, shape, options):
+                report.add(**dict(zip(COLUMNS, (name, shape.nbytes // 1024, *row), strict=True)))
+        finally:
+            shutil.rmtree(folder)
+    report.finish(options.out, draw)
+    mine = [row for row in report.rows if row["way"] == KVCORE]
+    low = sum(row[f"of raw {what}"] < BAR for row in mine for what in ("read", "write"))
+    print(f"{low} of {2 * len(mine)} below {BAR:.0%} of the best raw method")
+
+
+def run(folder: Path, shape: BlockShape, options: Any) -> Iterator[tuple[object, ...]]:
+    """(way, read, ratio, write, ratio) for blocks of ``shape``."""
+    slots = (options.mib << 20) // shape.nbytes
+    arena = HostArena(shape, slots)
+    arena.tensor().fill_(1)  # touch it all
+    order = random.Random(1).sample(range(slots), slots)
+    with ExitStack() as stack:
+        ways = all_ways(Setting(folder, arena, order), options.io_threads, stack)
+        for way, numbers in measure(ways, options.rounds, arena.nbytes).items():
+            yield (way, *numbers)
+    arena.close()
+
+
+if __name__ == "__main__":
+    main()
