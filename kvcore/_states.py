@@ -307,7 +307,8 @@ class BlockStates:
         up = np.where(above == ROOT, everyone, above)
         for _ in range(len(records).bit_length()):  # doubling: enough for any chain; cycles stay
             up = up[up]
-        return tops[up]
+        rooted: npt.NDArray[np.bool_] = tops[up]
+        return rooted
 
     def _may_stand_on(self, table: TierTable, parent: bytes) -> bool:
         node = self._nodes.keys.get(parent)
