@@ -1,16 +1,17 @@
 """Reads and writes of whole blocks through the disk tier, against the raw methods.
 
 `python -m benchmarks.disk`. All work on the same slots of host memory (huge pages where allowed),
-past the page cache, in random order, on files written before; a round lets each do the same blocks
-once, in turn, and the ratio is to the best raw method of the round. The tier also checksums, keeps
-records and verifies; the raw methods only move bytes. NIXL takes part where it can be imported
-(``pip install nixl-cu13``). The bar is 90%.
+past the page cache, in random order, on one file written before: the tier's. A round lets each do
+the same blocks once, in turn, and the ratio is to the best raw method of the round. The tier also
+checksums, keeps records and verifies; the raw methods only move bytes. NIXL takes part where it can
+be imported (``pip install nixl-cu13``). The bar is 90%.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import random
 import shutil
@@ -20,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ from benchmarks._report import Report, Row
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk.format import shard_files
 from kvcore.tiers.host import HostArena
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Way(NamedTuple):
 
 class Setting(NamedTuple):
     folder: Path
+    store: Path
+    """Folder of the tier's own files."""
     arena: HostArena
     order: Sequence[int]
 
@@ -74,11 +78,11 @@ def drain(results: Iterator[None]) -> None:
 
 @contextmanager
 def one_file(setting: Setting) -> Iterator[int]:
-    """A preallocated file for all blocks, opened for direct I/O."""
-    path = setting.folder / "raw"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    """The tier's own data file, opened for direct I/O: where a file lies on the medium makes up to
+    twice the difference, and must not be what is measured. Its bytes are not changed."""
+    data, _ = shard_files(setting.store, 0)
+    file = os.open(data, os.O_RDWR | os.O_DIRECT)
     try:
-        os.posix_fallocate(file, 0, setting.arena.nbytes)
         yield file
     finally:
         os.close(file)
@@ -131,10 +135,8 @@ def file_per_block(setting: Setting) -> Iterator[Way]:
 def nixl() -> Any:
     """NIXL's Python module, None where it is not installed."""
     for name in ("nixl_cu13", "nixl_cu12", "nixl"):
-        try:
+        if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name)
-        except ImportError:
-            continue
     return None
 
 
@@ -170,17 +172,14 @@ def nixl_posix(setting: Setting, module: Any, queue: str) -> Iterator[Way]:
 
 
 @contextmanager
-def tier(setting: Setting, io_threads: int) -> Iterator[Way]:
-    """The disk tier as a worker has it."""
-    shape = setting.arena.shape
-    geometry = Geometry(shape, b"benchmark", ((0, shape.kv_heads),))
-    capacity = setting.arena.num_slots * geometry.per_slot + 4096
-    store = prepare_store(setting.folder / "kvcore", geometry, capacity)
+def tier(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]:
+    """The disk tier as a worker has it. Has written all blocks once: what is measured is neither
+    the first write, which allocates, nor a file that has to grow."""
     disk = DiskTier(
-        store.folder,
+        setting.store,
         geometry,
         shard=0,
-        num_slots=store.num_slots,
+        num_slots=setting.arena.num_slots,
         slot_nbytes=setting.arena.slot_nbytes,
         io_threads=io_threads,
     )
@@ -198,15 +197,17 @@ def tier(setting: Setting, io_threads: int) -> Iterator[Way]:
         )
 
     try:
+        write()
         yield Way(read, write)
     finally:
         disk.close()
-        store.close()
 
 
-def all_ways(setting: Setting, io_threads: int, stack: ExitStack) -> dict[str, Way]:
+def all_ways(
+    setting: Setting, geometry: Geometry, io_threads: int, stack: ExitStack
+) -> dict[str, Way]:
     ways = {
-        KVCORE: stack.enter_context(tier(setting, io_threads)),
+        KVCORE: stack.enter_context(tier(setting, geometry, io_threads)),
         "4 threads, preadv": stack.enter_context(threads(setting, 4)),
         "8 threads, preadv": stack.enter_context(threads(setting, 8)),
     }
@@ -237,7 +238,7 @@ def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[f
     """For each way: medians of (read, its ratio to the best raw one, write, its ratio)."""
     rates: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     for way in ways.values():
-        way.write()  # the first write allocates; it is not what is measured
+        way.write()
     for number in range(rounds):
         names = sorted(ways)
         random.Random(number).shuffle(names)
@@ -297,8 +298,14 @@ def run(folder: Path, shape: BlockShape, options: Any) -> Iterator[tuple[object,
     arena = HostArena(shape, slots)
     arena.tensor().fill_(1)  # touch it all
     order = random.Random(1).sample(range(slots), slots)
-    with ExitStack() as stack:
-        ways = all_ways(Setting(folder, arena, order), options.io_threads, stack)
+    geometry = Geometry(shape, b"benchmark", ((0, shape.kv_heads),))
+    capacity = slots * geometry.per_slot + 4096
+    with (
+        closing(prepare_store(folder / "kvcore", geometry, capacity)) as store,
+        ExitStack() as stack,
+    ):
+        setting = Setting(folder, store.folder, arena, order)
+        ways = all_ways(setting, geometry, options.io_threads, stack)
         for way, numbers in measure(ways, options.rounds, arena.nbytes).items():
             yield (way, *numbers)
     arena.close()

@@ -6,8 +6,11 @@ Every contender answers the same prompts, one request at a time. "own cache" is 
 cache without any connector. "host" is kvcore after the engine's cache was emptied, "disk" kvcore in
 a new engine process; the disk tier reads with O_DIRECT, so the page cache cannot help.
 ``--peer-python`` names the interpreter of an environment in which LMCache's multiprocess server
-runs; it then contends too. The decode report is throughput of concurrent requests while kvcore
-saves.
+runs; it then contends too.
+
+What kvcore costs where it does not help is measured side by side: two engines, one with and one
+without it, both up, take turns, so that what else the machine does meets both. "miss" is a prompt
+that nobody has seen; "decode" is four requests at once while kvcore saves.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks._report import Report
 from kvcore.testing.engine_process import EngineProcess
@@ -31,6 +34,8 @@ from kvcore.testing.models import smollm2
 from kvcore.testing.prompts import windows
 
 LMCACHE_START_S = 60.0
+
+_Item = TypeVar("_Item")
 
 
 class Bench:
@@ -45,7 +50,7 @@ class Bench:
             "dtype": options.dtype,
             "max_num_seqs": 8,
         }
-        space = 2 + options.prompts * longest * 46_080 * 2 // (1 << 30)
+        space = 2 + options.prompts * longest * 92_160 * 2 // (1 << 30)
         self.env = {"VLLM_CPU_KVCACHE_SPACE": str(space)}
         self.prompts = {
             n: windows(self.model, options.prompts, n, n, seed=n) for n in options.tokens
@@ -54,6 +59,15 @@ class Bench:
         self.seconds: dict[tuple[str, int], float] = {}
         self.answers: dict[tuple[int, int], list[int]] = {}
         self.differ: dict[tuple[str, int], int] = {}
+
+    def kvcore(self, folder: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "host": {"capacity": "2GiB"},
+            "disk": {"path": folder, "capacity": "8GiB"},
+        }
+        if self.options.block_tokens:
+            config["block_tokens"] = self.options.block_tokens
+        return config
 
     @contextmanager
     def engine(self, kvcore: dict[str, Any] | None, **args: Any) -> Iterator[EngineProcess]:
@@ -76,14 +90,20 @@ class Bench:
             self.seconds[name, size] = median(times)
             print(f"{name:>16} {size:>6} tokens: {median(times):.3f} s", flush=True)
 
-    def decode(self, process: EngineProcess) -> float:
+    def decode(self, process: EngineProcess, seed: int) -> float:
         """Tokens a second of four requests at once, after their first token."""
-        rates = []
-        for seed in range(3):
-            prompts = windows(self.model, 4, 100, 100, seed=100 + seed)
-            got = process.generate(prompts, 96)
-            rates.append(sum(95 / (g.total_s - g.ttft_s) for g in got))
-        return median(rates)
+        got = process.generate(windows(self.model, 4, 100, 100, seed=1000 + seed), 96)
+        return sum(95 / (g.total_s - g.ttft_s) for g in got)
+
+
+def _fast_dtype() -> str:
+    """bfloat16 where the CPU multiplies it; elsewhere vLLM falls back to code far slower than that
+    for float32, and everything but a hit would look worse than it has to."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        flags = set()
+    return "bfloat16" if flags & {"amx_bf16", "avx512_bf16"} else "float32"
 
 
 @contextmanager
@@ -136,23 +156,18 @@ def _wait_for(port: int) -> None:
     raise SystemExit(f"LMCache's server did not listen on {port} within {LMCACHE_START_S:.0f} s")
 
 
-def run(bench: Bench) -> tuple[float, float]:
-    """Measure all contenders; returns decode throughput without and with kvcore."""
+def compare(bench: Bench) -> None:
+    """Measure every contender on the same prompts, one engine process after the other."""
     with bench.engine(None) as process:
         bench.ask(process, "cold")
         bench.ask(process, "own cache")
-        plain = bench.decode(process)
     with tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder:
-        kvcore = {
-            "host": {"capacity": "2GiB"},
-            "disk": {"path": folder, "capacity": "8GiB"},
-        }
+        kvcore = bench.kvcore(folder)
         with bench.engine(kvcore) as process:
             bench.ask(process, "kvcore miss")
             time.sleep(1)
             process.reset_prefix_cache()
             bench.ask(process, "kvcore host")
-            saving = bench.decode(process)
         with bench.engine(kvcore) as process:
             bench.ask(process, "kvcore disk")
     if bench.options.peer_python:
@@ -161,18 +176,65 @@ def run(bench: Bench) -> tuple[float, float]:
             time.sleep(2)
             process.reset_prefix_cache()
             bench.ask(process, "lmcache hit")
-    return plain, saving
+
+
+def side_by_side(bench: Bench) -> list[tuple[str, str, float, float]]:
+    """What kvcore costs: (what, unit, without, with) from two engines that take turns."""
+    options = bench.options
+    found = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder,
+        bench.engine(None) as without,
+        bench.engine(bench.kvcore(folder)) as ours,
+    ):
+        engines = (without, ours)
+        for size in options.tokens if options.misses else []:
+            prompts = windows(bench.model, options.misses, size, size, seed=7 * size)
+            times: tuple[list[float], list[float]] = ([], [])
+            for prompt, which in _turns(prompts):
+                [answer] = engines[which].generate([prompt], 4)
+                if answer.cached_tokens:
+                    raise SystemExit(f"{answer.cached_tokens} tokens of a new prompt were cached")
+                times[which].append(answer.ttft_s)
+            found.append((f"TTFT of a miss, {size} tokens", "s", *map(median, times)))
+            print(found[-1], flush=True)
+        rates: tuple[list[float], list[float]] = ([], [])
+        for seed, which in _turns(range(options.decode_rounds)):
+            rates[which].append(bench.decode(engines[which], seed))
+        found.append(("decode", "tokens/s", *map(median, rates)))
+        print(found[-1], flush=True)
+    return found
+
+
+def _turns(items: Iterable[_Item]) -> Iterator[tuple[_Item, int]]:
+    """Each item for both engines; who goes first changes."""
+    for number, item in enumerate(items):
+        yield item, number % 2
+        yield item, 1 - number % 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--prompts", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--misses", type=int, default=20, help="prompts to measure misses with")
+    parser.add_argument("--decode-rounds", type=int, default=6)
+    parser.add_argument(
+        "--dtype", default=_fast_dtype(), help="of the model (default here: %(default)s)"
+    )
+    parser.add_argument("--block-tokens", type=int, help="of kvcore; its default when left out")
+    parser.add_argument("--only", choices=("tiers", "cost"), help="measure only this")
     parser.add_argument("--peer-python", type=Path)
     parser.add_argument("--out", type=Path, default=Path("results"))
     bench = Bench(parser.parse_args(arguments))
-    plain, saving = run(bench)
+    if bench.options.only != "cost":
+        compare(bench)
+        _report_tiers(bench)
+    if bench.options.only != "tiers":
+        _report_cost(bench, side_by_side(bench))
+
+
+def _report_tiers(bench: Bench) -> None:
     report = Report(
         "vllm_ttft",
         ["contender", "tokens", "ttft_s", "to_cold", "to_own_cache", "answers_differ"],
@@ -183,21 +245,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             contender=name,
             tokens=size,
             ttft_s=round(seconds, 4),
-            to_cold=round(seconds / bench.seconds["cold", size], 3),
+            to_cold=round(seconds / bench.seconds["cold", size], 4),
             to_own_cache=round(seconds / bench.seconds["own cache", size], 3),
             answers_differ=bench.differ[name, size],
         )
     report.finish(bench.options.out, plot=_plot)
-    decode = Report(
-        "vllm_decode",
-        ["contender", "tokens_per_s", "to_plain"],
-        baseline="the same vLLM without a connector, four requests at once",
+
+
+def _report_cost(bench: Bench, found: Iterable[tuple[str, str, float, float]]) -> None:
+    report = Report(
+        "vllm_cost",
+        ["what", "unit", "without", "with kvcore", "ratio"],
+        baseline="the same vLLM without a connector, in turns with the one measured",
     )
-    decode.add(contender="no connector", tokens_per_s=round(plain, 2), to_plain=1.0)
-    decode.add(
-        contender="kvcore, saving", tokens_per_s=round(saving, 2), to_plain=round(saving / plain, 3)
-    )
-    decode.finish(bench.options.out)
+    for what, unit, without, ours in found:
+        row = {"what": what, "unit": unit, "without": round(without, 4)}
+        report.add(**row, **{"with kvcore": round(ours, 4), "ratio": round(ours / without, 4)})
+    report.finish(bench.options.out)
 
 
 def _plot(figure: Any, rows: Sequence[Any]) -> None:

@@ -25,8 +25,13 @@ in a core's L2 (0.5 to 2 MiB) when it is read."""
 @functools.cache
 def load_library() -> ctypes.CDLL:
     """The compiled library; UnsupportedError when it was not built or is of another version."""
+    return prepare_library(LIBRARY)
+
+
+def prepare_library(path: Path) -> ctypes.CDLL:
+    """Load the library at ``path`` and check its version. Raises as ``load_library`` does."""
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedError(
             f"the native copies are not built ({error}): install a C compiler and run "
@@ -34,7 +39,7 @@ def load_library() -> ctypes.CDLL:
         ) from error
     if not hasattr(library, "kvcore_copy_abi") or library.kvcore_copy_abi() != _ABI:
         raise UnsupportedError(
-            f"{LIBRARY.name} is of another version: run `python -m kvcore.ops.build`"
+            f"{path.name} is of another version: run `python -m kvcore.ops.build`"
         )
     library.kvcore_copy.argtypes = [ctypes.c_void_p]
     library.kvcore_copy.restype = None

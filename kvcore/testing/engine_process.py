@@ -190,6 +190,8 @@ class EngineProcess:
         ignore_eos: bool = True,
         cache_salt: str | None = None,
         logprobs: bool = False,
+        lora: Path | None = None,
+        image: Path | None = None,
     ) -> Future[Generation]:
         """Start one greedy request and return at once.
 
@@ -201,6 +203,8 @@ class EngineProcess:
             cache_salt: keeps its KV apart from requests with another salt.
             logprobs: ask for the log-probability of each token chosen (vLLM's CPU build compiles
                 something for the first such request: its times mean nothing).
+            lora: folder of LoRA weights to answer with.
+            image: picture that goes with the prompt, for a model that takes one.
         """
         self.wait_ready()
         call = self._send(
@@ -212,6 +216,8 @@ class EngineProcess:
             ignore_eos=ignore_eos,
             cache_salt=cache_salt,
             logprobs=logprobs,
+            lora=str(lora) if lora else None,
+            image=str(image) if image else None,
         )
         return _then(call, lambda reply: Generation(**reply))
 

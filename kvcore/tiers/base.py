@@ -94,4 +94,4 @@ class Tier(ABC):
 
 
 def nbytes_of(buffers: Buffers) -> int:
-    return sum(part.nbytes for part in buffers)
+    return buffers[0].nbytes if len(buffers) == 1 else sum(part.nbytes for part in buffers)

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
+from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import smollm2, tiny_model
 from kvcore.testing.prompts import tokens, windows
 
 pytestmark = pytest.mark.engine
 
-ANSWER = 8
 BASE: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_batched_tokens": 1024,
@@ -46,41 +46,6 @@ def engine(
 ) -> Iterator[EngineProcess]:
     with EngineProcess(model, kvcore=kvcore, env=env, **{**BASE, **args}) as made:
         yield made
-
-
-def answers(
-    process: EngineProcess, prompts: Sequence[Sequence[int]], batch: int = 1, **options: Any
-) -> list[Generation]:
-    """Greedy answers, ``batch`` requests at a time."""
-    found: list[Generation] = []
-    for i in range(0, len(prompts), batch):
-        found += process.generate(prompts[i : i + batch], max_tokens=ANSWER, **options)
-    return found
-
-
-def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
-    wrong = [
-        (i, a.token_ids, b.token_ids, a.kvcore)
-        for i, (a, b) in enumerate(zip(got, expected, strict=True))
-        if a.token_ids != b.token_ids
-    ]
-    assert not wrong, f"{len(wrong)} of {len(expected)} answers differ: {wrong[:3]}"
-
-
-def settled(process: EngineProcess) -> None:
-    """Forget everything in the engine's own cache, with all saves published."""
-    time.sleep(0.5)
-    process.reset_prefix_cache()
-
-
-def counted(process: EngineProcess, name: str, **labels: str) -> float:
-    """Sum of kvcore's samples of a metric whose labels are these."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(
-        value
-        for sample, value in process.metrics().items()
-        if sample.split("{")[0] == name and all(label in sample for label in wanted)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +70,6 @@ def partial(model: Path, documents: list[list[int]]) -> list[list[int]]:
         start = picks.randrange(len(text) - 200)
         prompts.append(document[:cut] + text[start : start + picks.randint(1, 120)])
     return prompts
-
-
-class Reference:
-    """Answers of the engine without kvcore and without its own prefix cache, each asked once."""
-
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
-        self._known: dict[tuple[int, ...], Generation] = {}
-
-    def __call__(self, prompts: Sequence[Sequence[int]]) -> list[Generation]:
-        for prompt in prompts:
-            if tuple(prompt) not in self._known:
-                [self._known[tuple(prompt)]] = answers(self._process, [prompt])
-        return [self._known[tuple(prompt)] for prompt in prompts]
 
 
 Ask = Callable[[Sequence[Sequence[int]]], list[Generation]]

@@ -46,6 +46,20 @@ SLOT = slot_bytes(SHAPE)
 ROOM = 1 << 20
 
 
+@pytest.fixture(params=["queue", "threads"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the kernel's queue, and as where it cannot be had."""
+    if request.param == "threads":
+        monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+    return str(request.param)
+
+
+@pytest.fixture
+def only_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that make os.preadv and os.pwritev fail."""
+    monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
@@ -185,6 +199,7 @@ def test_a_damaged_store_json_is_named(change: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
 @pytest.mark.parametrize("offset", [0, SHAPE.nbytes // 2, SHAPE.nbytes - 1])
+@pytest.mark.usefixtures("either_way")
 def test_a_flipped_bit_of_a_block_is_never_served(path: Path, offset: int, direct_io: str) -> None:
     folder, blocks = fill(path, 3)
     damage(folder / "shard-0.data", SLOT + offset)
@@ -215,6 +230,7 @@ def test_a_flipped_bit_of_a_record_drops_its_block(
 
 
 @pytest.mark.parametrize("left", [0, SLOT - 2500, SLOT, 2 * SLOT - 4096, 2 * SLOT - 2500])
+@pytest.mark.usefixtures("either_way")
 def test_a_truncated_data_file_loses_what_was_cut(path: Path, left: int) -> None:
     folder, blocks = fill(path, 3)
     with opened(path) as (_, tier):  # cut while it is open, and again found cut
@@ -252,6 +268,7 @@ def test_a_truncated_index_loses_what_was_cut(path: Path, left: int) -> None:
         tier.check_integrity()
 
 
+@pytest.mark.usefixtures("either_way")
 def test_swapped_blocks_are_never_served(path: Path) -> None:
     """The bytes change places, the records stay; then the records change places too."""
     folder, blocks = fill(path, 2)
@@ -314,6 +331,7 @@ with t.opened(t.Path({str(path)!r})) as (_, tier):
 
 
 @pytest.mark.parametrize("stop_after", range(5))
+@pytest.mark.usefixtures("only_threads")
 def test_a_write_cut_short_anywhere_is_no_block(
     path: Path, stop_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +394,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_full_disk_fails_the_write_and_serves_on(path: Path) -> None:
     blocks = some_blocks(4)
     with opened(path) as (_, tier), file_size_limit(2 * SLOT):
@@ -391,6 +410,7 @@ def test_a_full_disk_fails_the_write_and_serves_on(path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.usefixtures("only_threads")
 def test_an_error_in_the_middle_leaves_no_block(
     path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,6 +435,7 @@ def test_an_error_in_the_middle_leaves_no_block(
         assert read_back(tier, new) == new.data
 
 
+@pytest.mark.usefixtures("only_threads")
 def test_a_read_error_is_not_called_corruption(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, (block,) = fill(path, 1)
 
@@ -430,6 +451,7 @@ def test_a_read_error_is_not_called_corruption(path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("refusal", [errno.EOPNOTSUPP, errno.EINVAL])
+@pytest.mark.usefixtures("either_way")
 def test_space_that_cannot_be_reserved_is_used_all_the_same(
     path: Path, refusal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,6 +693,7 @@ def save_at(path: Path, geometry: Geometry, seeds: range) -> Path:
 
 @pytest.mark.parametrize("readers", [1, 2, 4, 8])
 @pytest.mark.parametrize("writers", [1, 2, 4, 8])
+@pytest.mark.usefixtures("either_way")
 def test_any_number_of_ranks_reads_what_any_other_wrote(
     path: Path, writers: int, readers: int
 ) -> None:

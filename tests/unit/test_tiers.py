@@ -47,6 +47,10 @@ class TestDisk(TierContract):
         return open_disk(folder, self.num_slots)
 
 
+class TestDiskFromOddMemory(TestDisk):
+    odd = True
+
+
 class TestDiskThroughThePageCache(TierContract):
     persistent = True
 
@@ -80,10 +84,8 @@ class TwoTiers(RuleBasedStateMachine):
         blocks = [Block(s, k, self.naive.slot_nbytes) for s, k in batch.items()]
         got = []
         for tier in (self.disk, self.naive):
-            into = [bytearray(block.nbytes) for block in blocks]
-            requests = [
-                BlockRead(b.slot, b.key, [memoryview(i)]) for b, i in zip(blocks, into, strict=True)
-            ]
+            into = [block._replace(odd=bool(block.slot % 2)).memory() for block in blocks]
+            requests = [BlockRead(b.slot, b.key, [i]) for b, i in zip(blocks, into, strict=True)]
             errors = tier.read(requests)
             got.append([i if e is None else type(e) for i, e in zip(into, errors, strict=True)])
         assert got[0] == got[1]

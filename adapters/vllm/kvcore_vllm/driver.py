@@ -28,6 +28,7 @@ class Driver:
     def __init__(self) -> None:
         self._engine: Any = None
         self._extra_args: dict[str, Any] | None = None
+        self._loras: dict[str, int] = {}
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
@@ -53,7 +54,7 @@ class Driver:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": kvcore,
             }
-        arguments = AsyncEngineArgs(model=model, **_with_transfer_config(engine_args))
+        arguments = AsyncEngineArgs(model=model, **_with_own_types(engine_args))
         self._engine = AsyncLLM.from_engine_args(arguments)
         return {
             "engine": "vllm",
@@ -70,6 +71,8 @@ class Driver:
         ignore_eos: bool,
         cache_salt: str | None,
         logprobs: bool,
+        lora: str | None,
+        image: str | None,
     ) -> dict[str, Any]:
         """Stream one greedy request to its end, or to its abort; times are on this side."""
         from vllm import SamplingParams
@@ -84,10 +87,13 @@ class Driver:
             output_kind=RequestOutputKind.DELTA,
             extra_args=self._extra_args,
         )
-        request = _prompt(prompt, cache_salt)
+        request = _prompt(prompt, cache_salt, image)
+        adapter = self._lora_request(lora) if lora else None
         got = _Collected(request_id)
         early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
-        async for output in self._engine.generate(request, sampling, request_id):
+        async for output in self._engine.generate(
+            request, sampling, request_id, lora_request=adapter
+        ):
             got.add(output)
             if abort_after is not None and 0 < abort_after <= len(got.token_ids):
                 await self._engine.abort(request_id)
@@ -95,6 +101,13 @@ class Driver:
         if early is not None:
             early.cancel()
         return got.reply()
+
+    def _lora_request(self, folder: str) -> Any:
+        """vLLM knows weights by a number; a folder keeps the one it got first."""
+        from vllm.lora.request import LoRARequest
+
+        number = self._loras.setdefault(folder, len(self._loras) + 1)
+        return LoRARequest(Path(folder).name, number, folder)
 
     async def _abort_early(self, request_id: str) -> None:
         """Abort again and again until cancelled: the request may not have been added yet."""
@@ -173,23 +186,30 @@ class _Collected:
         }
 
 
-def _prompt(prompt: str | list[int], cache_salt: str | None) -> dict[str, Any]:
+def _prompt(prompt: str | list[int], cache_salt: str | None, image: str | None) -> dict[str, Any]:
     request: dict[str, Any] = (
         {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     )
     if cache_salt is not None:
         request["cache_salt"] = cache_salt
+    if image is not None:
+        from PIL import Image
+
+        request["multi_modal_data"] = {"image": Image.open(image)}
     return request
 
 
-def _with_transfer_config(engine_args: dict[str, Any]) -> dict[str, Any]:
-    """JSON gives the connector's config as a dict; the Python API wants vLLM's own type."""
-    config = engine_args.get("kv_transfer_config")
-    if isinstance(config, dict):
-        from vllm.config import KVTransferConfig
+def _with_own_types(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """JSON gives some configs as dicts; the Python API wants vLLM's own types."""
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-        return {**engine_args, "kv_transfer_config": KVTransferConfig(**config)}
-    return engine_args
+    types = {"kv_transfer_config": KVTransferConfig, "kv_events_config": KVEventsConfig}
+    made = {
+        name: types[name](**value)
+        for name, value in engine_args.items()
+        if name in types and isinstance(value, dict)
+    }
+    return {**engine_args, **made}
 
 
 def _bind_threads(ranks: int) -> None:

@@ -6,13 +6,15 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import numpy as np
+from typing import NamedTuple
 
 from kvcore.errors import TierUnavailable
-from kvcore.tiers.base import Buffers, nbytes_of
+from kvcore.tiers.base import Buffers
+from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.format import EMPTY_RECORD, RECORD_NBYTES, Record
+from kvcore.tiers.disk.moves import Move, Mover, Outcome, Outcomes, ThreadMover, is_aligned
 from kvcore.tiers.pages import PAGE, Pages
 
 _log = logging.getLogger("kvcore.tiers.disk")
@@ -20,18 +22,31 @@ _log = logging.getLogger("kvcore.tiers.disk")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _GROW_BYTES = 256 << 20  # at a time, and no more than a sixteenth of the file
-_IOV_MAX = 1024
+
+
+class Piece(NamedTuple):
+    """A slot and the memory for it. ``tag`` comes back with the outcome."""
+
+    tag: int
+    slot: int
+    buffers: Buffers
 
 
 class DataFile:
     """Slot ``i`` lies at ``i * slot_nbytes``, a multiple of 4096. Thread-safe between slots.
 
-    Direct I/O wants buffers that start and end on 4096 bytes; others go through a buffer of this
-    thread's own. ``num_slots`` None opens the file for reading only.
+    ``num_slots`` None opens the file for reading only. Whole pages of memory go to the kernel's
+    queue where that can be had, everything else through ``io_threads`` threads.
     """
 
     def __init__(
-        self, path: Path, slot_nbytes: int, *, num_slots: int | None, direct_io: str = "auto"
+        self,
+        path: Path,
+        slot_nbytes: int,
+        *,
+        num_slots: int | None,
+        direct_io: str = "auto",
+        io_threads: int = 1,
     ) -> None:
         self.path = path
         self._slot_nbytes = slot_nbytes
@@ -41,60 +56,71 @@ class DataFile:
         self.direct, self._file = _open(path, flags, direct_io)
         self._size = os.fstat(self._file).st_size
         self._grow_lock = threading.Lock()
-        self._own = threading.local()
+        self._threads = ThreadMover(io_threads, direct=self.direct, most=slot_nbytes)
+        self._queue = _queue(path, self._threads) if self.direct else None
 
-    def read(self, slot: int, buffers: Buffers) -> int:
-        """Fill ``buffers`` from the start of ``slot``; bytes read, fewer where the file ends."""
-        if not self._must_bounce(buffers):
-            return _read_all(self._file, buffers, slot * self._slot_nbytes)
-        bounce = self._bounce(buffers)
-        got = _read_all(self._file, [bounce], slot * self._slot_nbytes)
-        _scatter(bounce, buffers)
-        return min(got, nbytes_of(buffers))
+    def read(self, pieces: Iterable[Piece]) -> Outcomes:
+        """Fill the buffers of each piece from its slot."""
+        return self._move((self._place(piece) for piece in pieces), write=False)
 
-    def write(self, slot: int, buffers: Buffers) -> None:
-        """Write all of ``buffers``, or raise OSError."""
-        self._grow((slot + 1) * self._slot_nbytes)
-        parts = buffers
-        if self._must_bounce(buffers):
-            bounce = self._bounce(buffers)
-            _gather(buffers, bounce)
-            parts = [bounce]
-        _write_all(self._file, parts, slot * self._slot_nbytes)
+    def write(self, pieces: Iterable[Piece]) -> Outcomes:
+        """Write the buffers of each piece to its slot, all of them or with an error."""
+        failed: list[tuple[int, Outcome]] = []
+
+        def grown() -> Iterator[Move]:
+            for piece in pieces:
+                error = self._grow((piece.slot + 1) * self._slot_nbytes)
+                if error is None:
+                    yield self._place(piece)
+                else:
+                    failed.append((piece.tag, error))
+
+        yield from self._move(grown(), write=True)
+        yield from failed
 
     def sync(self) -> None:
         os.fdatasync(self._file)
 
     def close(self) -> None:
+        self._threads.close()
+        if self._queue is not None:
+            self._queue.close()
         os.close(self._file)
 
-    def _must_bounce(self, buffers: Buffers) -> bool:
-        return self.direct and not all(map(_aligned, buffers))
+    def _place(self, piece: Piece) -> Move:
+        return Move(piece.tag, piece.buffers, piece.slot * self._slot_nbytes)
 
-    def _bounce(self, buffers: Buffers) -> memoryview:
-        """This thread's own buffer, as long as ``buffers`` rounded up to whole pages."""
-        pages: Pages | None = getattr(self._own, "pages", None)
-        if pages is None:
-            pages = self._own.pages = Pages(self._slot_nbytes)
-        return pages.view[: -(-nbytes_of(buffers) // PAGE) * PAGE]
+    def _move(self, moves: Iterator[Move], *, write: bool) -> Outcomes:
+        others: list[Move] = []
 
-    def _grow(self, need: int) -> None:
+        def queued() -> Iterator[Move]:
+            for move in moves:
+                if self._can_queue(move.buffers):
+                    yield move
+                else:
+                    others.append(move)
+
+        if self._queue is not None:
+            yield from self._queue.move(self._file, queued(), write=write)
+            moves = iter(others)
+        yield from self._threads.move(self._file, moves, write=write)
+
+    def _can_queue(self, buffers: Buffers) -> bool:
+        return self._queue is not None and self._queue.takes(buffers) and is_aligned(buffers)
+
+    def _grow(self, need: int) -> OSError | None:
         """Make the file ``need`` bytes long, in steps, reserved on the medium where allowed."""
         if need <= self._size:
-            return
+            return None
         with self._grow_lock:
             if need <= self._size:
-                return
+                return None
             size = min(max(need, self._size + self._step), self._limit)
             try:
-                os.posix_fallocate(self._file, self._size, size - self._size)
+                self._size = _extend(self._file, self._size, size, need)
             except OSError as error:
-                if error.errno in FULL:
-                    size = need  # take what is left, one slot at a time
-                elif error.errno not in _CANNOT_RESERVE:
-                    raise
-                os.ftruncate(self._file, size)
-            self._size = size
+                return error
+        return None
 
 
 class IndexFile:
@@ -160,55 +186,22 @@ def _open_direct(path: Path, flags: int) -> int:
     return file
 
 
-def _aligned(part: memoryview) -> bool:
-    address: int = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
-    return part.nbytes % PAGE == 0 and address % PAGE == 0
+def _extend(file: int, size: int, wanted: int, need: int) -> int:
+    """Length of the file after it was made ``wanted`` bytes long, or on a full disk ``need``."""
+    try:
+        os.posix_fallocate(file, size, wanted - size)
+    except OSError as error:
+        if error.errno in FULL:
+            wanted = need  # take what is left, one slot at a time
+        elif error.errno not in _CANNOT_RESERVE:
+            raise
+        os.ftruncate(file, wanted)
+    return wanted
 
 
-def _gather(buffers: Buffers, into: memoryview) -> None:
-    """Copy ``buffers`` one after the other; the rest of ``into`` becomes zero."""
-    start = 0
-    for part in buffers:
-        into[start : start + part.nbytes] = part.cast("B")
-        start += part.nbytes
-    into[start:] = bytes(into.nbytes - start)
-
-
-def _scatter(source: memoryview, buffers: Buffers) -> None:
-    start = 0
-    for part in buffers:
-        part.cast("B")[:] = source[start : start + part.nbytes]
-        start += part.nbytes
-
-
-def _write_all(file: int, buffers: Buffers, offset: int) -> None:
-    parts = [part.cast("B") for part in buffers]
-    while parts:
-        done = os.pwritev(file, parts[:_IOV_MAX], offset)
-        if done <= 0:
-            raise OSError(errno.EIO, "nothing was written")
-        offset += done
-        parts = _after(parts, done)
-
-
-def _read_all(file: int, buffers: Buffers, offset: int) -> int:
-    """Bytes read: fewer than asked for at the end of the file."""
-    parts, total = [part.cast("B") for part in buffers], 0
-    while parts:
-        asked = nbytes_of(parts[:_IOV_MAX])
-        done = os.preadv(file, parts[:_IOV_MAX], offset)
-        total += done
-        offset += done
-        if done <= 0 or (done < asked and done % PAGE):
-            break  # the end of the file; direct I/O could not even go on from an odd place
-        parts = _after(parts, done)
-    return total
-
-
-def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``parts`` after ``done`` bytes."""
-    for i, part in enumerate(parts):
-        if done < part.nbytes:
-            return [part[done:], *parts[i + 1 :]] if done else parts[i:]
-        done -= part.nbytes
-    return []
+def _queue(path: Path, fallback: Mover) -> AioMover | None:
+    try:
+        return AioMover(fallback)
+    except OSError as error:
+        _log.warning("no asynchronous I/O for %s (%s): threads do it instead", path, error)
+        return None

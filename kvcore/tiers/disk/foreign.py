@@ -16,7 +16,7 @@ import numpy as np
 from kvcore.errors import CorruptBlock, TierError
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import Buffers, SlotError, nbytes_of
-from kvcore.tiers.disk.files import DataFile, IndexFile
+from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
 from kvcore.tiers.disk.format import Geometry, checksum, shard_files
 from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
@@ -91,7 +91,9 @@ class ForeignStore:
         if record is None or record.key != key or record.nbytes != shape.nbytes:
             raise CorruptBlock(f"{where} does not hold block {key.hex()}")
         staging = Pages(slot_bytes(shape)).view
-        got = shard.blocks.read(slot, [staging])
+        ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
+        if isinstance(got, OSError):
+            raise got
         if got < shape.nbytes or checksum(key, [staging], shape.nbytes) != record.checksum:
             self.erase(slot)
             raise CorruptBlock(

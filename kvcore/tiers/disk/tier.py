@@ -4,9 +4,9 @@ A write erases the slot's old record, writes the bytes, then writes the new reco
 interrupts it, the record either is absent or tells the checksum of what should be there, and a read
 checks both the key and the checksum.
 
-``preadv`` and ``pwritev`` from a few threads reach what one deep queue of asynchronous I/O reaches
-(benchmarks/disk.py measures both), without a library to depend on; they release the GIL while they
-wait. Reads and writes have threads of their own, so that a load never queues behind saves.
+A batch goes to the kernel's queue as a whole, and this thread checksums each block as it arrives
+or leaves while the others are under way (benchmarks/disk.py compares the ways). Callers have queues
+of their own: a load never waits behind saves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 from kvcore.errors import (
     CapacityError,
@@ -35,9 +35,10 @@ from kvcore.tiers.base import (
     Tier,
     nbytes_of,
 )
-from kvcore.tiers.disk.files import FULL, DataFile, IndexFile
+from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
 from kvcore.tiers.disk.foreign import ForeignStore
 from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, shard_files
+from kvcore.tiers.disk.moves import Outcome
 from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
 
@@ -45,8 +46,6 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 STORE_SHIFT = 40
 """A slot number is ``store << STORE_SHIFT | slot``; store 0 is the tier's own."""
-
-_Request = TypeVar("_Request", BlockRead, BlockWrite)
 
 
 class DiskTier(Tier):
@@ -84,25 +83,42 @@ class DiskTier(Tier):
         self._folder, self._geometry, self._shard = folder, geometry, shard
         self._block_nbytes = shape.nbytes
         data, index = shard_files(folder, shard)
-        self._data = DataFile(data, slot_nbytes, num_slots=num_slots, direct_io=direct_io)
+        self._data = DataFile(
+            data, slot_nbytes, num_slots=num_slots, direct_io=direct_io, io_threads=io_threads
+        )
         self._index = IndexFile(index)
         self._foreign = _open_foreign(foreign or {}, geometry.heads[shard], direct_io)
         self._stamps = itertools.count(time.time_ns())  # next() is atomic
-        self._readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-read")
-        self._writers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-write")
+        self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
         self._flusher = _Flusher(self._sync, sync_interval_s)
         self._closed = False
 
     # -- the contract -----------------------------------------------------------------------
 
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
-        results = _each(self._writers, self._write, requests)
+        results: list[TierError | None] = [None] * len(requests)
+
+        def begun() -> Iterator[Piece]:
+            for i, request in enumerate(requests):
+                results[i] = self._begin_write(request)
+                if results[i] is None:
+                    yield Piece(i, request.slot, request.buffers)
+
+        with closing(self._data.write(begun())) as ended:
+            for i, outcome in ended:
+                results[i] = self._end_write(requests[i], outcome)
         if None in results:
             self._flusher.dirtied()
         return results
 
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
-        return _each(self._readers, self._read, requests)
+        results: list[TierError | None] = [None] * len(requests)
+        foreign = [i for i, request in enumerate(requests) if request.slot >> STORE_SHIFT]
+        errors = self._foreign_readers.map(self._read_foreign, [requests[i] for i in foreign])
+        self._read_own(requests, results)
+        for i, error in zip(foreign, errors, strict=True):
+            results[i] = error
+        return results
 
     def invalidate(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -127,8 +143,7 @@ class DiskTier(Tier):
         if self._closed:
             return
         self._closed = True
-        self._readers.shutdown()
-        self._writers.shutdown()
+        self._foreign_readers.shutdown()
         try:
             self._flusher.close()
         finally:
@@ -140,54 +155,93 @@ class DiskTier(Tier):
     def check_integrity(self) -> None:
         buffer = Pages(self.slot_nbytes).view
         for record in self.scan():
-            error = self._read(BlockRead(record.slot, record.key, [buffer]))
+            (error,) = self.read([BlockRead(record.slot, record.key, [buffer])])
             if error is not None:
                 raise error
 
-    # -- one block --------------------------------------------------------------------------
+    # -- blocks -----------------------------------------------------------------------------
 
-    def _write(self, request: BlockWrite) -> TierError | None:
-        slot, buffers = request.slot, request.buffers
-        refused = self._refuse(slot, nbytes_of(buffers))
+    def _begin_write(self, request: BlockWrite) -> TierError | None:
+        """From here on the slot holds nothing."""
+        refused = self._refuse(request.slot, nbytes_of(request.buffers))
         if refused is not None:
             return refused
         try:
-            self._index.erase(slot)
-            self._data.write(slot, buffers)
-            digest = checksum(request.key, buffers, self._block_nbytes)
-            record = Record(*request[1:4], digest, self._block_nbytes, next(self._stamps))
-            self._index.put(slot, record)
+            self._index.erase(request.slot)
         except OSError as error:
-            return self._unavailable("writing", slot, error)
+            return self._unavailable("writing", request.slot, error)
         return None
 
-    def _read(self, request: BlockRead) -> TierError | None:
-        number, slot = request.slot >> STORE_SHIFT, request.slot & (1 << STORE_SHIFT) - 1
+    def _end_write(self, request: BlockWrite, outcome: Outcome) -> TierError | None:
+        """The bytes are there: vouch for them."""
+        if isinstance(outcome, OSError):
+            return self._unavailable("writing", request.slot, outcome)
+        digest = checksum(request.key, request.buffers, self._block_nbytes)
+        record = Record(*request[1:4], digest, self._block_nbytes, next(self._stamps))
         try:
-            if number == 0:
-                return self._read_own(request)
-            if number in self._foreign:
-                return self._foreign[number].read(slot, request.key, request.buffers)
+            self._index.put(request.slot, record)
         except OSError as error:
-            return self._unavailable("reading", request.slot, error)
-        return SlotError(f"slot {request.slot} is of store {number}, which is not open")
+            return self._unavailable("writing", request.slot, error)
+        return None
 
-    def _read_own(self, request: BlockRead) -> TierError | None:
+    def _read_own(self, requests: Sequence[BlockRead], results: list[TierError | None]) -> None:
+        """Do those of store 0 and put down their results."""
+        records: dict[int, Record] = {}
+
+        def found() -> Iterator[Piece]:
+            for i, request in enumerate(requests):
+                if request.slot >> STORE_SHIFT:
+                    continue
+                record = self._find(request)
+                if isinstance(record, Record):
+                    records[i] = record
+                    yield Piece(i, request.slot, request.buffers)
+                else:
+                    results[i] = record
+
+        with closing(self._data.read(found())) as ended:
+            for i, outcome in ended:
+                results[i] = self._end_read(requests[i], records[i], outcome)
+
+    def _find(self, request: BlockRead) -> Record | TierError:
+        """The record of the slot, when it is of the block that is asked for."""
         slot, key, buffers = request
         refused = self._refuse(slot, nbytes_of(buffers))
         if refused is not None:
             return refused
-        record = self._index.get(slot)
+        try:
+            record = self._index.get(slot)
+        except OSError as error:
+            return self._unavailable("reading", slot, error)
         if record is None or record.key != key or record.nbytes != self._block_nbytes:
             return CorruptBlock(f"slot {slot} of {self._data.path} does not hold {key.hex()}")
-        got = self._data.read(slot, buffers)
-        if got < record.nbytes or checksum(key, buffers, record.nbytes) != record.checksum:
+        return record
+
+    def _end_read(self, request: BlockRead, record: Record, outcome: Outcome) -> TierError | None:
+        """The bytes have come: are they the block's?"""
+        slot, key, buffers = request
+        if isinstance(outcome, OSError):
+            return self._unavailable("reading", slot, outcome)
+        if outcome >= record.nbytes and checksum(key, buffers, record.nbytes) == record.checksum:
+            return None
+        try:
             self._index.erase(slot)
-            return CorruptBlock(
-                f"slot {slot} of {self._data.path}: the bytes of block {key.hex()} are not those "
-                "written; the slot is erased"
-            )
-        return None
+        except OSError as error:
+            _log.warning("slot %d could not be marked bad: %s", slot, error)
+        return CorruptBlock(
+            f"slot {slot} of {self._data.path}: the bytes of block {key.hex()} are not those "
+            "written; the slot is erased"
+        )
+
+    def _read_foreign(self, request: BlockRead) -> TierError | None:
+        number, slot = request.slot >> STORE_SHIFT, request.slot & (1 << STORE_SHIFT) - 1
+        store = self._foreign.get(number)
+        if store is None:
+            return SlotError(f"slot {request.slot} is of store {number}, which is not open")
+        try:
+            return store.read(slot, request.key, request.buffers)
+        except OSError as error:
+            return self._unavailable("reading", request.slot, error)
 
     def _refuse(self, slot: int, nbytes: int) -> SlotError | None:
         if 0 <= slot < self.num_slots and self._block_nbytes <= nbytes <= self.slot_nbytes:
@@ -260,16 +314,6 @@ class _Flusher:
                 self._flush()
             except TierUnavailable as error:
                 _log.warning("%s", error)
-
-
-def _each(
-    pool: ThreadPoolExecutor,
-    act: Callable[[_Request], TierError | None],
-    requests: Sequence[_Request],
-) -> list[TierError | None]:
-    if len(requests) == 1:
-        return [act(requests[0])]
-    return list(pool.map(act, requests))
 
 
 def _open_foreign(

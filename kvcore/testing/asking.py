@@ -1,0 +1,72 @@
+"""Asking engines the same things, and comparing what they say.
+
+What every engine test is made of: greedy answers of an engine with kvcore beside those of one
+without, and the metrics that tell where the KV came from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvcore.testing.engine_process import EngineProcess, Generation
+
+ANSWER = 8
+"""Tokens asked for: enough to show a wrong cache, and little beside the prompt."""
+
+
+def answers(
+    process: EngineProcess,
+    prompts: Sequence[Sequence[int]],
+    batch: int = 1,
+    max_tokens: int = ANSWER,
+    **options: Any,
+) -> list[Generation]:
+    """Greedy answers, ``batch`` requests at a time; ``options`` as `EngineProcess.submit` has."""
+    found: list[Generation] = []
+    for i in range(0, len(prompts), batch):
+        found += process.generate(prompts[i : i + batch], max_tokens=max_tokens, **options)
+    return found
+
+
+def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    """AssertionError unless every answer has the tokens expected of it."""
+    wrong = [
+        (i, a.token_ids, b.token_ids, a.kvcore)
+        for i, (a, b) in enumerate(zip(got, expected, strict=True))
+        if a.token_ids != b.token_ids
+    ]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {len(expected)} answers differ: {wrong[:3]}")
+
+
+def settled(process: EngineProcess) -> None:
+    """Forget everything in the engine's own cache, with all saves published."""
+    time.sleep(0.5)
+    process.reset_prefix_cache()
+
+
+def counted(process: EngineProcess, name: str, **labels: str) -> float:
+    """Sum of the samples of a metric whose labels are these."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        value
+        for sample, value in process.metrics().items()
+        if sample.split("{")[0] == name and all(label in sample for label in wanted)
+    )
+
+
+class Reference:
+    """Answers of an engine without kvcore and without its own prefix cache, each asked once."""
+
+    def __init__(self, process: EngineProcess, **options: Any) -> None:
+        self._process = process
+        self._options = options
+        self._known: dict[tuple[int, ...], Generation] = {}
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> list[Generation]:
+        for prompt in prompts:
+            if tuple(prompt) not in self._known:
+                [self._known[tuple(prompt)]] = answers(self._process, [prompt], **self._options)
+        return [self._known[tuple(prompt)] for prompt in prompts]

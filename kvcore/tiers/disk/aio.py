@@ -1,0 +1,246 @@
+"""The kernel's asynchronous I/O (io_submit and its kin), by its system calls alone.
+
+A deep queue of whole blocks, fed by one thread, which meanwhile checksums what has arrived. It is
+as fast here as io_uring, needs no library, and container runtimes allow it where they forbid
+io_uring. It is asynchronous for direct I/O only. See io_submit(2) and linux/aio_abi.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import platform
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvcore.tiers.base import Buffers, nbytes_of
+from kvcore.tiers.disk.moves import (
+    IOV_MAX,
+    Move,
+    Mover,
+    Outcome,
+    Outcomes,
+    address_of,
+    read_all,
+    rest_of,
+    write_all,
+)
+from kvcore.tiers.pages import PAGE
+
+DEPTH = 512
+"""Moves under way in a call: enough that the device has work while this thread waits for a core."""
+_AT_ONCE = 32
+"""Ended moves looked at before the queue is filled up again."""
+
+
+class _Calls(NamedTuple):
+    """Numbers of the system calls."""
+
+    setup: int
+    destroy: int
+    getevents: int
+    submit: int
+
+
+_CALLS = {"x86_64": _Calls(206, 207, 208, 209), "aarch64": _Calls(0, 1, 4, 2)}
+
+# struct iocb: data, key, rw_flags, opcode, reqprio, file, buffer, nbytes, offset, reserved, flags,
+# resfd. Opcodes with a V take iovecs (base, nbytes) as the buffer and their number as nbytes.
+_IOCB = struct.Struct("=QIIHhIQQqQII")
+_PREAD, _PWRITE, _PREADV, _PWRITEV = 0, 1, 7, 8
+_IOVEC = struct.Struct("=QQ")
+_EVENT = struct.Struct("=QQqq")  # data, iocb, result, result2
+
+
+class _Context:
+    """A queue of the kernel's, for one thread at a time. ctypes releases the GIL in each call."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the kernel, its limits or a sandbox refuse."""
+        calls = _CALLS.get(platform.machine())
+        if calls is None or not os.uname().sysname == "Linux":
+            raise OSError(errno.ENOSYS, f"asynchronous I/O is not known on {platform.machine()}")
+        self._calls = calls
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype = ctypes.c_long
+        self._id = ctypes.c_ulong(0)
+        self._events = ctypes.create_string_buffer(_EVENT.size * _AT_ONCE)
+        self._iocbs = ctypes.create_string_buffer(_IOCB.size * DEPTH)
+        self._pointers = (ctypes.c_uint64 * DEPTH)()
+        self._call(calls.setup, DEPTH, ctypes.addressof(self._id))
+
+    def submit(self, iocbs: Sequence[bytes]) -> int:
+        """Start up to DEPTH in order; how many were started, at least one. Raises OSError when the
+        first was not. What they point to must live until their events."""
+        start, size = ctypes.addressof(self._iocbs), _IOCB.size
+        ctypes.memmove(start, b"".join(iocbs), size * len(iocbs))  # the kernel copies them
+        for i in range(len(iocbs)):
+            self._pointers[i] = start + i * size
+        return self._call(
+            self._calls.submit, self._id.value, len(iocbs), ctypes.addressof(self._pointers)
+        )
+
+    def wait(self) -> list[tuple[int, int]]:
+        """(data, result) of one or more that ended. Blocks."""
+        events = ctypes.addressof(self._events)
+        while True:
+            try:
+                count = self._call(self._calls.getevents, self._id.value, 1, _AT_ONCE, events, 0)
+            except InterruptedError:
+                continue
+            ended = memoryview(self._events)[: count * _EVENT.size]
+            return [(event[0], event[2]) for event in _EVENT.iter_unpack(ended)]
+
+    def close(self) -> None:
+        self._call(self._calls.destroy, self._id.value)
+
+    def _call(self, number: int, *arguments: int) -> int:
+        result: int = self._syscall(*map(ctypes.c_long, (number, *arguments)))
+        if result < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return result
+
+
+class AioMover(Mover):
+    """Moves of page-aligned buffers in up to 1024 parts, on files opened for direct I/O.
+
+    Each caller has a context of its own, kept for the next; one that the kernel's limit leaves
+    without uses ``fallback``.
+    """
+
+    def __init__(self, fallback: Mover) -> None:
+        """Raises OSError where asynchronous I/O is not to be had."""
+        self._fallback = fallback
+        self._lock = threading.Lock()
+        self._idle = [_Context()]
+
+    @staticmethod
+    def takes(buffers: Buffers) -> bool:
+        """Whether they are in few enough parts."""
+        return len(buffers) <= IOV_MAX
+
+    def move(self, file: int, moves: Iterable[Move], *, write: bool) -> Outcomes:
+        context = self._take()
+        if context is None:
+            yield from self._fallback.move(file, moves, write=write)
+            return
+        run = _Run(context, file, moves, write)
+        try:
+            yield from run.outcomes()
+        finally:
+            run.drain()
+            with self._lock:
+                self._idle.append(context)
+
+    def close(self) -> None:
+        for context in self._idle:
+            context.close()
+        self._idle = []
+
+    def _take(self) -> _Context | None:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return _Context()
+        except OSError:
+            return None
+
+
+class _Prepared(NamedTuple):
+    """A move about to start: ``held`` is what ``iocb`` points to besides the buffers."""
+
+    number: int
+    iocb: bytes
+    move: Move
+    held: object
+
+
+class _Run:
+    """The moves of one call."""
+
+    def __init__(self, context: _Context, file: int, moves: Iterable[Move], write: bool) -> None:
+        self._context = context
+        self._file = file
+        self._moves = iter(moves)
+        self._write = write
+        self._next = 0
+        self._under_way: dict[int, tuple[Move, object]] = {}
+        """By a number of our own: the move, and what the kernel reads of it besides buffers."""
+
+    def outcomes(self) -> Outcomes:
+        failed = self._fill()
+        while self._under_way or failed:
+            ended = self._wait() if self._under_way else []
+            yield from failed
+            failed = self._fill()  # before the caller looks at what has ended: keep the queue deep
+            for move, result in ended:
+                yield move.tag, self._outcome(move, result)
+
+    def drain(self) -> None:
+        """Wait for what is under way."""
+        while self._under_way:
+            self._wait()
+
+    def _wait(self) -> list[tuple[Move, int]]:
+        """(move, the kernel's result) of some that have ended. Blocks."""
+        ended = self._context.wait()
+        return [(self._under_way.pop(number)[0], result) for number, result in ended]
+
+    def _fill(self) -> list[tuple[int, Outcome]]:
+        """Start moves until the queue is full or none is left; those that could not be started."""
+        failed: list[tuple[int, Outcome]] = []
+        while len(self._under_way) < DEPTH:
+            room = min(_AT_ONCE, DEPTH - len(self._under_way))
+            some = [self._prepare(move) for move in itertools.islice(self._moves, room)]
+            if not some:
+                break
+            failed += self._start(some)
+        return failed
+
+    def _start(self, prepared: list[_Prepared]) -> list[tuple[int, Outcome]]:
+        failed: list[tuple[int, Outcome]] = []
+        while prepared:
+            try:
+                started = self._context.submit([item.iocb for item in prepared])
+            except OSError as error:
+                failed.append((prepared.pop(0).move.tag, error))
+                continue
+            self._under_way.update((p.number, (p.move, p.held)) for p in prepared[:started])
+            prepared = prepared[started:]
+        return failed
+
+    def _prepare(self, move: Move) -> _Prepared:
+        _, buffers, offset = move
+        if len(buffers) == 1:
+            opcode = _PWRITE if self._write else _PREAD
+            place, count, held = address_of(buffers[0]), buffers[0].nbytes, None
+        else:
+            opcode = _PWRITEV if self._write else _PREADV
+            iovecs = b"".join(_IOVEC.pack(address_of(part), part.nbytes) for part in buffers)
+            held = ctypes.create_string_buffer(iovecs, len(iovecs))
+            place, count = ctypes.addressof(held), len(buffers)
+        self._next += 1
+        iocb = _IOCB.pack(self._next, 0, 0, opcode, 0, self._file, place, count, offset, 0, 0, 0)
+        return _Prepared(self._next, iocb, move, held)
+
+    def _outcome(self, move: Move, result: int) -> Outcome:
+        """What was moved in part is moved to its end, by plain calls: they tell why it stopped."""
+        if result < 0:
+            return OSError(-result, os.strerror(-result))
+        asked = nbytes_of(move.buffers)
+        if result == asked or (result % PAGE and not self._write):
+            return result  # an odd count is where the file ends
+        rest = rest_of([part.cast("B") for part in move.buffers], result)
+        try:
+            if self._write:
+                write_all(self._file, rest, move.offset + result)
+                return asked
+            return result + read_all(self._file, rest, move.offset + result)
+        except OSError as error:
+            return error

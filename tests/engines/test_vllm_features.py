@@ -1,0 +1,366 @@
+"""What else a real vLLM does with requests: adapters, speculation, events, faults, its server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
+from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.models import tiny_lora, tiny_model
+from kvcore.testing.prompts import windows
+
+pytestmark = pytest.mark.engine
+
+BASE: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 8,
+    "seed": 0,
+    "dtype": "float32",
+}
+KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+FAULTY = Path(__file__).with_name("faulty")
+BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
+HOST_ONLY = {"host": {"capacity": "256MiB"}}
+
+
+@contextlib.contextmanager
+def engine(
+    model: Path, kvcore: dict[str, Any] | None, env: dict[str, str] | None = None, **args: Any
+) -> Iterator[EngineProcess]:
+    with EngineProcess(
+        model, kvcore=kvcore, env={**KV_SPACE, **(env or {})}, **{**BASE, **args}
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def documents(model: Path) -> list[list[int]]:
+    return windows(model, 16, 300, 900, seed=21)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Iterator[Reference]:
+    with engine(model, None, enable_prefix_caching=False) as process:
+        yield Reference(process)
+
+
+# -- loads that are slow, fail or never end -------------------------------------------------------
+
+
+def faulty(**options: Any) -> dict[str, Any]:
+    """Host memory for a few prompts only; the rest lies in a tier that misbehaves."""
+    return {
+        "host": {"capacity": "12MiB"},
+        "tiers": {"shelf": {"plugin": "faulty", "capacity": "512MiB", "options": options}},
+        "transfer": {"load_deadline_s": 2.0},
+    }
+
+
+def path_to_plugin() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_aborts_while_loads_are_under_way(
+    reference: Reference, model: Path, documents: list[list[int]]
+) -> None:
+    """Each load takes a good part of a second; requests go away at all points of it."""
+    with engine(model, faulty(read_delay_s=0.15), path_to_plugin()) as process:
+        same(answers(process, documents), reference(documents))
+        picks = random.Random(4)
+        for _ in range(3):
+            settled(process)
+            futures = [
+                process.submit(document, 32, request_id=f"{i}-{picks.random()}")
+                for i, document in enumerate(documents)
+            ]
+            names = [future.result for future in futures]
+            assert len(names) == len(documents)
+            time.sleep(picks.uniform(0.02, 0.3))
+            _abort_some(process, futures, picks)
+        settled(process)
+        got = answers(process, documents, batch=4)
+        same(got, reference(documents))
+        assert sum(answer.tiers.get("shelf", 0) for answer in got) > 0
+        assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
+
+
+def _abort_some(process: EngineProcess, futures: Sequence[Any], picks: random.Random) -> None:
+    """Abort two of three, and let the others end."""
+    for future in futures:
+        if picks.random() < 0.66:
+            process.abort(future.request_id)
+    for future in futures:
+        future.result(120)
+
+
+def test_blocks_that_cannot_be_read_are_computed_again(
+    reference: Reference, model: Path, documents: list[list[int]]
+) -> None:
+    with engine(model, faulty(fail_every=7), path_to_plugin()) as process:
+        for batch in (1, 4, 8):
+            same(answers(process, documents, batch=batch), reference(documents))
+            settled(process)
+        assert counted(process, "kvcore_failures_total") > 0
+        assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
+
+
+@pytest.mark.parametrize("fault", [{"die_after": 40}, {"read_delay_s": 6.0}], ids=["dies", "hangs"])
+def test_a_dead_tier_costs_time_not_answers(
+    reference: Reference, model: Path, documents: list[list[int]], fault: dict[str, Any]
+) -> None:
+    with engine(model, faulty(**fault), path_to_plugin()) as process:
+        for _ in range(3):
+            same(answers(process, documents, batch=8), reference(documents))
+            settled(process)
+        assert counted(process, "kvcore_failures_total") > 0
+
+
+# -- what the engine does with a request ----------------------------------------------------------
+
+
+def test_lora_keeps_its_kv_to_itself(
+    model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    weights = [tiny_lora(tmp_path / name, model, seed=i) for i, name in enumerate("ab")]
+    choices: list[Path | None] = [None, *weights]
+    asked = documents[:5]
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with engine(model, None, enable_prefix_caching=False, **lora) as process:
+        expected = {w: answers(process, asked, lora=w) for w in choices}
+    kinds = {tuple(answer.token_ids for answer in expected[w]) for w in choices}
+    assert len({str(kind) for kind in kinds}) == len(choices), "the weights change no answer"
+    with engine(model, HOST_ONLY, **lora) as process:
+        for w in choices:
+            cold = answers(process, asked, lora=w)
+            same(cold, expected[w])
+            assert sum(answer.reused_tokens for answer in cold) == 0, "KV of other weights"
+            settled(process)
+        for w in choices:
+            warm = answers(process, asked, lora=w)
+            same(warm, expected[w])
+            assert all(answer.reused_tokens > 64 for answer in warm)
+
+
+def test_speculation_by_lookup_is_left_correct(
+    reference: Reference, model: Path, documents: list[list[int]]
+) -> None:
+    """Tokens that were guessed and not accepted must not be stored as if they were."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    asked = documents[:8]
+    with engine(model, None, enable_prefix_caching=False) as process:
+        long = Reference(process, max_tokens=80)
+        expected = long(asked)
+        follow = [[*d, *a.token_ids] for d, a in zip(asked, expected, strict=True)]
+        after = long(follow)
+    with engine(model, HOST_ONLY, speculative_config=speculation) as process:
+        same(answers(process, asked, batch=4, max_tokens=80), expected)
+        settled(process)
+        same(answers(process, asked, batch=4, max_tokens=80), expected)
+        settled(process)
+        got = answers(process, follow, batch=4, max_tokens=80)
+        same(got, after)
+        assert all(g.reused_tokens > len(d) for g, d in zip(got, asked, strict=True)), (
+            "the answers' KV was not reused"
+        )
+        drafted = counted(process, "vllm:spec_decode_num_draft_tokens_total")
+        accepted = counted(process, "vllm:spec_decode_num_accepted_tokens_total")
+        assert drafted > accepted, "nothing was guessed wrongly: this shows nothing"
+
+
+def test_a_draft_model_is_declined_and_the_engine_runs(
+    reference: Reference, model: Path, documents: list[list[int]]
+) -> None:
+    speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    with engine(model, HOST_ONLY, speculative_config=speculation) as process:
+        for _ in range(2):
+            got = answers(process, documents[:4])
+            same(got, reference(documents[:4]))
+            assert sum(answer.reused_tokens for answer in got) == 0
+            settled(process)
+        log = process.log.read_text()
+    assert log.count("keeps KV of a draft model") >= 1
+
+
+# -- who listens ----------------------------------------------------------------------------------
+
+
+class Listener:
+    """The blocks that kvcore's events say are in each medium."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+        self.held: dict[tuple[str, str], set[bytes]] = {}
+        self.orphans = 0
+        self.stored = 0
+
+    def take(self) -> None:
+        while self._socket.poll(500):
+            _, _, payload = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event.get("ownership"):
+                    self._note(event)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        held = self.held.setdefault((event["medium"], event["ownership"]), set())
+        if event["type"] == "BlockRemoved":
+            held.difference_update(event["block_hashes"])
+            return
+        parent = event["parent_block_hash"]
+        self.orphans += parent is not None and parent not in held
+        self.stored += len(event["block_hashes"])
+        held.update(event["block_hashes"])
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+def test_events_tell_what_each_tier_holds(
+    model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    kvcore = {
+        "host": {"capacity": "12MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"},
+    }
+    endpoint = f"ipc://{tmp_path}/events"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    with engine(model, kvcore, kv_events_config=events) as process:
+        process.wait_ready()
+        listener = Listener(endpoint)
+        time.sleep(0.5)
+        answers(process, documents)
+        answers(process, documents[:1])
+        settled(process)
+        answers(process, windows(model, 1, 70, 70, seed=77))  # a step that publishes the last ones
+        listener.take()
+        for medium, tier in (("CPU", "host"), ("STORAGE", "disk")):
+            told = len(listener.held[medium, tier])
+            assert told * BLOCK_NBYTES == counted(process, "kvcore_tier_used_bytes", tier=tier)
+        assert listener.stored > len(listener.held["CPU", "host"]), "nothing was evicted"
+        assert listener.orphans == 0
+        process.reset_prefix_cache(connector=True)
+        answers(process, windows(model, 1, 70, 70, seed=78))
+        listener.take()
+        assert sum(map(len, listener.held.values())) < 16, "a reset was not told"
+        listener.close()
+
+
+# -- as a user starts it --------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
+    """Run an OpenAI server and give its address once it answers."""
+    env = {**os.environ, **KV_SPACE, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(1)
+        yield address
+        process.send_signal(signal.SIGINT)
+        process.wait(90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def post(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(
+        address + path, data, {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        content = answer.read()
+    return json.loads(content) if content else None
+
+
+def metric(address: str, name: str) -> float:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == name)
+
+
+SETTINGS = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
+
+
+def commands(model: Path, folder: Path, port: int) -> dict[str, list[str]]:
+    beside = Path(sys.executable).parent
+    connector = {"kv_connector": "KVCoreConnector", "kv_role": "kv_both"}
+    file = folder / "kvcore.toml"
+    file.write_text(f'engine = "vllm"\n[host]\ncapacity = "256MiB"\n[disk]\npath = "{folder}/kv"\n')
+    listen = ["--host", "127.0.0.1", "--port", str(port), *SETTINGS]
+    return {
+        "vllm serve": [
+            str(beside / "vllm"), "serve", str(model),
+            "--kv-transfer-config", json.dumps(connector), *listen,
+        ],
+        "kvcore serve": [
+            str(beside / "kvcore"), "serve", str(model), "-c", str(file), "--", *listen,
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["vllm serve", "kvcore serve"])
+def test_as_a_user_serves_it(
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path, which: str
+) -> None:
+    port = free_port()
+    asked = documents[:3]
+    with server(commands(model, tmp_path, port)[which], port, tmp_path / "log") as address:
+        for turn in range(2):
+            for document, right in zip(asked, reference(asked), strict=True):
+                body = {
+                    "model": str(model),
+                    "prompt": document,
+                    "max_tokens": ANSWER,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
+                answer = post(address, "/v1/completions", body)
+                assert answer["choices"][0]["token_ids"] == right.token_ids
+            time.sleep(0.5)
+            post(address, "/reset_prefix_cache")
+            if turn == 0:
+                assert metric(address, "kvcore_hits_total") == 0
+        assert metric(address, "kvcore_hits_total") == len(asked)
+    assert "Traceback" not in (tmp_path / "log").read_text()
