@@ -1,7 +1,7 @@
 """The data plane on a real GPU: pages in device memory, pinned arena, copies on their own stream.
 
-Needs a CUDA device and no engine: ``python -m pytest tests/gpu``. CI has none, and no GPU was at hand
-when this was written: it has not been run yet.
+Needs a CUDA device and no engine: ``python -m pytest tests/gpu``. CI has none, and no GPU was at
+hand when this was written: it has not been run yet.
 """
 
 from __future__ import annotations

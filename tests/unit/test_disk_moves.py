@@ -197,7 +197,7 @@ def test_callers_at_once_do_not_see_each_others_moves(queue: AioMover, file: int
 def test_where_the_kernel_refuses_threads_do_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the start, said in the log; and later, when a limit leaves no queue for one caller more."""
+    """At the start, said in the log; and later, when a limit leaves one caller more no queue."""
     real = aio._Context
 
     def refused() -> aio._Context:
