@@ -92,7 +92,8 @@ class Bench:
 
     def decode(self, process: EngineProcess, seed: int) -> float:
         """Tokens a second of four requests at once, after their first token."""
-        got = process.generate(windows(self.model, 4, 100, 100, seed=1000 + seed), 96)
+        prompts = _unseen(windows(self.model, 4, 100, 100, seed=0), seed)
+        got = process.generate(prompts, 96)
         return sum(95 / (g.total_s - g.ttft_s) for g in got)
 
 
@@ -181,7 +182,7 @@ def compare(bench: Bench) -> None:
 def side_by_side(bench: Bench) -> list[tuple[str, str, float, float]]:
     """What kvcore costs: (what, unit, without, with) from two engines that take turns."""
     options = bench.options
-    found = []
+    found: list[tuple[str, str, float, float]] = []
     with (
         tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder,
         bench.engine(None) as without,
@@ -189,21 +190,28 @@ def side_by_side(bench: Bench) -> list[tuple[str, str, float, float]]:
     ):
         engines = (without, ours)
         for size in options.tokens if options.misses else []:
-            prompts = windows(bench.model, options.misses, size, size, seed=7 * size)
+            prompts = _unseen(windows(bench.model, options.misses, size, size, seed=0), size)
             times: tuple[list[float], list[float]] = ([], [])
             for prompt, which in _turns(prompts):
                 [answer] = engines[which].generate([prompt], 4)
                 if answer.cached_tokens:
                     raise SystemExit(f"{answer.cached_tokens} tokens of a new prompt were cached")
                 times[which].append(answer.ttft_s)
-            found.append((f"TTFT of a miss, {size} tokens", "s", *map(median, times)))
+            without_s, ours_s = map(median, times)
+            found.append((f"TTFT of a miss, {size} tokens", "s", without_s, ours_s))
             print(found[-1], flush=True)
         rates: tuple[list[float], list[float]] = ([], [])
         for seed, which in _turns(range(options.decode_rounds)):
             rates[which].append(bench.decode(engines[which], seed))
-        found.append(("decode", "tokens/s", *map(median, rates)))
+        without_rate, our_rate = map(median, rates)
+        found.append(("decode", "tokens/s", without_rate, our_rate))
         print(found[-1], flush=True)
     return found
+
+
+def _unseen(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
+    """The prompts, each with a first token that makes every block of it new."""
+    return [[1000 + number * 31 + i, *prompt[1:]] for i, prompt in enumerate(prompts)]
 
 
 def _turns(items: Iterable[_Item]) -> Iterator[tuple[_Item, int]]:
