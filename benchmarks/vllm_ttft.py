@@ -211,7 +211,7 @@ def side_by_side(bench: Bench) -> list[tuple[str, str, float, float]]:
 
 def _unseen(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
     """The prompts, each with a first token that makes every block of it new."""
-    return [[1000 + number * 31 + i, *prompt[1:]] for i, prompt in enumerate(prompts)]
+    return [[1000 + (number * 31 + i) % 40000, *prompt[1:]] for i, prompt in enumerate(prompts)]
 
 
 def _turns(items: Iterable[_Item]) -> Iterator[tuple[_Item, int]]:

@@ -215,9 +215,9 @@ def _with_own_types(engine_args: dict[str, Any]) -> dict[str, Any]:
 def _bind_threads(ranks: int) -> None:
     """Share out this process's cores over tensor-parallel ranks, unless the environment says how.
 
-    Left to itself, vLLM's CPU build keeps a core for its front end, and one for each rank when there
-    is a connector. On two cores it then refuses to start two ranks, and one rank computes on one
-    core without a connector and on two with any: nothing could be compared.
+    Left to itself, vLLM's CPU build keeps a core for its front end, and one for each rank when
+    there is a connector. On two cores it then refuses to start two ranks, and one rank computes on
+    one core without a connector and on two with any: nothing could be compared.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::ranks] for rank in range(ranks)]
