@@ -34,7 +34,6 @@
 
 #define ABI 2
 #define LINE 64
-#define LINE_TOKENS 32           /* 2-byte tokens of one column that fill a line */
 #define TILE_BYTES (16 * 1024)   /* of a transpose: half of an L1 cache of 32 KiB */
 #define PIECE_BYTES (16 * 1024)  /* of all heads of some tokens, where pages keep them together */
 #define AHEAD_BYTES (48 * 1024)  /* from the scout to the worker. Also the most a run in columns
@@ -93,7 +92,7 @@ static int kv_together(const request_t *r, const plane_t *planes, int64_t i) {
 
 static kind_t kind_of(const plane_t *sp, const plane_t *dp, int64_t size) {
     if (in_rows(sp) && in_rows(dp)) return ROWS;
-    if (size != 2 || sp->head_dim * LINE_TOKENS * size > TILE_BYTES) return ELEMENTS;
+    if ((size != 2 && size != 4) || sp->head_dim * LINE > TILE_BYTES) return ELEMENTS;
     if (in_columns(sp) && in_rows(dp)) return TO_ROWS;
     if (in_rows(sp) && in_columns(dp)) return TO_COLUMNS;
     return ELEMENTS;
@@ -262,7 +261,7 @@ static void put_rows(char *dst, int64_t ds, const char *src, int64_t ss, int64_t
     }
 }
 
-/* Transposes. dst[c * dst_row + r] = src[r * src_row + c]; strides in elements of 2 bytes. */
+/* Transposes. dst[c * dst_row + r] = src[r * src_row + c]; strides in elements. */
 
 /* Three rounds of unpacking turn x[row] into y[column]: 8 x 8 elements in each 128-bit lane. */
 #define TRANSPOSE_8X8(vec, lo16, hi16, lo32, hi32, lo64, hi64, x, y)                              \
@@ -312,8 +311,22 @@ AVX2 static void transpose_16(uint16_t *dst, int64_t dst_row, const uint16_t *sr
 }
 #endif
 
-static void transpose(uint16_t *dst, int64_t dst_row, const uint16_t *src, int64_t src_row,
-                      int64_t rows, int64_t cols, int avx2) {
+#if HAVE_SSE2
+static inline void transpose_4x4(uint32_t *dst, int64_t dst_row, const uint32_t *src,
+                                 int64_t src_row) {
+    __m128i x[4];
+    for (int i = 0; i < 4; i++) x[i] = _mm_loadu_si128((const __m128i *)(src + i * src_row));
+    __m128i a = _mm_unpacklo_epi32(x[0], x[1]), b = _mm_unpackhi_epi32(x[0], x[1]);
+    __m128i c = _mm_unpacklo_epi32(x[2], x[3]), d = _mm_unpackhi_epi32(x[2], x[3]);
+    _mm_storeu_si128((__m128i *)dst, _mm_unpacklo_epi64(a, c));
+    _mm_storeu_si128((__m128i *)(dst + dst_row), _mm_unpackhi_epi64(a, c));
+    _mm_storeu_si128((__m128i *)(dst + 2 * dst_row), _mm_unpacklo_epi64(b, d));
+    _mm_storeu_si128((__m128i *)(dst + 3 * dst_row), _mm_unpackhi_epi64(b, d));
+}
+#endif
+
+static void transpose_2(uint16_t *dst, int64_t dst_row, const uint16_t *src, int64_t src_row,
+                        int64_t rows, int64_t cols, int avx2) {
     int64_t r = 0, whole = 0;
 #if HAVE_SSE2
     whole = cols / 8 * 8;
@@ -330,6 +343,30 @@ static void transpose(uint16_t *dst, int64_t dst_row, const uint16_t *src, int64
         for (int64_t c = 0; c < cols; c++) dst[c * dst_row + r] = src[r * src_row + c];
 }
 
+static void transpose_4(uint32_t *dst, int64_t dst_row, const uint32_t *src, int64_t src_row,
+                        int64_t rows, int64_t cols) {
+    int64_t r = 0, whole = 0;
+#if HAVE_SSE2
+    whole = cols / 4 * 4;
+    for (; r + 4 <= rows; r += 4)
+        for (int64_t c = 0; c < whole; c += 4)
+            transpose_4x4(dst + c * dst_row + r, dst_row, src + r * src_row + c, src_row);
+#endif
+    for (int64_t c = whole; c < cols; c++)
+        for (int64_t i = 0; i < r; i++) dst[c * dst_row + i] = src[i * src_row + c];
+    for (; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) dst[c * dst_row + r] = src[r * src_row + c];
+}
+
+/* Elements of 2 or 4 bytes; both sides are aligned to them. */
+static void transpose(const job_t *j, char *dst, int64_t dst_row, const char *src, int64_t src_row,
+                      int64_t rows, int64_t cols) {
+    if (j->r.size == 2)
+        transpose_2((uint16_t *)dst, dst_row, (const uint16_t *)src, src_row, rows, cols, j->avx2);
+    else
+        transpose_4((uint32_t *)dst, dst_row, (const uint32_t *)src, src_row, rows, cols);
+}
+
 static void step_rows(const job_t *j, const step_t *s, scout_t *scout) {
     const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
     for (int64_t k = 0; k < s->run; k++)
@@ -339,40 +376,39 @@ static void step_rows(const job_t *j, const step_t *s, scout_t *scout) {
 }
 
 /* The run's units lie side by side in the source: rows of run * tokens elements. */
-static void step_to_rows(const job_t *j, const step_t *s, uint16_t *tile, scout_t *scout) {
+static void step_to_rows(const job_t *j, const step_t *s, char *tile, scout_t *scout) {
     const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
     int64_t dim = sp->head_dim, tokens = step_tokens(j, s), width = s->run * tokens;
-    const uint16_t *src = (const uint16_t *)src_tile(j, s, 0);
+    int64_t size = j->r.size, row = dim * size, apart = dp->token * size;
+    const char *src = src_tile(j, s, 0);
     for (int64_t t = 0, n; t < width; t += n) {
-        n = least(LINE_TOKENS, width - t);
-        for (int64_t d = 0; d < dim; d += 16) {
-            int64_t rows = least(16, dim - d);
-            transpose(tile + d, dim, src + d * sp->dim + t, sp->dim, rows, n, j->avx2);
-        }
+        n = least(LINE / size, width - t);
+        for (int64_t d = 0; d < dim; d += 16)
+            transpose(j, tile + d * size, dim, src + (d * sp->dim + t) * size, sp->dim,
+                      least(16, dim - d), n);
         for (int64_t i = 0, m; i < n; i += m) {
             int64_t inside = (t + i) % tokens;
             m = least(n - i, tokens - inside);
-            put_rows(dst_tile(j, s, (t + i) / tokens) + inside * dp->token * 2, dp->token * 2,
-                     (const char *)(tile + i * dim), dim * 2, m, dim * 2, j->r.stream, scout);
+            put_rows(dst_tile(j, s, (t + i) / tokens) + inside * apart, apart, tile + i * row, row,
+                     m, row, j->r.stream, scout);
         }
     }
 }
 
 /* The run's units lie side by side in the destination: rows of run * tokens elements. */
-static void step_to_columns(const job_t *j, const step_t *s, uint16_t *tile, scout_t *scout) {
+static void step_to_columns(const job_t *j, const step_t *s, char *tile, scout_t *scout) {
     const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
     int64_t dim = sp->head_dim, tokens = step_tokens(j, s), width = s->run * tokens;
+    int64_t size = j->r.size, row = width * size, cols = LINE / size;
     for (int64_t k = 0; k < s->run; k++) {
-        const uint16_t *src = (const uint16_t *)src_tile(j, s, k);
+        const char *src = src_tile(j, s, k);
         for (int64_t t = 0; t < tokens; t += 16)
-            for (int64_t d = 0; d < dim; d += LINE_TOKENS) {
-                int64_t rows = least(16, tokens - t), n = least(LINE_TOKENS, dim - d);
-                transpose(tile + d * width + k * tokens + t, width, src + t * sp->token + d,
-                          sp->token, rows, n, j->avx2);
-            }
+            for (int64_t d = 0; d < dim; d += cols)
+                transpose(j, tile + d * row + (k * tokens + t) * size, width,
+                          src + (t * sp->token + d) * size, sp->token, least(16, tokens - t),
+                          least(cols, dim - d));
     }
-    put_rows(dst_tile(j, s, 0), dp->dim * 2, (const char *)tile, width * 2, dim, width * 2,
-             j->r.stream, scout);
+    put_rows(dst_tile(j, s, 0), dp->dim * size, tile, row, dim, row, j->r.stream, scout);
 }
 
 static void step_elements(const job_t *j, const step_t *s) {
@@ -396,9 +432,9 @@ static void step_elements(const job_t *j, const step_t *s) {
 }
 
 /* Tokens of one run in columns: at most what a tile, or the scout's lead, holds; whole lines. */
-static int64_t most_in_columns(kind_t kind, int64_t head_dim) {
+static int64_t most_in_columns(kind_t kind, int64_t head_dim, int64_t size) {
     int64_t bytes = kind == TO_ROWS ? AHEAD_BYTES : TILE_BYTES;
-    return bytes / 2 / head_dim / LINE_TOKENS * LINE_TOKENS;
+    return bytes / head_dim / LINE * LINE / size;
 }
 
 /* How to cut the copy, so that every plane can be copied that way. */
@@ -413,7 +449,7 @@ static job_t plan(const request_t *r) {
         kind_t kind = kind_of(sp, dp, r->size);
         seen[kind] = 1;
         if (kind == TO_ROWS || kind == TO_COLUMNS) {
-            int64_t most = most_in_columns(kind, sp->head_dim);
+            int64_t most = most_in_columns(kind, sp->head_dim, r->size);
             j.piece = least(j.piece, most);
             j.run_units = least(j.run_units, most / r->tokens);
         }
@@ -436,7 +472,7 @@ static job_t plan(const request_t *r) {
 
 /* Copies as `r` says. Source and destination must not overlap; nothing is checked here. */
 void kvcore_copy(const request_t *r) {
-    uint16_t tile[TILE_BYTES / 2] __attribute__((aligned(LINE)));
+    char tile[TILE_BYTES] __attribute__((aligned(LINE)));
     if (!r->layers || !r->heads) return;
     job_t j = plan(r);
     step_t s = {0};

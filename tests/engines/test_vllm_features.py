@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
+from PIL import Image
 
 from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
 from kvcore.testing.engine_process import EngineProcess
-from kvcore.testing.models import tiny_lora, tiny_model
+from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
 
 pytestmark = pytest.mark.engine
@@ -35,6 +37,7 @@ BASE: dict[str, Any] = {
     "seed": 0,
     "dtype": "float32",
 }
+IMAGE = 49152  # what tiny_vision_model takes for a picture
 KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 FAULTY = Path(__file__).with_name("faulty")
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
@@ -92,14 +95,15 @@ def test_aborts_while_loads_are_under_way(
         picks = random.Random(4)
         for _ in range(3):
             settled(process)
-            futures = [
-                process.submit(document, 32, request_id=f"{i}-{picks.random()}")
-                for i, document in enumerate(documents)
-            ]
-            names = [future.result for future in futures]
-            assert len(names) == len(documents)
-            time.sleep(picks.uniform(0.02, 0.3))
-            _abort_some(process, futures, picks)
+            running = {
+                name: process.submit(document, 32, request_id=name)
+                for name, document in zip(_names(picks), documents, strict=False)
+            }
+            for name in picks.sample(list(running), len(running) * 2 // 3):
+                time.sleep(picks.uniform(0, 0.1))
+                process.abort(name)
+            for future in running.values():
+                future.result(120)
         settled(process)
         got = answers(process, documents, batch=4)
         same(got, reference(documents))
@@ -107,13 +111,9 @@ def test_aborts_while_loads_are_under_way(
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
 
-def _abort_some(process: EngineProcess, futures: Sequence[Any], picks: random.Random) -> None:
-    """Abort two of three, and let the others end."""
-    for future in futures:
-        if picks.random() < 0.66:
-            process.abort(future.request_id)
-    for future in futures:
-        future.result(120)
+def _names(picks: random.Random) -> Iterator[str]:
+    while True:
+        yield f"{picks.getrandbits(60):x}"
 
 
 def test_blocks_that_cannot_be_read_are_computed_again(
@@ -202,6 +202,50 @@ def test_a_draft_model_is_declined_and_the_engine_runs(
             settled(process)
         log = process.log.read_text()
     assert log.count("keeps KV of a draft model") >= 1
+
+
+def test_a_model_with_states_runs_untouched() -> None:
+    """Short convolutions keep a state that token blocks cannot hold."""
+    lfm2 = tiny_model("lfm2", layers=6)
+    prompts = windows(lfm2, 4, 200, 700, seed=8)
+    with engine(lfm2, None, enable_prefix_caching=False) as process:
+        expected = answers(process, prompts)
+    with engine(lfm2, HOST_ONLY) as process:
+        for _ in range(2):
+            got = answers(process, prompts)
+            same(got, expected)
+            assert sum(answer.reused_tokens for answer in got) == 0
+        log = process.log.read_text()
+    warnings = [line for line in log.splitlines() if "kvcore stands aside" in line]
+    assert len(warnings) >= 1, log[-2000:]
+
+
+def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
+    """The same tokens around another picture are another prompt."""
+    eyes = tiny_vision_model()
+    pictures = [picture(tmp_path / f"{i}.png", seed=i) for i in range(3)]
+    text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < IMAGE]
+    prompt = [*text[:200], IMAGE, *text[200:]]
+    with engine(eyes, None, enable_prefix_caching=False) as process:
+        expected = [answers(process, [prompt], image=image) for image in pictures]
+    assert len({str(answer[0].token_ids) for answer in expected}) == 3, "pictures change nothing"
+    with engine(eyes, HOST_ONLY) as process:
+        for image, right in zip(pictures, expected, strict=True):
+            got = answers(process, [prompt], image=image)
+            same(got, right)
+            assert got[0].reused_tokens < 202, "the KV of another picture"
+            settled(process)
+        for image, right in zip(pictures, expected, strict=True):
+            got = answers(process, [prompt], image=image)
+            same(got, right)
+            assert got[0].reused_tokens > 600
+            settled(process)
+
+
+def picture(path: Path, seed: int) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
 
 
 # -- who listens ----------------------------------------------------------------------------------
