@@ -239,7 +239,7 @@ class DiskConfig(SchemaModel):
     write: Literal["write_through", "write_back", "selective"] = Field(
         default="write_through",
         description="When a block goes to disk: when it is saved, when host memory evicts it, or "
-        "at its `admit_after`-th use.",
+        "at its `admit_after`-th use. What only host memory holds is gone when the engine ends.",
     )
     admit_after: int = Field(
         default=2,
@@ -253,7 +253,11 @@ class DiskConfig(SchemaModel):
         "to start otherwise), or never.",
     )
     io_threads: int = Field(
-        default=4, ge=1, le=64, description="Threads reading and writing, a rank."
+        default=4,
+        ge=1,
+        le=64,
+        description="Threads reading and writing, a rank, where the kernel's asynchronous I/O "
+        "cannot be had.",
     )
     sync_interval_s: Seconds = Field(
         default=5.0,
