@@ -37,7 +37,7 @@ BASE: dict[str, Any] = {
     "seed": 0,
     "dtype": "float32",
 }
-IMAGE = 49152  # what tiny_vision_model takes for a picture
+IMAGE = 49153  # IMAGE_TOKEN of tiny_vision_model: SmolLM2's vocabulary, and the second one added
 KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 FAULTY = Path(__file__).with_name("faulty")
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
@@ -168,7 +168,12 @@ def test_speculation_by_lookup_is_left_correct(
     reference: Reference, model: Path, documents: list[list[int]]
 ) -> None:
     """Tokens that were guessed and not accepted must not be stored as if they were."""
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     asked = documents[:8]
     with engine(model, None, enable_prefix_caching=False) as process:
         long = Reference(process, max_tokens=80)
@@ -224,7 +229,7 @@ def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
     """The same tokens around another picture are another prompt."""
     eyes = tiny_vision_model()
     pictures = [picture(tmp_path / f"{i}.png", seed=i) for i in range(3)]
-    text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < IMAGE]
+    text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < 49152]
     prompt = [*text[:200], IMAGE, *text[200:]]
     with engine(eyes, None, enable_prefix_caching=False) as process:
         expected = [answers(process, [prompt], image=image) for image in pictures]

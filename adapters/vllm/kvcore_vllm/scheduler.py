@@ -116,7 +116,7 @@ class SchedulerSide:
         outbox: Outbox,
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
-        on_close: Callable[[], None],
+        on_close: Sequence[Callable[[], None]],
     ) -> None:
         self._config = config
         self._model = model
@@ -424,7 +424,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Let go of what the leader holds; the workers finish what is in flight themselves."""
-        self._on_close()
+        for release in self._on_close:
+            release()
 
     def take_stats(self) -> Data:
         """What was counted since the last call, on all ranks and here."""
