@@ -78,6 +78,7 @@ class Outbox:
         self._ranks = ranks
         self.graphs: list[TransferGraph] = []
         self.cancelled: list[int] = []
+        self.forgotten: list[tuple[str, list[int]]] = []
         self._partial: dict[tuple[int, int], tuple[int, OpReport]] = {}
         self._ready: list[OpReport] = []
 
@@ -86,6 +87,9 @@ class Outbox:
 
     def cancel(self, graph_id: int) -> None:
         self.cancelled.append(graph_id)
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        self.forgotten.append((tier, list(slots)))
 
     def wait_report(self, timeout: float) -> bool:
         """Reports only come with the engine's outputs; there is nothing to block on."""
@@ -261,6 +265,7 @@ class SchedulerSide:
             self._sort(graph, plan)
         self._outbox.graphs.clear()
         plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
+        plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
         plan.fence = self._fences(output)
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
