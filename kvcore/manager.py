@@ -346,7 +346,7 @@ class KVManager:
         for tier, blocks in gone.items():
             self._left(tier, blocks)
             if blocks and tier != HOST:
-                self._transport.forget(tier, [block.slot for block in blocks])
+                self.transport.forget(tier, [block.slot for block in blocks])
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
