@@ -23,35 +23,17 @@ import pytest
 import zmq
 from PIL import Image
 
-from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
-from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, same, settled
+from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
 
 pytestmark = pytest.mark.engine
 
-BASE: dict[str, Any] = {
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 1024,
-    "max_num_seqs": 8,
-    "seed": 0,
-    "dtype": "float32",
-}
 IMAGE = 49153  # IMAGE_TOKEN of tiny_vision_model: SmolLM2's vocabulary, and the second one added
-KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 FAULTY = Path(__file__).with_name("faulty")
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
 HOST_ONLY = {"host": {"capacity": "256MiB"}}
-
-
-@contextlib.contextmanager
-def engine(
-    model: Path, kvcore: dict[str, Any] | None, env: dict[str, str] | None = None, **args: Any
-) -> Iterator[EngineProcess]:
-    with EngineProcess(
-        model, kvcore=kvcore, env={**KV_SPACE, **(env or {})}, **{**BASE, **args}
-    ) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +312,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def server(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
     """Run an OpenAI server and give its address once it answers."""
-    env = {**os.environ, **KV_SPACE, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **SPACE, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
