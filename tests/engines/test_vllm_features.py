@@ -300,6 +300,33 @@ def test_events_tell_what_each_tier_holds(
         listener.close()
 
 
+def test_a_reset_is_for_good(
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """Weights may have been changed in place: neither what was kept before nor what this engine
+    keeps from then on may be found by one that starts from the files again."""
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"},
+    }
+    asked = documents[:4]
+    with engine(model, kvcore) as process:
+        same(answers(process, asked), reference(asked))
+        time.sleep(0.5)
+        process.reset_prefix_cache(connector=True)
+        forgotten = answers(process, asked)
+        same(forgotten, reference(asked))
+        assert sum(answer.reused_tokens for answer in forgotten) == 0
+        settled(process)
+        again = answers(process, asked)
+        same(again, reference(asked))
+        assert all(answer.reused_tokens > 64 for answer in again), "this engine keeps nothing more"
+    with engine(model, kvcore) as process:
+        got = answers(process, asked)
+        same(got, reference(asked))
+        assert sum(answer.reused_tokens for answer in got) == 0
+
+
 # -- as a user starts it --------------------------------------------------------------------------
 
 
