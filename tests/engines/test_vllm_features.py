@@ -27,6 +27,7 @@ from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, sa
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
+from kvcore_vllm.plugin import server_command
 
 pytestmark = pytest.mark.engine
 
@@ -195,12 +196,14 @@ def test_a_model_with_states_runs_untouched() -> None:
     """Short convolutions keep a state that token blocks cannot hold."""
     lfm2 = tiny_model("lfm2", layers=6)
     prompts = windows(lfm2, 4, 200, 700, seed=8)
-    with engine(lfm2, None, enable_prefix_caching=False) as process:
-        expected = answers(process, prompts)
+    # with its own prefix cache on, vLLM cuts such a model's prefill at block borders, and rounds
+    # otherwise: the twin has the same settings
+    with engine(lfm2, None) as process:
+        expected = [answers(process, prompts) for _ in range(2)]
     with engine(lfm2, HOST_ONLY) as process:
-        for _ in range(2):
+        for turn in range(2):
             got = answers(process, prompts)
-            same(got, expected)
+            same(got, expected[turn])
             assert sum(answer.reused_tokens for answer in got) == 0
         log = process.log.read_text()
     warnings = [line for line in log.splitlines() if "kvcore stands aside" in line]
@@ -388,7 +391,7 @@ def commands(model: Path, folder: Path, port: int) -> dict[str, list[str]]:
     listen = ["--host", "127.0.0.1", "--port", str(port), *SETTINGS]
     return {
         "vllm serve": [
-            str(beside / "vllm"), "serve", str(model),
+            *server_command(str(model)),
             "--kv-transfer-config", json.dumps(connector), *listen,
         ],
         "kvcore serve": [
