@@ -424,4 +424,5 @@ def test_as_a_user_serves_it(
             if turn == 0:
                 assert metric(address, "kvcore_hits_total") == 0
         assert metric(address, "kvcore_hits_total") == len(asked)
-    assert "Traceback" not in (tmp_path / "log").read_text()
+        # before it is stopped: vLLM's front end may log a traceback of its own then
+        assert "Traceback" not in (tmp_path / "log").read_text()
