@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from kvcore_vllm.plugin import server_command
 from PIL import Image
 
 from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
-from kvcore_vllm.plugin import server_command
 
 pytestmark = pytest.mark.engine
 
