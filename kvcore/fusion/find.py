@@ -201,11 +201,10 @@ class _Search:
     def cover(self) -> list[Found]:
         """Cover the prompt from the left, as the module's docstring says."""
         covered, done = [], 0
-        while (found := self._next(done)) is not None:
+        while self._checks and (found := self._next(done)) is not None:
             covered.append(found)
             done = found.prompt_start + found.length
-        if self._checks < 0:
-            self._index.cut_short += 1
+        self._index.cut_short += not self._checks
         return covered
 
     def _next(self, done: int) -> Found | None:
@@ -213,15 +212,13 @@ class _Search:
         best: Found | None = None
         last = len(self._prompt)
         for hit in range(bisect_left(self._offsets, done), len(self._offsets)):
-            if self._offsets[hit] > last:
+            if self._offsets[hit] > last or not self._checks:
                 break
             found = self._found(hit, done)
             if found is not None and (best is None or _rank(found) < _rank(best)):
                 best = found
                 # an anchor of whatever begins no later lies no further than this
                 last = best.prompt_start + self._index._stride - 1
-            if self._checks < 0:
-                break
         return best
 
     def _found(self, hit: int, done: int) -> Found | None:
@@ -315,7 +312,7 @@ class NaiveSegmentIndex:
             segment = self._segments[segment_id]
             for start in range(len(segment)):
                 length = 0
-                for ours, theirs in zip(prompt[at:], segment[start:]):
+                for ours, theirs in zip(prompt[at:], segment[start:], strict=False):
                     if ours != theirs:
                         break
                     length += 1
