@@ -18,7 +18,7 @@ Offsets = npt.NDArray[np.int64]
 TAG_BITS = 32
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, with its bits well mixed (2^64 / golden ratio)
 _FOLD = np.uint64(29)
-_TAIL = 64  # places after the last home, so that probing need not wrap around
+_TAIL = 64  # slots after the last home, at first, so that probing need not wrap around
 _LEAST = 6  # bits of the smallest table
 
 
@@ -58,11 +58,12 @@ class AnchorTable:
     one vectorised pass (0.1 s a million anchors). Not thread-safe.
     """
 
-    __slots__ = ("_bits", "_places", "_tags", "count", "max_twins")
+    __slots__ = ("_bits", "_places", "_tags", "_tail", "count", "max_twins")
 
     def __init__(self, expected: int, max_twins: int) -> None:
         self.count = 0
         self.max_twins = max_twins
+        self._tail = _TAIL
         self._allocate(max(_LEAST, (2 * expected - 1).bit_length()))
 
     @property
@@ -73,7 +74,7 @@ class AnchorTable:
     def put(self, tag: int, place: int) -> bool:
         """Enter a place. False, and nothing done, if ``max_twins`` places have that tag already."""
         if 2 * (self.count + 1) > 1 << self._bits:
-            self._grow()
+            self._rebuild(self._bits + 1)
         tags = self._tags.data
         at, twins = tag >> (TAG_BITS - self._bits), 0
         while seen := tags[at]:
@@ -82,7 +83,8 @@ class AnchorTable:
         if twins >= self.max_twins:
             return False
         if at == len(tags) - 1:  # the last one stays empty: it ends every search
-            self._grow()
+            self._tail *= 2
+            self._rebuild(self._bits)
             return self.put(tag, place)
         tags[at] = tag
         self._places[at] = place
@@ -138,20 +140,19 @@ class AnchorTable:
     def _allocate(self, bits: int) -> None:
         assert bits < TAG_BITS, "more anchors than 32-bit tags can tell apart"
         self._bits = bits
-        self._tags = np.zeros((1 << bits) + _TAIL, dtype=np.uint32)
-        self._places = np.zeros((1 << bits) + _TAIL, dtype=np.uint64)
+        self._tags = np.zeros((1 << bits) + self._tail, dtype=np.uint32)
+        self._places = np.zeros((1 << bits) + self._tail, dtype=np.uint64)
 
-    def _grow(self) -> None:
-        """Double, until everything fits: in order of homes, each at its home or right after."""
+    def _rebuild(self, bits: int) -> None:
+        """Enter all anew, in order of homes: each at its home, or right after the one before."""
         filled = np.flatnonzero(self._tags)
         filled = filled[np.argsort(self._tags[filled], kind="stable")]
         tags, places = self._tags[filled], self._places[filled]
+        homes = (tags >> np.uint32(TAG_BITS - bits)).astype(np.int64)
         rank = np.arange(len(tags))
-        while True:
-            self._allocate(self._bits + 1)
-            homes = (tags >> np.uint32(TAG_BITS - self._bits)).astype(np.int64)
-            at = np.maximum.accumulate(homes - rank) + rank
-            if not at.size or at[-1] < len(self._tags) - 1:
-                break
+        at = np.maximum.accumulate(homes - rank) + rank
+        while at.size and at[-1] >= (1 << bits) + self._tail - 1:
+            self._tail *= 2
+        self._allocate(bits)
         self._tags[at] = tags
         self._places[at] = places

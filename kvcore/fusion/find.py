@@ -20,7 +20,7 @@ Memory: 4 bytes a token for the comparison (KV is thousands of times that), 24 t
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -210,16 +210,26 @@ class _Search:
     def _next(self, done: int) -> Found | None:
         """The match that begins first at or after ``done``, the longest of those."""
         best: Found | None = None
-        last = len(self._prompt)
-        for hit in range(bisect_left(self._offsets, done), len(self._offsets)):
-            if self._offsets[hit] > last or not self._checks:
-                break
+        hit = bisect_left(self._offsets, done)
+        while self._checks and (hit := self._worth(hit, best)) < len(self._offsets):
             found = self._found(hit, done)
             if found is not None and (best is None or _rank(found) < _rank(best)):
                 best = found
-                # an anchor of whatever begins no later lies no further than this
-                last = best.prompt_start + self._index._stride - 1
+            hit += 1
         return best
+
+    def _worth(self, hit: int, best: Found | None) -> int:
+        """The next hit, from this one on, that may lead to something better than ``best``.
+
+        Whatever begins no later has an anchor in the first stride. Where that is one of many twins
+        and was not kept, a longer match shows by the first anchor that reaches past the best.
+        """
+        offsets, stride = self._offsets, self._index._stride
+        if best is None or hit == len(offsets) or offsets[hit] < best.prompt_start + stride:
+            return hit
+        past = best.prompt_start + best.length - self._index._window
+        hit = bisect_right(offsets, past, hit)
+        return hit if hit < len(offsets) and offsets[hit] <= past + stride else len(offsets)
 
     def _found(self, hit: int, done: int) -> Found | None:
         """The match at a hit, without what is covered already; None if it is too short then."""
