@@ -12,6 +12,7 @@ __all__ = ["AnchorTable", "Tokens", "window_tags"]
 
 Tokens = npt.NDArray[np.uint32]
 Tags = npt.NDArray[np.uint32]
+Hashes = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
 
@@ -40,12 +41,13 @@ def window_tags(tokens: Tokens, window: int, salt: int, bits: int = TAG_BITS) ->
         length *= 2
     if length < window:
         mixed = _join(mixed[: length - window], mixed[window - length :])
-    tags = (mixed >> np.uint64(64 - bits) << np.uint64(TAG_BITS - bits)).astype(np.uint32)
-    return np.maximum(tags, np.uint32(1))
+    kept = mixed >> np.uint64(64 - bits) << np.uint64(TAG_BITS - bits)
+    tags: Tags = np.maximum(kept, np.uint64(1)).astype(np.uint32)
+    return tags
 
 
-def _join(left: Places, right: Places) -> Places:
-    joined = (left * _SPREAD + right) * _SPREAD
+def _join(left: Hashes, right: Hashes) -> Hashes:
+    joined: Hashes = (left * _SPREAD + right) * _SPREAD
     joined ^= joined >> _FOLD
     return joined
 

@@ -33,7 +33,7 @@ from kvcore.fusion._anchors import TAG_BITS, AnchorTable, Tokens, window_tags
 __all__ = ["Found", "NaiveSegmentIndex", "SegmentIndex"]
 
 MAX_TWINS = 4
-MAX_CHECKS = 4096
+MAX_CHECKS = 2048
 
 
 class Found(NamedTuple):
@@ -212,9 +212,10 @@ class _Search:
         best: Found | None = None
         hit = bisect_left(self._offsets, done)
         while self._checks and (hit := self._worth(hit, best)) < len(self._offsets):
-            found = self._found(hit, done)
-            if found is not None and (best is None or _rank(found) < _rank(best)):
-                best = found
+            if best is None or self._may_beat(hit, best):
+                found = self._found(hit, done)
+                if found is not None and (best is None or _rank(found) < _rank(best)):
+                    best = found
             hit += 1
         return best
 
@@ -231,6 +232,18 @@ class _Search:
         hit = bisect_right(offsets, past, hit)
         return hit if hit < len(offsets) and offsets[hit] <= past + stride else len(offsets)
 
+    def _may_beat(self, hit: int, best: Found) -> bool:
+        """Whether the segment, laid at the hit, begins early enough and reaches far enough."""
+        number, start = self._place(hit)
+        first = self._offsets[hit] - start
+        last = first + len(self._index._tokens[number])
+        return first <= best.prompt_start and last >= best.prompt_start + best.length
+
+    def _place(self, hit: int) -> tuple[int, int]:
+        """Number of the segment, and where in it the window stands."""
+        place = self._places[hit]
+        return place >> 32, place & 0xFFFFFFFF
+
     def _found(self, hit: int, done: int) -> Found | None:
         """The match at a hit, without what is covered already; None if it is too short then."""
         run = self._run(hit)
@@ -244,8 +257,7 @@ class _Search:
 
     def _run(self, hit: int) -> _Run | None:
         """The run of equal tokens around a hit; None if only the hashes agree."""
-        at, place = self._offsets[hit], self._places[hit]
-        number, start = place >> 32, place & 0xFFFFFFFF
+        at, (number, start) = self._offsets[hit], self._place(hit)
         known = self._runs.get((number, start - at))
         if known is not None and known.start <= at < known.stop:
             return known

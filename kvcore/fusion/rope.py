@@ -319,8 +319,8 @@ def _number(config: Config, parameters: Config, name: str, default: float | None
     """A positive number, stated; ``default`` where there is one and the value is None or absent."""
     value = parameters.get(name)
     value = default if value is None else value
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not 0 < value < math.inf:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None or not number or not 0 < value < math.inf:
         _decline(config, f"{name} is {value!r}, a positive number is needed", _LOAD)
     return float(value)
 

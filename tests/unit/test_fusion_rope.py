@@ -207,9 +207,8 @@ def test_frequencies_are_those_of_transformers_to_the_bit(case: str) -> None:
     for layer, rope in enumerate(tried.ropes):
         if rope is not None:
             module = tried.model.rotary_emb
-            types = tried.config.get("layer_types")
             layered = isinstance(module.rope_type, dict)
-            name = f"{types[layer]}_inv_freq" if layered else "inv_freq"
+            name = f"{tried.config['layer_types'][layer]}_inv_freq" if layered else "inv_freq"
             theirs = getattr(module, name)
             assert torch.equal(torch.tensor(rope.frequencies, dtype=torch.float32), theirs)
 
@@ -320,7 +319,8 @@ def exactly(
     rope: Rope, keys: npt.NDArray[np.float64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """The definition: pairs as complex numbers, one at a time. [tokens, head_dim]."""
-    out, half = keys.copy(), rope.rotary_dim // 2
+    out: npt.NDArray[np.float64] = keys.copy()
+    half = rope.rotary_dim // 2
     for pair in range(half):
         x, y = (pair, pair + half) if rope.pairing is Pairing.NEOX else (2 * pair, 2 * pair + 1)
         turned = (keys[:, x] + 1j * keys[:, y]) * np.exp(1j * positions * rope.frequencies[pair])
@@ -448,7 +448,7 @@ def test_one_rotation_loses_less_than_two() -> None:
 # ---------------------------------------------------------------------------------------------
 # what is refused
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "hidden_size": 64,
