@@ -212,7 +212,7 @@ class _Search:
         best: Found | None = None
         hit = bisect_left(self._offsets, done)
         while self._checks and (hit := self._worth(hit, best)) < len(self._offsets):
-            if best is None or self._may_beat(hit, best):
+            if best is None or self._may_beat(hit, done, best):
                 found = self._found(hit, done)
                 if found is not None and (best is None or _rank(found) < _rank(best)):
                     best = found
@@ -232,12 +232,14 @@ class _Search:
         hit = bisect_right(offsets, past, hit)
         return hit if hit < len(offsets) and offsets[hit] <= past + stride else len(offsets)
 
-    def _may_beat(self, hit: int, best: Found) -> bool:
-        """Whether the segment, laid at the hit, begins early enough and reaches far enough."""
+    def _may_beat(self, hit: int, done: int, best: Found) -> bool:
+        """Whether the segment, laid at the hit, begins before ``best`` or else reaches as far."""
         number, start = self._place(hit)
         first = self._offsets[hit] - start
-        last = first + len(self._index._tokens[number])
-        return first <= best.prompt_start and last >= best.prompt_start + best.length
+        start, stop = max(first, done), first + len(self._index._tokens[number])
+        return start < best.prompt_start or (
+            start == best.prompt_start and stop >= best.prompt_start + best.length
+        )
 
     def _place(self, hit: int) -> tuple[int, int]:
         """Number of the segment, and where in it the window stands."""

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import ConfigError
@@ -56,6 +56,7 @@ def scenes(draw: st.DrawFn) -> tuple[int, dict[bytes, list[int]], list[int]]:
     return min_tokens, {name(i): segment for i, segment in enumerate(texts)}, prompt
 
 
+@settings(max_examples=600)  # 100 have missed a mistake that one scene in 300 shows
 @given(scenes(), st.sampled_from([32, 4, 1]))
 def test_agrees_with_the_naive_twin(
     scene: tuple[int, dict[bytes, list[int]], list[int]], tag_bits: int
@@ -71,6 +72,7 @@ def test_agrees_with_the_naive_twin(
     check(prompt, segments, found)
 
 
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=2, max_size=30)),
