@@ -3,8 +3,9 @@
     python -m benchmarks.chunk_find [--segments 100000] [--tokens 32768] [--out results]
 
 Prompts are made of stored segments (whole, cut, or none) and of new text, over a vocabulary of
-150,000. Every row is timed in turn with a plain-Python scan that hashes the window at every offset
-and looks it up in an (empty) dict: what it costs before anything is stored.
+150,000; the last two are made to hurt: nearly every window is one that is stored. Every row is
+timed in turn with a plain-Python scan that hashes the window at every offset and looks it up in an
+(empty) dict: what it costs before anything is stored.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def prompts(corpus: Corpus, count: int) -> dict[str, list[int]]:
         "segments and new text": lambda: corpus.segment() + corpus.text(500),
         "cut segments": corpus.cut,
         "one token repeated": lambda: [7] * 512,
+        "matches one token short": lambda: [8] + [7] * (MIN_TOKENS - 1),
     }
     made = {}
     for kind, piece in kinds.items():

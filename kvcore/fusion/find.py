@@ -62,7 +62,8 @@ class SegmentIndex:
     0.1 s a million anchors). Two bounds keep repetitive text from costing memory and time:
 
     - ``max_twins`` places are kept of windows that hash alike. Segments that begin alike are found
-      all the same, by the windows in which they differ.
+      all the same, by the windows in which they differ. A window that was not kept stays out until
+      its segment is removed and added again.
     - `find` compares at ``max_checks`` places (about 5 us each). Past that, what was found so far
       is the answer, and `cut_short` counts it.
 
