@@ -217,7 +217,7 @@ def test_cut_short_is_counted_and_what_was_found_is_kept() -> None:
     """Stretches one token too short to count hash as their anchors do, at every offset."""
     segment = [7] * 500
     prompt = [*segment[:100], *([8, *segment[:63]] * 40), 8, *segment]
-    index = SegmentIndex(max_checks=100)
+    index = SegmentIndex(max_checks=150)
     index.add(b"s", segment)
     assert index.find(prompt) == [Found(b"s", 0, 0, 100)]
     assert index.cut_short == 1
