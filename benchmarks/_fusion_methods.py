@@ -94,9 +94,8 @@ class SecondLook(Blender):
         first = super().blend(selector, half, question)
         self.merged = first.context.layers
         try:
-            again = look(self)
-            again[first.computed[half.full_layers]] = 0.0  # these are right already
-            second = super().blend(selector, half, again)
+            right = first.computed[half.full_layers]
+            second = super().blend(selector, half, look(self).index_fill(0, right, 0.0))
         finally:
             self.merged = None
         both = [

@@ -82,6 +82,12 @@ class Method:
 
 
 ASKED = select.QuestionDeviation()
+
+
+def in_runs(reach: int) -> Method:
+    return Method(select.Smoothed(ASKED, reach), spread=0.5, pool=squared)
+
+
 METHODS = {
     "random": Method(select.RandomRows()),
     "heads": Method(select.ChunkHeads()),
@@ -102,6 +108,11 @@ METHODS = {
     "heads, question*key, gradual": Method(select.HeadsToo(ASKED), spread=0.5),
     "heads*4, question*key, gradual": Method(select.HeadsToo(ASKED, heads=4), spread=0.5),
     "runs of question*key, gradual": Method(select.Smoothed(ASKED), spread=0.5),
+    "runs (2) of question*key, gradual": Method(select.Smoothed(ASKED, reach=2), spread=0.5),
+    "runs of squared look*key, gradual": in_runs(1),
+    "runs (2) of squared look*key, gradual": in_runs(2),
+    "runs (4) of squared look*key, gradual": in_runs(4),
+    "runs (8) of squared look*key, gradual": in_runs(8),
     "key, behind the lead": Method(select.KeyDeviation(), behind=True),
     "question*key, gradual, behind the lead": Method(ASKED, spread=0.5, behind=True),
     "question*key, gradual, corrected": Method(ASKED, spread=0.5, kind=Corrected),

@@ -123,7 +123,8 @@ class Decoder:
         scale = self.model.model.layers[layer].self_attn.scaling
         logits = queries.transpose(0, 1) @ self._for_each_head(queries, keys).transpose(1, 2)
         hidden = ~self.visible(layer, positions, len(keys))
-        return (logits * scale).masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        weights: Tensor = (logits * scale).masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        return weights
 
     def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """The layer's output: o_proj, residual, norm, MLP, residual."""
