@@ -399,7 +399,7 @@ class MergedBeforeTheShift(Blender):
         super().merge(layer, cache, rows, new)
         for start, segment in self.plan.placed():
             mine = rows[(rows >= start) & (rows < start + len(segment.tokens))]
-            if isinstance(segment, Cached):
+            if isinstance(segment, Cached) and len(mine):
                 moved = Rotation().shift(cache.keys[mine].transpose(0, 1), start)
                 cache.keys[mine] = moved.transpose(0, 1)
 
@@ -407,6 +407,7 @@ class MergedBeforeTheShift(Blender):
 class DecodeReadsTheOldCache(Blender):
     """What was merged was a copy: decode goes on over the chunks as they were placed."""
 
+    @torch.inference_mode()
     def blend(self, *arguments: Any) -> Blended:
         blended = super().blend(*arguments)
         for layer, kv in enumerate(self.placed):
