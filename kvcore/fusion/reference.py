@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -305,7 +306,7 @@ class Blender:
         ``question`` is `question_mass` of this plan where the caller has it already.
         """
         if question is None and selector.needs_question and not budget.is_reuse:
-            question = question_mass(self)
+            question = question_mass(self, partial(attention_mass, sharpness=selector.sharpness))
         cache = self.start()
         rows, computed = self.first_rows(budget), []
         hidden = self.decoder.embed(self.plan.tokens[rows])
