@@ -208,6 +208,8 @@ class Fusor:
         rows = torch.cat([job.fresh, job.question])
         asking = rows >= job.stop if len(job.question) else torch.ones_like(rows, dtype=torch.bool)
         mass = torch.zeros(len(job.tokens), device=job.tokens.device)
+        if not len(rows):
+            return mass
         state = State(self.layers.embed(job.tokens[rows]), None)
         for layer in range(self.layers.layers):
             kv, attention = placed.layer(layer), self.layers.attention[layer]
@@ -261,6 +263,9 @@ class _Walk:
         started = time.perf_counter()
         kv = self.placed.layer(layer)
         landed = time.perf_counter()
+        if not len(rows):  # pure reuse without a gap: there is nothing to compute
+            self.placed.write(layer, kv)
+            return rows, state, LayerTiming(landed - started, time.perf_counter() - landed, 0)
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
         going = torch.empty(0)
