@@ -66,24 +66,32 @@ def look_rows(
     queries: Tensor,
     positions: Tensor,
     keys: Tensor,
+    values: Tensor,
     attention: Attention,
+    asking: Tensor,
     sharpness: float = 1.0,
-) -> Tensor:
-    """[tokens] float32: what the most interested row gives each key, summed over heads.
+) -> tuple[Tensor, Tensor]:
+    """`attend_rows`, and what the most interested of the ``asking`` rows gives each key.
 
-    The probabilities of `attend_rows`, to the power of ``sharpness`` (`select.attention_mass`).
-    Positions that no row sees get 0.
+    ``asking`` is [rows] bool. The second result is [tokens] float32: probabilities to the power of
+    ``sharpness``, summed over heads (`select.attention_mass`); 0 where no asking row sees.
     """
-    highest = torch.zeros(queries.shape[1], len(keys), device=keys.device)
+    _check(queries, positions, keys, values)
+    k, v = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
+    heads, group = len(k), queries.shape[1] // len(k)
+    out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
+    highest = torch.zeros(heads, group, len(keys), device=keys.device)
     for start, stop in _tiles(positions):
-        seen = int(positions[stop - 1]) + 1
-        mask = _visible(positions[start:stop], 0, seen, attention.window)
-        scores = _scores(
-            queries[start:stop].transpose(0, 1), keys[:seen].transpose(0, 1), attention
-        )
-        weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1).flatten(0, 1)
-        highest[:, :seen] = torch.maximum(highest[:, :seen], weights.amax(dim=1))
-    return highest.pow(sharpness).sum(dim=0)
+        seen, rows = int(positions[stop - 1]) + 1, slice(start, stop)
+        mask = _visible(positions[rows], 0, seen, attention.window)
+        scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
+        weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1)
+        flat = weights.to(v.dtype).view(heads, -1, seen) @ v[:, :seen]
+        out[rows] = flat.view(heads * group, stop - start, -1).transpose(0, 1)
+        if bool(asking[rows].any()):
+            best = weights[:, :, asking[rows]].amax(dim=2)
+            highest[:, :, :seen] = torch.maximum(highest[:, :, :seen], best)
+    return out, highest.pow_(sharpness).sum(dim=(0, 1))
 
 
 def naive_attend_rows(

@@ -85,7 +85,8 @@ class Placed(ABC):
     def layer(self, layer: int) -> LayerKV:
         """K and V of all positions, [tokens, kv_heads, dim]; unspecified where nothing is cached.
 
-        Blocks until the layer has landed. Every call gives memory the caller may write to.
+        Blocks until the layer has landed. The caller may write to what it gets, and owns it until
+        the next call.
         """
 
     @abstractmethod
@@ -223,10 +224,11 @@ class Fusor:
                 last: bool = layer == self.layers.layers - 1,
             ) -> Tensor:
                 kv.keys[rows], kv.values[rows] = k, v
-                mass.add_(look_rows(q[asking], rows[asking], kv.keys, attention, sharpness))
+                out, looked = look_rows(q, rows, kv.keys, kv.values, attention, asking, sharpness)
+                mass.add_(looked)
                 if last:
                     raise _Done
-                return attend_rows(q, rows, kv.keys, kv.values, attention)
+                return out
 
             try:
                 state = self.layers.run(layer, rows, state, attend)
@@ -292,6 +294,8 @@ class _Walk:
 
     def _again(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> State:
         attention = self.layers.attention[layer]
+        if not len(rows):
+            return state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_rows(q, rows, kv.keys, kv.values, attention)

@@ -142,28 +142,33 @@ class PlacedChunks(Placed):
         self._prefix = prefix
         self._landed = landed
         self._sink = sink
+        self._turned: set[int] = set()
+        staged = staging.tensor
+        size = (tokens, *staged.shape[3:])
+        # Zeros, not garbage: rows without KV are written before they are read, and a NaN there
+        # would poison even what a mask hides.
+        self._kv = LayerKV(staged.new_zeros(size), staged.new_zeros(size))
 
     def layer(self, layer: int) -> LayerKV:
         self._landed(layer)
-        staged = self._staging.tensor[layer]
-        size = (self._tokens, *staged.shape[2:])
-        # Zeros, not garbage: rows without KV are written before they are read, and a NaN there
-        # would poison even what a mask hides.
-        kv = LayerKV(staged.new_zeros(size), staged.new_zeros(size))
+        staged, kv = self._staging.tensor[layer], self._kv
+        if layer not in self._turned:
+            self._turned.add(layer)
+            self._turn(layer, staged[0])
         self._prefix.read(layer, kv.keys, kv.values)
         for place in self._places:
             there = slice(place.position, place.position + place.length)
             here = slice(place.first, place.first + place.length)
-            kv.keys[there] = self._moved(layer, staged[0, here], place.distance)
-            kv.values[there] = staged[1, here]
+            kv.keys[there], kv.values[there] = staged[0, here], staged[1, here]
         return kv
 
-    def _moved(self, layer: int, keys: Tensor, distance: int) -> Tensor:
-        """[tokens, kv_heads, dim] at its new place; the same bits where that is the old one."""
+    def _turn(self, layer: int, keys: Tensor) -> None:
+        """Rotate the staged K of a layer to where it will stand; bit for bit where it stays."""
         rope = self._ropes[layer]
-        if rope is None or not distance:
-            return keys
-        return rope.shift(keys.transpose(0, 1), distance).transpose(0, 1)
+        for place in self._places:
+            if rope is not None and place.distance:
+                part = keys[place.first : place.first + place.length]
+                part.copy_(rope.shift(part.transpose(0, 1), place.distance).transpose(0, 1))
 
     def write(self, layer: int, kv: LayerKV) -> None:
         self._sink(layer, kv)

@@ -79,12 +79,15 @@ def test_scattered_rows_against_the_twin(
     positions = torch.tensor(sorted(chosen), dtype=torch.int64)
     queries = drawn(1, len(positions), kv_heads * group, dim)
     keys, values = drawn(2, tokens, kv_heads, dim), drawn(3, tokens, kv_heads, dim)
+    asking = drawn(4, len(positions)) > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend, "TILE_SCORES", scores)
         got = attend_rows(queries, positions, keys, values, attention)
-        looked = look_rows(queries, positions, keys, attention, 2.0)
-    close(got, naive_attend_rows(queries, positions, keys, values, attention), 1e-5)
-    close(looked, twin_of_looks(queries, positions, keys, attention), 1e-5)
+        also, looked = look_rows(queries, positions, keys, values, attention, asking, 2.0)
+    expected = naive_attend_rows(queries, positions, keys, values, attention)
+    close(got, expected, 1e-5)
+    close(also, expected, 1e-5)
+    close(looked, twin_of_looks(queries[asking], positions[asking], keys, attention), 1e-5)
 
 
 def twin_of_looks(queries: Tensor, positions: Tensor, keys: Tensor, attention: Attention) -> Tensor:

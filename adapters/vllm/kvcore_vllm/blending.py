@@ -99,16 +99,20 @@ class Blends:
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            try:
-                self._blend(order, staging, landed)
-            except Exception:
-                _log.exception("blend failed, computing instead request=%s", order.request_id)
+            if not self._done(order, staging, landed):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += _pages(order, self._page_tokens)
-            finally:
-                for chunk in order.chunks:
-                    self._worker.release(chunk.graph.graph_id)
+            for chunk in order.chunks:
+                self._worker.release(chunk.graph.graph_id)
         return failed
+
+    def _done(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> bool:
+        try:
+            self._blend(order, staging, landed)
+        except Exception:  # noqa: BLE001 - others' layers and selectors: vLLM computes instead
+            _log.exception("blend failed, computing instead request=%s", order.request_id)
+            return False
+        return True
 
     def take_reports(self) -> list[BlendReport]:
         """What became of the blends since the last call."""

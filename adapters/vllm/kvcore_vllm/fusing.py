@@ -319,9 +319,8 @@ class FusionLeader:
             return
         nonce = secrets.token_bytes(32)
         start = first // self._page_tokens
-        request.block_hashes[start:] = [
-            _own_hash(nonce, known) for known in request.block_hashes[start:]
-        ]
+        hashes: list[Any] = request.block_hashes
+        hashes[start:] = [_own_hash(nonce, known) for known in hashes[start:]]
         request._block_hasher = partial(_hash_apart, fusing.hasher, nonce)
         fusing.plan = plan
 

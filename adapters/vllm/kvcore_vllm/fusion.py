@@ -91,8 +91,9 @@ class VllmLayers(DecoderLayers):
             raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
         context = vllm_config.compilation_config.static_forward_context
         self._attention: list[Any] = [context[name] for name in names]
-        self._decoder: Any = model.model
-        self._modules: list[Any] = list(self._decoder.layers)
+        decoder: Any = model.model
+        self._decoder = decoder
+        self._modules: list[Any] = list(decoder.layers)
         self.layers = len(names)
         self.attention = tuple(_attention(layer) for layer in self._attention)
         self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1

@@ -287,8 +287,10 @@ class SchedulerSide:
         self, tracked: _Tracked, fusing: Fusing, blocks: KVCacheBlocks, external: int
     ) -> None:
         """Order the blend, and the load of the exact tokens before it."""
-        assert self._fusion is not None and tracked.hit is not None and fusing.plan is not None
-        [group], plan = self._model.groups, fusing.plan
+        [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
+        assert plan is not None
+        assert fusion is not None
+        assert tracked.hit is not None
         pages = blocks.get_block_ids()[group.index]
         computed = plan.stop - external
         if plan.exact > computed:
@@ -298,7 +300,7 @@ class SchedulerSide:
             self._outbox.graphs.remove(graph)
             self._plan.sync_loads.append(graph)
             self._load_pages += _pages(units, self._model.groups)
-        order = self._fusion.order(tracked.request, fusing, pages, self._outbox.graphs.remove)
+        order = fusion.order(tracked.request, fusing, pages, self._outbox.graphs.remove)
         self._plan.blends.append(order)
         tracked.reused = {"blend": plan.reused}
         if plan.exact > computed:

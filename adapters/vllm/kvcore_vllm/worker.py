@@ -9,6 +9,7 @@ get_finished         async loads that ended; an empty step waits briefly for one
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -72,10 +73,7 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """Start what must start before this step's forward. Blocks on fences only."""
         self._plan = plan
-        for name, options in plan.open_tiers.items():
-            self._open(name, options)
-        for name, slots in plan.forget:
-            self._worker.forget(name, slots)
+        self._tend_tiers(plan)
         for graph in plan.early_saves:
             self._submit(graph)
         for graph_id in plan.fence:
@@ -91,8 +89,17 @@ class WorkerSide:
             self._async[graph.graph_id] = (request_id, graph)
             self._device_left[graph.graph_id] = sum(op.path.touches_device for op in graph.ops)
             self._submit(graph)
-        for graph in [*plan.fetches, *plan.spills]:
+        for graph in itertools.chain(plan.fetches, plan.spills):
             self._submit(graph)
+        self._begin_blends(plan)
+
+    def _tend_tiers(self, plan: StepPlan) -> None:
+        for name, options in plan.open_tiers.items():
+            self._open(name, options)
+        for name, slots in plan.forget:
+            self._worker.forget(name, slots)
+
+    def _begin_blends(self, plan: StepPlan) -> None:
         if self._blends is not None:
             for report in self._blends.begin(plan.blends):
                 self._take(report)
