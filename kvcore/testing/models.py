@@ -116,9 +116,10 @@ def tiny_model(
 
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
-            layers; ``mistral`` has the window on every layer; ``llama`` and ``qwen2`` have none;
-            ``lfm2`` alternates attention with layers that keep a state.
-        sliding_window: tokens a windowed layer sees; ignored by architectures without a window.
+            layers; ``mistral`` has the window on every layer; ``lfm2`` alternates attention with
+            layers that keep a state; the others have full attention.
+        sliding_window: tokens a windowed layer sees (for ``mistral``, 0 means all); ignored by
+            architectures without a window.
 
     Raises:
         UnsupportedError: `arch` is not one of them.
@@ -335,7 +336,25 @@ def _qwen2_config(shape: _Shape, **common: Any) -> Any:
 def _mistral_config(shape: _Shape, **common: Any) -> Any:
     from transformers import MistralConfig
 
-    return MistralConfig(sliding_window=shape.sliding_window, **common)
+    return MistralConfig(sliding_window=shape.sliding_window or None, **common)
+
+
+def _qwen3_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**common)
+
+
+def _gemma_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import GemmaConfig
+
+    return GemmaConfig(**{**common, "tie_word_embeddings": True})
+
+
+def _phi3_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(pad_token_id=0, **common)
 
 
 def _gemma3_config(shape: _Shape, **common: Any) -> Any:
@@ -369,6 +388,9 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": _llama_config,
     "mistral": _mistral_config,
     "qwen2": _qwen2_config,
+    "qwen3": _qwen3_config,
+    "gemma": _gemma_config,
+    "phi3": _phi3_config,
     "gemma3": _gemma3_config,
     "lfm2": _lfm2_config,
 }

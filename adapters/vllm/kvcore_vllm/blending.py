@@ -141,7 +141,8 @@ class Blends:
             len(job.tokens), staging, places, self._ropes, self._prefix(order), wait, sink
         )
         budget = Ratio(order.ratio, self._spread)
-        outcome = self._fusor.blend(job, placed, self._selector, budget)
+        with self._layers.adapted(order.lora):
+            outcome = self._fusor.blend(job, placed, self._selector, budget)
         self._report(order, job, outcome)
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:

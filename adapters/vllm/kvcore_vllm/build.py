@@ -11,7 +11,7 @@ import torch
 from kvcore_vllm.blending import Blends, RefusingBlends
 from kvcore_vllm.describe import ModelDescription
 from kvcore_vllm.fusing import FusionLeader
-from kvcore_vllm.fusion import VllmLayers, find_model, ropes_of
+from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.scheduler import Outbox, SchedulerSide
 from kvcore_vllm.worker import WorkerSide
@@ -228,7 +228,7 @@ def _blends(
     try:
         ropes = ropes_of(vllm_config, model)
         names = model.groups[0].names
-        layers = VllmLayers(vllm_config, find_model(vllm_config), names)
+        layers = VllmLayers(vllm_config, find_worker(vllm_config), names)
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return RefusingBlends(page_tokens)

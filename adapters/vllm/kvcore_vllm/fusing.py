@@ -166,8 +166,8 @@ class FusionLeader:
             return None
         ratio = fusing.options.ratio
         stop = usable[-1].prompt_start + usable[-1].length
-        if self._batch_limit is not None and stop - exact > self._batch_limit:
-            return None
+        if self._batch_limit is not None and request.num_tokens - exact > self._batch_limit:
+            return None  # vLLM's LoRA layers have room for the rows of one batch
         return BlendPlan(
             exact, stop, self._settings.ratio if ratio is None else ratio, tuple(usable)
         )

@@ -62,8 +62,8 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
     return tuple(rope_of(text, layer) for layer in range(model.shape.layers))
 
 
-def find_model(vllm_config: VllmConfig) -> torch.nn.Module:
-    """The model that this process's worker has loaded. Raises UnsupportedError without one.
+def find_worker(vllm_config: VllmConfig) -> Any:
+    """This process's worker, with its model loaded. Raises UnsupportedError without one.
 
     vLLM does not tell a connector; its worker is looked up among the objects of the process.
     """
@@ -71,7 +71,7 @@ def find_model(vllm_config: VllmConfig) -> torch.nn.Module:
 
     for found in gc.get_objects():
         if isinstance(found, WorkerBase) and found.vllm_config is vllm_config:
-            return found.get_model()
+            return found
     raise UnsupportedError("the worker of this process was not found: fusion needs its model")
 
 
@@ -81,9 +81,7 @@ class VllmLayers(DecoderLayers):
     ``names`` are the attention layers in canonical order.
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, model: torch.nn.Module, names: Sequence[str]
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, worker: Any, names: Sequence[str]) -> None:
         from vllm.model_executor.layers.attention import Attention as VllmAttention
 
         found = list(inspect.signature(VllmAttention.forward).parameters)
@@ -91,11 +89,13 @@ class VllmLayers(DecoderLayers):
             raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
         context = vllm_config.compilation_config.static_forward_context
         self._attention: list[Any] = [context[name] for name in names]
-        decoder: Any = model.model
+        decoder: Any = worker.get_model().model
         self._decoder = decoder
         self._modules: list[Any] = list(decoder.layers)
         self.layers = len(names)
         self.attention = tuple(_attention(layer) for layer in self._attention)
+        self._loras = _lora_manager(vllm_config, worker)
+        self._adapter = 0
         self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
         if len(self._modules) != self.layers:
             raise UnsupportedError(
@@ -105,11 +105,36 @@ class VllmLayers(DecoderLayers):
         if taken != _LAYER_ARGUMENTS:
             raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
 
+    @contextmanager
+    def adapted(self, lora: int) -> Iterator[None]:
+        """Run layers with an adapter of vLLM's (0: none) in this block. It must be active."""
+        if self._loras is None:
+            yield
+            return
+        steps = self._loras._last_mapping
+        self._adapter = lora
+        try:
+            yield
+        finally:
+            if steps is not None:
+                self._loras.set_adapter_mapping(steps)
+
+    def _adapt(self, rows: int) -> None:
+        """Tell vLLM's LoRA layers of how many rows the next call is."""
+        if self._loras is None:
+            return
+        from vllm.lora.layers import LoRAMapping
+
+        mapping = LoRAMapping((self._adapter,) * rows, (self._adapter,), is_prefill=True)
+        self._loras.set_adapter_mapping(mapping)
+
     def embed(self, tokens: Tensor) -> Tensor:
+        self._adapt(len(tokens))
         embedded: Tensor = self._decoder.embed_input_ids(tokens)
         return embedded
 
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        self._adapt(len(positions))
         with _redirected(self._attention[layer], attend):
             hidden, residual = self._modules[layer](positions, state.hidden, state.residual)
         return State(hidden, residual)
@@ -151,6 +176,16 @@ def _redirected(attention: Any, attend: Attend) -> Iterator[None]:
         yield
     finally:
         del attention.forward
+
+
+def _lora_manager(vllm_config: VllmConfig, worker: Any) -> Any:
+    """What maps rows to adapters in vLLM's layers; None in an engine without LoRA."""
+    if vllm_config.lora_config is None:
+        return None
+    manager = getattr(worker.model_runner.lora_manager, "_adapter_manager", None)
+    if not hasattr(manager, "set_adapter_mapping") or not hasattr(manager, "_last_mapping"):
+        raise UnsupportedError("vLLM's LoRA manager is not the one of 0.32")
+    return manager
 
 
 def _attention(layer: Any) -> Attention:
