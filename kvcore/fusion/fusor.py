@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvcore.errors import ConfigError
 from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
 
@@ -151,20 +152,29 @@ class LayerTiming(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a blend did. ``chosen`` are the chunks' rows computed on the last layer, ascending."""
+    """What a blend did. ``chosen`` are the chunks' rows computed on the last layer, ascending.
+
+    ``verdicts`` are a gate's, ``abandoned`` the layers of a walk it gave up.
+    """
 
     layers: list[LayerTiming] = field(default_factory=list)
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     look_s: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+    abandoned: list[LayerTiming] = field(default_factory=list)
 
     def share(self, job: Job) -> float:
-        """Rows computed, as a share of the rows KV was made for times layers."""
-        rows = sum(layer.rows for layer in self.layers)
+        """Rows computed, those of an abandoned walk too, by the rows KV was made for x layers."""
+        rows = sum(layer.rows for layer in (*self.layers, *self.abandoned))
         return rows / (len(self.layers) * (job.stop - job.exact))
 
 
 class _Done(Exception):
     """K and V of the last layer are merged; its output is not wanted."""
+
+
+class _Over(Exception):
+    """The walk starts over, with more rows."""
 
 
 class _Fewer(Exception):
@@ -181,8 +191,18 @@ class Fusor:
         self.layers = layers
 
     @torch.inference_mode()
-    def blend(self, job: Job, placed: Placed, selector: Selector, budget: Budget) -> Outcome:
-        """Make KV for positions [exact, stop) and write it. Blocks; see the module's picture."""
+    def blend(
+        self,
+        job: Job,
+        placed: Placed,
+        selector: Selector,
+        budget: Budget,
+        gate: Gate | None = None,
+    ) -> Outcome:
+        """Make KV for positions [exact, stop) and write it. Blocks; see the module's picture.
+
+        A ``gate`` may enlarge the ratio, and once it has seen how errors grow, start over.
+        """
         outcome = Outcome()
         reuse = budget.is_reuse
         question = None
@@ -191,13 +211,25 @@ class Fusor:
             question = self.look(job, placed, selector.sharpness)
             outcome.look_s = time.perf_counter() - started
         walk = _Walk(self.layers, job, placed, selector, budget, question)
-        rows = job.fresh if reuse else job.rows
-        state = State(self.layers.embed(job.tokens[rows]), None)
-        for layer in range(self.layers.layers):
-            rows, state, timing = walk.layer(layer, rows, state)
-            outcome.layers.append(timing)
-        outcome.chosen = rows[torch.isin(rows, job.chunks)]
+        walk.watch(gate if len(job.chunks) and not reuse else None)
+        while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
+            outcome.abandoned += outcome.layers
+            outcome.layers = []
+        outcome.verdicts = walk.verdicts
         return outcome
+
+    def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
+        """Walk through all layers; False where the gate wants to start over."""
+        state = State(self.layers.embed(walk.job.tokens[rows]), None)
+        for layer in range(self.layers.layers):
+            try:
+                rows, state, timing = walk.layer(layer, rows, state)
+            except _Over:
+                outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
+                return False
+            outcome.layers.append(timing)
+        outcome.chosen = rows[torch.isin(rows, walk.job.chunks)]
+        return True
 
     @torch.inference_mode()
     def look(self, job: Job, placed: Placed, sharpness: float) -> Tensor:
@@ -259,6 +291,32 @@ class _Walk:
         self.offset_of[job.chunks] = job.offsets
         self.is_chunk = torch.zeros(len(job.tokens), dtype=torch.bool, device=job.tokens.device)
         self.is_chunk[job.chunks] = True
+        self.full_layers = budget.full_layers
+        self._watches: list[Watch] = []
+
+    def watch(self, gate: Gate | None) -> None:
+        """Have a gate look at the walk from here on."""
+        self._watch: Watch | None = None
+        if gate is not None:
+            layers, tokens = self.layers.layers, len(self.job.chunks)
+            self._watch = Watch(gate, self.selector, self.budget, layers, tokens)
+            self._watches.append(self._watch)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """All that was said so far."""
+        return [verdict for watch in self._watches for verdict in watch.verdicts]
+
+    def _judge(self, seen: Seen) -> None:
+        """Show the gate a layer. Raises _Over where it wants rows that have left already.
+
+        At the choice none has: a larger ratio is simply taken.
+        """
+        while self._watch is not None and self._watch.see(seen):
+            self.budget = self._watch.budget
+            self.watch(self._watch.next_gate)
+            if seen.layer + 1 > self.full_layers:
+                raise _Over
 
     def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""
@@ -317,5 +375,6 @@ class _Walk:
             None if self.question is None else self.question[chunk_rows],
             self.layers.reduce,
         )
+        self._judge(seen)
         kept = narrow(self.selector, self.budget, seen, self.layers.layers, len(self.job.chunks))
         return ~candidate | torch.isin(rows, kept)

@@ -21,6 +21,7 @@ from kvcore.fusion.attend import (  # noqa: E402
     naive_attend_rows,
 )
 from kvcore.fusion.fusor import Attend, Fusor, Job, State  # noqa: E402
+from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Plan, Prefix  # noqa: E402
 from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.select import (  # noqa: E402
@@ -181,12 +182,13 @@ def test_any_plan(
 LLAMA = World(Decoder(make_model("llama")))
 
 
-def agree(world: World, plan: Plan, selector: Any, budget: Any) -> None:
+def agree(world: World, plan: Plan, selector: Any, budget: Any, gate: Gate | None = None) -> None:
     """The same rows computed at every layer, and the same KV left."""
     blender, job = world.make(plan), job_of(plan)
     placed = ReferencePlaced(blender)
-    expected = blender.blend(selector, budget)
-    outcome = Fusor(ReferenceLayers(world.decoder)).blend(job, placed, selector, budget)
+    expected = blender.blend(selector, budget, gate=gate)
+    outcome = Fusor(ReferenceLayers(world.decoder)).blend(job, placed, selector, budget, gate)
+    assert [v[:2] for v in outcome.verdicts] == [v[:2] for v in expected.verdicts]
     made = slice(job.exact, job.stop)
     for layer, rows in enumerate(expected.computed):
         context = rows[rows < job.stop]
@@ -195,8 +197,20 @@ def agree(world: World, plan: Plan, selector: Any, budget: Any) -> None:
         close(placed.written[layer].values[made], expected.context.layers[layer].values[made], 2e-4)
     last = expected.computed[-1]
     assert outcome.chosen.tolist() == last[torch.isin(last, job.chunks)].tolist()
+    if outcome.abandoned:
+        return
     share = sum(len(rows[rows < job.stop]) for rows in expected.computed)
     assert outcome.share(job) == share / (len(expected.computed) * (job.stop - job.exact))
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-3, 1e-2, 0.1, 0.5, 1e6])
+@pytest.mark.parametrize("depth", [0.5, 0.8])
+def test_the_gate_is_heeded_as_in_the_reference(bound: float, depth: float) -> None:
+    """The same verdicts, and the same KV in the end, whichever way a walk started over."""
+    plan = LLAMA.plan()
+    for usual in (0.0, 1.0):
+        gate = Gate(bound, larger=(0.3, 0.6), usual=usual, depth=depth)
+        agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
 
 
 def test_ranks_choose_by_the_sum_of_their_scores() -> None:
