@@ -1,5 +1,5 @@
 # Every target makes the environment first; when it is there already, that takes no time.
-#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"]
+#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make test [PYTEST="-k restart"]
 
 PYTHON ?= python3
@@ -24,6 +24,7 @@ env:
 
 demo: env
 	$(RUN) -m demo $(if $(MODEL),--model "$(MODEL)") $(DEMO)
+	$(RUN) -m demo.rag $(if $(MODEL),--model "$(MODEL)") $(RAG)
 
 test: env
 	$(RUN) -m kvcore.testing.models smollm2

@@ -334,6 +334,14 @@ class FusionConfig(SchemaModel):
         description="The share falls over the layers from `ratio * (1 + spread)` to "
         "`ratio * (1 - spread)`.",
     )
+    gate: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Quality gate: how far off the rows that are not recomputed may be expected to "
+        "be (squared distance as a share of the square). Past it the request takes a larger share, "
+        "or is computed in full. Unset: no gate. docs/fusion.md has what bounds are worth.",
+    )
     selector: Name = Field(
         default="runs", description="Chooses the tokens: any registered one (see `kvcore plugins`)."
     )

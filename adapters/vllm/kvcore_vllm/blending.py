@@ -19,6 +19,7 @@ from kvcore_vllm.messages import BlendOrder, BlendReport
 
 from kvcore.config import Config
 from kvcore.fusion.fusor import Fusor, Job, Outcome
+from kvcore.fusion.gate import Gate
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
@@ -26,6 +27,9 @@ from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
+
+FULL_LAYERS = 2
+"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
 
 _log = logging.getLogger("kvcore.vllm.fusion")
 
@@ -75,6 +79,8 @@ class Blends:
         self._shape = shape
         self._selector = selector
         self._spread = config.fusion.spread
+        bound = config.fusion.gate
+        self._gate = None if bound is None else Gate(bound)
         self._page_tokens = page_tokens
         self._view = worker.groups[0].view
         self._device = self._view.tensors[0].device
@@ -140,9 +146,9 @@ class Blends:
         placed = PlacedChunks(
             len(job.tokens), staging, places, self._ropes, self._prefix(order), wait, sink
         )
-        budget = Ratio(order.ratio, self._spread)
+        budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
         with self._layers.adapted(order.lora):
-            outcome = self._fusor.blend(job, placed, self._selector, budget)
+            outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
         self._report(order, job, outcome)
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:
@@ -160,10 +166,17 @@ class Blends:
         )
 
     def _report(self, order: BlendOrder, job: Job, outcome: Outcome) -> None:
-        timings = outcome.layers
+        timings = outcome.layers + outcome.abandoned
+        later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
+        verdicts = outcome.verdicts
         report = BlendReport(
             order.request_id,
             share=outcome.share(job),
+            rows=job.stop - job.exact,
+            kept=round(sum(later) / max(len(later), 1)),
+            ratio=verdicts[-1].ratio if verdicts else order.ratio,
+            verdicts=[verdict.step.value for verdict in verdicts],
+            reason=verdicts[-1].reason if verdicts else "",
             wait_s=sum(t.wait_s for t in timings),
             compute_s=sum(t.compute_s for t in timings),
             look_s=outcome.look_s,

@@ -72,6 +72,11 @@ class Fusing:
     report: BlendReport | None = None
     refused: str = ""
 
+    @property
+    def ratio(self) -> float:
+        """The share that was ordered."""
+        return self.plan.ratio if self.plan is not None else 0.0
+
     def exact_tokens(self, tokens: int) -> int:
         """How many of the first ``tokens`` have exact KV."""
         known = self.approximate_from
@@ -85,7 +90,10 @@ class Fusing:
             return {}
         told: dict[str, Any] = {"blended_tokens": self.plan.reused, "ratio": self.plan.ratio}
         if self.report is not None and self.report.ok:
+            told["ratio"] = self.report.ratio
             told["recomputed_share"] = round(self.report.share, 4)
+            if self.report.verdicts:
+                told["gate"] = self.report.verdicts
         return told
 
 

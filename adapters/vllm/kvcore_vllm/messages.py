@@ -57,11 +57,21 @@ class BlendOrder(msgspec.Struct, array_like=True):
 
 
 class BlendReport(msgspec.Struct, array_like=True):
-    """What a blend did: the share of rows x layers it computed, and where its seconds went."""
+    """What a blend did.
+
+    ``share`` are the rows x layers it computed, ``rows`` those it made KV for and ``kept`` the mean
+    of those computed behind the full layers. ``verdicts`` are the quality gate's, and ``reason``
+    what it said last.
+    """
 
     request_id: str
     ok: bool = True
     share: float = 0.0
+    rows: int = 0
+    kept: int = 0
+    ratio: float = 0.0
+    verdicts: list[str] = []
+    reason: str = ""
     wait_s: float = 0.0
     compute_s: float = 0.0
     look_s: float = 0.0

@@ -490,8 +490,21 @@ class SchedulerSide:
         tracked = self._requests.get(report.request_id)
         if tracked is not None and tracked.fusing is not None:
             tracked.fusing.report = report
+            self._count_blend(tracked.fusing, report)
         if self._fusion is not None:
             self._fusion.judge(report)
+
+    def _count_blend(self, fusing: Fusing, report: BlendReport) -> None:
+        self._metrics.blend("blended" if report.ok else "failed")
+        for verdict in report.verdicts:
+            self._metrics.judged(verdict)
+        if report.ratio > fusing.ratio:
+            _log.info(
+                "gate request=%s ratio=%s: %s", report.request_id, report.ratio, report.reason
+            )
+        if report.ok and fusing.plan is not None:
+            seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
+            self._metrics.blended(fusing.plan.reused, report.ratio, seconds)
 
     def _stand_aside(self) -> None:
         """A worker cannot serve this model (its log says why): look up and save nothing more."""
