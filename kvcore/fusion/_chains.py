@@ -141,25 +141,27 @@ class Chains:
             runs.append((begin, stop))
         return runs[::-1]
 
-    def enter(self, piece: Piece, segment_id: bytes) -> tuple[Segment, int]:
-        """Take in blocks that are not known; how many tokens more are kept now.
+    def enter(self, piece: Piece, segment_id: bytes) -> tuple[Segment, Piece]:
+        """Take in blocks that are not known; returns their segment and what is new of the piece.
 
-        They go on the segment that ends before them, else ``segment_id`` is the name of a new one.
+        They go on the segment that ends before them, which needs no head of theirs; else
+        ``segment_id`` is the name of a new one.
         """
         segment = self._ending_before(piece)
+        most_head = 0 if segment is not None else self.index.min_tokens - 1
+        piece = piece.part(0, len(piece.keys), most_head)
         if segment is None:
-            piece = piece.part(0, len(piece.keys), self.index.min_tokens - 1)
             segment = self.segments[segment_id] = Segment(segment_id, piece)
             self._branch(segment, piece)
-            more = piece.tokens
-        else:
-            more = piece.tokens[piece.head :]
         self._name(segment, piece.keys)
-        self._append(segment, more)
-        return segment, len(more)
+        self._append(segment, piece.tokens)
+        return segment, piece
 
     def cut(self, segment: Segment, blocks: int) -> None:
-        """Forget all but the first ``blocks`` blocks, at least one, of a segment."""
+        """Forget all but the first ``blocks`` blocks, at least one, of a segment.
+
+        Its records in the file are the caller's to take care of.
+        """
         self._unname(segment, blocks)
         length = self.num_tokens(segment)
         kept = self.tokens(segment)[:length]
