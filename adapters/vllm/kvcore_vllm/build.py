@@ -140,11 +140,20 @@ def _fusion_leader(
         config,
         model.shape,
         manager,
-        Segments(config.block.tokens, min_tokens=config.fusion.min_tokens),
+        _segments(config, model),
         steps,
         model.groups[0].page_tokens,
         limit if vllm_config.lora_config is not None else None,
     )
+
+
+def _segments(config: Config, model: ModelDescription) -> Segments:
+    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
+    path = None
+    if config.disk.path is not None and config.disk.path.is_dir():
+        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
+        path = config.disk.path / name
+    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
 def _plugins(config: Config) -> PluginManager:
