@@ -354,7 +354,7 @@ def _gemma_config(shape: _Shape, **common: Any) -> Any:
 def _phi3_config(shape: _Shape, **common: Any) -> Any:
     from transformers import Phi3Config
 
-    return Phi3Config(pad_token_id=0, **common)
+    return Phi3Config(**{**common, "pad_token_id": 0})
 
 
 def _gemma3_config(shape: _Shape, **common: Any) -> Any:

@@ -44,6 +44,21 @@ def chunks(model: Path) -> list[list[int]]:
     return windows(model, 6, 150, 260, seed=31)
 
 
+@pytest.fixture(scope="module")
+def process(model: Path) -> Iterator[EngineProcess]:
+    """One engine for what can share one; steps are short, so that prompts are cut."""
+    with engine(model, config(), max_num_batched_tokens=512) as made:
+        yield made
+
+
+@pytest.fixture
+def warmed(process: EngineProcess, chunks: list[list[int]]) -> EngineProcess:
+    """That engine, knowing the chunks and nothing else."""
+    process.reset_prefix_cache(connector=True)
+    warm(process, chunks)
+    return process
+
+
 def prompts(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
     """Some chunks each, in another order, between words of their own."""
     picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
@@ -69,26 +84,67 @@ def blended(got: Sequence[Generation]) -> list[int]:
 
 
 def test_everything_recomputed_is_the_engines_own_answer(
-    reference: Reference, model: Path, chunks: list[list[int]]
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
-    """One by one, several in a step, and cut into small steps with others decoding beside."""
+    """One by one, several in a step, and with others prefilling and decoding beside."""
     asked = prompts(model, chunks, 12, seed=1)
-    narrow: dict[str, Any] = {"max_num_batched_tokens": 160}
-    for limits in ({}, narrow):
-        with engine(model, config(), **limits) as process:
-            warm(process, chunks)
-            for batch in (1, 4):
-                got = answers(process, asked, batch=batch, fusion=ALL, max_tokens=8)
-                same(got, reference(asked))
-                assert min(blended(got)) >= 400, blended(got)
-                settled(process)
+    for batch in (1, 4):
+        got = answers(warmed, asked, batch=batch, fusion=ALL, max_tokens=8)
+        same(got, reference(asked))
+        assert min(blended(got)) >= 400, blended(got)
+        settled(warmed)
 
 
-def test_what_is_approximate_is_never_taken_for_exact(
+def test_blends_side_by_side_share_nothing(
+    model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    """Answers of pure reuse do not depend on what is blended or decoded in the same steps."""
+    asked = prompts(model, chunks, 8, seed=3)
+    alone = []
+    for prompt in asked:
+        alone += answers(warmed, [prompt], fusion=REUSE)
+        settled(warmed)
+    together = answers(warmed, asked, batch=8, fusion=REUSE)
+    same(together, alone)
+    assert min(blended(together)) >= 400
+
+
+def test_a_prefix_that_is_computed_in_the_same_step(
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    """vLLM shares pages before they are computed; a blend must not read them then."""
+    own = windows(model, 1, 400, 400, seed=41)[0]
+    rest = windows(model, 1, 300, 300, seed=42)[0]
+    asked = [own + rest, *([*own, *chunk, 7, 8] for chunk in chunks[:3])]
+    for _ in range(3):
+        got = answers(warmed, asked, batch=len(asked), fusion=ALL)
+        same(got, reference(asked))
+        assert min(blended(got)[1:]) >= 100
+        warmed.reset_prefix_cache(connector=True)
+        warm(warmed, chunks)
+
+
+def test_wishes_that_make_no_sense(
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    asked = prompts(model, chunks, 1, seed=11)
+    wrong: dict[str, Any] = {
+        "ratio": 1.5,
+        "chunks": [[10, 5]],
+        "share": 0.1,
+    }
+    for name, value in wrong.items():
+        got = answers(warmed, asked, fusion={name: value})
+        same(got, reference(asked))
+        assert name in got[0].kvcore["fusion"]["error"]
+
+
+def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
     reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
 ) -> None:
-    """The same prompts, blended first and then asked for exactly: at once, with vLLM's own cache
-    emptied, as the next turn of the blended one, and after a restart."""
+    """Prompts are blended first and then asked for exactly: at once, with vLLM's own cache
+    emptied, as the next turn of the blended one, and after a restart. There, the chunks come from
+    disk, found by search and by offsets."""
     asked = prompts(model, chunks, 8, seed=2)
     settings = {**config(), "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"}}
     with engine(model, settings) as process:
@@ -97,119 +153,66 @@ def test_what_is_approximate_is_never_taken_for_exact(
         assert min(blended(rough)) >= 400
         right = reference(asked)
         assert sum(a.token_ids != b.token_ids for a, b in zip(rough, right, strict=True)) >= 4
-        same(answers(process, asked, fusion=EXACT), right)
-        again = answers(process, asked, fusion=REUSE)  # now each is held exactly, as a prefix
-        same(again, right)
+        same(answers(process, asked[:4], fusion=EXACT), right[:4])
+        again = answers(process, asked[:4], fusion=REUSE)  # now held exactly, as prefixes
+        same(again, right[:4])
         settled(process)
         turns = [[*p, *a.token_ids, 5, 6, 7] for p, a in zip(asked, rough, strict=True)]
-        same(answers(process, turns, fusion=EXACT), reference(turns))
+        same(answers(process, turns[4:], fusion=EXACT), reference(turns[4:]))
+    first, second = len(chunks[4]), len(chunks[0])
+    pair = chunks[4] + chunks[0] + [5] * 9
+    with engine(model, settings) as process:
+        [found] = answers(process, [pair], fusion=ALL)
         settled(process)
+        [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
+        same([found, marked], reference([pair, pair]))
+        # the first chunk is a plain prefix; of the second, whole blocks are found
+        assert blended([found, marked]) == [second // 16 * 16] * 2
+        assert counted(process, "kvcore_transfer_bytes_total", path="disk2h") > 0
         same(answers(process, asked, fusion=EXACT), right)
-    with engine(model, settings) as process:
-        same(answers(process, asked, fusion=EXACT), right)
-
-
-def test_blends_side_by_side_share_nothing(model: Path, chunks: list[list[int]]) -> None:
-    """Answers of pure reuse do not depend on what is blended or decoded in the same steps."""
-    asked = prompts(model, chunks, 8, seed=3)
-    with engine(model, config(), enable_prefix_caching=False) as process:
-        warm(process, chunks)
-        alone = answers(process, asked, fusion=REUSE)
-        together = answers(process, asked, batch=8, fusion=REUSE)
-        same(together, alone)
-        assert min(blended(together)) >= 400
-
-
-def test_a_prefix_that_is_computed_in_the_same_step(
-    reference: Reference, model: Path, chunks: list[list[int]]
-) -> None:
-    """vLLM shares pages before they are computed; a blend must not read them then."""
-    own = windows(model, 1, 400, 400, seed=41)[0]
-    tails = [chunks[0], chunks[1], chunks[2]]
-    asked = [own + windows(model, 1, 300, 300, seed=42)[0], *([*own, *t, 7, 8] for t in tails)]
-    with engine(model, config(), max_num_batched_tokens=2048) as process:
-        warm(process, chunks)
-        for _ in range(3):
-            got = answers(process, asked, batch=len(asked), fusion=ALL)
-            same(got, reference(asked))
-            assert min(blended(got)[1:]) >= 100
-            process.reset_prefix_cache(connector=True)
-            warm(process, chunks)
-
-
-def test_chunks_come_back_from_disk(
-    reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
-) -> None:
-    """After a restart: unmarked, marked with offsets, and between separators."""
-    mark = [0, 1, 0]
-    asked = [chunks[1] + mark + chunks[3] + mark + [9, 8, 7] * 5, chunks[4] + chunks[0] + [5] * 9]
-    spans = [[0, len(chunks[4])], [len(chunks[4]), len(chunks[4]) + len(chunks[0])]]
-    settings = {
-        **config(separator=mark),
-        "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"},
-    }
-    with engine(model, settings) as process:
-        warm(process, chunks)
-    with engine(
-        model, {**settings, "fusion": {**settings["fusion"], "unmarked": False}}
-    ) as process:
-        [cut] = answers(process, asked[:1], fusion=ALL)
-        [offsets] = answers(process, asked[1:], fusion={**ALL, "chunks": spans})
-        same([cut, offsets], reference(asked))
-        # the first chunk of each is a plain prefix; whole blocks of the second are found
-        assert blended([cut, offsets]) == [len(chunks[3]) // 16 * 16, len(chunks[0]) // 16 * 16]
-        assert counted(process, "kvcore_hit_tokens_total", tier="disk") >= 0
-    with engine(model, settings) as process:
-        [found] = answers(process, asked[1:], fusion=ALL)
-        same([found], reference(asked[1:]))
-        assert blended([found]) == [len(chunks[0]) // 16 * 16]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral", "gemma", "phi3"])
 def test_other_shapes_of_models(arch: str) -> None:
+    """Log-probabilities of the answers are those of the exact ones, and of pure reuse not."""
     other = tiny_model(arch, layers=3, sliding_window=0)
     chunks = windows(other, 4, 150, 200, seed=51)
-    asked = prompts(other, chunks, 4, seed=52)
-    with engine(other, None, enable_prefix_caching=False) as process:
-        expected = answers(process, asked)
+    asked = prompts(other, chunks, 3, seed=52)
     with engine(other, config()) as process:
         warm(process, chunks)
-        rough = answers(process, asked, fusion=REUSE)
-        got = answers(process, asked, fusion=ALL)
-        same(got, expected)
-        assert min(blended(got)) >= 400
-        assert any(a.token_ids != b.token_ids for a, b in zip(rough, expected, strict=True))
+        rough = answers(process, asked, fusion=REUSE, logprobs=True)
+        got = answers(process, asked, fusion=ALL, logprobs=True)
+        expected = answers(process, asked, fusion=EXACT, logprobs=True)
+    same(got, expected)
+    assert min(blended(got)) >= 400
+    for a, b, c in zip(got, expected, rough, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-3)
+        assert c.logprobs[0] != pytest.approx(b.logprobs[0], abs=2e-3)
 
 
-@pytest.mark.parametrize("arch", ["gemma3", "mistral"])
-def test_models_that_fusion_is_not_right_for_serve_exact_prefixes(arch: str) -> None:
-    other = tiny_model(arch, layers=2)
+def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
+    other = tiny_model("gemma3", layers=2)
     chunks = windows(other, 4, 150, 200, seed=61)
     asked = prompts(other, chunks, 2, seed=62)
-    with engine(other, None, enable_prefix_caching=False) as process:
-        expected = answers(process, asked)
     with engine(other, config()) as process:
         warm(process, chunks)
-        for _ in range(2):
-            got = answers(process, asked, fusion=REUSE)
-            same(got, expected)
-            assert blended(got) == [0, 0]
-            settled(process)
-        assert sum(a.reused_tokens for a in got) > 0
+        first = answers(process, asked, fusion=REUSE)
+        settled(process)
+        second = answers(process, asked, fusion=REUSE)
+        same(second, first)
+        assert blended(first) + blended(second) == [0, 0, 0, 0]
+        assert sum(a.reused_tokens for a in second) > 0
         assert "exact prefixes only" in process.log.read_text()
 
 
 def test_tensor_parallel_ranks_choose_the_same_rows(
-    reference: Reference, model: Path, chunks: list[list[int]]
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
     asked = prompts(model, chunks, 4, seed=7)
-    with engine(model, config()) as process:
-        warm(process, chunks)
-        single = answers(process, asked, fusion={"ratio": 0.2})
+    single = answers(warmed, asked, fusion={"ratio": 0.2})
     with engine(model, config(), tensor_parallel_size=2) as process:
         warm(process, chunks)
-        got = answers(process, asked, fusion={"ratio": 0.2})
-        same(got, single)
+        same(answers(process, asked, fusion={"ratio": 0.2}), single)
         settled(process)
         everything = answers(process, asked, fusion=ALL)
         same(everything, reference(asked))
@@ -225,26 +228,29 @@ def test_compiled(reference: Reference, model: Path, chunks: list[list[int]]) ->
         assert min(blended(got)) >= 400
 
 
-def test_adapters(model: Path, chunks: list[list[int]], tmp_path: Path) -> None:
+def test_adapters(
+    reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
+) -> None:
     """Chunks are those of the adapter, and their rows are recomputed with it."""
     adapter = tiny_lora(tmp_path / "lora", model, seed=3)
     asked = prompts(model, chunks, 3, seed=9)
-    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    with engine(model, None, enable_prefix_caching=False, **settings) as process:
-        plain, adapted = (answers(process, asked, lora=lora) for lora in (None, adapter))
-        assert [a.token_ids for a in plain] != [a.token_ids for a in adapted]
-    with engine(model, config(), **settings) as process:
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with engine(model, config(), **lora) as process:
         warm(process, chunks, lora=adapter)
         got = answers(process, asked[:1], fusion=ALL)
-        same(got, plain[:1])
+        same(got, reference(asked[:1]))
         assert blended(got) == [0], "chunks of the adapter were used without it"
         process.reset_prefix_cache(connector=True)
         warm(process, chunks, lora=adapter)
         warm(process, chunks)
-        for lora, expected in ((adapter, adapted), (None, plain)):
-            got = answers(process, asked, lora=lora, fusion=ALL)
-            same(got, expected)
-            assert min(blended(got)) >= 400
+        plain = answers(process, asked, fusion=ALL)
+        same(plain, reference(asked))
+        adapted = answers(process, asked, lora=adapter, fusion=ALL)
+        assert min(blended(plain + adapted)) >= 400
+        process.reset_prefix_cache(connector=True)
+        own = answers(process, asked, lora=adapter, fusion=EXACT)
+        same(adapted, own)
+        assert [a.token_ids for a in own] != [a.token_ids for a in plain]
 
 
 def test_a_blend_that_fails_is_computed_by_the_engine(
@@ -265,25 +271,3 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         settled(process)
         same(answers(process, asked, fusion=EXACT), right)
         assert "exact prefixes only" in process.log.read_text()
-
-
-def test_wishes_that_make_no_sense(
-    reference: Reference, model: Path, chunks: list[list[int]]
-) -> None:
-    asked = prompts(model, chunks, 1, seed=11)
-    wrong: list[dict[str, Any]] = [
-        {"ratio": 1.5},
-        {"ratio": "much"},
-        {"chunks": [[10, 5]]},
-        {"chunks": [[0, 10**6]]},
-        {"share": 0.1},
-    ]
-    with engine(model, config(), enable_prefix_caching=False) as process:
-        warm(process, chunks)
-        for wishes in wrong:
-            got = answers(process, asked, fusion=wishes)
-            same(got, reference(asked))
-            [name] = set(wishes) & {"ratio", "chunks", "share"}
-            assert name in got[0].kvcore["fusion"]["error"]
-            process.reset_prefix_cache(connector=True)
-            warm(process, chunks)
