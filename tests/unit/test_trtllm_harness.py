@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402  # after the skip
-from kvcore.testing.models import tiny_model  # noqa: E402
-from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, State, installed  # noqa: E402
-from kvcore.testing.trtllm.model import load  # noqa: E402
-from kvcore.testing.trtllm.pages import PageTable  # noqa: E402
-from kvcore.testing.trtllm.standins import (  # noqa: E402
+from kvcore.errors import ConfigError, UnsupportedError  # after the skip
+from kvcore.testing.models import tiny_model
+from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, State, installed
+from kvcore.testing.trtllm.model import load
+from kvcore.testing.trtllm.pages import PageTable
+from kvcore.testing.trtllm.standins import (
     MODULES,
     KvCacheConnectorScheduler,
     KvCacheConnectorWorker,
@@ -284,9 +284,7 @@ def test_an_id_reported_twice_is_an_error(
             harness.run()
 
 
-def test_kv_that_nobody_wrote_shows(
-    folder: Path, model: Any, silent: tuple[type, type]
-) -> None:
+def test_kv_that_nobody_wrote_shows(folder: Path, model: Any, silent: tuple[type, type]) -> None:
     """A connector that promises KV and brings none must not give the right answer by chance."""
     scheduler, _ = silent
     scheduler.matched = (32, False)  # type: ignore[attr-defined]

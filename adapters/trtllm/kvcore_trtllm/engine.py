@@ -44,6 +44,6 @@ def find() -> EngineNames:
             utils.mpi_allgather,
         )
     raise UnsupportedError(
-        f"no KV cache connector interface of TensorRT-LLM here; looked for {' and '.join(MODULES)}. "
+        f"TensorRT-LLM's KV cache connector is not here; looked for {' and '.join(MODULES)}. "
         "Install tensorrt_llm 1.2 or 1.3 in this environment"
     )

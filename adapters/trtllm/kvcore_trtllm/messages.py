@@ -24,7 +24,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     ``cancel`` and then ``fence`` name graphs that use pages which this step gives to others: they
     must have let go of them before it writes. ``sync_loads`` must have landed when the forward uses
     them, ``async_loads`` belong to parked requests. ``late_saves`` read what this step's forward
-    computes. Saves come with the request they are of. ``broken`` says, where it is not empty, why
+    computes. Saves come with the request they are of. ``lost_loads`` are parked requests whose load
+    could not be planned, to be reported all the same. ``broken`` says, where it is not empty, why
     what this step computes must not reach anyone.
     """
 
@@ -35,6 +36,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     fence: list[int] = []
     sync_loads: list[TransferGraph] = []
     async_loads: list[tuple[int, TransferGraph]] = []
+    lost_loads: list[int] = []
     late_saves: list[tuple[int, TransferGraph]] = []
     spills: list[TransferGraph] = []
     broken: str = ""

@@ -52,6 +52,12 @@ class Limits:
     version: str = "1.3"
     tells_of_aborts: bool = False
     """Whether an aborted request is told to the connector as finished; 1.2 and 1.3 do not."""
+    replays: bool = False
+    """Whether forwards run as CUDA graphs do when replayed: no hook or callable is called."""
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass
@@ -105,6 +111,7 @@ class Executor:
         ranks: Ranks,
         scheduler: Any = None,
         workers: Sequence[Any] = (),
+        callables: Sequence[Callable[[], None] | None] = (),
     ) -> None:
         self.calls: list[Call] = []
         self.iteration = 0
@@ -114,6 +121,7 @@ class Executor:
         self._ranks = ranks
         self._scheduler = scheduler
         self._workers = list(workers)
+        self._callables = list(callables)
         self._queue: list[LlmRequest] = []
         self._active: list[LlmRequest] = []
         self._previous: list[LlmRequest] | None = None
@@ -323,6 +331,7 @@ class Executor:
             start = request.computed
             rows.append(Rows(request.everything[start : start + count], start, request.pages))
         sampled = self._model.forward(rows, self._before_layer, self._after_layer)
+        self._forward_ended()
         if self._workers:
             self.calls.append(Call("wait_for_save"))
             self._ranks.each(lambda rank: self._workers[rank].wait_for_save(STREAM))
@@ -344,14 +353,19 @@ class Executor:
         return True
 
     def _before_layer(self, layer: int) -> None:
-        if self._workers:
+        if self._workers and not self._limits.replays:
             self.calls.append(Call("wait_for_layer_load", layer))
             self._ranks.each(lambda rank: self._workers[rank].wait_for_layer_load(layer, STREAM))
 
     def _after_layer(self, layer: int) -> None:
-        if self._workers:
+        if self._workers and not self._limits.replays:
             self.calls.append(Call("save_kv_layer", layer))
             self._ranks.each(lambda rank: self._workers[rank].save_kv_layer(layer, STREAM))
+
+    def _forward_ended(self) -> None:
+        if any(self._callables) and not self._limits.replays:
+            self.calls.append(Call("forward_pass_callable"))
+            self._ranks.each(lambda rank: (self._callables[rank] or _nothing)())
 
     # -- after the forward ------------------------------------------------------------------
 

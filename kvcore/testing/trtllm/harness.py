@@ -61,6 +61,7 @@ class Harness:
         self.ranks = Ranks(args.ranks)
         self.scheduler: Any = None
         self.workers: list[Any] = []
+        self._callables: list[Any] = []
         self._ids = itertools.count(1)
         try:
             if connector is not None:
@@ -69,22 +70,26 @@ class Harness:
             self.ranks.close()
             raise
         self.executor = Executor(
-            self.model, self.table, args.limits, self.ranks, self.scheduler, self.workers
+            self.model,
+            self.table,
+            args.limits,
+            self.ranks,
+            self.scheduler,
+            self.workers,
+            self._callables,
         )
 
     def _connect(self, scheduler: type[Any], worker: type[Any]) -> None:
         """In the engine's order: workers, scheduler, the callable (before warm-up), the memory."""
         self.workers = self.ranks.each(lambda rank: worker(self.llm_args))
         self.scheduler = self.ranks.on(0, lambda: scheduler(self.llm_args))
-        callables = self.ranks.each(
+        self._callables = self.ranks.each(
             lambda rank: self.workers[rank].register_forward_pass_callable()
         )
-        for call in callables:
+        for rank, call in enumerate(self._callables):
             if call is not None:
-                self.ranks.on(0, call)  # warm-up
-        self.ranks.each(
-            lambda rank: self.workers[rank].register_kv_caches(self.model.pools[rank])
-        )
+                self.ranks.on(rank, call)  # warm-up
+        self.ranks.each(lambda rank: self.workers[rank].register_kv_caches(self.model.pools[rank]))
         self.ranks.on(0, self.scheduler.wait_for_initialization)
 
     def __enter__(self) -> Harness:
@@ -108,7 +113,7 @@ class Harness:
         return sum(call.name == name for call in self.calls)
 
     def submit(self, tokens: Sequence[int], max_tokens: int = 8, **fields: Any) -> LlmRequest:
-        """Queue a request; ``fields`` are of `LlmRequest` (``cache_salt``, ``lora_task_id`` ...)."""
+        """Queue a request; ``fields`` are of `LlmRequest`: ``cache_salt``, ``lora_task_id`` ..."""
         request = LlmRequest(next(self._ids), list(tokens), max_tokens, **fields)
         self.executor.enqueue(request)
         return request
