@@ -567,7 +567,7 @@ def test_an_error_after_the_promise_fails_the_step(
     settle(harness)
     monkeypatch.setattr(leader(harness), "_load", lambda *_: 1 / 0)
     request = harness.submit(prompt, ANSWER)
-    with pytest.raises(TransferError, match="did not arrive|could not plan"):
+    with pytest.raises(TransferError, match=r"did not arrive|could not plan"):
         harness.run()
     assert request.generated == []
 
