@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -370,18 +371,24 @@ def test_without_the_engine_the_adapter_says_what_is_missing(
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What to do to copies between host memory and pages: seconds to wait, rows to fail.
+    """What to do to copies between host memory and pages.
 
-    ``load`` and ``save`` are seconds, ``fail`` is a number of load ops to fail from now on.
+    ``load`` and ``save`` are seconds to wait, ``loads`` and ``saves`` are gates to wait for,
+    ``fail`` is a number of load ops of one rank to fail from now on.
     """
-    control: dict[str, Any] = {"load": 0.0, "save": 0.0, "fail": 0}
+    control: dict[str, Any] = {"load": 0.0, "save": 0.0, "fail": 0, "victim": None}
+    for gate in ("loads", "saves"):
+        control[gate] = threading.Event()
+        control[gate].set()
     run = kvcore_worker._DeviceCopy.run
 
     def controlled(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
         loads = op.path is Direction.H2D
         time.sleep(control["load" if loads else "save"])
-        if loads and control["fail"]:
+        control["loads" if loads else "saves"].wait(timeout=60)
+        if loads and control["fail"] and control["victim"] in (None, self):
             control["fail"] -= 1
+            control["victim"] = self
             return dict.fromkeys(rows, RowError.INTERNAL)
         return run(self, graph, op, rows)
 
@@ -395,16 +402,21 @@ def test_pages_stay_until_slow_saves_have_read_them(
     make: Make, reference: Any, copies: dict[str, Any], ranks: int, overlap: bool
 ) -> None:
     """Each prompt takes all pages, so each save's pages are wanted by the next request at once."""
-    copies["save"] = 0.05
     harness = make(ranks=ranks, num_pages=4, limits=Limits(overlap=overlap))
     prompts = [tokens(seed, 100) for seed in range(3)]
     for prompt in prompts:
-        assert harness.generate([prompt], 2) == [reference(prompt, 2)]
+        copies["saves"].clear()
+        request = harness.submit(prompt, 2)
+        harness.step_until(request, State.SAVING)
+        assert request.generated == reference(prompt, 2)
+        harness.executor.step()
+        assert harness.table.available == 0
+        copies["saves"].set()
+        harness.run()
     polls = [call.detail for call in harness.calls if call.name == "get_finished"]
     told = [request_id for saving, _ in polls for request_id in saving]
     assert len(told) == len(set(told)) == 3  # each save was asynchronous, and waited for
     settle(harness)
-    copies["save"] = 0.0
     for prompt in prompts:
         assert harness.generate([prompt], 2) == [reference(prompt, 2)]
     assert loaded(harness) == 3 * 96
@@ -482,11 +494,12 @@ def test_a_request_that_is_silent_and_alive_is_not_lost(
     prompt = tokens(1, 100)
     harness.generate([prompt], 1)
     settle(harness)
-    copies["load"] = 1.0
+    copies["loads"].clear()
     parked = harness.submit(prompt, ANSWER)
     running = harness.submit(tokens(2, 20), 24)
     harness.step_until(running, State.DONE)
     assert parked.state is State.LOADING
+    copies["loads"].set()
     harness.run()
     assert parked.generated == reference(prompt)
 

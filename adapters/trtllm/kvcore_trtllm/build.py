@@ -158,13 +158,16 @@ def build_leader(
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
     )
+    told = {found.spec.name: dict(found.prepared.told) for found in backings}
+    if alone:  # the first lookup may read from a tier, before there is any plan
+        worker.open(told)
     leader = Leader(
         config,
         model,
         manager,
         outbox,
         metrics,
-        open_tiers={found.spec.name: dict(found.prepared.told) for found in backings},
+        open_tiers={} if alone else told,
         lane=worker.start if alone else None,
     )
     worker.listener = leader.take_news

@@ -29,6 +29,8 @@ from kvcore.errors import LayoutError, UnsupportedError
 _log = logging.getLogger("kvcore.trtllm")
 _T = TypeVar("_T")
 _names = engine.find()
+_WorkerBase: Any = _names.worker
+_SchedulerBase: Any = _names.scheduler
 
 
 class _Meeting:
@@ -65,7 +67,7 @@ def _started(llm_args: Any) -> Config:
 # -- worker ---------------------------------------------------------------------------------
 
 
-class KVCoreWorker(_names.worker):  # type: ignore[misc]  # the engine's class, unknown to mypy
+class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, unknown to mypy
     """The half that moves bytes. Settings come from ``TRTLLM_KVCORE_CONFIG``."""
 
     def __init__(self, llm_args: Any) -> None:
@@ -193,7 +195,7 @@ def _guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
     return decorate
 
 
-class KVCoreScheduler(_names.scheduler):  # type: ignore[misc]  # unknown to mypy
+class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
     """The half that decides, on rank 0. Never raises out of a call of the executor's."""
 
     def __init__(self, llm_args: Any) -> None:

@@ -202,8 +202,7 @@ class Leader:
         start = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         if self.manager.can_load(hit, start, last) is not Readiness.READY:
             return None
-        nowhere = np.full((last - start, 1), SKIP, dtype=np.int64)
-        units = [UnitTable.of(nowhere, self._block) for _ in self._model.groups]
+        units = [unit_table(group, (), self._block, start, last) for group in self._model.groups]
         try:
             graph = self.manager.launch_load(
                 hit, start, last, units, deadline_s=self._config.transfer.load_deadline_s

@@ -144,8 +144,7 @@ class WorkerSide:
         unless they are waited for layer by layer."""
         self._drop_late_saves()  # of a forward that failed
         self._plan, self._in_step, self._worked = plan, True, True
-        for name, options in plan.open_tiers.items():
-            self._open(name, options)
+        self.open(plan.open_tiers)
         for name, slots in plan.forget:
             self._worker.forget(name, slots)
         for request_id, graph in plan.early_saves:
@@ -170,13 +169,15 @@ class WorkerSide:
         self._tally.expect(graph)
         self._submit(graph)
 
-    def _open(self, name: str, options: dict[str, Any]) -> None:
-        try:
-            tier = self._open_tier(name, options)
-        except KVCoreError as error:
-            _log.error("tier %s cannot be opened here: %s", name, error)
-            tier = DeadTier(TierUnavailable(str(error)))
-        self._worker.open_tier(name, tier)
+    def open(self, tiers: dict[str, dict[str, Any]]) -> None:
+        """Open tiers with what the leader was told of them. One that cannot be had fails reads."""
+        for name, told in tiers.items():
+            try:
+                tier = self._open_tier(name, told)
+            except KVCoreError as error:
+                _log.error("tier %s cannot be opened here: %s", name, error)
+                tier = DeadTier(TierUnavailable(str(error)))
+            self._worker.open_tier(name, tier)
 
     def _expect_save(self, request_id: int, graph: TransferGraph) -> None:
         self._tally.expect(graph)
