@@ -596,6 +596,18 @@ def test_an_error_at_the_end_of_a_request_costs_its_blocks(
         harness.forget()
 
 
+def test_an_error_in_the_books_ends_promises_and_saves(
+    make: Make, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    prompt = tokens(1, 100)
+    monkeypatch.setattr(leader(harness).manager, "complete", lambda *_: 1 / 0)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        harness.forget()
+    assert loaded(harness) == 0
+
+
 # --- graphs that skip the hooks ---------------------------------------------------------------
 
 

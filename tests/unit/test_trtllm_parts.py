@@ -30,12 +30,18 @@ from kvcore_trtllm.describe import (  # noqa: E402
 )
 from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
 from kvcore_trtllm.messages import KVCoreMetadata, StepNews, StepPlan  # noqa: E402
+from kvcore_trtllm.pages import unit_table  # noqa: E402
 from kvcore_trtllm.requests import Namespaces, excluded, extras  # noqa: E402
-from kvcore_trtllm.scheduler import Leader, Outbox, unit_table  # noqa: E402
+from kvcore_trtllm.scheduler import Leader, Outbox  # noqa: E402
 from kvcore_trtllm.worker import Tally  # noqa: E402
 
 from kvcore.config import Config, forwarded_config, load_config  # noqa: E402
-from kvcore.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
+from kvcore.errors import (  # noqa: E402
+    CapacityError,
+    ConfigError,
+    FormatError,
+    UnsupportedError,
+)
 from kvcore.index import BlockIndex, TierSpec  # noqa: E402
 from kvcore.manager import HOST, KVManager  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
@@ -454,6 +460,7 @@ def test_a_page_that_a_save_reads_is_fenced_when_it_is_given_away() -> None:
     assert other.fence == [save.graph_id]
     assert other.cancel == []
     end(leader, plan)
+    end(leader, other)
     assert begin(leader, 3, list(range(200, 248)), [0, 1, 2]).fence == []
 
 
@@ -516,6 +523,17 @@ def test_promised_blocks_stay_until_they_are_loaded() -> None:
     end(leader, plan)
     leader.check_integrity()
     assert len(leader.manager.index.evict(HOST, 64)) == 3  # nothing is pinned any more
+
+
+@pytest.mark.parametrize("pages", [[4, 5], [4, -1, 6]])
+def test_promised_tokens_need_a_page(pages: list[int]) -> None:
+    leader = make_leader()
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    one = asked(2, PROMPT)
+    leader.match(one, 0)
+    leader.allocated(one, [pages])
+    with pytest.raises(CapacityError, match=r"0\.\.47 were promised"):
+        leader.build_plan(output([data(2, PROMPT, pages, 0, 1)]))
 
 
 def test_nothing_is_kept_that_was_not_computed() -> None:

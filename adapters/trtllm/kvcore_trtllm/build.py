@@ -170,7 +170,7 @@ def build_leader(
         open_tiers={} if alone else told,
         lane=worker.start if alone else None,
     )
-    worker.listener = leader.take_news
+    worker.listener = leader.hear
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%d host_blocks=%d tiers=%s",
         config.block.tokens,

@@ -75,12 +75,13 @@ def _options(file: Path | None) -> dict[str, Any]:
     """The engine's options with kvcore among them. Raises ConfigError where they say otherwise."""
     import yaml
 
-    options: dict[str, Any] = {}
+    options: Any = None
     if file is not None:
         try:
-            options = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+            options = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{file}: cannot be read: {error}") from error
+    options = {} if options is None else options
     if not isinstance(options, dict):
         raise ConfigError(f"{file}: given a {type(options).__name__}; supported is a table")
     if "kv_connector_config" in options:

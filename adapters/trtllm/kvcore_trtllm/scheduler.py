@@ -19,16 +19,14 @@ its fence, and the workers let it end before the step touches the page.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
-import numpy as np
-from kvcore_trtllm.describe import LayerGroup, ModelDescription
+from kvcore_trtllm.describe import ModelDescription
 from kvcore_trtllm.messages import StepPlan
+from kvcore_trtllm.pages import NO_PAGE, Pages, has_gap, page_deltas, pages_of, places, unit_table
 from kvcore_trtllm.requests import Namespaces, Promise, Tracked, excluded, extras
 
 from kvcore.block import KeyChain
@@ -36,27 +34,14 @@ from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, KVManager, Readiness, Source
 from kvcore.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import (
-    SKIP,
-    OpReport,
-    Priority,
-    RowError,
-    TransferGraph,
-    UnitTable,
-)
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph, UnitTable
 from kvcore.transfer.plan import layer_steps
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 
-NO_PAGE = -1
-"""The engine's mark for a block without a page in a layer group."""
-
 FORGET_AFTER = 512
 """Steps without a word of a request after which it is taken for aborted. Taking a live one for
 aborted costs its later saves, nothing else."""
-
-Pages = Sequence[Sequence[int]]
-"""Page tables of a request, one for each layer group."""
 
 Lane = Callable[[TransferGraph], None]
 """Hands a graph to the only rank at once."""
@@ -230,8 +215,8 @@ class Leader:
         computed = self._asked.get(request.request_id, 0)
         held = computed // self._model.facts.page_tokens
         for group, table in enumerate(pages):
-            self._shared.update(_places(group, table[:held]))
-            self._fresh.update(_places(group, table[held:]))
+            self._shared.update(places(group, table[:held]))
+            self._fresh.update(places(group, table[held:]))
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.promise is not None and tracked.promise.parked:
             graph = self._load(tracked, pages)
@@ -247,6 +232,7 @@ class Leader:
     def _load(self, tracked: Tracked, pages: Pages) -> TransferGraph:
         promise = tracked.promise
         assert promise is not None
+        self._check_pages(promise, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
         units = [
             unit_table(group, pages[group.index], self._block, first, last, promise.start_token)
@@ -271,6 +257,18 @@ class Leader:
         )
         return graph
 
+    def _check_pages(self, promise: Promise, pages: Pages) -> None:
+        """Raise CapacityError unless there is a page for every promised token."""
+        for group in self._model.groups:
+            first = promise.start_token // group.page_tokens
+            last = -(-promise.stop_token // group.page_tokens)
+            table = pages[group.index]
+            if len(table) < last or NO_PAGE in table[first:last]:
+                raise CapacityError(
+                    f"tokens {promise.start_token}..{promise.stop_token} were promised and the "
+                    f"engine gave pages {list(table)[first:last]} of {group.page_tokens} tokens"
+                )
+
     # -- a step is planned ------------------------------------------------------------------
 
     def build_plan(self, output: Any) -> StepPlan:
@@ -280,8 +278,8 @@ class Leader:
         for data in output.new_requests:
             self._begin(data)
         for data in output.cached_requests:
-            for group, pages in enumerate(_page_deltas(data)):
-                self._fresh.update(_places(group, pages))
+            for group, pages in enumerate(page_deltas(data)):
+                self._fresh.update(places(group, pages))
             self._go_on(data)
         plan, self._plan = self._plan, StepPlan()
         for graph in self._outbox.graphs:
@@ -325,7 +323,7 @@ class Leader:
     def _take(self, tracked: Tracked, data: Any) -> None:
         tracked.seen = self._step
         tracked.receive(data.new_tokens)
-        for table, pages in zip(tracked.pages, _page_deltas(data), strict=True):
+        for table, pages in zip(tracked.pages, page_deltas(data), strict=True):
             table.extend(pages)
         # Positions computed when this step ends. The first word of a request leaves out what is
         # loaded in it, and with overlap the newest token is not told: both err on the safe side.
@@ -350,7 +348,7 @@ class Leader:
                 unit_table(group, pages[group.index], self._block, start, stop)
                 for group in self._model.groups
             ]
-            return None if any((table.array() == SKIP).any() for table in tables) else tables
+            return None if any(map(has_gap, tables)) else tables
 
         digest = tracked.chain.namespace.digest
         graph = self.manager.launch_save(keys, digest, blocks, units_of)
@@ -390,6 +388,14 @@ class Leader:
         return ""
 
     # -- reports ----------------------------------------------------------------------------
+
+    def hear(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
+        """`take_news` for a worker, whose rank must not fall behind the others."""
+        try:
+            self.take_news(reports, counted)
+        except Exception:  # noqa: BLE001 - the ranks wait for each other
+            _log.exception("reports could not be taken in")
+            self.stand_aside("an error in the leader's books")
 
     def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
         """Take in what ended on all ranks, and what they counted."""
@@ -519,54 +525,3 @@ class Leader:
         self._using[graph.graph_id] = _Use(request_id, pages, left, writes)
         for page in pages:
             self._users.setdefault(page, set()).add(graph.graph_id)
-
-
-def _place(group: int, page: int) -> int:
-    """One number for a page of a layer group: page indices are the group's own."""
-    return group << 40 | page
-
-
-def _places(group: int, pages: Iterable[int]) -> Iterable[int]:
-    return (_place(group, page) for page in pages if page != NO_PAGE)
-
-
-def _page_deltas(data: Any) -> Pages:
-    """The pages a request got since the last word of it, for each layer group."""
-    grouped: Pages | None = getattr(data, "new_block_ids_by_layer_group", None)
-    return grouped or [data.new_block_ids]
-
-
-def unit_table(
-    group: LayerGroup,
-    pages: Sequence[int],
-    block_tokens: int,
-    start: int,
-    stop: int,
-    from_token: int = 0,
-) -> UnitTable:
-    """Device units of blocks [start, stop) of a request whose pages are ``pages``.
-
-    SKIP before ``from_token`` (the engine holds it), where there is no page, and beyond the pages.
-    """
-    unit = gcd(group.page_tokens, block_tokens)
-    per_page, per_block = group.page_tokens // unit, block_tokens // unit
-    positions = np.arange(start * per_block, stop * per_block, dtype=np.int64)
-    table = np.asarray(pages, dtype=np.int64)
-    page = positions // per_page
-    inside = page < len(table)
-    ids = np.full(len(positions), NO_PAGE, dtype=np.int64)
-    ids[inside] = table[page[inside]]
-    units = ids * per_page + positions % per_page
-    units[(ids == NO_PAGE) | (positions * unit < from_token)] = SKIP
-    return UnitTable.of(units.reshape(stop - start, per_block), unit)
-
-
-def pages_of(units: Iterable[UnitTable], groups: Sequence[LayerGroup]) -> list[int]:
-    """Every page of which a unit is copied, as `_place` numbers it."""
-    found: set[int] = set()
-    for table, group in zip(units, groups, strict=True):
-        flat = table.array().ravel()
-        per_page = group.page_tokens // table.unit_tokens
-        own = np.unique(flat[flat != SKIP] // per_page).tolist()
-        found.update(_place(group.index, page) for page in own)
-    return sorted(itertools.chain(found))
