@@ -41,6 +41,7 @@ __all__ = [
     "Source",
     "TierConfig",
     "TransferConfig",
+    "TrtllmConfig",
     "VllmConfig",
     "format_size",
     "parse_size",
@@ -436,6 +437,34 @@ class VllmConfig(SchemaModel):
     )
 
 
+class TrtllmConfig(SchemaModel):
+    """The TensorRT-LLM adapter."""
+
+    min_load_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="Fewest tokens worth loading beyond what TensorRT-LLM holds itself; fewer are "
+        "recomputed.",
+    )
+    save_decode: bool = Field(
+        default=True,
+        description="Save generated tokens too, so that the next turn finds its answer.",
+    )
+    layerwise: bool = Field(
+        default=True,
+        description="Load layer by layer under the forward. With CUDA graphs or torch.compile the "
+        "engine may skip the hooks that wait for a layer: kvcore then waits before the forward, "
+        "whatever is set here.",
+    )
+    stage_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.1,
+        description="Longest time, in seconds, that a lookup waits for blocks on their way from "
+        "disk or a remote store into host memory. TensorRT-LLM takes no word back, so only what "
+        "has arrived and was verified is reported; the rest serves the next request. With tensor "
+        "parallelism a lookup does not wait.",
+    )
+
+
 class Config(SchemaModel):
     """Every setting of kvcore. A value: equal settings compare equal, wherever they came from."""
 
@@ -457,6 +486,7 @@ class Config(SchemaModel):
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     vllm: VllmConfig = VllmConfig()
+    trtllm: TrtllmConfig = TrtllmConfig()
 
     _sources: dict[tuple[str, ...], Source] = PrivateAttr(default_factory=dict)
 
