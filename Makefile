@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
-CODE := kvcore adapters/vllm/kvcore_vllm demo tools/env.py
+CODE := kvcore adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm demo tools/env.py
 
 .PHONY: help env demo test test-unit lint bench docs clean clean-env
 .DEFAULT_GOAL := help
