@@ -453,14 +453,16 @@ def _spread(model: Any, generator: Any) -> None:
     """Redraw every matrix so that each layer adds as much as the residual already holds.
 
     Linear weights: N(0, (2 / sqrt(fan_in))^2), the gain of 2 makes attention peaked instead of an
-    average over the prompt. Embeddings: N(0, 1). Norms keep their ones and biases are drawn small.
+    average over the prompt. Embeddings: N(0, 1), less where the model multiplies them by the root
+    of their width. Norms keep their ones and biases are drawn small.
     """
     import torch
 
+    scaled = model.config.model_type == "gemma"
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "embed_tokens" in name:
-                std = 1.0
+                std = float(weight.shape[1]) ** -0.5 if scaled else 1.0
             elif weight.dim() == 2:
                 std = 2.0 / float(weight.shape[1]) ** 0.5
             elif name.endswith("bias"):

@@ -47,14 +47,14 @@ class RefusingBlends:
         return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
-        return [page for order in self._orders for page in _pages(order, self._page_tokens)]
+        return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
 
     def take_reports(self) -> list[BlendReport]:
         orders, self._orders = self._orders, []
         return [BlendReport(order.request_id, ok=False) for order in orders]
 
 
-def _pages(order: BlendOrder, page_tokens: int) -> list[int]:
+def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:
     """The pages that a blend was to fill."""
     return order.pages[order.exact // page_tokens : -(-order.stop // page_tokens)]
 
@@ -107,7 +107,7 @@ class Blends:
         for order, staging in orders:
             if not self._done(order, staging, landed):
                 self._reports.append(BlendReport(order.request_id, ok=False))
-                failed += _pages(order, self._page_tokens)
+                failed += pages_made(order, self._page_tokens)
             for chunk in order.chunks:
                 self._worker.release(chunk.graph.graph_id)
         return failed

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcore.vllm.fusion")
 
 MAX_FAILURES = 3
+"""Blends that fail one after another before no more are made."""
+
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,9 @@ class FusionLeader:
     ) -> list[TransferGraph]:
         """Loads into host memory of what the plan needs and is on a slower tier.
 
-        Done once a request; what has not arrived then is computed.
+        Done once a request; what has not arrived then is computed. The host tier keeps a block only
+        behind all those before it, so these come along: a chunk that stands far behind in a chain
+        which is not in host memory is left alone.
         """
         if fusing.fetched:
             return []
@@ -274,6 +280,10 @@ class FusionLeader:
         for hit, start, stop in wanted:
             if start >= stop or set(hit.blocks_by_tier(start, stop)) <= {HOST}:
                 continue
+            low = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+            if stop - low > MAX_FETCH * (stop - start):
+                continue
+            start = low
             skip = UnitTable.of(np.full((stop - start, 1), SKIP), self._block)
             ended: list[int] = []
 

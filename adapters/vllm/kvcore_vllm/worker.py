@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvcore_vllm.blending import Blends, RefusingBlends
-from kvcore_vllm.messages import RankReport, StepNews, StepPlan
+from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
+from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
 
 from kvcore.errors import KVCoreError, TierUnavailable
 from kvcore.metrics import Metrics
@@ -67,6 +67,7 @@ class WorkerSide:
         self._page_tokens = page_tokens
         self._tainted = 0
         self._failing: set[int] = set()
+        self._chunks: dict[int, BlendOrder] = {}  # this step's blends by the graphs they read
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -100,9 +101,13 @@ class WorkerSide:
             self._worker.forget(name, slots)
 
     def _begin_blends(self, plan: StepPlan) -> None:
-        if self._blends is not None:
-            for report in self._blends.begin(plan.blends):
-                self._take(report)
+        if self._blends is None:
+            return
+        self._chunks = {
+            chunk.graph.graph_id: order for order in plan.blends for chunk in order.chunks
+        }
+        for report in self._blends.begin(plan.blends):
+            self._take(report)
 
     def blend(self) -> None:
         """Carry out the step's blends. Blocks; the forward may start afterwards."""
@@ -203,6 +208,10 @@ class WorkerSide:
             self._take_sync(report, self._sync[report.graph_id])
         elif report.graph_id in self._async:
             self._take_async(report, *self._async[report.graph_id])
+        elif report.failed and report.graph_id in self._chunks:
+            self._tainted = TAINTED_STEPS
+            order = self._chunks[report.graph_id]
+            self._bad_pages.update(pages_made(order, self._page_tokens[0]))
 
     def _take_sync(self, report: OpReport, graph: TransferGraph) -> None:
         if not report.failed:
