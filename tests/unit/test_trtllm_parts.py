@@ -197,12 +197,15 @@ def test_fingerprints_tell_models_apart(checkpoint: Callable[..., Path]) -> None
         describe(args(checkpoint(), dtype="bfloat16")),
         describe(args(checkpoint(), dtype="float16", kv_cache_config__dtype="fp8")),
     ]
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    stretched = checkpoint(rope_parameters=rope)
+    others += [describe(args(stretched, dtype="float16", max_seq_len=n)) for n in (64, 128)]
     folder = checkpoint()
     (folder / "model.bin").write_bytes(b"other weights")
     describing._weights.cache_clear()
     others.append(describe(args(folder, dtype="float16")))
     found = {fingerprint(base), *map(fingerprint, others)}
-    assert len(found) == 5
+    assert len(found) == 7
 
 
 # --- layouts ----------------------------------------------------------------------------------

@@ -246,9 +246,17 @@ def _identity(llm_args: Any, config: Mapping[str, Any]) -> dict[str, object]:
     algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
     return {
         **config,
+        "kvcore_max_model_len": _rope_length(llm_args, config),
         "kvcore_quantization": None if algorithm is None else str(algorithm),
         "kvcore_compute_dtype": f"torch.{_compute_dtype(llm_args, config)}",
     }
+
+
+def _rope_length(llm_args: Any, config: Mapping[str, Any]) -> int | None:
+    """The served length counts only where the rope's frequencies depend on it."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    return getattr(llm_args, "max_seq_len", None) if kind in ("dynamic", "longrope") else None
 
 
 @functools.lru_cache(maxsize=4)

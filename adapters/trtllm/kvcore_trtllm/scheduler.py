@@ -500,14 +500,6 @@ class Leader:
 
     # -- upkeep -----------------------------------------------------------------------------
 
-    def take_stats(self) -> Data:
-        """What was counted since the last call, on all ranks and here."""
-        for tier in self.manager.index.tiers:
-            used = self.manager.index.num_used(tier) * self._model.shape.nbytes
-            capacity = self.manager.index.num_slots(tier) * self._model.shape.nbytes
-            self.metrics.tier(tier, used, capacity)
-        return self.metrics.delta()
-
     @property
     def tracked(self) -> int:
         """Requests known."""
