@@ -454,10 +454,14 @@ def test_abort_in_every_state(
         harness.generate([known], 1)
         settle(harness)
     copies["load"] = copies["save"] = 0.03
+    for gate in ("loads", "saves"):
+        copies[gate].clear()
     request = harness.submit(known, 4)
     if state is not State.QUEUED:
         harness.step_until(request, state)
     harness.abort(request)
+    for gate in ("loads", "saves"):  # what is under way goes on well after pages changed hands
+        threading.Timer(0.3, copies[gate].set).start()
     after = harness.submit(other, ANSWER)
     harness.run()
     assert after.generated == reference(other)

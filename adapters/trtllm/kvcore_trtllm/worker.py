@@ -221,8 +221,9 @@ class WorkerSide:
             load.waited.add(layer)
         if self._sync:
             self._collect()
-            for load in [load for load in self._sync.values() if load.failed]:
-                self._settle(load)
+            for load in self._sync.values():
+                if load.failed or load.attempt > 1:  # this layer's copy may be one that failed
+                    self._settle(load)
 
     def _settle_all(self) -> None:
         for load in list(self._sync.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -18,6 +18,8 @@ from kvcore.testing.trtllm.ranks import Ranks
 from kvcore.testing.trtllm.requests import LlmRequest, State
 
 __all__ = ["Harness", "HarnessArgs"]
+
+HUNG_ITERATIONS = 2000
 
 
 @dataclass(frozen=True)
@@ -124,22 +126,24 @@ class Harness:
 
     def run(self, timeout_s: float = 60.0) -> None:
         """Iterate until nothing is left to do. Raises TransferError when that never happens."""
-        limit = time.monotonic() + timeout_s
-        while not self.executor.idle:
-            self.executor.step()
-            if time.monotonic() > limit:
-                raise TransferError(
-                    f"not idle after {timeout_s} s and {self.executor.iteration} iterations: a "
-                    "request waits for a report that does not come"
-                )
+        self._iterate(lambda: self.executor.idle, "idle", timeout_s)
 
     def step_until(self, request: LlmRequest, state: State, timeout_s: float = 60.0) -> None:
         """Iterate until ``request`` is in ``state``."""
-        limit = time.monotonic() + timeout_s
-        while request.state is not state:
-            if time.monotonic() > limit:
-                raise TransferError(f"request {request.request_id} never was {state.value}")
+        what = f"request {request.request_id} {state.value}"
+        self._iterate(lambda: request.state is state, what, timeout_s)
+
+    def _iterate(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
+        limit, first = time.monotonic() + timeout_s, self.executor.iteration
+        while not done():
             self.executor.step()
+            spun = self.executor.iteration - first
+            # Many iterations as well: a machine that stood still is no request that hangs.
+            if time.monotonic() > limit and spun > HUNG_ITERATIONS:
+                raise TransferError(
+                    f"not {what} after {timeout_s} s and {spun} iterations: a request waits for a "
+                    "report that does not come"
+                )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any

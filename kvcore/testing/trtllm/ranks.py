@@ -15,7 +15,7 @@ __all__ = ["Ranks", "allgather", "rank"]
 _T = TypeVar("_T")
 _here = threading.local()
 
-STALL_S = 60.0
+STALL_S = 600.0
 """How long a collective waits for the other ranks before the harness calls it a stall."""
 
 
