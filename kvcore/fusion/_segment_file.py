@@ -299,10 +299,10 @@ class SegmentFile:
         try:
             _write(self._file, b"".join(packed), self._end)
         except OSError as error:
-            self.dropped += len(records)
-            self._failed("written", error)
             with contextlib.suppress(OSError):  # the next write begins at the same place
                 os.ftruncate(self._file, self._end)
+            self._failed("written", error)
+            self.dropped += len(records)
             return
         for kept, data in zip(records, packed, strict=True):
             self._enter(kept.number, _Span(self._end, len(data)))
