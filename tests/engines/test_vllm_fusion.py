@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import Reference, answers, counted, same, settled
+from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import tiny_lora, tiny_model
@@ -170,6 +170,37 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
         assert blended([found, marked]) == [second // 16 * 16] * 2
         assert counted(process, "kvcore_transfer_bytes_total", path="disk2h") > 0
         same(answers(process, asked, fusion=EXACT), right)
+
+
+def test_preemption_and_eviction(
+    reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
+) -> None:
+    """Device, host and disk are far too small for the work: blends are taken back and made anew,
+    chunks leave while requests wait. Everything recomputed, answers are the engine's own."""
+    asked = prompts(model, chunks, 12, seed=12)
+    settings = {
+        **config(),
+        "host": {"capacity": "10MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "40MiB"},
+    }
+    limits: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 128}
+    with engine(model, settings, max_num_batched_tokens=256, **limits) as process:
+        warm(process, chunks)
+        made = 0
+        for _ in range(2):
+            lengths = [ANSWER if i % 3 else 120 for i in range(len(asked))]
+            futures = [
+                process.submit(prompt, length, fusion=ALL)
+                for prompt, length in zip(asked, lengths, strict=True)
+            ]
+            got = [future.result(300) for future in futures]
+            for a, b in zip(got, reference(asked), strict=True):
+                assert a.token_ids[:ANSWER] == b.token_ids[:ANSWER], a.kvcore
+            made += sum(map(bool, blended(got)))
+            settled(process)
+        assert made > 0
+        assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
+        assert counted(process, "kvcore_evictions_total", tier="host") > 0
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral", "gemma", "phi3"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
 
 from kvcore.block import KeyChain, Namespace, pack_tokens
 from kvcore.config import Config
-from kvcore.errors import CapacityError, ConfigError
+from kvcore.errors import CapacityError, ConfigError, KVCoreError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
@@ -61,6 +62,7 @@ class BlendPlan:
 class Fusing:
     """A request as fusion sees it. ``found`` is None until its prompt was searched.
 
+    ``due`` says that ``plan`` was answered to vLLM in this step and waits for its pages.
     ``approximate_from`` is the first position whose KV may be approximate; ``hashes`` are vLLM's
     own while those of a planned blend stand in their place.
     """
@@ -68,8 +70,10 @@ class Fusing:
     options: FusionOptions
     found: list[Reusable] | None = None
     plan: BlendPlan | None = None
+    due: bool = False
     fetching: set[int] = field(default_factory=set)
     fetched: bool = False
+    give_up_at: float = 0.0
     approximate_from: int | None = None
     hashes: list[Any] | None = None
     hasher: Any = None
@@ -166,7 +170,7 @@ class FusionLeader:
         self, request: Request, fusing: Fusing, namespace: Namespace, exact: int
     ) -> BlendPlan | None:
         """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
-        if not fusing.options.enabled or fusing.fetching or self._failures >= MAX_FAILURES:
+        if not fusing.options.enabled or self._failures >= MAX_FAILURES:
             return None
         if fusing.report is not None and not fusing.report.ok:
             return None
@@ -274,6 +278,7 @@ class FusionLeader:
         if fusing.fetched:
             return []
         fusing.fetched = True
+        fusing.give_up_at = time.monotonic() + deadline_s
         wanted = [(exact_hit, computed // self._block, -(-plan.exact // self._block))]
         wanted += [(*self._source(chunk),) for chunk in plan.chunks]
         graphs = []
@@ -301,6 +306,13 @@ class FusionLeader:
             fusing.fetching.add(graph.graph_id)
             graphs.append(graph)
         return graphs
+
+    def waits(self, fusing: Fusing) -> bool:
+        """Whether blocks are on their way to host memory, and not hopelessly late."""
+        if fusing.fetching and time.monotonic() > fusing.give_up_at:
+            _log.warning("chunks have not arrived from their tier in time, computing instead")
+            fusing.fetching.clear()
+        return bool(fusing.fetching)
 
     def in_host(self, plan: BlendPlan) -> BlendPlan | None:
         """The plan with the chunks that are in host memory; None when too little is left."""
@@ -330,9 +342,10 @@ class FusionLeader:
         Undone by `settle` for a request that was not scheduled after all.
         """
         first = plan.chunks[0].prompt_start
+        fusing.plan, fusing.due = plan, True
+        self._marked.append((request, fusing))
         if fusing.hashes is None:
             fusing.hashes, fusing.hasher = list(request.block_hashes), request._block_hasher
-            self._marked.append((request, fusing))
         if fusing.hasher is None:
             return
         nonce = secrets.token_bytes(32)
@@ -340,16 +353,15 @@ class FusionLeader:
         hashes: list[Any] = request.block_hashes
         hashes[start:] = [_own_hash(nonce, known) for known in hashes[start:]]
         request._block_hasher = partial(_hash_apart, fusing.hasher, nonce)
-        fusing.plan = plan
 
     def settle(self) -> None:
         """End of a step's planning: requests that were not scheduled get their hashes back."""
         for request, fusing in self._marked:
+            if fusing.due:
+                fusing.plan, fusing.due = None, False
             if fusing.approximate_from is None and fusing.hashes is not None:
                 request.block_hashes[: len(fusing.hashes)] = fusing.hashes
                 request._block_hasher = fusing.hasher
-                fusing.plan = None
-            if fusing.approximate_from is None:
                 fusing.hashes = None
         self._marked.clear()
         self._staged = 0
@@ -359,16 +371,24 @@ class FusionLeader:
     def order(
         self, request: Request, fusing: Fusing, pages: Sequence[int], submit: Callable[..., Any]
     ) -> BlendOrder:
-        """The order for a plan whose pages are allocated; ``submit`` takes each chunk's graph."""
+        """The order for a plan whose pages are allocated; ``submit`` takes each chunk's graph.
+
+        The tokens are promised: a chunk that cannot be had any more is computed with the rest.
+        """
         plan = fusing.plan
         assert plan is not None
+        fusing.due = False
         chunks, row = [], 0
         for chunk in plan.chunks:
-            hit, start, stop = self._source(chunk)
-            units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-            graph = self._manager.launch_load(
-                hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
-            )
+            try:
+                hit, start, stop = self._source(chunk)
+                units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
+                graph = self._manager.launch_load(
+                    hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
+                )
+            except KVCoreError as error:
+                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
+                continue
             submit(graph)
             first = row * self._block + chunk.source_start - start * self._block
             distance = chunk.prompt_start - chunk.source_start

@@ -197,7 +197,8 @@ class SchedulerSide:
     ) -> int | Literal[False] | None:
         """Tokens beyond ``computed`` that a blend makes; None to be asked again, False for none."""
         assert tracked.hit is not None
-        if fusing.fetching:
+        fusing.due = False
+        if fusion.waits(fusing):
             return None
         exact = max(computed, tracked.hit.depth * self._block)
         plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact)
@@ -246,7 +247,7 @@ class SchedulerSide:
         if external == 0 or tracked is None or tracked.hit is None:
             return
         fusing = tracked.fusing
-        if fusing is not None and fusing.plan is not None and fusing.hashes is not None:
+        if fusing is not None and fusing.due:
             self._launch_blend(tracked, fusing, blocks, external)
             return
         start_token = tracked.matched_tokens - external
@@ -366,9 +367,9 @@ class SchedulerSide:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             pages = state.get_block_ids(request_id) if state is not None else None
-            if tracked is None or pages is None:
+            if pages is None:
                 continue
-            start = tracked.request.num_computed_tokens
+            start = tracked.request.num_computed_tokens if tracked is not None else 0
             written.update(pages[0][start // page_tokens : -(-(start + scheduled) // page_tokens)])
         for order in blends:
             own = order.pages[: -(-order.exact // page_tokens)]
