@@ -166,8 +166,10 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
         settled(process)
         [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
         same([found, marked], reference([pair, pair]))
-        # the first chunk is a plain prefix; of the second, whole blocks are found
-        assert blended([found, marked]) == [second // 16 * 16] * 2
+        # the first chunk is a plain prefix; of the second, whole blocks are found, or in a prompt
+        # that had it in its middle all of it
+        assert blended([found])[0] >= second // 16 * 16
+        assert blended([marked]) == [second // 16 * 16]
         assert counted(process, "kvcore_transfer_bytes_total", path="disk2h") > 0
         same(answers(process, asked, fusion=EXACT), right)
 
