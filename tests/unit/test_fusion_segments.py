@@ -30,7 +30,7 @@ from kvcore.fusion._chains import Piece
 from kvcore.fusion._segment_file import SegmentFile
 from kvcore.fusion.segments import Reusable, Segments
 
-NO_BOUNDS = {"max_twins": 1 << 30, "max_checks": 1 << 30}
+NO_BOUNDS = {"max_twins": 1 << 30, "max_checks": 1 << 30, "max_tokens": 1 << 16}
 SPACES = [Namespace("model"), Namespace("model", cache_salt="another tenant")]
 SPACE = SPACES[0].digest
 VOCABULARY = 150_000
