@@ -55,8 +55,8 @@ class Segments:
 
     ``min_tokens``: the shortest run that counts. ``max_tokens``: kept at most, over all
     namespaces; past that the segments are forgotten that were added to or found the longest ago.
-    A token takes 4 bytes, its anchors 1 more, a block about 40, and a segment (what one prompt did not
-    share with those before) 1 KB.
+    A token takes 4 bytes, its anchors 1 more, a block about 40, and a segment 1 KB: that is what a
+    prompt does not share with those before it.
 
     Tokens alone decide here. Where a placeholder stands for other content (an image), equal tokens
     do not mean equal KV: such prompts must neither be added nor asked about.
