@@ -84,14 +84,15 @@ class Chains:
     """Known blocks of one namespace, by key and by their tokens. Not thread-safe; nothing blocks.
 
     ``index`` is the namespace's own and is filled here. About 40 bytes a block and 1 KB a segment,
-    besides the index.
+    besides the index. The table of keys is made for ``expected_blocks``: past these it doubles now
+    and then, a pause of 1 s a million blocks.
     """
 
-    def __init__(self, block_tokens: int, index: SegmentIndex) -> None:
+    def __init__(self, block_tokens: int, index: SegmentIndex, expected_blocks: int = 0) -> None:
         self.block_tokens = block_tokens
         self.index = index
         self.segments: dict[bytes, Segment] = {}
-        self._keys = KeyTable(0)
+        self._keys = KeyTable(expected_blocks)
         self._owners: list[Segment | None] = []  # by node
         self._free: list[int] = []
         self._branches: dict[bytes, list[tuple[bytes, bytes]]] = {}

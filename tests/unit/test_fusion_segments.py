@@ -30,7 +30,7 @@ from kvcore.fusion._chains import Piece
 from kvcore.fusion._segment_file import SegmentFile
 from kvcore.fusion.segments import Reusable, Segments
 
-NO_BOUNDS = {"max_twins": 1 << 30, "max_checks": 1 << 30}
+NO_BOUNDS = {"max_twins": 1 << 30, "max_checks": 1 << 30, "max_tokens": 1 << 16}
 SPACES = [Namespace("model"), Namespace("model", cache_salt="another tenant")]
 SPACE = SPACES[0].digest
 VOCABULARY = 150_000
@@ -281,17 +281,34 @@ def test_a_run_over_two_short_branches_is_found_whole() -> None:
 
 
 def test_branches_that_were_evicted_are_not_followed() -> None:
+    """The finder keeps no anchor that leads to the last of them: it is met by following alone."""
     rng = random.Random(13)
     trunk = text(rng, 160)
-    first, second = [*trunk, *text(rng, 64)], [*trunk, *text(rng, 64)]
+    prompts = [[*trunk, *text(rng, 64)] for _ in range(9)]
+    chains = [keys_of(prompt, 16) for prompt in prompts]
     segments = Segments(16)
-    for prompt in (first, second):
-        segments.add(SPACE, keys_of(prompt, 16), 0, prompt)
-    alive = set(keys_of(first, 16))
-    asked = second[:170]
-    found = segments.find(SPACE, asked, alive.__contains__)
-    assert found == [Reusable(0, 160, 0, keys_of(first, 16)[9])]
-    assert len(segments) == 1
+    for prompt, keys in zip(prompts, chains, strict=True):
+        segments.add(SPACE, keys, 0, prompt)
+    asked = prompts[8][:161]
+    assert segments.find(SPACE, asked, everything) == [Reusable(0, 161, 0, chains[8][10])]
+    alive = {key for keys in chains[:8] for key in keys}
+    assert segments.find(SPACE, asked, alive.__contains__) == [Reusable(0, 160, 0, chains[0][9])]
+    assert len(segments) == 8
+    segments.check_integrity()
+
+
+@pytest.mark.parametrize("other", [1, 255])
+def test_a_run_may_end_in_the_first_block_of_a_branch(other: int) -> None:
+    """Whether the branch stands before or behind what is asked for in the order of branches."""
+    rng = random.Random(14)
+    trunk = text(rng, 160)
+    prompts = [[*trunk, *text(rng, 64)], [*trunk, 5, 6, 7, 128, *text(rng, 60)]]
+    segments = Segments(16)
+    for prompt in prompts:
+        keys = keys_of(prompt, 16)
+        segments.add(SPACE, keys, 0, prompt)
+    asked = [*prompts[1][:163], other, *text(rng, 30)]
+    assert segments.find(SPACE, asked, everything) == [Reusable(0, 163, 0, keys[10])]
 
 
 def test_a_branch_is_found_among_very_many() -> None:
