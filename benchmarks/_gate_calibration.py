@@ -16,7 +16,7 @@ from benchmarks._report import Report, Row
 from kvcore.fusion.gate import Gate, Observed, Step
 from kvcore.fusion.select import Ratio
 
-__all__ = ["Played", "bounds", "observables", "off_by", "play", "usual_growth"]
+__all__ = ["Played", "bounds", "observables", "play"]
 
 LAYERS, FULL_LAYERS, SPREAD = 30, 2, 0.5
 DEPTHS = (4, 8, 15, 28)
@@ -57,32 +57,24 @@ def loss(row: Row) -> float:
 # --- observables ------------------------------------------------------------------------------
 
 
-def off_by(row: Row) -> float:
-    """What the rows left behind are off by at the choice, as `kvcore.fusion.gate` has it."""
-    return float(row["rel k"] + row["rel v"]) / 2
-
-
-def growth(row: Row, layer: int) -> float:
-    at = layer - 1
-    return float((row["k"][at] + row["v"][at]) / (row["k1"][at] + row["v1"][at]))
+def off(row: Row, layer: int) -> float:
+    """What V of the recomputed rows is off by, as `kvcore.fusion.gate` has it."""
+    return float(row["v"][layer - 1])
 
 
 def seen(row: Row) -> dict[str, float]:
     """Every candidate of one blend, the larger the worse."""
     found = {name: row[name] for name in row if name.startswith(("left", "rel", "moved"))}
-    found |= {"entropy": row["entropy"], "-margin": -row["margin"], "off by": off_by(row)}
+    found |= {"entropy": row["entropy"], "-margin": -row["margin"]}
     for name in ("k", "v", "mk", "mv", "qk", "qv"):
         found[f"{name}, mean"] = fmean(row[name])
         found |= {f"{name}, layer {layer}": row[name][layer - 1] for layer in DEPTHS}
     for layer in DEPTHS:
-        found[f"off by (K) x growth, layer {layer}"] = row["rel k"] * _ratio(row, "k", layer)
-        found[f"off by (V) x growth, layer {layer}"] = row["rel v"] * _ratio(row, "v", layer)
-        found[f"off by x growth, layer {layer}"] = off_by(row) * growth(row, layer)
+        found[f"v x (1 - ratio), layer {layer}"] = off(row, layer) * (1 - row["ratio"])
+        for name in ("k", "v"):
+            grown = row[name][layer - 1] / row[f"{name}1"][layer - 1]
+            found[f"rel {name} x growth, layer {layer}"] = row[f"rel {name}"] * grown
     return found
-
-
-def _ratio(row: Row, name: str, layer: int) -> float:
-    return float(row[name][layer - 1] / row[f"{name}1"][layer - 1])
 
 
 def observables(rows: Sequence[Row]) -> Report:
@@ -126,21 +118,12 @@ class Played(NamedTuple):
 def play(blends: dict[float, Row], gate: Gate) -> Played:
     """What the gate would have made of a prompt whose blends at every ratio were logged.
 
-    A walk given up at the choice costs nothing: the full layers serve the next one. One given up
-    further down costs its rows so far.
+    A walk given up costs the rows it computed; the full layers serve the next one.
     """
-    ratio, given_up = min(blends), 0.0
-    layer = max(FULL_LAYERS, math.floor(gate.depth * LAYERS))
+    ratio, given_up, layer = min(blends), 0.0, gate.layer(LAYERS, FULL_LAYERS)
     while True:
-        left = {other: off_by(blend) for other, blend in blends.items() if other >= ratio}
-        first = gate.judge(Observed(1, ratio, left))
-        if first.step is Step.FULL:
-            return Played(1.0 + given_up, 0.0, 1.0)
-        if first.step is Step.LARGER:
-            ratio = first.ratio
-            continue
         row = blends[ratio]
-        verdict = gate.judge(Observed(layer, ratio, left, growth(row, layer)))
+        verdict = gate.judge(Observed(layer, ratio, off(row, layer)))
         if verdict.step is Step.GO_ON:
             return Played(row["rows"] + given_up, loss(row), ratio)
         given_up += _so_far(row, layer)
@@ -166,26 +149,19 @@ def prompts(rows: Iterable[Row]) -> dict[tuple[str, int], dict[float, Row]]:
     return {key: blends for key, blends in found.items() if len(blends) == most}
 
 
-def usual_growth(rows: Iterable[Row], depth: float) -> float:
-    """The median, at the least ratio."""
-    layer = max(FULL_LAYERS, math.floor(depth * LAYERS))
-    return float(np.median([growth(b[min(b)], layer) for b in prompts(rows).values()]))
-
-
 def bounds(rows: Sequence[Row], tried: Sequence[float], depth: float) -> Report:
     """One line a task and bound: what it loses, how much is computed, how often in full."""
     columns = ["task", "bound", "n", "lost", "rows", "in full"]
-    usual = usual_growth(rows, depth)
     report = Report(
         "fusion_gate_bounds",
         columns,
         baseline="full prefill of the same prompt",
-        notes={"depth": depth, "usual growth": usual},
+        notes={"depth": depth},
     )
     cases = prompts(rows)
     for task in sorted({task for task, _ in cases}):
         for bound in tried:
-            gate = Gate(bound, usual=usual, depth=depth)
+            gate = Gate(bound, depth=depth)
             done = [play(blends, gate) for (own, _), blends in cases.items() if own == task]
             report.add(
                 task=task,
