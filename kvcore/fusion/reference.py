@@ -322,7 +322,7 @@ class Blender:
         """
         if question is None and selector.needs_question and not budget.is_reuse:
             question = question_mass(self)
-        watch = gate and Watch(gate, budget, self.decoder.layers)
+        watch = Watch(gate, budget, self.decoder.layers) if gate else None
         cache = self.start()
         rows, computed = self.first_rows(budget), []
         hidden = self.decoder.embed(self.plan.tokens[rows])
