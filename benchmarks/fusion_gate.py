@@ -1,20 +1,14 @@
-"""What a blend can see of its own mistakes: every observable beside what the blend lost.
+"""What a blend can see of its own mistakes, and what a gate on it would be worth.
 
     python -m benchmarks.fusion_gate [--prompts 8] [--first 0] [--tasks "one fact" running]
-        [--ratios .15 .3 .5] [--out results]
+        [--ratios .15 .3 .5] [--bounds 1 .25 .2 .1] [--depth .5] [--out results]
 
 SmolLM2-135M in float32 through `kvcore.fusion.reference`, the prompts of
 `benchmarks.fusion_quality`. A line of ``<out>/fusion_gate.jsonl`` is one blend: its loss against
 the full prefill of the same prompt (KL, exact match, F1, Rouge-L), and what could be seen while it
-ran, layer by layer. A run goes on from what it finds, so a long measurement can be made in pieces.
-
-Seen at the choice, for the rows left behind, as a share of all candidates' (``left ...``): the
-selector's score, |dK|^2, |dV|^2, and |dK|^2 / |K|^2 weighted by the question's look. At every
-layer, for the chunks' rows computed there: |dK|^2 / |K|^2 (``k``), the same of V (``v``), both
-weighted by the question's look (``mk``, ``mv``), ``k1`` the same rows' at layer 1. For the
-question's rows: how far their K and V are from those of the look over pure reuse (``qk``, ``qv``).
-At the end: what the repair moved (KL of the next token against pure reuse), entropy and margin of
-the next token.
+ran (`benchmarks._gate_observables`). A run goes on from what it finds, so a long measurement can be
+made in pieces; ``--prompts 0`` only evaluates what is there: which observable predicts the loss,
+and, by bound, what `kvcore.fusion.gate` would have lost and computed (`_gate_calibration`).
 """
 
 from __future__ import annotations
@@ -25,137 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks._fusion_tasks import TASKS
-from benchmarks.fusion_quality import METHODS, Case, Log
-from kvcore.fusion.reference import Blended, Decoder, Projected
-from kvcore.fusion.reference import question_mass as look
+from benchmarks._gate_calibration import bounds, observables
+from benchmarks._gate_observables import METHOD, Tap, Witness
+from benchmarks.fusion_quality import Case, Log
+from kvcore.fusion.reference import Blended
 from kvcore.fusion.rope import rope_of
-from kvcore.fusion.select import Seen, deviation
 from kvcore.testing.models import smollm2
 
-METHOD = "runs (2) of squared look*key, gradual"
 RATIOS = (0.15, 0.3, 0.5)
-
-
-class Tap(Decoder):
-    """Keeps what passes through: each layer's rows with their K and V, and the last output."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.seen: dict[int, tuple[Tensor, Projected]] = {}
-        self.last = torch.empty(0)
-
-    def project(self, layer: int, hidden: Tensor, positions: Tensor) -> Projected:
-        new = super().project(layer, hidden, positions)
-        self.seen[layer] = positions, new
-        return new
-
-    def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        self.last = super().finish(layer, hidden, attended)
-        return self.last
-
-    def take(self) -> dict[int, tuple[Tensor, Projected]]:
-        seen, self.seen = self.seen, {}
-        return seen
-
-
-def share(part: Tensor, whole: Tensor) -> float:
-    return float(part.sum() / whole.sum().clamp_min(1e-30))
-
-
-def size(heads: Tensor) -> Tensor:
-    return deviation(heads, torch.zeros_like(heads))
-
-
-class Watch:
-    """One prompt: the look over pure reuse, then what each blend shows beside it."""
-
-    def __init__(self, case: Case, tap: Tap) -> None:
-        self.case, self.tap, self.method = case, tap, METHODS[METHOD]
-        self.blender = case.blender(self.method)
-        tap.take()
-        self.mass = look(self.blender, self.method.pool)
-        case._looks[(self.method.behind, self.method.pool)] = self.mass
-        self.reused = tap.take()
-        self.reused_logits = tap.logits(tap.last[-1:])[0].double().log_softmax(-1)
-
-    def blend(self, ratio: float) -> tuple[Blended, dict[str, Any]]:
-        self.tap.take()
-        blended = self.case.blend(self.method, ratio)
-        seen = self.tap.take()
-        noted: dict[str, Any] = self.left(seen, blended.computed[2])
-        noted |= self.layers(seen) | self.asked(seen)
-        log = blended.logits.double().log_softmax(-1)
-        top = log.topk(2).values
-        noted["moved"] = float((log.exp() * (log - self.reused_logits)).sum())
-        noted["moved top-1"] = float(log.argmax() != self.reused_logits.argmax())
-        noted["entropy"] = float(-(log.exp() * log).sum())
-        noted["margin"] = float(top[0] - top[1])
-        return blended, noted
-
-    def left(self, seen: dict[int, tuple[Tensor, Projected]], kept: Tensor) -> dict[str, float]:
-        rows, new = seen[1]
-        chosen = torch.isin(rows, self.blender.chunks)
-        rows = rows[chosen]
-        gone = ~torch.isin(rows, kept)
-        placed = self.blender.placed[1]
-        shown = Seen(
-            1, rows, new.keys[chosen], new.values[chosen], placed.keys[rows], placed.values[rows],
-            self.blender.offsets[rows], self.mass[rows],
-        )  # fmt: skip
-        k, v, mass = shown.key_deviation, shown.value_deviation, self.mass[rows]
-        ksize, vsize = size(shown.keys), size(shown.values)
-        score = self.method.selector.score(shown)
-        return {
-            "left score": share(score[gone], score),
-            "left k": share(k[gone], k),
-            "left v": share(v[gone], v),
-            "left mk": share((mass * k / ksize)[gone], mass * k / ksize),
-            "left mass": share(mass[gone], mass),
-            "rel k": share(k[gone], ksize),
-            "rel v": share(v[gone], vsize),
-            "rel mk": share((mass * k / ksize)[gone], mass),
-            "rel mv": share((mass * v / vsize)[gone], mass),
-            "rel mk all": share((mass * k / ksize)[gone], self.mass),
-            "rel mv all": share((mass * v / vsize)[gone], self.mass),
-        }
-
-    def layers(self, seen: dict[int, tuple[Tensor, Projected]]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {name: [] for name in ("k", "v", "mk", "mv", "k1", "v1")}
-        first_rows, first = seen[1]
-        for layer in range(1, len(seen)):
-            rows, new = seen[layer]
-            chosen = torch.isin(rows, self.blender.chunks)
-            rows = rows[chosen]
-            placed, mass = self.blender.placed[layer], self.mass[rows]
-            k, ksize = deviation(new.keys[chosen], placed.keys[rows]), size(new.keys[chosen])
-            v, vsize = deviation(new.values[chosen], placed.values[rows]), size(new.values[chosen])
-            same = torch.isin(first_rows, rows)
-            was = self.blender.placed[1]
-            found["k"].append(share(k, ksize))
-            found["v"].append(share(v, vsize))
-            found["mk"].append(share(mass * k / ksize, mass))
-            found["mv"].append(share(mass * v / vsize, mass))
-            found["k1"].append(
-                share(deviation(first.keys[same], was.keys[rows]), size(first.keys[same]))
-            )
-            found["v1"].append(
-                share(deviation(first.values[same], was.values[rows]), size(first.values[same]))
-            )
-        return found
-
-    def asked(self, seen: dict[int, tuple[Tensor, Projected]]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {"qk": [], "qv": []}
-        question = self.blender.plan.question
-        for layer in range(1, len(seen)):
-            (rows, new), (rows0, new0) = seen[layer], self.reused[layer]
-            now, then = torch.isin(rows, question), torch.isin(rows0, question)
-            k, v = new.keys[now], new.values[now]
-            found["qk"].append(share(deviation(k, new0.keys[then]), size(k)))
-            found["qv"].append(share(deviation(v, new0.values[then]), size(v)))
-        return found
+BOUNDS = (1.0, 0.28, 0.26, 0.25, 0.24, 0.23, 0.2, 0.16, 0.13, 0.1)
 
 
 def outcome(case: Case, blended: Blended) -> dict[str, float]:
@@ -191,9 +65,9 @@ def run(options: argparse.Namespace, log: Log) -> None:
             start = time.perf_counter()
             case = Case(tap, ropes, tokenizer, TASKS[task](tokenizer, prompt))
             whole = case.answered(*case.full)
-            watch = Watch(case, tap)
+            witness = Witness(case, tap)
             for key in todo:
-                blended, noted = watch.blend(key["ratio"])
+                blended, noted = witness.blend(key["ratio"])
                 found = outcome(case, blended) | {f"full {name}": whole[name] for name in whole}
                 log.add({**key, **rounded(found), **rounded(noted)})
             print(f"{task} {prompt}: {time.perf_counter() - start:.0f} s", flush=True)
@@ -205,9 +79,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
+    parser.add_argument("--bounds", nargs="+", type=float, default=list(BOUNDS))
+    parser.add_argument("--depth", type=float, default=0.5)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
-    run(options, Log(options.out / "fusion_gate.jsonl"))
+    log = Log(options.out / "fusion_gate.jsonl")
+    if options.prompts:
+        run(options, log)
+    observables(log.rows).finish(options.out)
+    bounds(log.rows, options.bounds, options.depth).finish(options.out)
 
 
 if __name__ == "__main__":

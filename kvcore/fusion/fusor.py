@@ -291,32 +291,27 @@ class _Walk:
         self.offset_of[job.chunks] = job.offsets
         self.is_chunk = torch.zeros(len(job.tokens), dtype=torch.bool, device=job.tokens.device)
         self.is_chunk[job.chunks] = True
-        self.full_layers = budget.full_layers
-        self._watches: list[Watch] = []
+        self.verdicts: list[Verdict] = []
+        self._watch: Watch | None = None
 
     def watch(self, gate: Gate | None) -> None:
         """Have a gate look at the walk from here on."""
-        self._watch: Watch | None = None
+        self._watch = None
         if gate is not None:
-            layers, tokens = self.layers.layers, len(self.job.chunks)
-            self._watch = Watch(gate, self.selector, self.budget, layers, tokens)
-            self._watches.append(self._watch)
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        """All that was said so far."""
-        return [verdict for watch in self._watches for verdict in watch.verdicts]
+            self._watch = Watch(gate, self.budget, self.layers.layers)
 
     def _judge(self, seen: Seen) -> None:
-        """Show the gate a layer. Raises _Over where it wants rows that have left already.
-
-        At the choice none has: a larger ratio is simply taken.
-        """
-        while self._watch is not None and self._watch.see(seen):
-            self.budget = self._watch.budget
-            self.watch(self._watch.next_gate)
-            if seen.layer + 1 > self.full_layers:
-                raise _Over
+        """Show the gate a layer. Raises _Over where it wants rows that have left already."""
+        watch = self._watch
+        if watch is None:
+            return
+        over = watch.see(seen)
+        if watch.verdict is not None and watch.verdict not in self.verdicts[-1:]:
+            self.verdicts.append(watch.verdict)
+        if over:
+            self.budget = watch.budget
+            self.watch(watch.next_gate)
+            raise _Over
 
     def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""

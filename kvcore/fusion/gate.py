@@ -1,38 +1,32 @@
 """The quality gate: how wrong a blend is going to be, seen while it runs.
 
-Every row is computed on the first layers, so what the rows left behind are off by is known there.
-It grows with depth, and by how much can be seen on the rows that are recomputed further down, whose
-cached KV is known to be wrong by the difference:
+What a stale row is off by deep down is not known, but the rows that are recomputed there can be
+compared with what the cache had for them. The further off these are, the worse for the rows that
+stay as they were:
 
-    layer      0   1 ─────────────────────────── depth ────── last
-    measured       off by d1, all rows           off by d, the recomputed rows
-    left           d1 of the rows left behind
-    growth                                       d / d1 of these rows
-    expected       left x usual growth           left x growth
+    layer       0   1   2 ────────── depth ────────── last
+    rows        all all recomputed ones ...
+    measured                         off = |V fresh - V cached|^2 / |V fresh|^2, recomputed rows
+    expected                         off x (1 - ratio)            the share of rows left stale
 
-Off by: squared distance of cached from fresh KV as a share of the fresh one's square, the mean of K
-and V. Expected is in that unit too, and past a bound the blend takes a larger ratio, or gives way
-to a full prefill. ``docs/fusion.md`` has what the bound was measured to be worth.
+Past a bound the walk starts over with a larger ratio, or every row is computed. Of what could be
+seen on the way this predicted a blend's loss best; ``docs/fusion.md`` has the others, and what a
+bound costs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.select import Budget, Ratio, Seen, Selector, deviation, keep_top
+from kvcore.fusion.select import Budget, Ratio, Seen, deviation
 
-__all__ = ["Gate", "Measured", "Observed", "Step", "Verdict", "Watch", "left_behind", "measure"]
-
-ROUNDING = 1e-9
-"""Off by less than this share counts as this: the growth of rounding noise means nothing."""
+__all__ = ["Gate", "Observed", "Step", "Verdict", "Watch", "values_off"]
 
 
 class Step(str, Enum):
@@ -44,7 +38,10 @@ class Step(str, Enum):
 
 
 class Verdict(NamedTuple):
-    """What a gate says: ``ratio`` is the one to go on or to start over with, 1.0 if in full."""
+    """What a gate says: ``ratio`` is the one to go on or to start over with, 1.0 if in full.
+
+    ``expected`` is in the unit of the gate's bound, at that ratio.
+    """
 
     step: Step
     ratio: float
@@ -52,30 +49,18 @@ class Verdict(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What a gate is shown of one blend.
+class Observed(NamedTuple):
+    """What a gate is shown of one walk.
 
     Args:
         layer: at which it was seen, counted from 0.
-        ratio: the one blended with.
-        left: for this ratio and for larger ones, what the rows left behind are off by at the
-            choice, as a share of all rows of the chunks.
-        growth: by what factor rows are further off at ``layer`` than they were at the choice; None
-            at the choice itself.
+        ratio: the one walked with.
+        off: `values_off` of the chunks' rows recomputed there.
     """
 
     layer: int
     ratio: float
-    left: Mapping[float, float]
-    growth: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.ratio not in self.left:
-            raise ConfigError(
-                f"nothing is said of what the ratio {self.ratio} leaves: left has "
-                f"{sorted(self.left)}"
-            )
+    off: float
 
 
 @dataclass(frozen=True)
@@ -83,104 +68,53 @@ class Gate:
     """Judges blends. Settings only: one instance serves all requests and threads.
 
     Args:
-        bound: what the rows left behind may be expected to be off by at ``depth``.
+        bound: the largest expected deviation to go on with, in shares of V's square.
         larger: ratios to take instead, where one of them keeps the bound; else a full prefill.
-        usual: growth expected at the choice, where none was seen yet. With 0 only what is seen at
-            ``depth`` counts.
-        depth: how far down the growth is looked at, as a share of the layers.
+        depth: where to look, as a share of the layers. Further down is a better view and a dearer
+            walk to give up.
     """
 
     bound: float
     larger: tuple[float, ...] = (0.3, 0.5)
-    usual: float = 1.0
     depth: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.bound >= 0 or not 0 <= self.usual < math.inf:
-            raise ConfigError(
-                f"a gate's bound and usual growth are not below zero: got {self.bound} "
-                f"and {self.usual}"
-            )
+        if not self.bound >= 0:
+            raise ConfigError(f"a gate's bound is not below zero: got {self.bound}")
         if not all(0 < ratio < 1 for ratio in self.larger) or not 0 < self.depth < 1:
             raise ConfigError(
                 f"a gate's ratios and depth are between 0 and 1: got {self.larger} and {self.depth}"
             )
 
-    def ratios(self, ratio: float) -> list[float]:
-        """This one and the larger ones, ascending."""
-        return [ratio, *sorted({larger for larger in self.larger if larger > ratio})]
+    def layer(self, layers: int, full_layers: int) -> int:
+        """Where to look, behind the layers that compute every row."""
+        return max(full_layers, math.floor(self.depth * layers))
 
     def judge(self, observed: Observed) -> Verdict:
-        """Go on, or the least of the larger ratios that keeps the bound, or a full prefill.
+        """Go on, or the least of the larger ratios that is expected to keep the bound, or in full.
 
-        What is not a number is taken for past the bound.
+        A larger ratio is expected to leave fewer rows stale, and these as far off as was seen; they
+        are less far off, since the worst rows are chosen first. What is not a number is past the
+        bound.
         """
-        growth = self.usual if observed.growth is None else observed.growth
-        first = observed.left[observed.ratio] * growth
-        seen = f"expected to be off by {first:.3g} at layer {observed.layer}, allowed {self.bound}"
-        if first <= self.bound:
-            return Verdict(Step.GO_ON, observed.ratio, first, seen)
-        for ratio in sorted(observed.left):
-            expected = observed.left[ratio] * growth
-            if ratio > observed.ratio and expected <= self.bound:
-                return Verdict(Step.LARGER, ratio, expected, f"{seen}: {expected:.3g} at {ratio}")
-        return Verdict(Step.FULL, 1.0, 0.0, f"{seen}: past it at every ratio")
+        ratios = [observed.ratio, *sorted({more for more in self.larger if more > observed.ratio})]
+        seen = f"rows are off by {observed.off:.3g} at layer {observed.layer}"
+        for ratio in ratios:
+            expected = observed.off * (1 - ratio)
+            if expected <= self.bound:
+                step = Step.GO_ON if ratio == observed.ratio else Step.LARGER
+                reason = f"{seen}: {expected:.3g} expected at {ratio:.2f}, allowed {self.bound:.3g}"
+                return Verdict(step, ratio, expected, reason)
+        return Verdict(Step.FULL, 1.0, 0.0, f"{seen}: past {self.bound:.3g} at every ratio")
 
 
-# ---------------------------------------------------------------------------------------------
-# what is measured of a walk
+def values_off(seen: Seen) -> float:
+    """Square of what the cached V of these rows is off by, as a share of the fresh V's square.
 
-
-class Measured(NamedTuple):
-    """Squares of n rows at one layer, [n] each and added up over ranks: off by, and size."""
-
-    rows: Tensor
-    key: Tensor
-    value: Tensor
-    key_size: Tensor
-    value_size: Tensor
-
-    def among(self, chosen: Tensor) -> Measured:
-        """Of the rows where ``chosen`` [n] is true."""
-        return Measured(*(part[chosen] for part in self))
-
-    @property
-    def off(self) -> Tensor:
-        """[n]: what each row adds to what all of them are off by, a share of all their square."""
-        key, value = _positive(self.key_size.sum()), _positive(self.value_size.sum())
-        return (self.key / key + self.value / value) / 2
-
-    @property
-    def total(self) -> float:
-        """What all of them are off by."""
-        return float(self.off.sum())
-
-
-def _positive(size: Tensor) -> Tensor:
-    return size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def measure(seen: Seen) -> Measured:
-    """Four reductions over ranks, in this order."""
-    return Measured(
-        seen.rows,
-        seen.key_deviation,
-        seen.value_deviation,
-        seen.reduce(deviation(seen.keys, torch.zeros_like(seen.keys))),
-        seen.reduce(deviation(seen.values, torch.zeros_like(seen.values))),
-    )
-
-
-def left_behind(
-    measured: Measured, scores: Tensor, counts: Mapping[float, int]
-) -> dict[float, float]:
-    """By ratio, what the rows beyond the ``counts[ratio]`` of highest score are off by."""
-    off = measured.off
-    left = {}
-    for ratio, count in counts.items():
-        kept = torch.isin(measured.rows, keep_top(measured.rows, scores, count))
-        left[ratio] = float(off[~kept].sum())
-    return left
+    0 is right, 1 is as wrong as zeros. Two reductions over ranks; waits for the device.
+    """
+    size = seen.reduce(deviation(seen.values, torch.zeros_like(seen.values))).sum()
+    return float(seen.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
 
 
 class Watch:
@@ -188,66 +122,37 @@ class Watch:
 
     Args:
         gate: what judges.
-        selector, budget: those of the walk. A gate enlarges a `Ratio`; it has no say in another.
+        budget: of the walk. A gate enlarges a `Ratio`; it has no say in another.
         layers: of the model.
-        tokens: of the chunks.
 
     Attributes:
-        verdicts: of this walk, so far.
         budget: to walk with: that of the walk, or the one to start over with.
+        verdict: on this walk, once there is one.
     """
 
-    def __init__(
-        self, gate: Gate, selector: Selector, budget: Budget, layers: int, tokens: int
-    ) -> None:
+    def __init__(self, gate: Gate, budget: Budget, layers: int) -> None:
         if not isinstance(budget, Ratio) or budget.is_reuse:
             raise ConfigError(
                 f"a gate enlarges a ratio above 0, and sees nothing where none is: got {budget}"
             )
-        self.gate, self.selector, self.budget = gate, selector, budget
-        self.verdicts: list[Verdict] = []
-        self._layers, self._tokens = layers, tokens
-        self._choice = budget.full_layers - 1
-        self._depth = max(budget.full_layers, math.floor(gate.depth * layers))
-        self._first: Measured | None = None
-        self._left: dict[float, float] = {}
+        self.gate, self.budget = gate, budget
+        self.verdict: Verdict | None = None
+        self._layer = gate.layer(layers, budget.full_layers)
 
     @property
     def next_gate(self) -> Gate | None:
-        """The gate of a walk that starts over; none where every row is computed."""
-        return None if self.verdicts[-1].step is Step.FULL else self.gate
+        """The gate of the walk that starts over; none where every row is computed."""
+        full = self.verdict is not None and self.verdict.step is Step.FULL
+        return None if full else self.gate
 
     def see(self, seen: Seen) -> bool:
         """Whether the walk has to start over, with what `budget` is by then.
 
-        To be called at every layer before rows are dropped, by every rank alike: at the choice and
-        at the gate's depth it reduces over ranks, and adds a verdict.
+        To be called at every layer with the rows computed there, by every rank alike. All but one
+        layer cost nothing.
         """
-        observed = self._observed(seen)
-        if observed is None:
+        if seen.layer != self._layer or not len(seen.rows):
             return False
-        verdict = self.gate.judge(observed)
-        self.verdicts.append(verdict)
-        self.budget = replace(self.budget, ratio=verdict.ratio)
+        verdict = self.gate.judge(Observed(seen.layer, self.budget.ratio, values_off(seen)))
+        self.verdict, self.budget = verdict, replace(self.budget, ratio=verdict.ratio)
         return verdict.step is not Step.GO_ON
-
-    def _observed(self, seen: Seen) -> Observed | None:
-        if not len(seen.rows) or self._choice + 1 >= self._layers:
-            return None
-        if seen.layer == self._choice:
-            self._first = measure(seen)
-            self._left = left_behind(self._first, self.selector.score(seen), self._counts())
-            return Observed(seen.layer, self.budget.ratio, self._left)
-        if seen.layer == self._depth and self._first:
-            was = self._first.among(torch.isin(self._first.rows, seen.rows)).total
-            growth = measure(seen).total / max(was, ROUNDING)
-            return Observed(seen.layer, self.budget.ratio, self._left, growth)
-        return None
-
-    def _counts(self) -> dict[float, int]:
-        """By ratio, how many rows of the chunks go on after the choice."""
-        at = self._choice + 1, self._layers, self._tokens
-        return {
-            ratio: replace(self.budget, ratio=ratio).rows_at(*at, lambda: torch.empty(0))
-            for ratio in self.gate.ratios(self.budget.ratio)
-        }

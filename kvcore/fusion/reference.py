@@ -241,8 +241,8 @@ class Blended:
         hidden: the last layer's output for them, [rows, hidden].
         computed: for each layer, the positions whose K and V were computed and merged there.
         exact_tokens: how many tokens from the start have the KV that a full prefill gives.
-        verdicts: what a gate said, of walks that were given up and then of this one. The ratio used
-            is that of the last.
+        verdicts: what a gate said, of walks that were given up and then of this one; the ratio used
+            is that of the last. A walk that computes every row is not judged.
     """
 
     context: Context
@@ -323,7 +323,7 @@ class Blender:
         """
         if question is None and selector.needs_question and not budget.is_reuse:
             question = question_mass(self, partial(attention_mass, sharpness=selector.sharpness))
-        watch = gate and Watch(gate, selector, budget, self.decoder.layers, len(self.chunks))
+        watch = Watch(gate, budget, self.decoder.layers) if gate else None
         cache = self.start()
         rows, computed = self.first_rows(budget), []
         hidden = self.decoder.embed(self.plan.tokens[rows])
@@ -331,7 +331,7 @@ class Blender:
             new = self.decoder.project(layer, hidden, rows)
             if watch and watch.see(self.seen(layer, rows, new, question)):
                 again = self.blend(selector, watch.budget, question, watch.next_gate)
-                return replace(again, verdicts=(*watch.verdicts, *again.verdicts))
+                return replace(again, verdicts=(*_said(watch), *again.verdicts))
             going = self.going(selector, budget, layer, rows, new, question)
             self.merge(layer, cache[layer], rows, new)
             computed.append(rows)
@@ -339,8 +339,8 @@ class Blender:
             attended = self.decoder.attend(layer, queries, rows, cache[layer])
             hidden = self.decoder.finish(layer, hidden, attended)
         context = Context(self.decoder, cache)
-        verdicts = tuple(watch.verdicts) if watch else ()
-        return Blended(context, rows, hidden, tuple(computed), self.plan.exact_tokens, verdicts)
+        exact = self.plan.exact_tokens
+        return Blended(context, rows, hidden, tuple(computed), exact, _said(watch))
 
     def start(self) -> list[LayerKV]:
         """The cache that a blend begins with and writes to: a copy of the one placed."""
@@ -384,6 +384,11 @@ class Blender:
         """Write fresh K and V of one layer over the cached ones, in place."""
         cache.keys[rows] = new.keys
         cache.values[rows] = new.values
+
+
+def _said(watch: Watch | None) -> tuple[Verdict, ...]:
+    """The verdict on a walk, if there was one."""
+    return (watch.verdict,) if watch and watch.verdict else ()
 
 
 @torch.inference_mode()

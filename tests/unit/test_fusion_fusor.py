@@ -208,9 +208,8 @@ def agree(world: World, plan: Plan, selector: Any, budget: Any, gate: Gate | Non
 def test_the_gate_is_heeded_as_in_the_reference(bound: float, depth: float) -> None:
     """The same verdicts, and the same KV in the end, whichever way a walk started over."""
     plan = LLAMA.plan()
-    for usual in (0.0, 1.0):
-        gate = Gate(bound, larger=(0.3, 0.6), usual=usual, depth=depth)
-        agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
+    gate = Gate(bound, larger=(0.3, 0.6), depth=depth)
+    agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
 
 
 def test_ranks_choose_by_the_sum_of_their_scores() -> None:
