@@ -339,9 +339,9 @@ class FusionConfig(SchemaModel):
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Quality gate: how far off the rows that are not recomputed may be expected to "
-        "be (squared distance as a share of the square). Past it the request takes a larger share, "
-        "or is computed in full. Unset: no gate. docs/fusion.md has what bounds are worth.",
+        description="Quality gate: how far off recomputed rows may be found half-way down (squared "
+        "distance of V as a share of the square, times the share of rows not recomputed). Past it "
+        "the request takes a larger share, or is computed in full. Unset: no gate.",
     )
     selector: Name = Field(
         default="runs", description="Chooses the tokens: any registered one (see `kvcore plugins`)."
