@@ -8,5 +8,6 @@
     rope        cached K, stored after RoPE, moved to another position
     select      which rows to recompute, and how many at each layer
 
-Nothing here imports an engine. The submodules import torch; this module does not.
+Nothing here imports an engine. The submodules import torch, all but `controller` and `find`; this
+module does not.
 """
