@@ -182,7 +182,7 @@ def test_preemption_and_eviction(
     asked = prompts(model, chunks, 12, seed=12)
     settings = {
         **config(),
-        "host": {"capacity": "10MiB"},
+        "host": {"capacity": "5MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "40MiB"},
     }
     limits: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 128}
