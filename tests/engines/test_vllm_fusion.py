@@ -207,20 +207,28 @@ def test_preemption_and_eviction(
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral", "gemma", "phi3"])
 def test_other_shapes_of_models(arch: str) -> None:
-    """Log-probabilities of the answers are those of the exact ones, and of pure reuse not."""
+    """With everything recomputed the answers are the exact ones, with pure reuse they are not.
+
+    Gemma repeats its last token whatever it reads; there it is told by log-probabilities, for which
+    vLLM's CPU build compiles something first.
+    """
     other = tiny_model(arch, layers=3, sliding_window=0)
     chunks = windows(other, 4, 150, 200, seed=51)
     asked = prompts(other, chunks, 3, seed=52)
+    logprobs = arch == "gemma"
     with engine(other, config()) as process:
         warm(process, chunks)
-        rough = answers(process, asked, fusion=REUSE, logprobs=True)
-        got = answers(process, asked, fusion=ALL, logprobs=True)
-        expected = answers(process, asked, fusion=EXACT, logprobs=True)
+        rough = answers(process, asked, fusion=REUSE, logprobs=logprobs)
+        got = answers(process, asked, fusion=ALL, logprobs=logprobs)
+        expected = answers(process, asked, fusion=EXACT, logprobs=logprobs)
     same(got, expected)
     assert min(blended(got)) >= 400
-    for a, b, c in zip(got, expected, rough, strict=True):
-        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-3)
-        assert c.logprobs[0] != pytest.approx(b.logprobs[0], abs=2e-3)
+    if logprobs:
+        for a, b, c in zip(got, expected, rough, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-3)
+            assert c.logprobs[0] != pytest.approx(b.logprobs[0], abs=2e-3)
+    else:
+        assert any(a.token_ids != b.token_ids for a, b in zip(rough, expected, strict=True))
 
 
 def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:

@@ -70,7 +70,8 @@ def find_worker(vllm_config: VllmConfig) -> Any:
     from vllm.v1.worker.worker_base import WorkerBase
 
     for found in gc.get_objects():
-        if isinstance(found, WorkerBase) and found.vllm_config is vllm_config:
+        # not isinstance: lazy objects of other libraries wake up when asked for their class
+        if issubclass(type(found), WorkerBase) and found.vllm_config is vllm_config:
             return found
     raise UnsupportedError("the worker of this process was not found: fusion needs its model")
 
