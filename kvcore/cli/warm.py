@@ -143,7 +143,7 @@ def running(command: ServeCommand, log: Path) -> Iterator[str]:
         )
     try:
         yield _when_up(process, f"http://127.0.0.1:{port}", log)
-        process.send_signal(signal.SIGINT)  # saves in flight are finished
+        process.terminate()  # saves in flight are finished
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
     finally:
