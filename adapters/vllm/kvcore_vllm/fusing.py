@@ -293,7 +293,7 @@ class FusionLeader:
             ended: list[int] = []
 
             def end(ended: list[int] = ended) -> None:
-                fusing.fetching.discard(ended[0])
+                fusing.fetching.difference_update(ended)  # empty where the launch was refused
 
             try:
                 graph = self._manager.launch_load(
