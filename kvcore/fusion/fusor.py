@@ -49,6 +49,10 @@ class State(NamedTuple):
         residual = None if self.residual is None else self.residual[rows]
         return State(self.hidden[rows], residual)
 
+    def copy(self) -> State:
+        """One of its own memory."""
+        return State(self.hidden.clone(), None if self.residual is None else self.residual.clone())
+
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, v_dim]."""
@@ -71,7 +75,8 @@ class DecoderLayers(ABC):
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
         """One layer, with ``attend`` in the place of its attention.
 
-        What ``attend`` raises passes through, and the layer is as it was before.
+        The state given may be overwritten: engines add residuals in place. What ``attend`` raises
+        passes through, and the layer is as it was before.
         """
 
     def reduce(self, scores: Tensor) -> Tensor:
@@ -324,6 +329,8 @@ class _Walk:
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
         going = torch.empty(0)
+        # Rows may leave at this layer, which is then run again from the state it began with.
+        given = state.copy() if layer + 1 >= self.budget.full_layers and not last else state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal going
@@ -338,10 +345,10 @@ class _Walk:
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
-        except _Done:
-            state = state.of(going)
+        except _Done:  # nothing goes on from here
+            pass
         except _Fewer as fewer:
-            state = self._again(layer, rows[fewer.going], state.of(fewer.going), kv)
+            state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
         timing = LayerTiming(landed - started, time.perf_counter() - landed, len(rows))
         return rows[going], state, timing
 

@@ -182,12 +182,19 @@ def test_any_plan(
 LLAMA = World(Decoder(make_model("llama")))
 
 
-def agree(world: World, plan: Plan, selector: Any, budget: Any, gate: Gate | None = None) -> None:
+def agree(
+    world: World,
+    plan: Plan,
+    selector: Any,
+    budget: Any,
+    gate: Gate | None = None,
+    layers: type[ReferenceLayers] = ReferenceLayers,
+) -> None:
     """The same rows computed at every layer, and the same KV left."""
     blender, job = world.make(plan), job_of(plan)
     placed = ReferencePlaced(blender)
     expected = blender.blend(selector, budget, gate=gate)
-    outcome = Fusor(ReferenceLayers(world.decoder)).blend(job, placed, selector, budget, gate)
+    outcome = Fusor(layers(world.decoder)).blend(job, placed, selector, budget, gate)
     assert [v[:2] for v in outcome.verdicts] == [v[:2] for v in expected.verdicts]
     made = slice(job.exact, job.stop)
     for layer, rows in enumerate(expected.computed):
@@ -210,6 +217,23 @@ def test_the_gate_is_heeded_as_in_the_reference(bound: float, depth: float) -> N
     plan = LLAMA.plan()
     gate = Gate(bound, larger=(0.3, 0.6), depth=depth)
     agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
+
+
+class Overwriting(ReferenceLayers):
+    """As engines do it: what a layer is given is spoilt by the time it asks for attention."""
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        own = state.copy()
+        for given_state in state:
+            if given_state is not None:
+                given_state.fill_(torch.nan)
+        return super().run(layer, positions, own, attend)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_layers_may_overwrite_the_state(ratio: float) -> None:
+    budget = Ratio(ratio, spread=0.5)
+    agree(LLAMA, LLAMA.plan(), BUILTIN_SELECTORS["runs"](), budget, layers=Overwriting)
 
 
 def test_ranks_choose_by_the_sum_of_their_scores() -> None:
