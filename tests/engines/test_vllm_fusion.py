@@ -304,10 +304,13 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         warm(process, chunks)
         got = answers(process, asked, fusion={"ratio": 0.999})
         right = reference(asked)
-        failed = [
-            i for i, a in enumerate(got) if "recomputed_share" not in a.kvcore.get("fusion", {})
-        ]
-        assert 3 <= len(failed) < len(got), [a.kvcore for a in got]
+        told = [a.kvcore.get("fusion", {}) for a in got]
+        failed = [i for i, fusion in enumerate(told) if "recomputed_share" not in fusion]
+        assert 3 <= len(failed) < len(got), told
+        tried = sum("blend failed" in fusion.get("error", "") for fusion in told)
+        assert tried >= 3
+        assert counted(process, "kvcore_blends_total", outcome="failed") == tried
+        assert not any("blend" in got[i].kvcore["tiers"] for i in failed)
         same([got[i] for i in failed], [right[i] for i in failed])
         settled(process)
         same(answers(process, asked, fusion=EXACT), right)

@@ -47,6 +47,7 @@ class RefusingBlends:
         return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
+        """The pages of every order: none was filled."""
         return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
 
     def take_reports(self) -> list[BlendReport]:
@@ -84,18 +85,29 @@ class Blends:
         self._page_tokens = page_tokens
         self._view = worker.groups[0].view
         self._device = self._view.tensors[0].device
-        self._orders: list[tuple[BlendOrder, Staging]] = []
+        self._orders: list[tuple[BlendOrder, Staging | None]] = []
         self._reports: list[BlendReport] = []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Start the copies of chunks into staging; returns reports of graphs that were refused."""
         refused: list[OpReport] = []
         for order in orders:
-            staging = Staging(self._shape, max(order.blocks, 1), self._device)
+            staging = self._stage(order)
             self._orders.append((order, staging))
             for chunk in order.chunks:
-                refused += self._worker.submit(chunk.graph, staging.groups)
+                if staging is None:
+                    refused += refuse(chunk.graph, RowError.CANCELLED)
+                else:
+                    refused += self._worker.submit(chunk.graph, staging.groups)
         return refused
+
+    def _stage(self, order: BlendOrder) -> Staging | None:
+        """Memory for the chunks of an order; None where there is none left."""
+        try:
+            return Staging(self._shape, max(order.blocks, 1), self._device)
+        except (RuntimeError, MemoryError) as error:  # how torch says it, on a device and on a CPU
+            _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
+            return None
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
         """Carry out the orders; returns vLLM's pages that a failed blend left unfilled.
@@ -105,14 +117,22 @@ class Blends:
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            if not self._done(order, staging, landed):
+            if not self._ready(staging) or not self._done(order, staging, landed):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += pages_made(order, self._page_tokens)
             for chunk in order.chunks:
                 self._worker.release(chunk.graph.graph_id)
         return failed
 
-    def _done(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> bool:
+    def _ready(self, staging: Staging | None) -> bool:
+        """Whether every rank has what it needs: layers are collectives, so all walk or none."""
+        lacking = self._layers.reduce(torch.tensor([float(staging is None)], device=self._device))
+        return not lacking.item()
+
+    def _done(
+        self, order: BlendOrder, staging: Staging | None, landed: Callable[[int], None]
+    ) -> bool:
+        assert staging is not None
         try:
             self._blend(order, staging, landed)
         except Exception:  # noqa: BLE001 - others' layers and selectors: vLLM computes instead

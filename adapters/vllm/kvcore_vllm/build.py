@@ -229,11 +229,11 @@ def _blends(
     worker: KVWorker,
     shape: BlockShape,
     plugins: PluginManager,
-) -> Blends | RefusingBlends | None:
+) -> Blends | RefusingBlends:
     """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
-    if not config.fusion.enabled:
-        return None
     page_tokens = model.groups[0].page_tokens
+    if not config.fusion.enabled:
+        return RefusingBlends(page_tokens)  # the leader has the same setting: there are no orders
     try:
         ropes = ropes_of(vllm_config, model)
         names = model.groups[0].names
@@ -245,14 +245,23 @@ def _blends(
     return Blends(config, worker, layers, ropes, shape, selector, page_tokens)
 
 
-def refusing_worker_side() -> WorkerSide:
-    """A worker that takes no work, so that the leader learns of it and stands aside."""
+def refusing_worker_side(model: ModelDescription) -> WorkerSide:
+    """A worker that takes no work, so that the leader learns of it and stands aside.
+
+    What was planned before it learns is reported page by page: the engine computes it.
+    """
+    page_tokens = tuple(group.page_tokens for group in model.groups)
 
     def open_tier(name: str, options: dict[str, Any]) -> Tier:
         raise UnsupportedError(f"tier {name!r} is not opened: this worker stores nothing")
 
     return WorkerSide(
-        RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=open_tier
+        RefusingWorker(),
+        blends=RefusingBlends(page_tokens[0]),
+        layer_of={},
+        page_tokens=page_tokens,
+        metrics=Metrics(),
+        open_tier=open_tier,
     )
 
 

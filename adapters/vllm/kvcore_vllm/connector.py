@@ -119,7 +119,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except (UnsupportedError, LayoutError) as error:
             self._stand_aside(error)
-            self._worker = refusing_worker_side()
+            self._worker = refusing_worker_side(self._model)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before vLLM touches a page: start the step's plan here."""

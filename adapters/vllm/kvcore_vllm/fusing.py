@@ -25,7 +25,7 @@ from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
 
 from kvcore.block import KeyChain, Namespace, pack_tokens
 from kvcore.config import Config
-from kvcore.errors import CapacityError, ConfigError, KVCoreError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
@@ -96,8 +96,10 @@ class Fusing:
             return {"error": self.refused}
         if self.plan is None or self.approximate_from is None:
             return {}
+        if self.report is not None and not self.report.ok:
+            return {"error": "the blend failed: the engine computed the prompt"}
         told: dict[str, Any] = {"blended_tokens": self.plan.reused, "ratio": self.plan.ratio}
-        if self.report is not None and self.report.ok:
+        if self.report is not None:
             told["ratio"] = self.report.ratio
             told["recomputed_share"] = round(self.report.share, 4)
             if self.report.verdicts:
@@ -299,7 +301,7 @@ class FusionLeader:
                 graph = self._manager.launch_load(
                     hit, start, stop, [skip], deadline_s=deadline_s, on_end=end
                 )
-            except CapacityError as error:
+            except KVCoreError as error:  # no room, or an earlier fetch has moved its blocks
                 _log.info("chunk stays where it is: %s", error)
                 continue
             ended.append(graph.graph_id)

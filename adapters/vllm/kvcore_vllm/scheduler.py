@@ -491,6 +491,8 @@ class SchedulerSide:
         tracked = self._requests.get(report.request_id)
         if tracked is not None and tracked.fusing is not None:
             tracked.fusing.report = report
+            if not report.ok:
+                tracked.reused.pop("blend", None)
             self._count_blend(tracked.fusing, report)
         if self._fusion is not None:
             self._fusion.judge(report)

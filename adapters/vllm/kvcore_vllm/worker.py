@@ -49,7 +49,7 @@ class WorkerSide:
         page_tokens: tuple[int, ...],
         metrics: Metrics,
         open_tier: Callable[[str, dict[str, Any]], Tier],
-        blends: Blends | RefusingBlends | None = None,
+        blends: Blends | RefusingBlends,
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of
@@ -101,8 +101,6 @@ class WorkerSide:
             self._worker.forget(name, slots)
 
     def _begin_blends(self, plan: StepPlan) -> None:
-        if self._blends is None:
-            return
         self._chunks = {
             chunk.graph.graph_id: order for order in plan.blends for chunk in order.chunks
         }
@@ -111,7 +109,7 @@ class WorkerSide:
 
     def blend(self) -> None:
         """Carry out the step's blends. Blocks; the forward may start afterwards."""
-        if self._blends is None or not self._plan.blends:
+        if not self._plan.blends:
             return
         pages = self._blends.run(self._wait_for_canonical)
         if pages:
@@ -181,7 +179,7 @@ class WorkerSide:
     def take_news(self) -> StepNews | None:
         """What ended since the last call, for the scheduler; None when there is nothing to say."""
         self._collect()
-        blends = self._blends.take_reports() if self._blends is not None else []
+        blends = self._blends.take_reports()
         if not self._reports and not blends:
             return None
         news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta(), blends)
