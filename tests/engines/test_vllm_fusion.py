@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan
+from kvcore.fusion.reference import Blender, Decoder, precompute
+from kvcore.fusion.rope import rope_of
+from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
 from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.engine_process import EngineProcess, Generation
@@ -93,6 +99,69 @@ def test_everything_recomputed_is_the_engines_own_answer(
         same(got, reference(asked))
         assert min(blended(got)) >= 400, blended(got)
         settled(warmed)
+
+
+def test_a_share_recomputed_is_what_the_reference_makes_of_it(
+    model: Path, warmed: EngineProcess
+) -> None:
+    """The engine's answers over blends are those of `kvcore.fusion.reference` over the same model,
+    at the same ratio; answers at another ratio are not."""
+    texts = windows(model, 5, 160, 160, seed=71)
+    warm(warmed, texts)
+    own = windows(model, 4 * 8, 5, 40, seed=72)
+    orders = [random.Random(number).sample(range(5), 3) for number in range(8)]
+    plans = [
+        Plan(
+            [
+                Fresh(tuple(gaps[0])),
+                *(
+                    part
+                    for gap, chunk in zip(gaps[1:], order, strict=True)
+                    for part in (Cached(reference_chunk(model, texts[chunk])), Fresh(tuple(gap)))
+                ),
+            ]
+        )
+        for order, gaps in zip(orders, (own[i : i + 4] for i in range(0, 32, 4)), strict=True)
+    ]
+    expected: dict[float, list[list[int]]] = {}
+    for ratio in (0.0, 0.2, 0.6):
+        expected[ratio] = [reference_answer(model, plan, ratio) for plan in plans]
+        asked = [plan.tokens.tolist() for plan in plans]
+        spans = [
+            [[at, at + len(part.tokens)] for at, part in plan.placed() if isinstance(part, Cached)]
+            for plan in plans
+        ]
+        got = [
+            answers(warmed, [prompt], fusion={"ratio": ratio, "chunks": chunks})[0]
+            for prompt, chunks in zip(asked, spans, strict=True)
+        ]
+        assert blended(got) == [480] * len(plans)
+        assert [a.token_ids for a in got] == expected[ratio]
+        settled(warmed)
+    for one, other in itertools.combinations(expected.values(), 2):
+        assert sum(a != b for a, b in zip(one, other, strict=True)) >= 2, "nothing is told apart"
+
+
+@cache
+def decoder(model: Path) -> Decoder:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
+    return Decoder(made.eval())
+
+
+def reference_chunk(model: Path, text: Sequence[int]) -> ChunkKV:
+    return precompute(decoder(model), text)
+
+
+def reference_answer(model: Path, plan: Plan, ratio: float) -> list[int]:
+    """What the default selector, budget and rope make of a prompt, layer by layer in plain code."""
+    own = decoder(model)
+    settings = own.config.to_dict()
+    ropes = [rope_of(settings, layer) for layer in range(own.layers)]
+    made = Blender(own, plan, ropes).blend(BUILTIN_SELECTORS["runs"](), Ratio(ratio, spread=0.5))
+    return made.context.greedy(made.logits, ANSWER)
 
 
 def test_blends_side_by_side_share_nothing(
