@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from kvcore_vllm.fusion import VllmLayers
+from kvcore_vllm.fusion import Served, VllmLayers
 from kvcore_vllm.messages import BlendOrder, BlendReport
 
 from kvcore.config import Config
@@ -167,9 +167,13 @@ class Blends:
             len(job.tokens), staging, places, self._ropes, self._prefix(order), wait, sink
         )
         budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
-        with self._layers.adapted(order.lora):
+        with self._layers.serving(self._served(order)):
             outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
         self._report(order, job, outcome)
+
+    def _served(self, order: BlendOrder) -> Served:
+        pages = torch.tensor([order.pages], device=self._device)
+        return Served(order.request_id, pages, self._page_tokens, order.lora)
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:
         """Token slots of positions [exact, stop)."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kvcore_vllm.attention import install
 from kvcore_vllm.blending import Blends, RefusingBlends
 from kvcore_vllm.describe import ModelDescription
 from kvcore_vllm.fusing import FusionLeader
@@ -16,6 +17,7 @@ from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.scheduler import Outbox, SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
+from kvcore.attention import AttentionHook
 from kvcore.backing import BackingOpener, prepare_backings
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
@@ -204,6 +206,7 @@ def build_worker_side(
         queue_depth=config.transfer.queue_depth,
         metrics=metrics,
     )
+    _hook_attention(vllm_config, model, plugins.attention(shape, rank))
     _log.info(
         "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
         rank,
@@ -243,6 +246,27 @@ def _blends(
         return RefusingBlends(page_tokens)
     selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
     return Blends(config, worker, layers, ropes, shape, selector, page_tokens)
+
+
+def _hook_attention(
+    vllm_config: VllmConfig, model: ModelDescription, hooks: Sequence[AttentionHook]
+) -> None:
+    """Set plugins' hooks around the layers of a model with one group of pages."""
+    if not hooks:
+        return
+    context = vllm_config.compilation_config.static_forward_context
+    [group, *others] = model.groups
+    try:
+        if others or model.shape.kv_factor != 2:
+            raise UnsupportedError("attention hooks are for K and V of one group of pages")
+        runner = find_worker(vllm_config).model_runner
+        if not hasattr(getattr(runner, "input_batch", None), "req_ids"):
+            raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
+        layers = [context[name] for name in group.names]
+        install(layers, hooks, lambda: runner.input_batch.req_ids, group.page_tokens)
+    except UnsupportedError as error:
+        names = ", ".join(hook.name for hook in hooks)
+        _log.warning("attention hooks are left out: %s: %s", names, error)
 
 
 def refusing_worker_side(model: ModelDescription) -> WorkerSide:
