@@ -178,6 +178,11 @@ class KVManager:
 
     # -- lookup -----------------------------------------------------------------------------
 
+    @property
+    def backings(self) -> tuple[Backing, ...]:
+        """The tiers below the host arena, nearest first."""
+        return tuple(self._backing.values())
+
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
         """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
         match = self.index.match(keys)

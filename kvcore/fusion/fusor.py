@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from kvcore.fusion.attend import Attention, attend_rows, look_rows
 from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
+from kvcore.trace import Tracer
 
 __all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
 
@@ -190,10 +192,14 @@ class _Fewer(Exception):
 
 
 class Fusor:
-    """Blends prompts through one engine's layers. One owner; holds no state between blends."""
+    """Blends prompts through one engine's layers. One owner; holds no state between blends.
 
-    def __init__(self, layers: DecoderLayers) -> None:
+    Each layer of a blend is a span of ``tracer``.
+    """
+
+    def __init__(self, layers: DecoderLayers, tracer: Tracer | None = None) -> None:
         self.layers = layers
+        self.tracer = tracer or Tracer()
 
     @torch.inference_mode()
     def blend(
@@ -212,9 +218,9 @@ class Fusor:
         reuse = budget.is_reuse
         question = None
         if selector.needs_question and not reuse:
-            started = time.perf_counter()
+            started = time.monotonic()
             question = self.look(job, placed, selector.sharpness)
-            outcome.look_s = time.perf_counter() - started
+            outcome.look_s = time.monotonic() - started
         walk = _Walk(self.layers, job, placed, selector, budget, question)
         walk.watch(gate if len(job.chunks) and not reuse else None)
         while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
@@ -222,6 +228,17 @@ class Fusor:
             outcome.layers = []
         outcome.verdicts = walk.verdicts
         return outcome
+
+    @torch.inference_mode()
+    def compute(self, tokens: Tensor) -> State:
+        """Run every layer over a prompt [rows] of which nothing is cached: what comes out of the
+        last. Nothing is written; what a blend's layers cost is measured with it."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        state = State(self.layers.embed(tokens), None)
+        for layer in range(self.layers.layers):
+            attention = self.layers.attention[layer]
+            state = self.layers.run(layer, rows, state, partial(_plain, rows, attention))
+        return state
 
     def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
         """Walk through all layers; False where the gate wants to start over."""
@@ -233,6 +250,10 @@ class Fusor:
                 outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
                 return False
             outcome.layers.append(timing)
+            stop = time.monotonic()
+            landed = stop - timing.compute_s
+            self.tracer.span("wait", f"layer {layer}", landed - timing.wait_s, landed)
+            self.tracer.span("recompute", f"layer {layer}", landed, stop, rows=timing.rows)
         outcome.chosen = rows[torch.isin(rows, walk.job.chunks)]
         return True
 
@@ -250,7 +271,10 @@ class Fusor:
             return mass
         state = State(self.layers.embed(job.tokens[rows]), None)
         for layer in range(self.layers.layers):
+            started = time.monotonic()
             kv, attention = placed.layer(layer), self.layers.attention[layer]
+            landed = time.monotonic()
+            self.tracer.span("wait", f"layer {layer}", started, landed)
 
             def attend(
                 q: Tensor,
@@ -271,7 +295,16 @@ class Fusor:
                 state = self.layers.run(layer, rows, state, attend)
             except _Done:
                 break
+            finally:
+                now = time.monotonic()
+                self.tracer.span("look", f"layer {layer}", landed, now, rows=len(rows))
         return self.layers.reduce(mass)
+
+
+def _plain(
+    rows: Tensor, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    return attend_rows(queries, rows, keys, values, attention)
 
 
 class _Walk:
@@ -320,12 +353,12 @@ class _Walk:
 
     def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""
-        started = time.perf_counter()
+        started = time.monotonic()
         kv = self.placed.layer(layer)
-        landed = time.perf_counter()
+        landed = time.monotonic()
         if not len(rows):  # pure reuse without a gap: there is nothing to compute
             self.placed.write(layer, kv)
-            return rows, state, LayerTiming(landed - started, time.perf_counter() - landed, 0)
+            return rows, state, LayerTiming(landed - started, time.monotonic() - landed, 0)
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
         going = torch.empty(0)
@@ -349,7 +382,7 @@ class _Walk:
             pass
         except _Fewer as fewer:
             state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
-        timing = LayerTiming(landed - started, time.perf_counter() - landed, len(rows))
+        timing = LayerTiming(landed - started, time.monotonic() - landed, len(rows))
         return rows[going], state, timing
 
     def _again(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> State:

@@ -21,6 +21,7 @@ from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import tiny_lora, tiny_model
 from kvcore.testing.prompts import windows
+from kvcore.trace import read_trace
 
 pytestmark = pytest.mark.engine
 
@@ -51,9 +52,15 @@ def chunks(model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def process(model: Path) -> Iterator[EngineProcess]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def process(model: Path, traces: Path) -> Iterator[EngineProcess]:
     """One engine for what can share one; steps are short, so that prompts are cut."""
-    with engine(model, config(), max_num_batched_tokens=512) as made:
+    settings = {**config(), "trace": {"path": str(traces)}}
+    with engine(model, settings, max_num_batched_tokens=512) as made:
         yield made
 
 
@@ -193,6 +200,34 @@ def test_a_prefix_that_is_computed_in_the_same_step(
         got = answers(warmed, asked, batch=len(asked), fusion=ALL)
         same(got, reference(asked))
         assert min(blended(got)[2:]) >= 100
+
+
+def test_no_layer_computes_before_it_has_landed(
+    model: Path, chunks: list[list[int]], warmed: EngineProcess, traces: Path
+) -> None:
+    """By the trace of a prompt that is blended alone: every layer's loads, by the graphs of its
+    chunks, have ended when it is looked at or recomputed."""
+    [path] = traces.glob("rank0-*.json")
+    before = len(list(read_trace(path)))
+    [prompt] = prompts(model, chunks, 1, seed=15)
+    [got] = answers(warmed, [prompt], fusion={"ratio": 0.2})
+    assert blended([got])[0] >= 400
+    found = list(read_trace(path))[before:]
+    loads = [e for e in found if e["track"] == "h2d"]
+    steps = [e for e in found if e["track"] in ("look", "recompute")]
+    assert [e["name"] for e in steps] == [f"layer {n}" for n in (0, 1, 2, 3)] * 2
+    graphs = {e["args"]["graph"] for e in loads}
+    assert len(graphs) >= 3
+    for step in steps:
+        layer = int(step["name"].split()[1])
+        own = [e for e in loads if _covers(e["name"], layer)]
+        assert {e["args"]["graph"] for e in own} == graphs
+        assert all(e["ts"] + e["dur"] <= step["ts"] + 1 for e in own)
+
+
+def _covers(name: str, layer: int) -> bool:
+    first, stop = map(int, name.removeprefix("layers ").split(".."))
+    return first <= layer < stop
 
 
 def test_wishes_that_make_no_sense(
@@ -386,3 +421,30 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         settled(process)
         same(answers(process, asked, fusion=EXACT), right)
         assert "exact prefixes only" in process.log.read_text()
+
+
+def test_blends_are_made_where_they_pay() -> None:
+    """A blend that recomputes next to nothing is chosen, one that recomputes next to everything is
+    declined with a reason once it was tried; who asks for a ratio gets it either way."""
+    deep = tiny_model("llama", layers=12, heads=8, kv_heads=2, head_dim=64)
+    texts = windows(deep, 6, 300, 300, seed=81)
+    asked = prompts(deep, texts, 8, seed=82)
+    with engine(deep, config(ratio=0.02)) as process:
+        warm(process, texts)
+        got = answers(process, asked)
+        assert sum(map(bool, blended(got))) >= 6, [a.kvcore for a in got]
+    with engine(deep, config(ratio=0.97, ratio_max=0.97)) as process:
+        warm(process, texts)
+        got = answers(process, asked)
+        declined = [a.kvcore.get("fusion", {}).get("declined", "") for a in got]
+        assert "the prefix alone" in declined[-1], [a.kvcore for a in got]
+        refused = sum(map(bool, declined))
+        assert counted(process, "kvcore_blends_total", outcome="declined") == refused
+        process.reset_prefix_cache(connector=True)
+        right = answers(process, asked, fusion=EXACT)
+        plain = [(a, b) for a, b, why in zip(got, right, declined, strict=True) if why]
+        same([a for a, _ in plain], [b for _, b in plain])
+        process.reset_prefix_cache(connector=True)
+        warm(process, texts)
+        [wanted] = answers(process, asked[:1], fusion=ALL)
+        assert blended([wanted])[0] >= 600

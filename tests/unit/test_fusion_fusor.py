@@ -23,7 +23,7 @@ from kvcore.fusion.attend import (  # noqa: E402
 from kvcore.fusion.fusor import Attend, Fusor, Job, State  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Plan, Prefix  # noqa: E402
-from kvcore.fusion.reference import Decoder  # noqa: E402
+from kvcore.fusion.reference import Decoder, prefill  # noqa: E402
 from kvcore.fusion.select import (  # noqa: E402
     BUILTIN_SELECTORS,
     Ratio,
@@ -217,6 +217,13 @@ def test_the_gate_is_heeded_as_in_the_reference(bound: float, depth: float) -> N
     plan = LLAMA.plan()
     gate = Gate(bound, larger=(0.3, 0.6), depth=depth)
     agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
+
+
+def test_a_prompt_of_nothing_cached_is_a_prefill(world: World) -> None:
+    tokens = torch.tensor(words(40, 5))
+    state = Fusor(ReferenceLayers(world.decoder)).compute(tokens)
+    assert state.residual is None
+    close(state.hidden, prefill(world.decoder, tokens.tolist())[1], 2e-4)
 
 
 class Overwriting(ReferenceLayers):

@@ -10,12 +10,14 @@ computes them itself.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from kvcore_vllm.fusion import Served, VllmLayers
 from kvcore_vllm.messages import BlendOrder, BlendReport
+from kvcore_vllm.pacing import FULL_LAYERS
 
 from kvcore.config import Config
 from kvcore.fusion.fusor import Fusor, Job, Outcome
@@ -28,8 +30,8 @@ from kvcore.layout import BlockShape
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 
-FULL_LAYERS = 2
-"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
+PROFILED_ROWS = (16, 64, 256)
+"""Rows that the layers are timed with at start."""
 
 _log = logging.getLogger("kvcore.vllm.fusion")
 
@@ -54,6 +56,9 @@ class RefusingBlends:
         orders, self._orders = self._orders, []
         return [BlendReport(order.request_id, ok=False) for order in orders]
 
+    def take_profile(self) -> list[tuple[int, float]]:
+        return []
+
 
 def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:
     """The pages that a blend was to fill."""
@@ -75,7 +80,7 @@ class Blends:
     ) -> None:
         self._worker = worker
         self._layers = layers
-        self._fusor = Fusor(layers)
+        self._fusor = Fusor(layers, worker.tracer)
         self._ropes = ropes
         self._shape = shape
         self._selector = selector
@@ -87,6 +92,7 @@ class Blends:
         self._device = self._view.tensors[0].device
         self._orders: list[tuple[BlendOrder, Staging | None]] = []
         self._reports: list[BlendReport] = []
+        self._profile = self._profiled() if config.fusion.adaptive else []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Start the copies of chunks into staging; returns reports of graphs that were refused."""
@@ -144,6 +150,28 @@ class Blends:
         """What became of the blends since the last call."""
         reports, self._reports = self._reports, []
         return reports
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        """(rows, seconds) of the layers, timed when this was made. Told once."""
+        profile, self._profile = self._profile, []
+        return profile
+
+    @torch.inference_mode()
+    def _profiled(self) -> list[tuple[int, float]]:
+        """Time the layers over some rows behind nothing. A collective; nothing is written.
+
+        The first run, which may compile something, is not counted.
+        """
+        served = Served("profile", torch.zeros(1, 1, device=self._device), self._page_tokens)
+        timed = []
+        with self._layers.serving(served):
+            for rows in (PROFILED_ROWS[0], *PROFILED_ROWS):
+                started = time.perf_counter()
+                self._fusor.compute(torch.zeros(rows, dtype=torch.int64, device=self._device))
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                timed.append((rows, time.perf_counter() - started))
+        return timed[1:]
 
     @torch.inference_mode()
     def _blend(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> None:

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from kvcore_vllm.attention import install
 from kvcore_vllm.blending import Blends, RefusingBlends
+from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.describe import ModelDescription
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
+from kvcore_vllm.pacing import Pace, make_pace
 from kvcore_vllm.scheduler import Outbox, SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
@@ -31,7 +33,8 @@ from kvcore.plugins import PluginManager
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
-from kvcore.transfer.graph import Span
+from kvcore.trace import FileTracer, Tracer
+from kvcore.transfer.graph import Path, Span
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import DeviceGroup, KVWorker, RefusingWorker
 
@@ -110,7 +113,7 @@ def build_scheduler_side(
         metrics,
         open_tiers={found.spec.name: dict(found.prepared.told) for found in backings},
         on_close=[found.prepared.release for found in backings],
-        fusion=_fusion_leader(config, vllm_config, model, manager, steps),
+        fusion=_fusion_leader(config, vllm_config, model, manager, steps, plugins),
     )
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d tiers=%s",
@@ -128,6 +131,7 @@ def _fusion_leader(
     model: ModelDescription,
     manager: KVManager,
     steps: Sequence[Span],
+    plugins: PluginManager,
 ) -> FusionLeader | None:
     """None where fusion is off, or the model is not one it is right for."""
     if not config.fusion.enabled:
@@ -146,6 +150,26 @@ def _fusion_leader(
         steps,
         model.groups[0].page_tokens,
         limit if vllm_config.lora_config is not None else None,
+        _pace(config, vllm_config, model, manager, plugins) if config.fusion.adaptive else None,
+    )
+
+
+def _pace(
+    config: Config,
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    manager: KVManager,
+    plugins: PluginManager,
+) -> Pace:
+    selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    paths = {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in manager.backings}
+    return make_pace(
+        config.fusion,
+        vllm_config,
+        model.shape.layers,
+        model.world_size,
+        paths,
+        selector.needs_question,
     )
 
 
@@ -205,6 +229,7 @@ def build_worker_side(
         copy_threads=config.transfer.copy_threads,
         queue_depth=config.transfer.queue_depth,
         metrics=metrics,
+        tracer=_tracer(config, rank),
     )
     _hook_attention(vllm_config, model, plugins.attention(shape, rank))
     _log.info(
@@ -218,6 +243,7 @@ def build_worker_side(
     return WorkerSide(
         worker,
         blends=_blends(config, vllm_config, model, worker, shape, plugins),
+        clock=ForwardClock(device),
         layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         metrics=metrics,
@@ -246,6 +272,16 @@ def _blends(
         return RefusingBlends(page_tokens)
     selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
     return Blends(config, worker, layers, ropes, shape, selector, page_tokens)
+
+
+def _tracer(config: Config, rank: int) -> Tracer:
+    if config.trace.path is None:
+        return Tracer()
+    try:
+        return FileTracer(config.trace.path, f"rank{rank}")
+    except OSError as error:
+        _log.warning("no trace is written: %s", error)
+        return Tracer()
 
 
 def _hook_attention(
@@ -282,6 +318,7 @@ def refusing_worker_side(model: ModelDescription) -> WorkerSide:
     return WorkerSide(
         RefusingWorker(),
         blends=RefusingBlends(page_tokens[0]),
+        clock=ForwardClock(torch.device("cpu")),
         layer_of={},
         page_tokens=page_tokens,
         metrics=Metrics(),

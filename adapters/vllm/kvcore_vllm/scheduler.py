@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
@@ -201,7 +201,10 @@ class SchedulerSide:
         if fusion.waits(fusing):
             return None
         exact = max(computed, tracked.hit.depth * self._block)
-        plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact)
+        undecided = fusing.decision is None
+        plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact, tracked.hit)
+        if undecided and fusing.declined is not None:
+            self._metrics.blend("declined")
         if plan is None:
             return False
         deadline = self._config.transfer.load_deadline_s
@@ -350,9 +353,16 @@ class SchedulerSide:
         if self._fusion is not None:
             self._limit_reading(plan.blends, output)
             self._fusion.settle()
+            plan.timed = self._fusion.time(self._scheduled(output))
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
         return KVCoreMetadata.of(plan)
+
+    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, Request]]:
+        """Tokens of this step and their request."""
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if (tracked := self._requests.get(request_id)) is not None:
+                yield tokens, tracked.request
 
     def _limit_reading(self, blends: Sequence[BlendOrder], output: SchedulerOutput) -> None:
         """Keep blends off pages that this very step computes.
@@ -465,6 +475,8 @@ class SchedulerSide:
 
     def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
+        if self._fusion is not None:
+            self._fusion.learn_times(news)
         for told in news.blends:
             self._blended(told)
         for ranked in news.reports:
@@ -489,13 +501,14 @@ class SchedulerSide:
 
     def _blended(self, report: BlendReport) -> None:
         tracked = self._requests.get(report.request_id)
+        plan = None
         if tracked is not None and tracked.fusing is not None:
-            tracked.fusing.report = report
+            plan, tracked.fusing.report = tracked.fusing.plan, report
             if not report.ok:
                 tracked.reused.pop("blend", None)
             self._count_blend(tracked.fusing, report)
         if self._fusion is not None:
-            self._fusion.judge(report)
+            self._fusion.judge(report, plan)
 
     def _count_blend(self, fusing: Fusing, report: BlendReport) -> None:
         self._metrics.blend("blended" if report.ok else "failed")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
+from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
 
 from kvcore.errors import KVCoreError, TierUnavailable
@@ -50,6 +51,7 @@ class WorkerSide:
         metrics: Metrics,
         open_tier: Callable[[str, dict[str, Any]], Tier],
         blends: Blends | RefusingBlends,
+        clock: ForwardClock,
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of
@@ -68,6 +70,7 @@ class WorkerSide:
         self._tainted = 0
         self._failing: set[int] = set()
         self._chunks: dict[int, BlendOrder] = {}  # this step's blends by the graphs they read
+        self._clock = clock
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -93,6 +96,8 @@ class WorkerSide:
         for graph in itertools.chain(plan.fetches, plan.spills):
             self._submit(graph)
         self._begin_blends(plan)
+        if not plan.blends:  # without loads vLLM's next call comes when the forward is launched
+            self._start_clock()
 
     def _tend_tiers(self, plan: StepPlan) -> None:
         for name, options in plan.open_tiers.items():
@@ -108,13 +113,18 @@ class WorkerSide:
             self._take(report)
 
     def blend(self) -> None:
-        """Carry out the step's blends. Blocks; the forward may start afterwards."""
-        if not self._plan.blends:
-            return
-        pages = self._blends.run(self._wait_for_canonical)
-        if pages:
-            self._tainted = TAINTED_STEPS
-            self._bad_pages.update(pages)
+        """Carry out the step's blends. Blocks; the forward starts afterwards."""
+        if self._plan.blends:
+            pages = self._blends.run(self._wait_for_canonical)
+            if pages:
+                self._tainted = TAINTED_STEPS
+                self._bad_pages.update(pages)
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        """The forward is next, if this is not a step in which computing waits for loads."""
+        if self._plan.timed and not self._sync:
+            self._clock.start(self._plan.timed)
 
     def _wait_for_canonical(self, layer: int) -> None:
         for graph_id in self._sync:
@@ -150,6 +160,7 @@ class WorkerSide:
 
     def end_forward(self) -> None:
         """Start the saves of what the forward computed, unless it computed on a failed load."""
+        self._clock.stop()
         self.wait_for_loads()
         self._collect()
         self._sync.clear()
@@ -179,12 +190,13 @@ class WorkerSide:
     def take_news(self) -> StepNews | None:
         """What ended since the last call, for the scheduler; None when there is nothing to say."""
         self._collect()
-        blends = self._blends.take_reports()
-        if not self._reports and not blends:
+        blends, forwards = self._blends.take_reports(), self._clock.take()
+        profile = self._blends.take_profile()
+        if not (self._reports or blends or forwards or profile):
             return None
-        news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta(), blends)
+        reports = [RankReport(r) for r in self._reports]
         self._reports.clear()
-        return news
+        return StepNews(reports, self._metrics.delta(), blends, forwards, profile)
 
     def close(self) -> None:
         """Finish saves in flight and flush them; nothing that was saved is lost."""
