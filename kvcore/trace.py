@@ -1,7 +1,7 @@
 """A timeline of transfers and blends, in the format that Chrome and Perfetto open.
 
-One file a process, a JSON array of complete events, one a line; it can be read while it grows,
-since the viewers do not ask for the closing bracket. Times are microseconds of the machine's monotonic
+One file a process, a JSON array of complete events, one a line; it can be read as it grows, since
+the viewers do not ask for the closing bracket. Times are microseconds of the machine's monotonic
 clock, so that files of processes on one machine can be laid side by side.
 """
 
