@@ -1,8 +1,9 @@
 """`python -m demo.rag`: documents in ever new orders, answered by fusion.
 
-Pages of Python's language reference are warmed once, each on its own. Then questions come, each
-behind the pages in another order, so that a prefix cache knows the first page at most. Every prompt
-is answered in full by the same engine without kvcore, and then blended at several ratios.
+Pages of Python's language reference, with a fact in the middle of each, are warmed once, each on
+its own. Then questions for the facts come, each behind the pages in another order, so that a prefix
+cache knows the first page at most. Every prompt is answered in full by the same engine without
+kvcore, and then blended at several ratios.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from kvcore.errors import KVCoreError
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import smollm2
 
-RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
-QUESTIONS = (
-    "Which statement does the text name first, and what does it do?",
-    "What does the text say about exceptions?",
-    "Name two special methods that the text describes.",
-    "When is a name local to a block?",
-    "What is evaluated first in an assignment?",
-    "What does an import statement do to the namespace?",
-)
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange")
+THINGS = ("vault", "gate", "cellar", "tower", "archive", "workshop", "cabinet", "lift")
 FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Pages and a question, as token ids, and what the pages say to it."""
+
+    tokens: list[int]
+    code: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Answer:
     reused_tokens: int
     share: float
     """Of rows x layers of the prompt's context: what was computed."""
+    found: bool
+    """Whether the answer names what a page says."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Row:
     ttft_s: float
     speed_up: float
     share: float
+    found: float
+    """Share of the answers that name what a page says."""
     agreement: float
     """Mean share of the answer's tokens before the first that is not the full prefill's."""
 
@@ -106,19 +113,32 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def prompts(tokenizer: Any, options: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """(the pages, the prompts made of them), as token ids."""
+def prompts(tokenizer: Any, options: argparse.Namespace) -> tuple[list[list[int]], list[Prompt]]:
+    """(the pages, the prompts made of them). In the middle of each page stands a fact."""
+
+    def ids(words: str) -> list[int]:
+        return list(tokenizer.encode(words, add_special_tokens=False))
+
     text: list[int] = []
     for name, body in sorted(topics.items(), key=lambda item: -len(item[1])):
-        text += tokenizer.encode(f"# {name}\n\n{body}\n\n", add_special_tokens=False)
-    size, count = options.tokens, 2 * options.chunks
-    pages = [text[i * size : (i + 1) * size] for i in range(count)]
-    picks, made = random.Random(1), []
-    for number in range(options.prompts):
-        chosen = picks.sample(range(count), options.chunks)
-        question = QUESTIONS[number % len(QUESTIONS)]
-        asked = tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:", add_special_tokens=False)
-        made.append([token for page in chosen for token in pages[page]] + list(asked))
+        text += ids(f"# {name}\n\n{body}\n\n")
+    count, draw = 2 * options.chunks, random.Random(1)
+    codes = draw.sample(range(1000, 10000), count)
+    names = draw.sample([f"{c} {t}" for c in COLOURS for t in THINGS], count)
+    pages = []
+    for number, (code, name) in enumerate(zip(codes, names, strict=True)):
+        fact = ids(f"\n\nThe code of the {name} is {code}.\n\n")
+        size = max(options.tokens - len(fact), 2)
+        page = text[number * size : (number + 1) * size]
+        pages.append([*page[: size // 2], *fact, *page[size // 2 :]])
+    made = []
+    for _ in range(options.prompts):
+        chosen = draw.sample(range(count), options.chunks)
+        wanted = draw.choice(chosen[1:] or chosen)  # the first page is a plain prefix
+        name, code = names[wanted], codes[wanted]
+        ask = f"Question: What is the code of the {name}?\nAnswer: The code of the {name} is"
+        tokens = [token for page in chosen for token in pages[page]]
+        made.append(Prompt(tokens + ids(ask), str(code)))
     return pages, made
 
 
@@ -127,7 +147,7 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
 
     model = options.model or smollm2()
     pages, asked = prompts(AutoTokenizer.from_pretrained(model), options)
-    longest = max(map(len, asked)) + options.answer_tokens
+    longest = max(len(prompt.tokens) for prompt in asked) + options.answer_tokens
     args = {
         "dtype": "auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
         "max_model_len": longest,
@@ -140,8 +160,8 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
             engine.generate([list(range(100, 400))], max_tokens=2)
             for number, prompt in enumerate(asked):
                 engine.reset_prefix_cache()
-                [got] = engine.generate([prompt], options.answer_tokens)
-                yield _answer(FULL, number, got, len(prompt))
+                [got] = engine.generate([prompt.tokens], options.answer_tokens)
+                yield _answer(FULL, number, got, prompt)
                 progress.advance(bar)
         config = {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True}}
         progress.update(bar, description="warming pages")
@@ -154,8 +174,8 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
             for number, prompt in enumerate(asked):
                 for way, wishes in _wishes():
                     engine.reset_prefix_cache()
-                    [got] = engine.generate([prompt], options.answer_tokens, fusion=wishes)
-                    yield _answer(way, number, got, len(prompt))
+                    [got] = engine.generate([prompt.tokens], options.answer_tokens, fusion=wishes)
+                    yield _answer(way, number, got, prompt)
                     progress.advance(bar)
 
 
@@ -169,11 +189,12 @@ def _way(ratio: float) -> str:
     return f"blend, {ratio:.0%} recomputed" if ratio else "pure reuse"
 
 
-def _answer(way: str, number: int, got: Generation, tokens: int) -> Answer:
+def _answer(way: str, number: int, got: Generation, prompt: Prompt) -> Answer:
     fusion = got.kvcore.get("fusion", {})
     made = fusion.get("recomputed_share")
-    share = 1 - got.cached_tokens / tokens if made is None else made
-    return Answer(way, number, got.ttft_s, got.token_ids, got.reused_tokens, share)
+    share = 1 - got.cached_tokens / len(prompt.tokens) if made is None else made
+    found = prompt.code in got.text
+    return Answer(way, number, got.ttft_s, got.token_ids, got.reused_tokens, share, found)
 
 
 def summary(answers: Sequence[Answer]) -> list[Row]:
@@ -190,6 +211,7 @@ def summary(answers: Sequence[Answer]) -> list[Row]:
                 seconds,
                 cold / seconds,
                 statistics.mean(a.share for a in mine),
+                statistics.mean(a.found for a in mine),
                 statistics.mean(_agreement(a.token_ids, right[a.prompt]) for a in mine),
             )
         )
@@ -209,7 +231,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     """For the terminal."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
-    for heading in ("TTFT, ms", "faster", "computed", "same tokens until"):
+    for heading in ("TTFT, ms", "faster", "computed", "fact found", "same tokens until"):
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(
@@ -217,13 +239,14 @@ def table(title: str, rows: Sequence[Row]) -> Table:
             f"{row.ttft_s * 1000:.0f}",
             f"{row.speed_up:.1f}x",
             f"{row.share:.0%}",
+            f"{row.found:.0%}",
             f"{row.agreement:.0%} of the answer",
         )
     return result
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Agreement with the full prefill against time to first token."""
+    """Facts found, and agreement with the full prefill, against time to first token."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,20 +254,23 @@ def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     blends = [row for row in rows if row.way not in (FULL, PREFIX)]
-    line = [row.ttft_s for row in blends], [row.agreement for row in blends]
-    axes.plot(*line, "o-", color="#2a7f62", label="blend")
+    seconds = [row.ttft_s for row in blends]
+    axes.plot(seconds, [row.found for row in blends], "o-", color="#2a7f62", label="fact found")
+    agreement = [row.agreement for row in blends]
+    axes.plot(seconds, agreement, "o--", color="#b07aa1", label="same tokens as in full")
     for row in blends:
-        axes.annotate(row.way, (row.ttft_s, row.agreement), fontsize=7, xytext=(4, -10),
+        short = row.way.removeprefix("blend, ").removesuffix(" recomputed")
+        axes.annotate(short, (row.ttft_s, row.found), fontsize=7, xytext=(4, -10),
                       textcoords="offset points")  # fmt: skip
     for way, colour in ((FULL, "#808080"), (PREFIX, "#404040")):
         for row in rows:
             if row.way == way:
-                axes.plot(row.ttft_s, row.agreement, "s", color=colour, label=way)
+                axes.plot(row.ttft_s, row.found, "s", color=colour, label=f"{way}: fact found")
     axes.set_xlabel("time to first token, s")
-    axes.set_ylabel("share of the answer that is the full prefill's")
+    axes.set_ylabel("share of answers, share of tokens")
     axes.set_ylim(-0.05, 1.08)
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

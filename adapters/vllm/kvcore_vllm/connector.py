@@ -35,6 +35,7 @@ from kvcore import log
 from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config, load_config
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
+from kvcore.plugins import PluginManager
 
 if TYPE_CHECKING:
     import torch
@@ -106,8 +107,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Waiting for a layer inside the forward cannot be captured into a full graph."""
-        return bool(extra_config.get("vllm", {}).get("layerwise") is True)
+        """Neither waiting for a layer inside the forward nor a plugin's hook around attention can
+        be captured into a full graph."""
+        if extra_config.get("vllm", {}).get("layerwise") is True:
+            return True
+        disabled = extra_config.get("plugins", {}).get("disable", ())
+        return bool(PluginManager(disable=disabled).found("attention"))
 
     # -- worker -----------------------------------------------------------------------------
 
