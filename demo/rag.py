@@ -14,7 +14,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -33,6 +33,10 @@ COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange
 THINGS = ("vault", "gate", "cellar", "tower", "archive", "workshop", "cabinet", "lift")
 FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
+
+
+Bar = Callable[[str, int], None]
+"""Says what is being done, and how many more steps are."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--chunks", type=int, default=4, help="pages in a prompt (4)")
     add("--tokens", type=int, default=480, help="length of a page (480)")
     add("--prompts", type=int, default=4, help="questions asked (4)")
+    add("--gate", type=float, help="also with this bound of the quality gate (fusion.gate)")
     add("--answer-tokens", type=int, default=24, help="length of an answer (24)")
     add("--results", type=Path, default=Path("results"), help="for table, plot and JSON (results)")
     options = parser.parse_args(arguments)
@@ -153,36 +158,55 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
         "max_model_len": longest,
         "max_num_batched_tokens": max(longest, 2048),
     }
-    ways = 2 + len(RATIOS)
+    engines = 1 if options.gate is None else 2
+    steps = (1 + len(RATIOS) + engines) * len(asked) + engines * len(pages)
     with Progress(console=console) as progress:
-        bar = progress.add_task("answering in full", total=ways * len(asked) + len(pages))
+        task = progress.add_task("answering in full", total=steps)
+
+        def bar(doing: str, done: int) -> None:
+            progress.update(task, description=doing, advance=done)
+
         with EngineProcess(model, log=options.results / "engine-rag-full.log", **args) as engine:
             engine.generate([list(range(100, 400))], max_tokens=2)
             for number, prompt in enumerate(asked):
                 engine.reset_prefix_cache()
                 [got] = engine.generate([prompt.tokens], options.answer_tokens)
                 yield _answer(FULL, number, got, prompt)
-                progress.advance(bar)
-        config = {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True}}
-        progress.update(bar, description="warming pages")
-        log = options.results / "engine-rag.log"
-        with EngineProcess(model, kvcore=config, log=log, **args) as engine:
-            for page in pages:
-                engine.generate([page], max_tokens=1)
-                progress.advance(bar)
-            progress.update(bar, description="blending")
-            for number, prompt in enumerate(asked):
-                for way, wishes in _wishes():
-                    engine.reset_prefix_cache()
-                    [got] = engine.generate([prompt.tokens], options.answer_tokens, fusion=wishes)
-                    yield _answer(way, number, got, prompt)
-                    progress.advance(bar)
+                bar("answering in full", 1)
+        blends = [(_way(r), {"ratio": r}) for r in RATIOS]
+        # The exact way comes last: it leaves the whole prompt in the cache.
+        ways: list[tuple[str, dict[str, Any]]] = [*blends, (PREFIX, {"enabled": False})]
+        yield from _blended(model, pages, asked, ways, {}, options, args, bar)
+        if options.gate is not None:
+            ways = [(f"{_way(0.15)}, gate {options.gate}", {"ratio": 0.15})]
+            settings = {"gate": options.gate}
+            yield from _blended(model, pages, asked, ways, settings, options, args, bar)
 
 
-def _wishes() -> list[tuple[str, dict[str, Any]]]:
-    """The exact way comes last: it leaves the whole prompt in the cache."""
-    blends: list[tuple[str, dict[str, Any]]] = [(_way(r), {"ratio": r}) for r in RATIOS]
-    return [*blends, (PREFIX, {"enabled": False})]
+def _blended(
+    model: Any,
+    pages: list[list[int]],
+    asked: list[Prompt],
+    ways: list[tuple[str, dict[str, Any]]],
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    args: dict[str, Any],
+    bar: Bar,
+) -> Iterator[Answer]:
+    """Every prompt, every way, by an engine that has seen the pages and nothing else."""
+    config = {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
+    log = options.results / "engine-rag.log"
+    with EngineProcess(model, kvcore=config, log=log, **args) as engine:
+        bar("warming pages", 0)
+        for page in pages:
+            engine.generate([page], max_tokens=1)
+            bar("warming pages", 1)
+        for number, prompt in enumerate(asked):
+            for way, wishes in ways:
+                engine.reset_prefix_cache()
+                [got] = engine.generate([prompt.tokens], options.answer_tokens, fusion=wishes)
+                yield _answer(way, number, got, prompt)
+                bar("blending", 1)
 
 
 def _way(ratio: float) -> str:
@@ -253,7 +277,7 @@ def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    blends = [row for row in rows if row.way not in (FULL, PREFIX)]
+    blends = [row for row in rows if row.way in map(_way, RATIOS)]
     seconds = [row.ttft_s for row in blends]
     axes.plot(seconds, [row.found for row in blends], "o-", color="#2a7f62", label="fact found")
     agreement = [row.agreement for row in blends]
