@@ -28,8 +28,7 @@ demo: env
 
 test: env
 	$(RUN) -m kvcore.testing.models smollm2
-	$(RUN) -m pytest -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
-	$(RUN) -m pytest -m whole_machine $(PYTEST)
+	$(RUN) -m pytest $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -m "not engine" tests/unit $(PYTEST)
