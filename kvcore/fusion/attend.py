@@ -83,14 +83,19 @@ def look_rows(
     highest = torch.zeros(heads, group, len(keys), device=keys.device)
     for start, stop in _tiles(positions):
         seen, rows = int(positions[stop - 1]) + 1, slice(start, stop)
-        mask = _visible(positions[rows], 0, seen, attention.window)
         scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
-        weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1)
+        # Keys up to the first row are seen by all of them: nothing to hide there.
+        first = 0 if attention.window is not None else int(positions[start]) + 1
+        mask = _visible(positions[rows], first, seen, attention.window)
+        scores[..., first:].masked_fill_(~mask, float("-inf"))
+        weights = scores.softmax(dim=-1)
         flat = weights.to(v.dtype).view(heads, -1, seen) @ v[:, :seen]
         out[rows] = flat.view(heads * group, stop - start, -1).transpose(0, 1)
-        if bool(asking[rows].any()):
-            best = weights[:, :, asking[rows]].amax(dim=2)
-            highest[:, :, :seen] = torch.maximum(highest[:, :, :seen], best)
+        asked = asking[rows]
+        if bool(asked.any()):
+            interested = weights if bool(asked.all()) else weights[:, :, asked]
+            best = highest[:, :, :seen]
+            torch.maximum(best, interested.amax(dim=2), out=best)
     return out, highest.pow_(sharpness).sum(dim=(0, 1))
 
 
