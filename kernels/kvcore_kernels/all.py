@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.copy.kernel import copy_kernel
 
 __all__ = ["KERNELS"]
 
-KERNELS = (copy_kernel,)
+KERNELS = (attend_kernel, copy_kernel)

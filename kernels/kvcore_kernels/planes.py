@@ -116,4 +116,4 @@ def to_device(arrays: Sequence[Table], device: torch.device) -> list[torch.Tenso
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    return list(flat.split([array.size for array in arrays]))
+    return list(torch.split(flat, [array.size for array in arrays]))

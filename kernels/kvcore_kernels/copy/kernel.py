@@ -1,8 +1,7 @@
 """The copy of one unit of one plane."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="import-not-found,import-untyped"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
