@@ -7,8 +7,10 @@ import torch
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.layout import KVView
 
-__all__ = ["DTYPES", "check_rows"]
+__all__ = ["DTYPES", "MIN_DIM", "check_rows"]
 
+MIN_DIM = 16
+"""Matrix units multiply tiles at least this wide."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -35,6 +37,8 @@ def check_rows(
             f"queries of dim {queries.shape[2]} and stride {queries.stride(2)} for keys of dim "
             f"{plane.head_dim}: give contiguous rows of that dim"
         )
+    if plane.head_dim < MIN_DIM:
+        raise UnsupportedError(f"keys of dim {plane.head_dim}; supported are {MIN_DIM} and more")
     if positions.shape != queries.shape[:1] or page_table.dim() != 1:
         raise LayoutError(
             f"positions of {tuple(positions.shape)} and a page table of "

@@ -45,7 +45,6 @@ def attend_kernel(
     K_DIM: tl.constexpr,
     V_TOKEN: tl.constexpr,
     V_INNER: tl.constexpr,
-    PRECISION: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     MAIN: tl.constexpr,
@@ -103,11 +102,11 @@ def attend_kernel(
         slot = n % PAGE
         k_row = page * k_page + _axis(slot, k_token, K_TOKEN, tl.load(k_strides + 3))
         k = tl.load(k_base + k_row[:, None] + k_main[None, :], mask=there[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_TAIL:
             k_mask = there[:, None] & (tail < HEAD_DIM)[None, :]
             k2 = tl.load(k_base + k_row[:, None] + k_tail[None, :], mask=k_mask, other=0.0)
-            s = tl.dot(q_tail, tl.trans(k2), s, input_precision=PRECISION)
+            s = tl.dot(q_tail, tl.trans(k2), s, input_precision="ieee")
         s *= scale
         if CAPPED:
             s = soft_cap * (1.0 - 2.0 / (tl.exp2(s / soft_cap * 2.8853900817779268) + 1.0))
@@ -129,7 +128,7 @@ def attend_kernel(
             v_mask = there[:, None] & (v_dims < V_DIM)[None, :]
             v = tl.load(v_base + v_row[:, None] + v_main[None, :], mask=v_mask, other=0.0)
         result = tl.dot(
-            p.to(v.dtype), v, result * shrink[:, None], input_precision=PRECISION
+            p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee"
         )
         best = higher
     result = result / total[:, None]

@@ -106,7 +106,6 @@ def constants(
         "K_DIM": key.dim.inner,
         "V_TOKEN": value.token.inner,
         "V_INNER": value.dim.inner,
-        "PRECISION": "ieee" if full else "tf32",
         "M": tile.rows,
         "N": tile.keys,
         "MAIN": main,
@@ -118,10 +117,12 @@ def constants(
 def tile_for(dim: int, *, full: bool) -> AttendTile:
     """The tile for a head of ``dim``."""
     if dim > 256:
-        return AttendTile(16, 16, 4, 1) if full else AttendTile(32, 32, 8, 1)
-    if full or dim > 128:
+        return AttendTile(16, 16, 8, 1)
+    if full or dim > 192:
+        return AttendTile(32, 16, 8, 1)
+    if dim > 128:
         return AttendTile(32, 32, 8, 1)
-    return AttendTile(128, 64, 8, 2)
+    return AttendTile(64, 32, 8, 2)
 
 
 def _strides(plane: Plane) -> np.ndarray[Any, np.dtype[np.int64]]:
