@@ -50,8 +50,9 @@ class Bench:
             "dtype": options.dtype,
             "max_num_seqs": 8,
         }
-        space = 2 + options.prompts * longest * 92_160 * 2 // (1 << 30)
-        self.env = {"VLLM_CPU_KVCACHE_SPACE": str(space)}
+        self.gigabytes = 2 + options.prompts * longest * 92_160 * 2 // (1 << 30)
+        """Twice what all prompts need, for the engine's own cache and for the peer's."""
+        self.env = {"VLLM_CPU_KVCACHE_SPACE": str(self.gigabytes)}
         self.prompts = {
             n: windows(self.model, options.prompts, n, n, seed=n) for n in options.tokens
         }
@@ -62,7 +63,7 @@ class Bench:
 
     def kvcore(self, folder: str) -> dict[str, Any]:
         config: dict[str, Any] = {
-            "host": {"capacity": "2GiB"},
+            "host": {"capacity": f"{self.gigabytes}GiB"},
             "disk": {"path": folder, "capacity": "8GiB"},
         }
         if self.options.block_tokens:
@@ -113,7 +114,7 @@ def lmcache(bench: Bench, python: Path) -> Iterator[EngineProcess]:
     port, http = _free_port(), _free_port()
     command = [
         str(python.parent / "lmcache"), "server", "--port", str(port), "--http-port", str(http),
-        "--l1-size-gb", "1.2", "--no-l1-use-lazy", "--eviction-policy", "LRU",
+        "--l1-size-gb", str(bench.gigabytes), "--no-l1-use-lazy", "--eviction-policy", "LRU",
         "--supported-transfer-mode", "auto",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from kvcore.errors import ConfigError
 from kvcore.schema import (
     DEFAULT,
+    BackingConfig,
     BlockConfig,
     Config,
     DiskConfig,
@@ -51,6 +52,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "BackingConfig",
     "BlockConfig",
     "Config",
     "DiskConfig",

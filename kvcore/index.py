@@ -304,18 +304,23 @@ class BlockIndex(BlockStates):
             return []
         return self._detach(table, self._below(table, node))
 
-    def clear(self, namespace: bytes | None = None, tier: str | None = None) -> int:
-        """Drop all blocks (of a namespace, of a tier) as `drop_subtree` does; returns how many."""
+    def clear(
+        self, namespace: bytes | None = None, tier: str | None = None
+    ) -> dict[str, list[Evicted]]:
+        """Drop all blocks (of a namespace, of a tier) as `drop_subtree` does.
+
+        Returns what went, by tier.
+        """
         space = self._nodes.space_ids.get(namespace) if namespace is not None else None
         if namespace is not None and space is None:
-            return 0
+            return {}
         tables = self._tables if tier is None else (self._table(tier),)
-        dropped = 0
+        dropped = {}
         for table in tables:
             chosen = np.frombuffer(table.state, dtype=np.uint8) != NONE
             if space is not None:
                 chosen &= np.frombuffer(self._nodes.space, dtype=np.uint32) == space
-            dropped += len(self._detach(table, np.flatnonzero(chosen).tolist()))
+            dropped[table.name] = self._detach(table, np.flatnonzero(chosen).tolist())
         return dropped
 
     def list_blocks(self, namespace: bytes | None = None) -> list[BlockInfo]:

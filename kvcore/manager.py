@@ -111,6 +111,9 @@ class Transport(Protocol):
 
     def cancel(self, graph_id: int) -> None: ...
 
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        """Make slots of a backing tier unreadable, before any graph submitted later runs."""
+
     def wait_report(self, timeout: float) -> bool: ...
 
     def poll(self) -> Sequence[OpReport]: ...
@@ -335,8 +338,16 @@ class KVManager:
                 self._demote(tier)
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Forget every block (of a namespace), in flight or not; returns how many copies."""
-        count = self.index.clear(namespace)
+        """Forget every block (of a namespace), in flight or not; returns how many copies.
+
+        Backing tiers are told to forget them too: they do not come back with a restart.
+        """
+        gone = self.index.clear(namespace)
+        for tier, blocks in gone.items():
+            self._left(tier, blocks)
+            if blocks and tier != HOST:
+                self.transport.forget(tier, [block.slot for block in blocks])
+        count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
 

@@ -221,25 +221,21 @@ class HostConfig(SchemaModel):
     )
 
 
-class DiskConfig(SchemaModel):
-    """The disk tier. Off unless `path` is set."""
+class BackingConfig(SchemaModel):
+    """What every tier below host memory has."""
 
-    path: FolderPath | None = Field(
-        default=None,
-        description="Folder of the disk tier on a local disk, made if missing; `~` is expanded. "
-        "Unset: no disk tier.",
-    )
     capacity: Size = Field(
         default=parse_size("32GiB"),
         gt=0,
-        description="Bytes the folder may hold, the total over all ranks and all models in it.",
+        description="Bytes the tier may hold, the total over all ranks; for a folder on disk, over "
+        "all models in it.",
     )
     policy: Name = Field(default="lru", description="Eviction policy: any registered one.")
     policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
     write: Literal["write_through", "write_back", "selective"] = Field(
         default="write_through",
-        description="When a block goes to disk: when it is saved, when host memory evicts it, or "
-        "at its `admit_after`-th use.",
+        description="When a block goes there: when it is saved, when host memory evicts it, or "
+        "at its `admit_after`-th use. What only host memory holds is gone when the engine ends.",
     )
     admit_after: int = Field(
         default=2,
@@ -247,13 +243,27 @@ class DiskConfig(SchemaModel):
         le=255,
         description="Uses before a block is written, for `write = selective`.",
     )
+
+
+class DiskConfig(BackingConfig):
+    """The disk tier. Off unless `path` is set."""
+
+    path: FolderPath | None = Field(
+        default=None,
+        description="Folder of the disk tier on a local disk, made if missing; `~` is expanded. "
+        "Unset: no disk tier.",
+    )
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Bypass the page cache (O_DIRECT): where the file system can, always (refuse "
         "to start otherwise), or never.",
     )
     io_threads: int = Field(
-        default=4, ge=1, le=64, description="Threads reading and writing, a rank."
+        default=4,
+        ge=1,
+        le=64,
+        description="Threads reading and writing, a rank, where the kernel's asynchronous I/O "
+        "cannot be had.",
     )
     sync_interval_s: Seconds = Field(
         default=5.0,
@@ -262,15 +272,10 @@ class DiskConfig(SchemaModel):
     )
 
 
-class TierConfig(SchemaModel):
-    """A third-party backing tier, one table `[tiers.NAME]` for each, read in order of name."""
+class TierConfig(BackingConfig):
+    """A backing tier of a plugin, one table `[tiers.NAME]` for each, read in order of name."""
 
     plugin: Name = Field(description="Name of the tier plugin (see `kvcore plugins`).")
-    capacity: Size = Field(
-        default=parse_size("32GiB"),
-        gt=0,
-        description="Bytes of the tier, the total over all ranks.",
-    )
     options: Options = Field(default_factory=dict, description="Arguments of the plugin.")
 
 

@@ -301,6 +301,14 @@ class KVWorker:
     def cancel(self, graph_id: int) -> None:
         self.engine.cancel(graph_id)
 
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        """Make slots of ``tier`` unreadable, now and after a restart. Blocks; a tier that cannot
+        do it is named in the log."""
+        try:
+            self.tiers[tier].invalidate(slots)
+        except (KeyError, TierError) as error:
+            _log.error("tier %s could not forget %d slots: %s", tier, len(slots), error)
+
     def wait_report(self, timeout: float) -> bool:
         """Block until there is a report, at most ``timeout`` seconds."""
         return self.engine.wait_report(timeout)
@@ -367,6 +375,9 @@ class RefusingWorker:
         return []
 
     def cancel(self, graph_id: int) -> None:
+        pass
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
         pass
 
     def wait_report(self, timeout: float) -> bool:

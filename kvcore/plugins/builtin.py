@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
-from kvcore.plugins.hookspecs import OpsPlugin, PolicyPlugin, TierContext, TierPlugin, hookimpl
+from kvcore.plugins.hookspecs import (
+    OpsPlugin,
+    PolicyPlugin,
+    PreparedTier,
+    TierContext,
+    TierPlugin,
+    hookimpl,
+)
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
 
@@ -23,7 +31,7 @@ def kvcore_policies() -> list[PolicyPlugin]:
 @hookimpl
 def kvcore_tiers() -> list[TierPlugin]:
     return [
-        TierPlugin("disk", "disk", _disk),
+        TierPlugin("disk", "disk", _disk, _prepare_disk),
         TierPlugin("memory", "memory", _memory),
     ]
 
@@ -40,23 +48,45 @@ def _policy(name: str) -> Callable[[], Any]:
     return lambda: import_module("kvcore.policy").BUILTIN_POLICIES[name]
 
 
-def _disk(context: TierContext) -> Any:
-    """``options`` are the keywords of `DiskTier`; ``path`` is needed."""
-    if "path" not in context.options:
-        raise ConfigError(f"tier {context.name!r}: options have no path; give the folder to use")
-    return import_module("kvcore.tiers.disk").DiskTier(
-        slot_nbytes=context.slot_nbytes,
-        geometry=dict(context.geometry),
-        capacity_bytes=context.capacity,
-        shard=(context.rank, context.ranks),
-        **context.options,
+def _prepare_disk(context: TierContext) -> PreparedTier:
+    """Choose, lock and scan a store in the folder ``options["path"]``."""
+    disk = import_module("kvcore.tiers.disk")
+    path, _ = _disk_options(context)
+    store = disk.prepare_store(path, context.geometry, context.capacity)
+    return PreparedTier(
+        store.num_slots, store.records, store.options(), release=store.close, foreign=True
     )
+
+
+def _disk(context: TierContext) -> Any:
+    """The rank's shard of the store that the leader chose."""
+    _, options = _disk_options(context)
+    return import_module("kvcore.tiers.disk").DiskTier(
+        Path(context.told["folder"]),
+        context.geometry,
+        shard=context.rank,
+        num_slots=context.told["num_slots"],
+        slot_nbytes=context.slot_nbytes,
+        foreign={int(n): Path(p) for n, p in context.told["foreign"].items()},
+        **options,
+    )
+
+
+def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
+    """(folder, keywords of `DiskTier`)"""
+    options = dict(context.options)
+    path = options.pop("path", None)
+    unknown = options.keys() - {"direct_io", "io_threads", "sync_interval_s"}
+    if path is None or unknown:
+        raise ConfigError(
+            f"tier {context.name!r}: given options {sorted(context.options)}; `path`, the folder "
+            "to use, is needed, and direct_io, io_threads and sync_interval_s may be given"
+        )
+    return Path(path).expanduser(), options
 
 
 def _memory(context: TierContext) -> Any:
-    return import_module("kvcore.tiers.memory").MemoryTier(
-        num_slots=context.capacity // context.slot_nbytes, slot_nbytes=context.slot_nbytes
-    )
+    return import_module("kvcore.tiers.memory").MemoryTier(context.num_slots, context.slot_nbytes)
 
 
 def _made_by(path: str) -> Callable[[], Any]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvcore.ops.base import DeviceOps
     from kvcore.policy.base import EvictionPolicy
     from kvcore.schema import Config
-    from kvcore.tiers.base import Tier
+    from kvcore.tiers.base import BlockRecord, Tier
+    from kvcore.tiers.disk.format import Geometry
 
 PROJECT = "kvcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -55,32 +56,69 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class TierContext:
-    """What a backing tier is built from, in each rank.
+    """What a backing tier is made from.
 
-    ``capacity`` is this rank's share in bytes. ``geometry`` describes a block and is JSON-able;
-    stored bytes are readable only where it is equal.
+    ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
+    block and the KV heads of each rank: stored bytes are readable only where it fits. ``told`` is
+    what the leader's ``prepare`` said, empty without one.
     """
 
     name: str
-    slot_nbytes: int
+    geometry: Geometry
     capacity: int
-    geometry: Mapping[str, Any]
-    rank: int = 0
-    ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of a slot of this rank, a multiple of 4096: its heads of one block."""
+        return self._slot_nbytes(self.rank)
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that fit into ``capacity`` over all ranks."""
+        return self.capacity // sum(map(self._slot_nbytes, range(len(self.geometry.heads))))
+
+    def _slot_nbytes(self, rank: int) -> int:
+        from kvcore.tiers.host import slot_bytes
+
+        return slot_bytes(self.geometry.shard_shape(rank))
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class PreparedTier:
+    """What the leader knows of a tier before any rank has opened it.
+
+    ``records`` are the blocks that every rank holds whole. ``told`` goes to each rank and is plain
+    data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
+    that records may lie in slots beyond ``num_slots``, which are read and never written.
+    """
+
+    num_slots: int
+    records: Sequence[BlockRecord] = ()
+    told: Mapping[str, Any] = field(default_factory=dict)
+    release: Callable[[], None] = _nothing
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
 class TierPlugin:
     """A kind of backing tier: ``medium`` is "disk", "remote" or "memory".
 
-    ``factory`` raises TierUnavailable when the medium cannot be used, ConfigError when the options
-    do not fit.
+    ``factory`` opens it, once in each rank. ``prepare``, for a tier that outlives the engine or is
+    shared, runs once before that, in the leader; without it the tier starts empty. Both raise
+    TierUnavailable when the medium cannot be used, ConfigError when the options do not fit.
     """
 
     name: str
     medium: str
     factory: Callable[[TierContext], Tier]
+    prepare: Callable[[TierContext], PreparedTier] | None = None
 
 
 @dataclass(frozen=True)

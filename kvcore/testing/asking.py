@@ -7,13 +7,42 @@ without, and the metrics that tell where the KV came from.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvcore.testing.engine_process import EngineProcess, Generation
 
 ANSWER = 8
 """Tokens asked for: enough to show a wrong cache, and little beside the prompt."""
+
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 8,
+    "seed": 0,
+    "dtype": "float32",
+}
+"""vLLM's arguments for a small model on a CPU."""
+
+SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Its environment: GiB of KV cache."""
+
+
+@contextmanager
+def small_engine(
+    model: Path,
+    kvcore: dict[str, Any] | None,
+    env: Mapping[str, str] | None = None,
+    **args: Any,
+) -> Iterator[EngineProcess]:
+    """vLLM with ``kvcore`` as its config, without it for None, and little memory of its own."""
+    with EngineProcess(
+        model, kvcore=kvcore, env={**SPACE, **(env or {})}, **{**SMALL, **args}
+    ) as made:
+        yield made
 
 
 def answers(

@@ -165,16 +165,19 @@ def tiny_lora(path: Path, model: Path, *, rank: int = 8, seed: int = 0) -> Path:
 
 
 IMAGE_TOKEN = "<image>"
+_FRAME_TOKENS = ["<fake_token_around_image>", IMAGE_TOKEN, "<global-img>", "<end_of_utterance>"]
 IMAGE_SIZE = 56
 
 
 def tiny_vision_model(cache_dir: Path | None = None) -> Path:
-    """A random LLaVA in the cache: SmolLM2's tokenizer with `IMAGE_TOKEN` as its last token, and a
-    picture of any size as 16 tokens."""
+    """A random Idefics3 in the cache: a Llama that also takes pictures, with SmolLM2's tokenizer.
+
+    A prompt has `IMAGE_TOKEN` where its picture belongs; it becomes a handful of tokens.
+    """
     root = cache_dir or model_cache()
     tokenizer = smollm2(cache_dir)
     return _made_once(
-        root / f"tiny-llava-r{REVISION}", lambda folder: _write_llava(folder, tokenizer)
+        root / f"tiny-idefics3-r{REVISION}", lambda folder: _write_idefics3(folder, tokenizer)
     )
 
 
@@ -355,7 +358,11 @@ def _lfm2_config(shape: _Shape, **common: Any) -> Any:
     del common["head_dim"]
     layers = common["num_hidden_layers"]
     kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
-    return Lfm2Config(layer_types=kinds, block_auto_adjust_ff_dim=False, **common)
+    config = Lfm2Config(layer_types=kinds, block_auto_adjust_ff_dim=False, **common)
+    # What vLLM asks for and published checkpoints carry, beside what transformers knows.
+    config.conv_dim = config.conv_dim_out = config.block_dim = common["hidden_size"]
+    config.block_ff_dim = common["intermediate_size"]
+    return config
 
 
 _CONFIGS: dict[str, Callable[..., Any]] = {
@@ -385,39 +392,39 @@ def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
             shutil.copy(tokenizer / name, folder / name)
 
 
-def _write_llava(folder: Path, source: Path) -> None:
-    """Two layers that see, four that read."""
+def _write_idefics3(folder: Path, source: Path) -> None:
+    """Two layers that see, four that read; a picture is 16 patches, joined to 4 tokens."""
     import torch
     import transformers
 
     hf: Any = transformers
     tokenizer = hf.AutoTokenizer.from_pretrained(str(source))
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    vision = hf.CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        projection_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=IMAGE_SIZE,
-        patch_size=14,
-    )
+    tokenizer.add_special_tokens({"additional_special_tokens": _FRAME_TOKENS})
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 14,
+    }
     shape = _Shape("llama", 4, 4, 2, 64, 8192, 0, 0)
     text = hf.LlamaConfig(**shape.common, vocab_size=len(tokenizer) + 63 & ~63, pad_token_id=0)
-    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
-    model = hf.LlavaForConditionalGeneration(config)
+    config = hf.Idefics3Config(
+        vision_config=vision,
+        text_config=text,
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        pad_token_id=0,
+    )
+    model = hf.Idefics3ForConditionalGeneration(config)
     _spread(model, torch.Generator().manual_seed(shape.seed))
     model.to(torch.bfloat16).save_pretrained(folder)
-    side = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    hf.LlavaProcessor(
-        hf.CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=side),
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        image_token=IMAGE_TOKEN,
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    edge = {"longest_edge": IMAGE_SIZE}
+    pictures = hf.Idefics3ImageProcessorPil(
+        do_image_splitting=False, size=edge, max_image_size=edge
+    )
+    hf.Idefics3Processor(pictures, tokenizer, image_seq_len=4).save_pretrained(folder)
 
 
 def _spread(model: Any, generator: Any) -> None:

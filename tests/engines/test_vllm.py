@@ -14,38 +14,30 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
+from kvcore.testing.asking import (
+    ANSWER,
+    SMALL,
+    SPACE,
+    Reference,
+    answers,
+    counted,
+    same,
+    settled,
+)
+from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import smollm2, tiny_model
 from kvcore.testing.prompts import tokens, windows
 
 pytestmark = pytest.mark.engine
 
-BASE: dict[str, Any] = {
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 1024,
-    "max_num_seqs": 8,
-    "seed": 0,
-    "dtype": "float32",
-}
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
 """Layers x heads x k/v x dim x tokens x bytes of the small model's blocks of 16."""
-KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-TP2 = {**KV_SPACE, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def engine(
-    model: Path, kvcore: dict[str, Any] | None, env: dict[str, str] = KV_SPACE, **args: Any
-) -> Iterator[EngineProcess]:
-    with EngineProcess(model, kvcore=kvcore, env=env, **{**BASE, **args}) as made:
-        yield made
+TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +208,7 @@ def test_a_killed_engine_leaves_only_whole_blocks(
         "disk": {"path": str(tmp_path / "kv"), "capacity": "2GiB"},
     }
     asked = documents[16:28]
-    process = EngineProcess(model, kvcore=kvcore, env=KV_SPACE, **BASE)
+    process = EngineProcess(model, kvcore=kvcore, env=SPACE, **SMALL)
     same(answers(process, asked[:6]), reference(asked[:6]))
     for document in asked[6:]:
         process.submit(document, 64)

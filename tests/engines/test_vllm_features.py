@@ -21,37 +21,20 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from kvcore_vllm.plugin import server_command
 from PIL import Image
 
-from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
-from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, same, settled
+from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
 
 pytestmark = pytest.mark.engine
 
-BASE: dict[str, Any] = {
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 1024,
-    "max_num_seqs": 8,
-    "seed": 0,
-    "dtype": "float32",
-}
-IMAGE = 49152  # what tiny_vision_model takes for a picture
-KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+IMAGE = 49153  # IMAGE_TOKEN of tiny_vision_model: SmolLM2's vocabulary, and the second one added
 FAULTY = Path(__file__).with_name("faulty")
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
 HOST_ONLY = {"host": {"capacity": "256MiB"}}
-
-
-@contextlib.contextmanager
-def engine(
-    model: Path, kvcore: dict[str, Any] | None, env: dict[str, str] | None = None, **args: Any
-) -> Iterator[EngineProcess]:
-    with EngineProcess(
-        model, kvcore=kvcore, env={**KV_SPACE, **(env or {})}, **{**BASE, **args}
-    ) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +133,8 @@ def test_lora_keeps_its_kv_to_itself(
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     with engine(model, None, enable_prefix_caching=False, **lora) as process:
         expected = {w: answers(process, asked, lora=w) for w in choices}
-    kinds = {tuple(answer.token_ids for answer in expected[w]) for w in choices}
-    assert len({str(kind) for kind in kinds}) == len(choices), "the weights change no answer"
+    kinds = {str([answer.token_ids for answer in expected[w]]) for w in choices}
+    assert len(kinds) == len(choices), "the weights change no answer"
     with engine(model, HOST_ONLY, **lora) as process:
         for w in choices:
             cold = answers(process, asked, lora=w)
@@ -168,7 +151,12 @@ def test_speculation_by_lookup_is_left_correct(
     reference: Reference, model: Path, documents: list[list[int]]
 ) -> None:
     """Tokens that were guessed and not accepted must not be stored as if they were."""
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     asked = documents[:8]
     with engine(model, None, enable_prefix_caching=False) as process:
         long = Reference(process, max_tokens=80)
@@ -208,12 +196,14 @@ def test_a_model_with_states_runs_untouched() -> None:
     """Short convolutions keep a state that token blocks cannot hold."""
     lfm2 = tiny_model("lfm2", layers=6)
     prompts = windows(lfm2, 4, 200, 700, seed=8)
-    with engine(lfm2, None, enable_prefix_caching=False) as process:
-        expected = answers(process, prompts)
+    # with its own prefix cache on, vLLM cuts such a model's prefill at block borders, and rounds
+    # otherwise: the twin has the same settings
+    with engine(lfm2, None) as process:
+        expected = [answers(process, prompts) for _ in range(2)]
     with engine(lfm2, HOST_ONLY) as process:
-        for _ in range(2):
+        for turn in range(2):
             got = answers(process, prompts)
-            same(got, expected)
+            same(got, expected[turn])
             assert sum(answer.reused_tokens for answer in got) == 0
         log = process.log.read_text()
     warnings = [line for line in log.splitlines() if "kvcore stands aside" in line]
@@ -224,7 +214,7 @@ def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
     """The same tokens around another picture are another prompt."""
     eyes = tiny_vision_model()
     pictures = [picture(tmp_path / f"{i}.png", seed=i) for i in range(3)]
-    text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < IMAGE]
+    text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < 49152]
     prompt = [*text[:200], IMAGE, *text[200:]]
     with engine(eyes, None, enable_prefix_caching=False) as process:
         expected = [answers(process, [prompt], image=image) for image in pictures]
@@ -313,6 +303,33 @@ def test_events_tell_what_each_tier_holds(
         listener.close()
 
 
+def test_a_reset_is_for_good(
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """Weights may have been changed in place: neither what was kept before nor what this engine
+    keeps from then on may be found by one that starts from the files again."""
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"},
+    }
+    asked = documents[:4]
+    with engine(model, kvcore) as process:
+        same(answers(process, asked), reference(asked))
+        time.sleep(0.5)
+        process.reset_prefix_cache(connector=True)
+        forgotten = answers(process, asked)
+        same(forgotten, reference(asked))
+        assert sum(answer.reused_tokens for answer in forgotten) == 0
+        settled(process)
+        again = answers(process, asked)
+        same(again, reference(asked))
+        assert all(answer.reused_tokens > 64 for answer in again), "this engine keeps nothing more"
+    with engine(model, kvcore) as process:
+        got = answers(process, asked)
+        same(got, reference(asked))
+        assert sum(answer.reused_tokens for answer in got) == 0
+
+
 # -- as a user starts it --------------------------------------------------------------------------
 
 
@@ -325,7 +342,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def server(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
     """Run an OpenAI server and give its address once it answers."""
-    env = {**os.environ, **KV_SPACE, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **SPACE, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -374,7 +391,7 @@ def commands(model: Path, folder: Path, port: int) -> dict[str, list[str]]:
     listen = ["--host", "127.0.0.1", "--port", str(port), *SETTINGS]
     return {
         "vllm serve": [
-            str(beside / "vllm"), "serve", str(model),
+            *server_command(str(model)),
             "--kv-transfer-config", json.dumps(connector), *listen,
         ],
         "kvcore serve": [
@@ -407,4 +424,5 @@ def test_as_a_user_serves_it(
             if turn == 0:
                 assert metric(address, "kvcore_hits_total") == 0
         assert metric(address, "kvcore_hits_total") == len(asked)
-    assert "Traceback" not in (tmp_path / "log").read_text()
+        # before it is stopped: vLLM's front end may log a traceback of its own then
+        assert "Traceback" not in (tmp_path / "log").read_text()

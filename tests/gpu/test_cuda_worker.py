@@ -7,6 +7,7 @@ hand when this was written: it has not been run yet.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,9 @@ class Local:
 
     def cancel(self, graph_id: int) -> None:
         self.worker.cancel(graph_id)
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        self.worker.forget(tier, slots)
 
     def wait_report(self, timeout: float) -> bool:
         return self.worker.wait_report(timeout)

@@ -70,6 +70,10 @@ class Media:
             self.todo.remove((graph, op))
             self._end(graph, op, dict.fromkeys(range(*op.rows), RowError.CANCELLED))
 
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.tiers[tier].pop(slot, None)
+
     def wait_report(self, timeout: float) -> bool:
         self.step(0)
         return bool(self.reports)
@@ -424,8 +428,16 @@ def test_clear_forgets_a_namespace() -> None:
     rig = Rig()
     rig.save(chain(1, 2))
     rig.drain()
+    assert len(rig.media.tiers["disk"]) == 2
+    told: list[Event] = []
+    rig.manager._on_event = told.append
     assert rig.manager.clear(NAMESPACE) == 4, "two blocks in each of two tiers"
     assert rig.manager.get_match(chain(1, 2), NAMESPACE).depth == 0
+    assert not rig.media.tiers["disk"], "they would come back with a restart"
+    assert {(e.stored, e.tier, len(e.keys)) for e in told} == {
+        (False, "host", 2),
+        (False, "disk", 2),
+    }
 
 
 def test_breaker_backs_off_further_each_time_a_probe_fails() -> None:

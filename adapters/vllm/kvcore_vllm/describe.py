@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcore.layout import BlockShape
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -24,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvcore.block import fingerprint_files, model_fingerprint
 from kvcore.errors import UnsupportedError
+from kvcore.layout import BlockShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -28,7 +28,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     those pages. ``sync_loads`` must have landed when the forward uses them, ``async_loads`` maps a
     graph to the request that waits for it, ``early_saves`` read pages that may be given away in
     this very step, ``late_saves`` read what this step's forward computes. ``open_tiers`` comes
-    once, before any graph that names those tiers: their options.
+    once, before any graph that names those tiers: what their `prepare` told. ``forget`` are slots
+    of tiers to make unreadable before any graph of this step.
     """
 
     fence: list[int] = []
@@ -41,6 +42,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     cancel: list[int] = []
     empty_step: bool = False
     open_tiers: dict[str, dict[str, Any]] = {}
+    forget: list[tuple[str, list[int]]] = []
 
     @property
     def idle(self) -> bool:
@@ -54,6 +56,7 @@ class StepPlan(msgspec.Struct, array_like=True):
             or self.spills
             or self.cancel
             or self.open_tiers
+            or self.forget
         )
 
 

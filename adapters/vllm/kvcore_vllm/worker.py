@@ -71,6 +71,8 @@ class WorkerSide:
         self._plan = plan
         for name, options in plan.open_tiers.items():
             self._open(name, options)
+        for name, slots in plan.forget:
+            self._worker.forget(name, slots)
         for graph in plan.early_saves:
             self._submit(graph)
         for graph_id in plan.fence:

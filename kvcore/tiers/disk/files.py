@@ -21,6 +21,7 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_ERASED_AT_ONCE = 8192
 _GROW_BYTES = 256 << 20  # at a time, and no more than a sixteenth of the file
 
 
@@ -139,9 +140,11 @@ class IndexFile:
     def put(self, slot: int, record: Record) -> None:
         self._write(slot, record.pack())
 
-    def erase(self, slot: int) -> None:
-        """The slot holds nothing from now on."""
-        self._write(slot, EMPTY_RECORD)
+    def erase(self, slot: int, count: int = 1) -> None:
+        """``count`` slots from ``slot`` on hold nothing from now on."""
+        for first in range(slot, slot + count, _ERASED_AT_ONCE):
+            size = min(_ERASED_AT_ONCE, slot + count - first)
+            self._write(first, EMPTY_RECORD * size)
 
     def sync(self) -> None:
         os.fdatasync(self._file)
@@ -150,7 +153,7 @@ class IndexFile:
         os.close(self._file)
 
     def _write(self, slot: int, data: bytes) -> None:
-        if os.pwrite(self._file, data, slot * RECORD_NBYTES) != RECORD_NBYTES:
+        if os.pwrite(self._file, data, slot * RECORD_NBYTES) != len(data):
             raise OSError(errno.ENOSPC, "a record was written in part")
 
 

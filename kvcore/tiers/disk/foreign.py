@@ -73,10 +73,11 @@ class ForeignStore:
         _pour(block, buffers)
         return None
 
-    def erase(self, slot: int) -> None:
-        """Make ``slot`` unreadable for every rank that this one shares a shard with."""
+    def erase(self, slot: int, count: int = 1) -> None:
+        """Make ``count`` slots from ``slot`` on unreadable for every rank that shares a shard with
+        this one."""
         for shard in self._shards:
-            shard.records.erase(slot)
+            shard.records.erase(slot, count)
 
     def close(self) -> None:
         for shard in self._shards:

@@ -121,15 +121,15 @@ class DiskTier(Tier):
         return results
 
     def invalidate(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            number, own = slot >> STORE_SHIFT, slot & (1 << STORE_SHIFT) - 1
+        for first, count in _runs(slots):
+            number, own = first >> STORE_SHIFT, first & (1 << STORE_SHIFT) - 1
             try:
                 if number in self._foreign:
-                    self._foreign[number].erase(own)
+                    self._foreign[number].erase(own, count)
                 elif number == 0 and own < self.num_slots:
-                    self._index.erase(own)
+                    self._index.erase(own, min(count, self.num_slots - own))
             except OSError as error:
-                raise self._unavailable("erasing", slot, error) from error
+                raise self._unavailable("erasing", first, error) from error
 
     def scan(self) -> list[BlockRecord]:
         """Blocks of the tier's own store. `prepare_store` tells those of the foreign ones."""
@@ -314,6 +314,19 @@ class _Flusher:
                 self._flush()
             except TierUnavailable as error:
                 _log.warning("%s", error)
+
+
+def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, how many) of slots that follow each other. A cleared tier is one run."""
+    start = stop = -1
+    for slot in sorted(set(slots)):
+        if slot != stop:
+            if stop > start:
+                yield start, stop - start
+            start = slot
+        stop = slot + 1
+    if stop > start:
+        yield start, stop - start
 
 
 def _open_foreign(

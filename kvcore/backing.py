@@ -1,0 +1,132 @@
+"""Backing tiers, from their settings to the objects that serve them; no engine is involved.
+
+    leader   prepare_backings()   once: room, what is held already, locks
+    worker   BackingOpener        each rank, with what the leader's part told
+
+The disk tier of ``[disk]`` and each ``[tiers.NAME]`` take the same way, through the plugin hook.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvcore.config import BackingConfig, Config
+from kvcore.errors import TierError
+from kvcore.index import TierSpec
+from kvcore.manager import Backing, WritePolicy
+from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
+from kvcore.policy.admission import Always, OnNthUse
+from kvcore.tiers.base import Tier
+from kvcore.tiers.disk.format import Geometry
+from kvcore.transfer.graph import Path
+
+_log = logging.getLogger("kvcore.backing")
+
+DISK = "disk"
+
+
+class _Settings(NamedTuple):
+    plugin: str
+    common: BackingConfig
+    options: Mapping[str, Any]
+
+
+def _settings(config: Config) -> Iterator[tuple[str, _Settings]]:
+    """Name and settings of every backing tier, nearest first."""
+    disk = config.disk
+    if disk.path is not None:
+        options = {
+            "path": disk.path,
+            "direct_io": disk.direct_io,
+            "io_threads": disk.io_threads,
+            "sync_interval_s": disk.sync_interval_s,
+        }
+        yield DISK, _Settings(DISK, disk, options)
+    for name, tier in sorted(config.tiers.items()):
+        yield name, _Settings(tier.plugin, tier, tier.options)
+
+
+@dataclass(frozen=True)
+class PreparedBacking:
+    """A tier as the leader sees it: for the index, and for the manager."""
+
+    spec: TierSpec
+    backing: Backing
+    prepared: PreparedTier
+
+
+def prepare_backings(
+    config: Config, geometry: Geometry, plugins: PluginManager
+) -> list[PreparedBacking]:
+    """Every backing tier that can be used; one that cannot is named in the log and left out.
+
+    Does I/O: a disk tier scans its records. Raises ConfigError for options that do not fit.
+    """
+    found = []
+    for name, settings in _settings(config):
+        plugin = plugins.tier(settings.plugin)
+        context = TierContext(name, geometry, settings.common.capacity, settings.options)
+        try:
+            prepared = _prepare(plugin, context)
+        except TierError as error:
+            _log.error("the tier %s is off: %s", name, error)
+            continue
+        found.append(
+            PreparedBacking(
+                _spec(name, settings.common, prepared, plugins),
+                _backing(name, settings.common, plugin),
+                prepared,
+            )
+        )
+    return found
+
+
+def _prepare(plugin: TierPlugin, context: TierContext) -> PreparedTier:
+    if plugin.prepare is not None:
+        return plugin.prepare(context)
+    return PreparedTier(max(context.num_slots, 1))
+
+
+def _spec(
+    name: str, common: BackingConfig, prepared: PreparedTier, plugins: PluginManager
+) -> TierSpec:
+    policy = plugins.policy(common.policy)
+    return TierSpec(
+        name, prepared.num_slots, policy, common.policy_options, foreign=prepared.foreign
+    )
+
+
+def _backing(name: str, common: BackingConfig, plugin: TierPlugin) -> Backing:
+    remote = plugin.medium == "remote"
+    write = WritePolicy(common.write)
+    selective = write is WritePolicy.SELECTIVE
+    return Backing(
+        name,
+        Path.REMOTE2H if remote else Path.DISK2H,
+        Path.H2REMOTE if remote else Path.H2DISK,
+        write,
+        OnNthUse(common.admit_after) if selective else Always(),
+    )
+
+
+class BackingOpener:
+    """Opens the tiers that the leader names, in one rank."""
+
+    def __init__(
+        self, config: Config, geometry: Geometry, rank: int, plugins: PluginManager
+    ) -> None:
+        self._settings = dict(_settings(config))
+        self._geometry = geometry
+        self._rank = rank
+        self._plugins = plugins
+
+    def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
+        """Raises TierError when the medium cannot be used."""
+        plugin, common, options = self._settings[name]
+        context = TierContext(
+            name, self._geometry, common.capacity, options, rank=self._rank, told=told
+        )
+        return self._plugins.tier(plugin).factory(context)
