@@ -78,9 +78,10 @@ def compile_build(build: Build, target: str) -> Usage:
 
 
 def _aligned(build: Build) -> Iterator[tuple[int]]:
-    """Places of the pointers that a launch finds to be multiples of 16 bytes."""
+    """Places of the arguments that a launch finds to be multiples of 16."""
     for place, name in enumerate(build.kernel.arg_names):
-        if build.signature[name].startswith("*") and name not in build.unaligned:
+        pointer = build.signature[name].startswith("*") and name not in build.unaligned
+        if pointer or name in build.multiples:
             yield (place,)
 
 
@@ -122,6 +123,8 @@ def _widest(text: str) -> int:
 def _compiled(targets: Iterable[str], builds: Sequence[Build]) -> Iterator[Usage]:
     for target in targets:
         for build in builds:
+            if build.targets and target not in build.targets:
+                continue
             usage = compile_build(build, target)
             print(
                 f"{usage.target:8} {usage.kernel:44} {usage.registers:4} registers "

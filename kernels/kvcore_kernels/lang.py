@@ -8,7 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["along", "along_dim", "locate", "plane_pointer"]
+__all__ = [
+    "along",
+    "along_dim",
+    "copy_dims",
+    "float_type",
+    "locate",
+    "locate_unit",
+    "plane_pointer",
+    "word_type",
+]
 
 
 @triton.jit
@@ -35,6 +44,15 @@ def locate(plane, page, head, token, CUT: tl.constexpr, MULTIPLE: tl.constexpr):
 
 
 @triton.jit
+def locate_unit(
+    plane, unit, page_units, unit_tokens, head, token, CUT: tl.constexpr, MULTIPLE: tl.constexpr
+):
+    """As `locate`, of ``token`` in ``unit``: a page holds ``page_units`` of ``unit_tokens``."""
+    in_page = (unit % page_units).to(tl.int32) * unit_tokens + token
+    return locate(plane, unit // page_units, head, in_page, CUT, MULTIPLE)
+
+
+@triton.jit
 def along_dim(plane, dim, CUT: tl.constexpr, UNIT: tl.constexpr):
     """Offset of ``dim`` in its row; UNIT says that every row is contiguous."""
     if UNIT:
@@ -49,3 +67,35 @@ def plane_pointer(plane, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
     """The plane's address as a pointer to DTYPE, a multiple of WIDTH bytes."""
     address = tl.multiple_of(tl.load(plane), WIDTH)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), WIDTH)
+
+
+@triton.jit
+def copy_dims(
+    source,
+    target,
+    src,  # pointers [ROWS] to element 0 of each row
+    dst,
+    real,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    CUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+):
+    """Copies rows from dim FIRST on, DIM at a time; the head dim is a multiple of MULTIPLE."""
+    size = tl.multiple_of(tl.load(source + 9), MULTIPLE)
+    for first in range(FIRST, size, DIM):
+        dims = first + tl.arange(0, DIM)
+        mask = real[:, None] & (dims < size)[None, :]
+        values = tl.load(src[:, None] + along_dim(source, dims, CUT, UNIT)[None, :], mask=mask)
+        tl.store(dst[:, None] + along_dim(target, dims, CUT, UNIT)[None, :], values, mask=mask)
+
+
+def word_type(size: int) -> tl.dtype:
+    """The integer of ``size`` bytes: 1, 2, 4 or 8."""
+    return {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[size]
+
+
+def float_type(name: str) -> tl.dtype:
+    """The float that torch calls ``name``."""
+    return {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,20 @@ import torch
 
 from kvcore.layout import KVView
 
-__all__ = ["FIELDS", "PlaneTable", "Words", "device_of", "guard", "plane_table", "to_device"]
+__all__ = [
+    "FIELDS",
+    "HEAD_DIM",
+    "PlaneTable",
+    "Words",
+    "common_width",
+    "device_of",
+    "guard",
+    "is_contiguous",
+    "plane_table",
+    "power_of_two",
+    "to_device",
+    "widen",
+]
 
 Table = npt.NDArray[np.int64]
 
@@ -23,7 +36,8 @@ head dim. ``kvcore_kernels.lang.locate`` reads them."""
 
 _ADDRESS = 0
 _STRIDES = (1, 2, 3, 5)
-_DIM, _DIM_INNER, _HEAD_DIM = 6, 7, 9
+_DIM, _DIM_INNER = 6, 7
+HEAD_DIM = 9
 _TOKEN_INNER = 4
 
 _WIDEST = 16
@@ -73,9 +87,7 @@ def widen(tables: Sequence[PlaneTable], itemsize: int) -> tuple[list[PlaneTable]
 
     Words are wider than elements only where each row of a head is contiguous in every table.
     """
-    width = _WIDEST
-    for table in tables:
-        width = min(width, _common_width(table, itemsize))
+    width = common_width(tables, itemsize)
     size = min(width, 8)
     factor = size // itemsize
     if factor <= 1:
@@ -83,12 +95,22 @@ def widen(tables: Sequence[PlaneTable], itemsize: int) -> tuple[list[PlaneTable]
     return [_in_words(table, factor) for table in tables], Words(size, width)
 
 
+def is_contiguous(tables: Sequence[PlaneTable]) -> bool:
+    """Whether every row of a head is one run of memory, in all of them."""
+    return all(not table.cut and bool((table.rows[:, _DIM] == 1).all()) for table in tables)
+
+
+def common_width(tables: Sequence[PlaneTable], itemsize: int) -> int:
+    """The largest power of two up to 16 that divides every address, stride and head, in bytes;
+    ``itemsize`` where rows are not contiguous."""
+    return min(_common_width(table, itemsize) for table in tables)
+
+
 def _common_width(table: PlaneTable, itemsize: int) -> int:
-    """The largest power of two up to 16 that divides every address, stride and head, in bytes."""
     rows = table.rows
     if table.cut or (rows[:, _DIM] != 1).any():
         return itemsize
-    in_bytes = [rows[:, _ADDRESS], *(rows[:, [*_STRIDES, _HEAD_DIM]] * itemsize).T]
+    in_bytes = [rows[:, _ADDRESS], *(rows[:, [*_STRIDES, HEAD_DIM]] * itemsize).T]
     together = int(np.bitwise_or.reduce(np.concatenate(in_bytes)))
     lowest = together & -together
     return max(itemsize, min(_WIDEST, lowest))
@@ -96,7 +118,7 @@ def _common_width(table: PlaneTable, itemsize: int) -> int:
 
 def _in_words(table: PlaneTable, factor: int) -> PlaneTable:
     rows = table.rows.copy()
-    rows[:, [*_STRIDES, _HEAD_DIM]] //= factor
+    rows[:, [*_STRIDES, HEAD_DIM]] //= factor
     return PlaneTable(rows, table.cut)
 
 
@@ -111,9 +133,15 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def to_device(arrays: Sequence[Table], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on ``device``, flat, by one copy that the host does not wait for."""
+def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays, all of one dtype, on ``device``, flat, by one copy that the host does not wait
+    for."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
     return list(torch.split(flat, [array.size for array in arrays]))
+
+
+def power_of_two(count: int, least: int = 1) -> int:
+    """The smallest power of two that is at least ``count``, and at least ``least``, one itself."""
+    return max(least, 1 << max(count - 1, 0).bit_length())

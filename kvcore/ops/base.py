@@ -71,12 +71,12 @@ class DeviceOps(ABC):
         span = HeadRange(0, 0, src.layout.kv_heads) if heads is None else heads
         a = np.ascontiguousarray(src_units, dtype=np.int64).ravel()
         b = np.ascontiguousarray(dst_units, dtype=np.int64).ravel()
-        _check(src, a, dst, b, chosen, tokens, span)
+        check_copy(src, a, dst, b, chosen, tokens, span)
         if len(a) and len(chosen):
             self.copy(src, a, dst, b, chosen, tokens, span)
 
 
-def _check(
+def check_copy(
     src: KVView,
     src_units: Units,
     dst: KVView,
@@ -85,6 +85,7 @@ def _check(
     tokens: int,
     heads: HeadRange,
 ) -> None:
+    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory."""
     a, b = src.layout, dst.layout
     if len(src_units) != len(dst_units):
         raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")

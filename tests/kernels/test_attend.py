@@ -40,7 +40,9 @@ def paged(
     return KVView(KVLayout(name, pages, page, heads, (tuple(planes),)), [memory]), table
 
 
-def check(view: KVView, table: torch.Tensor, positions: list[int], group: int, **rest: float) -> None:
+def check(
+    view: KVView, table: torch.Tensor, positions: list[int], group: int, **rest: float
+) -> None:
     layout = view.layout
     dtype = view.tensors[0].dtype
     generator = torch.Generator().manual_seed(len(positions))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +12,17 @@ from hypothesis import strategies as st
 from kvcore_kernels.copy import launch, naive
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.planes import Words, plane_table, widen
+from kvcore_kernels.testing import (
+    ENGINES,
+    ORDERS,
+    arena_view,
+    assert_same,
+    noise,
+    packed_view,
+    slot_view,
+    twin,
+    vllm_view,
+)
 
 from kvcore.layout import (
     Axis,
@@ -21,106 +31,13 @@ from kvcore.layout import (
     KVView,
     Plane,
     arena_layout,
-    from_strides,
-    sglang_layout,
-    trtllm_layout,
     unit_tokens,
-    vllm_cpu_layout,
 )
 from kvcore.ops import HeadRange
 from kvcore.ops.base import DeviceOps
 from kvcore.ops.reference import ReferenceOps
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
-ORDERS = [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (1, 0, 2, 3, 4), (1, 2, 0, 3, 4)]
-RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-Maker = Callable[[BlockShape, int, int], KVView]
-
-
-def noise(count: int, dtype: str, seed: int = 0) -> torch.Tensor:
-    """Random bits: NaNs, infinities and all."""
-    size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8)
-    return bits.view(getattr(torch, dtype))
-
-
-def vllm_view(shape: BlockShape, pages: int, page: int, order: tuple[int, ...]) -> KVView:
-    logical = (shape.layers, pages, shape.kv_heads, page, sum(shape.dims()))
-    physical = [logical[axis] for axis in order]
-    whole = noise(math.prod(physical), shape.dtype).view(physical)
-    tensors = list(whole.permute(sorted(range(5), key=order.__getitem__)).unbind(0))
-    return KVView(from_strides(tensors, shape), tensors)
-
-
-def slot_view(shape: BlockShape, pages: int, page: int) -> KVView:
-    """A tensor a layer for K and one for V, addressed by token."""
-    parts = [
-        [noise(pages * page * shape.kv_heads * dim, shape.dtype, n).view(-1, shape.kv_heads, dim)
-         for n in range(shape.layers)]
-        for dim in shape.dims()
-    ]  # fmt: skip
-    values = parts[1] if len(parts) == 2 else None
-    return KVView(
-        sglang_layout(parts[0], values, page, shape.dtype), [t for part in parts for t in part]
-    )
-
-
-def one_tensor_view(shape: BlockShape, pages: int, page: int, order: str) -> KVView:
-    count = pages * shape.layers * shape.kv_factor * shape.kv_heads * page * shape.head_dim
-    layout = trtllm_layout(shape, pages, page, order)
-    return KVView(layout, [noise(count, shape.dtype)])
-
-
-def packed_view(shape: BlockShape, pages: int, page: int) -> KVView:
-    """K column-major: axes that are not contiguous, and with "amx" cut into runs."""
-    isa = "amx" if page % 32 == 0 and shape.itemsize == 2 and shape.head_dim % 16 == 0 else "vec"
-    layout = vllm_cpu_layout(
-        isa, layers=shape.layers, num_pages=pages, page_tokens=page,
-        kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype,
-    )  # fmt: skip
-    count = pages * shape.kv_heads * page * 2 * shape.head_dim
-    return KVView(layout, [noise(count, shape.dtype, n) for n in range(shape.layers)])
-
-
-def arena_view(shape: BlockShape, slots: int, arrangement: str = "blockwise") -> KVView:
-    count = slots * shape.nbytes // shape.itemsize
-    return KVView(arena_layout(shape, slots, arrangement), [noise(count, shape.dtype, 9)])
-
-
-ENGINES: dict[str, Maker] = {
-    **{f"vllm-{o}": (lambda s, n, p, o=o: vllm_view(s, n, p, o)) for o in ORDERS},
-    "slots": slot_view,
-    "one-HND": lambda s, n, p: one_tensor_view(s, n, p, "HND"),
-    "one-NHD": lambda s, n, p: one_tensor_view(s, n, p, "NHD"),
-    "packed": packed_view,
-}
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's whole storage as integers."""
-    kind = RAW[tensor.element_size()]
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.view(kind).as_strided((count,), (1,), 0)
-
-
-def twin(view: KVView) -> KVView:
-    """The same view over a copy of its memory, with storages shared as before."""
-    copies: dict[int, torch.Tensor] = {}
-    tensors = []
-    for tensor in view.tensors:
-        key = tensor.untyped_storage().data_ptr()
-        if key not in copies:
-            copies[key] = raw(tensor).clone().view(tensor.dtype)
-        tensors.append(
-            copies[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        )
-    return KVView(view.layout, tensors)
-
-
-def assert_same(a: KVView, b: KVView) -> None:
-    assert all(torch.equal(raw(x), raw(y)) for x, y in zip(a.tensors, b.tensors, strict=True))
 
 
 def check(src: KVView, dst: KVView, *args: object) -> None:

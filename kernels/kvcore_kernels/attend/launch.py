@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from kvcore.layout import KVView, Plane
-from kvcore_kernels.attend.checks import check_rows
+from kvcore.layout import Axis, KVView, Plane
+from kvcore_kernels.attend.checks import MIN_DIM, check_rows
 from kvcore_kernels.attend.kernel import attend_kernel
-from kvcore_kernels.planes import guard, to_device
+from kvcore_kernels.planes import guard, power_of_two
 
 __all__ = ["AttendTile", "attend_rows", "constants", "tile_for"]
 
 
 class AttendTile(NamedTuple):
     """Rows times query heads, and keys, of a program; warps and pipeline stages. Untuned: no GPU
-    was at hand. Chosen so that no build for sm_80 or later or gfx942 spills."""
+    was at hand. The largest of those tried whose builds for sm_80, sm_90, sm_100 and gfx942 spill
+    nothing and fit the shared memory."""
 
     rows: int
     keys: int
@@ -64,11 +64,11 @@ def attend_rows(
         full=queries.dtype == torch.float32,
     )  # fmt: skip
     with guard(queries.device):
-        strides = to_device([_strides(key), _strides(value)], queries.device)
         packs = queries.shape[1] // fixed["GROUP"]
         attend_kernel[(-(-len(queries) // (tile.rows // fixed["GROUP"])), packs)](
             queries, out, positions, page_table,
-            _base(view, key), _base(view, value), *strides,
+            _base(view, key), _base(view, value),
+            *_strides(key), *_strides(value),
             len(queries), len(page_table) * view.layout.page_tokens,
             queries.stride(0), queries.stride(1), scale, soft_cap,
             **fixed, num_warps=tile.warps, num_stages=tile.stages,
@@ -91,7 +91,7 @@ def constants(
     """The tile for these shapes and what the compiler sees of them; ``full`` is float32."""
     dim = key.head_dim
     main = max(16, 1 << (dim.bit_length() - 1))
-    tile = tile_for(dim, full=full)
+    tile = tile_for(dim, full=full, plain=not (window or capped))
     pack = max(size for size in range(1, tile.rows + 1) if group % size == 0)
     return tile, {
         "GROUP": pack,
@@ -102,43 +102,48 @@ def constants(
         "WINDOW": window,
         "CAPPED": capped,
         "LATENT": latent and v_dim == main,
-        "K_TOKEN": key.token.inner,
-        "K_DIM": key.dim.inner,
-        "V_TOKEN": value.token.inner,
-        "V_INNER": value.dim.inner,
+        "K_TOKEN_RUN": key.token.inner,
+        "K_DIM_RUN": _dim_run(key),
+        "V_TOKEN_RUN": value.token.inner,
+        "V_DIM_RUN": _dim_run(value),
         "M": tile.rows,
         "N": tile.keys,
         "MAIN": main,
-        "TAIL": _power_of_two(dim - main),
-        "V_TILE": _power_of_two(v_dim),
+        "TAIL": power_of_two(dim - main, MIN_DIM),
+        "V_TILE": power_of_two(v_dim, MIN_DIM),
     }
 
 
-def tile_for(dim: int, *, full: bool) -> AttendTile:
-    """The tile for a head of ``dim``."""
+def tile_for(dim: int, *, full: bool, plain: bool) -> AttendTile:
+    """The tile for a head of ``dim``; ``plain`` is without a window or a cap on scores."""
+    if full:
+        return AttendTile(64, 32, 8, 2) if dim <= 128 else AttendTile(32, 16, 8, 1)
     if dim > 256:
-        return AttendTile(16, 16, 8, 1)
-    if full or dim > 192:
         return AttendTile(32, 16, 8, 1)
+    if dim > 192 or (dim > 128 and not plain):
+        return AttendTile(64, 32, 8, 2)
     if dim > 128:
-        return AttendTile(32, 32, 8, 1)
-    return AttendTile(64, 32, 8, 2)
+        return AttendTile(64, 64, 8, 2)
+    if plain and dim in (64, 128):
+        return AttendTile(128, 64, 8, 3)
+    return AttendTile(128, 32, 8, 2)
 
 
-def _strides(plane: Plane) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _strides(plane: Plane) -> tuple[int, ...]:
     token, dim = plane.token, plane.dim
-    return np.array(
-        [plane.page, plane.head, token.stride, token.inner_stride, dim.stride, dim.inner_stride],
-        dtype=np.int64,
-    )
+    return (
+        plane.page, plane.head,
+        token.stride, token.inner_stride,
+        dim.stride, dim.inner_stride,
+    )  # fmt: skip
+
+
+def _dim_run(plane: Plane) -> int:
+    """Dims of a packed run, or 0 where they are contiguous and no offset need be computed."""
+    return 0 if plane.dim == Axis(1) else plane.dim.inner
 
 
 def _base(view: KVView, plane: Plane) -> torch.Tensor:
     """The plane's memory from its first element on."""
     tensor = view.tensors[plane.tensor]
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + plane.offset)
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest power of two that is at least ``count``, and 16, as matrix units want."""
-    return max(16, 1 << max(count - 1, 0).bit_length())

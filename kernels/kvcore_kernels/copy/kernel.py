@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcore_kernels.lang import along_dim, locate, plane_pointer
+from kvcore_kernels.lang import copy_dims, locate_unit, plane_pointer
 
 __all__ = ["copy_kernel"]
 
@@ -27,7 +27,8 @@ def copy_kernel(
     src_page_units,
     dst_page_units,
     FIELDS: tl.constexpr,
-    WORD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     CUT: tl.constexpr,
@@ -47,21 +48,17 @@ def copy_kernel(
         target = targets + tl.program_id(1) * FIELDS
         rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
         head, token = rows // unit_tokens, rows % unit_tokens
-        src_token = (a % src_page_units).to(tl.int32) * unit_tokens + token
-        dst_token = (b % dst_page_units).to(tl.int32) * unit_tokens + token
-        src_row = locate(source, a // src_page_units, head, src_token, CUT, WIDTH // WORD)
-        dst_row = locate(target, b // dst_page_units, head, dst_token, CUT, WIDTH // WORD)
-        dtype: tl.constexpr = (
-            tl.int64
-            if WORD == 8
-            else (tl.int32 if WORD == 4 else (tl.int16 if WORD == 2 else tl.int8))
+        src_row = locate_unit(source, a, src_page_units, unit_tokens, head, token, CUT, MULTIPLE)
+        dst_row = locate_unit(target, b, dst_page_units, unit_tokens, head, token, CUT, MULTIPLE)
+        copy_dims(
+            source,
+            target,
+            plane_pointer(source, DTYPE, WIDTH) + src_row,
+            plane_pointer(target, DTYPE, WIDTH) + dst_row,
+            rows < heads * unit_tokens,
+            0,
+            DIM,
+            CUT,
+            UNIT,
+            MULTIPLE,
         )
-        src_base = plane_pointer(source, dtype, WIDTH)
-        dst_base = plane_pointer(target, dtype, WIDTH)
-        words = tl.multiple_of(tl.load(source + 9), WIDTH // WORD)
-        for first in range(0, words, DIM):
-            dims = first + tl.arange(0, DIM)
-            mask = (rows < heads * unit_tokens)[:, None] & (dims < words)[None, :]
-            src_at = src_row[:, None] + along_dim(source, dims, CUT, UNIT)[None, :]
-            dst_at = dst_row[:, None] + along_dim(target, dims, CUT, UNIT)[None, :]
-            tl.store(dst_base + dst_at, tl.load(src_base + src_at, mask=mask), mask=mask)

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvcore.layout import KVView
 from kvcore.ops.base import HeadRange, Units
 from kvcore_kernels.copy.kernel import copy_kernel
-from kvcore_kernels.planes import FIELDS, Words, device_of, guard, plane_table, to_device, widen
+from kvcore_kernels.lang import word_type
+from kvcore_kernels.planes import (
+    FIELDS,
+    HEAD_DIM,
+    Words,
+    device_of,
+    guard,
+    is_contiguous,
+    plane_table,
+    power_of_two,
+    to_device,
+    widen,
+)
 
 __all__ = ["CopyTile", "copy_units", "tile_for"]
 
@@ -34,7 +44,8 @@ class CopyTile(NamedTuple):
     def constants(self) -> dict[str, Any]:
         return {
             "FIELDS": FIELDS,
-            "WORD": self.words.size,
+            "DTYPE": word_type(self.words.size),
+            "MULTIPLE": self.words.width // self.words.size,
             "WIDTH": self.words.width,
             "UNIT": self.contiguous,
             "CUT": self.cut,
@@ -64,14 +75,13 @@ def copy_units(
     itemsize = src.layout.itemsize
     planes = [plane_table(src, layers, heads.src), plane_table(dst, layers, heads.dst)]
     (source, target), words = widen(planes, itemsize)
-    both = np.concatenate([source.rows, target.rows])
     rows = heads.size * unit_tokens
     tile = tile_for(
         words,
-        contiguous=bool((both[:, 6] == 1).all()) and not (source.cut or target.cut),
+        contiguous=is_contiguous((source, target)),
         cut=source.cut or target.cut,
         rows=rows,
-        dim=int(both[:, 9].max()),
+        dim=int(source.rows[:, HEAD_DIM].max()),
     )
     device = device_of((src, dst))
     with guard(device):
@@ -93,10 +103,5 @@ def tile_for(words: Words, *, contiguous: bool, cut: bool, rows: int, dim: int) 
     area = _TILE_BYTES // words.size
     if not contiguous:
         area = min(area, _PACKED if cut else _STRIDED)
-    width = min(_power_of_two(dim), area // 4)
-    return CopyTile(words, contiguous, cut, min(_power_of_two(rows), area // width), width)
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest power of two that is at least ``count``."""
-    return 1 << (count - 1).bit_length()
+    width = min(power_of_two(dim), area // 4)
+    return CopyTile(words, contiguous, cut, min(power_of_two(rows), area // width), width)
