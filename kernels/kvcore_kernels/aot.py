@@ -4,7 +4,8 @@
 
 One line a build: registers a thread, bytes of shared memory, bytes (NVIDIA) or registers (AMD)
 spilled, bytes of the widest access of one thread to global memory. Exits with 1 when a build
-spills. Must not run with TRITON_INTERPRET set: an interpreted kernel has nothing to compile.
+spills, or wants more shared memory than a program may have. Must not run with TRITON_INTERPRET
+set: an interpreted kernel has nothing to compile.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -36,6 +37,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+"""Bytes of shared memory that one program may have."""
 _ALIGNMENT = 16
 
 
@@ -48,6 +51,11 @@ class Usage(NamedTuple):
     shared: int
     spills: int
     widest: int
+
+    @property
+    def fits(self) -> bool:
+        """Spills nothing and finds its shared memory."""
+        return not self.spills and self.shared <= _SHARED[self.target]
 
 
 def compile_build(build: Build, target: str) -> Usage:
@@ -146,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         rows: list[dict[str, Any]] = [usage._asdict() for usage in table]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(any(usage.spills for usage in table))
+    return int(not all(usage.fits for usage in table))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ __all__ = [
     "noise",
     "normal",
     "packed_view",
+    "raw",
     "slot_view",
     "twin",
     "vllm_view",
