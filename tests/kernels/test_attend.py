@@ -93,6 +93,17 @@ def test_the_next_token_is_never_seen() -> None:
     assert not torch.equal(before[2], after[2])
 
 
+@pytest.mark.parametrize("latent_dim", [0, 512])
+def test_what_lies_between_windows_may_be_anything(latent_dim: int) -> None:
+    """Pages that the engine took back, inside a tile and between its rows."""
+    dims = (576,) if latent_dim else (64, 64)
+    view, table = paged(300, 16, 1, dims, torch.float32)
+    gone = torch.arange(20, 270)
+    slots = table[gone // 16].long() * 16 + gone % 16
+    view.tensors[0].view(-1, sum(dims))[slots] = float("nan")
+    check(view, table, [15, 290], 2, window=10, latent_dim=latent_dim)
+
+
 def test_a_latent_is_keys_and_values() -> None:
     view, table = paged(40, 16, 1, (576,), torch.float32)
     check(view, table, [0, 17, 39], 40, latent_dim=512)

@@ -42,7 +42,8 @@ def attend_rows(
     ``queries`` is ``[rows, q_heads, head_dim]``, ``positions`` the true position of each row, and
     ``page_table`` the request's pages in order (int32 or int64): token t lies in page
     ``page_table[t // page_tokens]``. The row at position p sees keys 0..p, or the last ``window``
-    of them: all of these must be written, and finite. Rows may be in any order; sorted ones, whose
+    of them: all of these must be written, and finite. Pages between the windows of two rows may
+    hold anything, but must be pages. Rows may be in any order; sorted ones, whose
     tiles span few positions, are fast. ``latent_dim`` is for MLA with absorbed weights: K is the
     latent, V its first dims. ``soft_cap`` bounds the scores by c tanh(s / c).
 
