@@ -45,5 +45,6 @@ def decode(code, FP8: tl.constexpr, NATIVE: tl.constexpr):
         normal = ((low << 20) + 0x3C000000).to(tl.float32, bitcast=True)
         size = tl.where(low < 8, low.to(tl.float32) * 0.001953125, normal)
         size = tl.where(low == 0x7F, float("nan"), size)
-        x = tl.where(code < 0, -size, size)
+        sign = (code.to(tl.int32) & 0x80) << 24
+        x = (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return x

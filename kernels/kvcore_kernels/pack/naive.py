@@ -27,6 +27,7 @@ def pack_blocks(
     """As `kvcore_kernels.pack.launch.pack_blocks`, a block and a plane at a time."""
     tokens = check_pack(src, src_units, dst, dst_blocks, scales, layers, heads)
     largest = LARGEST[dst.layout.dtype]
+    most = torch.tensor(largest, device=src.tensors[0].device)  # torch inverts a Python divisor
     chosen, held = _head_slices(heads)
     for block, from_slots, to_slots in _pairs(src_units, dst_blocks, tokens):
         for layer in layers:
@@ -34,8 +35,8 @@ def pack_blocks(
                 wide = gather_rows(src, layer, kv, from_slots)[:, chosen].float()
                 size = wide.abs().amax((0, 2)).clamp_min(SMALLEST)
                 size = torch.where(size.isfinite(), size, float("nan"))
-                scales[block, layer, kv, held] = size / largest
-                small = (wide * (largest / size)[:, None]).clamp(-largest, largest)
+                scales[block, layer, kv, held] = size / most
+                small = (wide * (most / size)[:, None]).clamp(-largest, largest)
                 small = torch.where(size.isnan()[:, None], 0.0, small)
                 rows = gather_rows(dst, layer, kv, to_slots)
                 rows[:, held] = (
