@@ -1,11 +1,11 @@
 # Every target makes the environment first; when it is there already, that takes no time.
-#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"]
+#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make test [PYTEST="-k restart"]
 
 PYTHON ?= python3
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
-CODE := kvcore adapters/vllm/kvcore_vllm kernels/kvcore_kernels demo tools/env.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm demo tools/env.py
 
 .PHONY: help env demo test test-unit test-kernels lint bench docs clean clean-env
 .DEFAULT_GOAL := help
@@ -25,6 +25,7 @@ env:
 
 demo: env
 	$(RUN) -m demo $(if $(MODEL),--model "$(MODEL)") $(DEMO)
+	$(RUN) -m demo.rag $(if $(MODEL),--model "$(MODEL)") $(RAG)
 
 test: env
 	$(RUN) -m kvcore.testing.models smollm2

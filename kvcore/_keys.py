@@ -33,6 +33,11 @@ class KeyTable:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and ids."""
+        return len(self._keys) + self._ids.nbytes
+
     def get(self, key: bytes) -> int | None:
         """The node of a key, or None."""
         ids, keys, mask = self._ids, self._keys, self._mask

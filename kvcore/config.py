@@ -39,6 +39,7 @@ from kvcore.schema import (
     Source,
     TierConfig,
     TransferConfig,
+    TrtllmConfig,
     VllmConfig,
     expand_user,
     format_size,
@@ -52,6 +53,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "FORWARDED_VARIABLE",
     "BackingConfig",
     "BlockConfig",
     "Config",
@@ -68,10 +70,12 @@ __all__ = [
     "Source",
     "TierConfig",
     "TransferConfig",
+    "TrtllmConfig",
     "VllmConfig",
     "engine_environment",
     "explicit_settings",
     "format_size",
+    "forwarded_config",
     "load_config",
     "merge_tables",
     "parse_assignment",
@@ -80,6 +84,9 @@ __all__ = [
 ]
 
 CONFIG_VARIABLE = "KVCORE_CONFIG"
+FORWARDED_VARIABLE = "TRTLLM_KVCORE_CONFIG"
+"""TensorRT-LLM passes only names that begin like this one on to its MPI workers."""
+
 PREFIX = "KVCORE__"
 """Only names with both underscores are settings: orchestrators set KVCORE_PORT and the like for a
 service that is called kvcore, and those must not stop an engine."""
@@ -137,6 +144,22 @@ def load_config(
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
     config._sources.update(sources)
     return config
+
+
+def forwarded_config(env: Mapping[str, str] = os.environ) -> Config:
+    """The settings of a process that gets them in ``TRTLLM_KVCORE_CONFIG``.
+
+    It holds the path of a file, or all settings as JSON, as `kvcore serve` writes them: then
+    nothing else is read. Without it this is `load_config`.
+    """
+    given = env.get(FORWARDED_VARIABLE, "").strip()
+    if not given.startswith("{"):
+        return load_config(given or None, env=env)
+    try:
+        overrides = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"{FORWARDED_VARIABLE}: is not JSON: {error}") from error
+    return load_config(overrides=overrides, env={}, overrides_from=FORWARDED_VARIABLE)
 
 
 def settings(config: Config) -> list[Setting]:

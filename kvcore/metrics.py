@@ -124,6 +124,29 @@ SPECS = (
     MetricSpec(
         "kvcore_save_skipped_total", Kind.COUNTER, "Blocks that were not saved", ("reason",)
     ),
+    MetricSpec(
+        "kvcore_blends_total",
+        Kind.COUNTER,
+        "Prompts that fusion could serve, by what became of it",
+        ("outcome",),
+    ),
+    MetricSpec(
+        "kvcore_blend_tokens_total",
+        Kind.COUNTER,
+        "Tokens of chunks in blends, by whether their KV was reused or recomputed",
+        ("kind",),
+    ),
+    MetricSpec(
+        "kvcore_blend_seconds",
+        Kind.HISTOGRAM,
+        "Where the time of a blend went: waiting for layers, computing them, looking with the "
+        "question",
+        ("part",),
+        _SECONDS,
+    ),
+    MetricSpec(
+        "kvcore_blend_gate_total", Kind.COUNTER, "Verdicts of the quality gate", ("verdict",)
+    ),
 )
 _BY_NAME = {spec.name: spec for spec in SPECS}
 
@@ -187,6 +210,22 @@ class Metrics:
 
     def save_skipped(self, reason: SaveSkip, blocks: int = 1) -> None:
         self._add("kvcore_save_skipped_total", blocks, reason)
+
+    def blend(self, outcome: str) -> None:
+        """A prompt was blended, or for a reason that ``outcome`` names it was not."""
+        self._add("kvcore_blends_total", 1, outcome)
+
+    def blended(self, tokens: int, share: float, seconds: Mapping[str, float]) -> None:
+        """A blend of ``tokens`` tokens of chunks recomputed this share; ``seconds`` by part."""
+        recomputed = round(tokens * share)
+        self._add("kvcore_blend_tokens_total", tokens - recomputed, "reused")
+        self._add("kvcore_blend_tokens_total", recomputed, "recomputed")
+        for part, value in seconds.items():
+            self._observe("kvcore_blend_seconds", value, part)
+
+    def judged(self, verdict: str) -> None:
+        """The quality gate said this of a blend."""
+        self._add("kvcore_blend_gate_total", 1, verdict)
 
     # -- data -----------------------------------------------------------------------------------
 

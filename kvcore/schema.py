@@ -29,6 +29,7 @@ __all__ = [
     "BlockConfig",
     "Config",
     "DiskConfig",
+    "FusionConfig",
     "HostConfig",
     "LogConfig",
     "MetricsConfig",
@@ -40,6 +41,7 @@ __all__ = [
     "Source",
     "TierConfig",
     "TransferConfig",
+    "TrtllmConfig",
     "VllmConfig",
     "format_size",
     "parse_size",
@@ -312,6 +314,68 @@ class TransferConfig(SchemaModel):
     )
 
 
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class FusionConfig(SchemaModel):
+    """Selective recomputation: cached text reused where it is not a prefix. Off by default."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Reuse stored chunks at other positions and recompute the few tokens that "
+        "matter most. Answers then are close to the engine's own, not equal to them.",
+    )
+    ratio: Share = Field(
+        default=0.15,
+        description="Share of the reused tokens that is recomputed; 0 reuses all of them as they "
+        "are, 1 recomputes everything. A request may ask for another.",
+    )
+    spread: Share = Field(
+        default=0.5,
+        description="The share falls over the layers from `ratio * (1 + spread)` to "
+        "`ratio * (1 - spread)`.",
+    )
+    gate: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Quality gate: how far off recomputed rows may be found half-way down (squared "
+        "distance of V as a share of the square, times the share of rows not recomputed). Past it "
+        "the request takes a larger share, or is computed in full. Unset: no gate.",
+    )
+    selector: Name = Field(
+        default="runs", description="Chooses the tokens: any registered one (see `kvcore plugins`)."
+    )
+    selector_options: Options = Field(
+        default_factory=dict, description="Arguments of the selector."
+    )
+    min_tokens: int = Field(
+        default=64,
+        ge=16,
+        description="Fewest tokens of a stored chunk worth reusing at another position, and fewest "
+        "of all chunks together worth a blend.",
+    )
+    unmarked: bool = Field(
+        default=True,
+        description="Look for stored chunks anywhere in a prompt. Otherwise only chunks that the "
+        "request marks, or the separator cuts out, are reused.",
+    )
+    separator: list[int] = Field(
+        default_factory=list,
+        description="Token ids that stand between chunks, for prompts that mark theirs this way.",
+    )
+    behind: list[int] = Field(
+        default_factory=list,
+        description="Token ids that chunks are computed behind when they are warmed, such as a "
+        "begin-of-text token or a system prompt, and under which marked chunks are looked up.",
+    )
+    staging_max: Size = Field(
+        default=parse_size("1GiB"),
+        description="Most memory, in bytes over all ranks, for chunks on their way into prompts of "
+        "one step, beside the engine's own. A prompt whose chunks need more keeps those that fit.",
+    )
+
+
 class PluginsConfig(SchemaModel):
     """Discovery of plugins."""
 
@@ -373,6 +437,34 @@ class VllmConfig(SchemaModel):
     )
 
 
+class TrtllmConfig(SchemaModel):
+    """The TensorRT-LLM adapter."""
+
+    min_load_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="Fewest tokens worth loading beyond what TensorRT-LLM holds itself; fewer are "
+        "recomputed.",
+    )
+    save_decode: bool = Field(
+        default=True,
+        description="Save generated tokens too, so that the next turn finds its answer.",
+    )
+    layerwise: bool = Field(
+        default=True,
+        description="Load layer by layer under the forward. With CUDA graphs or torch.compile the "
+        "engine may skip the hooks that wait for a layer: kvcore then waits before the forward, "
+        "whatever is set here.",
+    )
+    stage_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.1,
+        description="Longest time, in seconds, that a lookup waits for blocks on their way from "
+        "disk or a remote store into host memory. TensorRT-LLM takes no word back, so only what "
+        "has arrived and was verified is reported; the rest serves the next request. With tensor "
+        "parallelism a lookup does not wait.",
+    )
+
+
 class Config(SchemaModel):
     """Every setting of kvcore. A value: equal settings compare equal, wherever they came from."""
 
@@ -388,11 +480,13 @@ class Config(SchemaModel):
         default_factory=dict
     )
     transfer: TransferConfig = TransferConfig()
+    fusion: FusionConfig = FusionConfig()
     plugins: PluginsConfig = PluginsConfig()
     ops: OpsConfig = OpsConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     vllm: VllmConfig = VllmConfig()
+    trtllm: TrtllmConfig = TrtllmConfig()
 
     _sources: dict[tuple[str, ...], Source] = PrivateAttr(default_factory=dict)
 

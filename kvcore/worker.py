@@ -65,9 +65,11 @@ class _DeviceCopy:
         arena: KVView,
         to_device: bool,
         sync: _Stream,
+        elsewhere: Mapping[int, Sequence[DeviceGroup]],
     ) -> None:
         self._ops = ops
         self._groups = groups
+        self._elsewhere = elsewhere
         self._arenas = [_select_layers(arena, group.layers) for group in groups]
         self._block_tokens = arena.layout.page_tokens
         self._to_device = to_device
@@ -75,8 +77,9 @@ class _DeviceCopy:
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         slots = np.array([graph.host_slots[row] for row in rows], dtype=np.int64)
+        groups = self._elsewhere.get(graph.graph_id, self._groups)
         with self._sync.copying(graph.graph_id):
-            for group, arena, table in zip(self._groups, self._arenas, graph.units, strict=True):
+            for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
                 layers = _positions(group.layers, op)
                 if layers:
                     units = table.array()[rows]
@@ -254,13 +257,16 @@ class KVWorker:
     ) -> None:
         self.arena = arena
         self.tiers: dict[str, Tier] = {}
+        self.ops = ops
+        self.groups = tuple(groups)
+        self._elsewhere: dict[int, Sequence[DeviceGroup]] = {}
         self._metrics = metrics or Metrics(enabled=False)
         cuda = device is not None and device.type == "cuda"
         self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
         read, write = _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
         executors: dict[Path, Any] = {
-            Path.H2D: _DeviceCopy(ops, groups, arena_view, True, self._stream),
-            Path.D2H: _DeviceCopy(ops, groups, arena_view, False, self._stream),
+            Path.H2D: _DeviceCopy(ops, groups, arena_view, True, self._stream, self._elsewhere),
+            Path.D2H: _DeviceCopy(ops, groups, arena_view, False, self._stream, self._elsewhere),
         }
         executors |= {path: read for path in Path if path.reads_tier}
         executors |= {path: write for path in Path if path.writes_tier}
@@ -280,19 +286,29 @@ class KVWorker:
         moved = (timing.rows - timing.failed) * self.arena.shape.nbytes * share
         self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
 
-    def submit(self, graph: TransferGraph) -> list[OpReport]:
+    def submit(
+        self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
+    ) -> list[OpReport]:
         """Start a graph, ordered after the engine's work so far.
 
-        A graph that cannot be taken (malformed, or the queue is full) is reported as failed: the
-        reports are returned, and nothing of it runs.
+        ``into`` stands in for the engine's pages until `release` is called for the graph. A graph
+        that cannot be taken (malformed, or the queue is full) is reported as failed: the reports
+        are returned, and nothing of it runs.
         """
         self._stream.mark(graph.graph_id)
+        if into is not None:
+            self._elsewhere[graph.graph_id] = into
         try:
             self.engine.submit(graph)
         except (CapacityError, TransferError) as error:
             _log.warning("graph refused: %s", error)
             return refuse(graph, RowError.INTERNAL)
         return []
+
+    def release(self, graph_id: int) -> None:
+        """Let go of what ``into`` gave for a graph. Blocks until its copies have ended."""
+        self.engine.wait_device(graph_id)
+        self._elsewhere.pop(graph_id, None)
 
     def poll(self) -> list[OpReport]:
         """Reports of the ops that ended since the last call. Does not block."""
@@ -365,8 +381,13 @@ class DeadTier(Tier):
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so that no one waits."""
 
-    def submit(self, graph: TransferGraph) -> list[OpReport]:
+    def submit(
+        self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
+    ) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
+
+    def release(self, graph_id: int) -> None:
+        pass
 
     def open_tier(self, name: str, tier: Tier) -> None:
         tier.close()

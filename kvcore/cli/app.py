@@ -134,6 +134,37 @@ def serve_model(
         serve.run(command)
 
 
+@app.command("warm")
+def warm_chunks(
+    files: Annotated[list[Path], typer.Argument(help="Texts (UTF-8), a chunk each.")],
+    url: Annotated[str | None, typer.Option("--url", help="Address of a running engine.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model; of a running engine, its first one.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine to start, where --url names none.")
+    ] = None,
+    longest: Annotated[
+        int, typer.Option("--chunk-tokens", min=16, help="Longer texts are cut into such pieces.")
+    ] = 4096,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="For the engine.")
+    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Compute texts once, so that fusion can reuse them in any prompt.
+
+    With --url in the engine that serves there; else an engine is started for it, and what should
+    outlive it needs a tier that does (disk).
+    """
+    from kvcore.cli import warming
+
+    effective = _load(file, assignments)
+    target = warming.Target(url, model, engine, api_key)
+    warming.run(files, target, effective, longest, Console())
+
+
 def _load(file: Path | None, assignments: list[str] | None) -> Config:
     overrides: dict[str, Any] = {}
     for text in assignments or []:

@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.block import pack_tokens
+from kvcore.block import TOKEN_BYTES, pack_tokens
 from kvcore.errors import ConfigError
 from kvcore.fusion._anchors import TAG_BITS, AnchorTable, Tokens, window_tags
 
-__all__ = ["Found", "NaiveSegmentIndex", "SegmentIndex"]
+__all__ = ["Found", "NaiveSegmentIndex", "Search", "SegmentIndex", "as_array", "common"]
 
 MAX_TWINS = 4
 MAX_CHECKS = 2048
@@ -97,6 +97,7 @@ class SegmentIndex:
         self._ids: list[bytes] = []
         self._tokens: list[Tokens] = []
         self._free: list[int] = []
+        self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -106,8 +107,12 @@ class SegmentIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tokens and anchors; Python's own (about 400 a segment) not counted."""
-        return self._table.nbytes + sum(tokens.nbytes for tokens in self._tokens)
+        """Bytes of tokens and anchors; Python's own (about 400 a segment) not counted. O(1)."""
+        return self._table.nbytes + self._num_tokens * TOKEN_BYTES
+
+    def tokens(self, segment_id: bytes) -> Tokens:
+        """A held segment's tokens, not to be written to."""
+        return self._tokens[self._numbers[segment_id]]
 
     def add(self, segment_id: bytes, tokens: Iterable[int]) -> bool:
         """Enter a segment. False, and nothing done, if it is too short ever to be found.
@@ -115,7 +120,7 @@ class SegmentIndex:
         An id that is there already may be added again with the same tokens; with others it is a
         `ConfigError`, for then one of them is not what the id says. O(tokens).
         """
-        segment = _as_array(tokens)
+        segment = as_array(tokens)
         held = self._numbers.get(segment_id)
         if held is not None:
             if not np.array_equal(self._tokens[held], segment):
@@ -127,8 +132,28 @@ class SegmentIndex:
         if len(segment) < self.min_tokens:
             return False
         number = self._number_for(segment_id, segment)
-        for tag, place in self._anchors(number):
+        for tag, place in self._anchors(number, 0):
             self._table.put(tag, place)
+        return True
+
+    def extend(self, segment_id: bytes, tokens: Iterable[int]) -> None:
+        """Append tokens to a held segment. O(tokens) in Python, and the segment is copied."""
+        number = self._numbers[segment_id]
+        known = self._tokens[number]
+        self._hold(number, np.concatenate((known, as_array(tokens))))
+        for tag, place in self._anchors(number, self._count_anchors(len(known))):
+            self._table.put(tag, place)
+
+    def cut(self, segment_id: bytes, length: int) -> bool:
+        """Forget all but the first ``length`` tokens of a held segment; False if it is held no
+        more, being too short. O(tokens forgotten) in Python, and the rest is copied."""
+        if length < self.min_tokens:
+            self.remove(segment_id)
+            return False
+        number = self._numbers[segment_id]
+        for tag, place in self._anchors(number, self._count_anchors(length)):
+            self._table.remove(tag, place)
+        self._hold(number, self._tokens[number][:length].copy())
         return True
 
     def remove(self, segment_id: bytes) -> bool:
@@ -136,22 +161,27 @@ class SegmentIndex:
         number = self._numbers.pop(segment_id, None)
         if number is None:
             return False
-        for tag, place in self._anchors(number):
+        for tag, place in self._anchors(number, 0):
             self._table.remove(tag, place)
         self._ids[number] = b""
-        self._tokens[number] = _NO_TOKENS
+        self._hold(number, _NO_TOKENS)
         self._free.append(number)
         return True
 
     def find(self, tokens: Iterable[int]) -> list[Found]:
         """What of the prompt is stored: in the prompt's order, not overlapping in the prompt."""
-        prompt = _as_array(tokens)
+        return self.search(tokens).cover()
+
+    def search(self, tokens: Iterable[int]) -> Search:
+        """`find` in two steps, for who wants to `remove` or `cut` some of its candidates before
+        it compares."""
+        prompt = as_array(tokens)
         if not self._numbers or len(prompt) < self.min_tokens:
-            return []
+            return Search(self, prompt, [], [])
         tags = window_tags(prompt, self._window, self._salt, self._tag_bits)
         offsets, places = self._table.lookup(tags)
         order = np.argsort(offsets, kind="stable")
-        return _Search(self, prompt, offsets[order].tolist(), places[order].tolist()).cover()
+        return Search(self, prompt, offsets[order].tolist(), places[order].tolist())
 
     def check_integrity(self) -> None:
         """Assert that table, numbers and segments agree."""
@@ -160,44 +190,61 @@ class SegmentIndex:
         assert all(self._ids[number] == name for name, number in self._numbers.items())
         for number in self._free:
             assert not len(self._tokens[number])
-        assert self._table.count <= sum(
-            -(-(len(tokens) - self._window + 1) // self._stride)
-            for tokens in self._tokens
-            if len(tokens)
-        )
+        assert self._num_tokens == sum(map(len, self._tokens))
+        assert self._table.count <= sum(self._count_anchors(len(held)) for held in self._tokens)
 
     def _number_for(self, segment_id: bytes, segment: Tokens) -> int:
         if self._free:
             number = self._free.pop()
-            self._ids[number], self._tokens[number] = segment_id, segment
         else:
             number = len(self._ids)
-            self._ids.append(segment_id)
-            self._tokens.append(segment)
+            self._ids.append(b"")
+            self._tokens.append(_NO_TOKENS)
+        self._ids[number] = segment_id
+        self._hold(number, segment)
         self._numbers[segment_id] = number
         return number
 
-    def _anchors(self, number: int) -> Iterable[tuple[int, int]]:
-        """Tag and place of each of a segment's anchors."""
-        tags = window_tags(self._tokens[number], self._window, self._salt, self._tag_bits)
-        first = number << 32
+    def _hold(self, number: int, tokens: Tokens) -> None:
+        self._num_tokens += len(tokens) - len(self._tokens[number])
+        self._tokens[number] = tokens
+
+    def _count_anchors(self, length: int) -> int:
+        """How many anchors so many tokens have."""
+        return max(0, -(-(length - self._window + 1) // self._stride))
+
+    def _anchors(self, number: int, begin: int) -> Iterable[tuple[int, int]]:
+        """Tag and place of each of a segment's anchors from the ``begin``-th on."""
+        start = begin * self._stride
+        rest = self._tokens[number][start:]
+        tags = window_tags(rest, self._window, self._salt, self._tag_bits)
+        first = (number << 32) + start
         anchored = tags[:: self._stride].tolist()
         places = range(first, first + len(tags), self._stride)
         return zip(anchored, places, strict=True)
 
 
-class _Search:
-    """One prompt's search. ``offsets`` (ascending) and ``places`` are where hashes agree."""
+class Search:
+    """One prompt's search. ``offsets`` (ascending) and ``places`` are where hashes agree.
+
+    Between its making and `cover`, segments may be removed and cut, but none added or extended.
+    """
 
     def __init__(
         self, index: SegmentIndex, prompt: Tokens, offsets: list[int], places: list[int]
     ) -> None:
         self._index = index
-        self._prompt = prompt
+        self.prompt = prompt
         self._offsets = offsets
         self._places = places
         self._runs: dict[tuple[int, int], _Run] = {}  # by segment and diagonal, the last one seen
         self._checks = index.max_checks
+
+    @property
+    def candidates(self) -> list[bytes]:
+        """Ids of the held segments that `cover` may find, and perhaps of others."""
+        numbers = sorted({place >> 32 for place in self._places})
+        return [self._index._ids[number] for number in numbers if self._index._ids[number]]
 
     def cover(self) -> list[Found]:
         """Cover the prompt from the left, as the module's docstring says."""
@@ -265,11 +312,11 @@ class _Search:
         if known is not None and known.start <= at < known.stop:
             return known
         self._checks -= 1
-        prompt, segment = self._prompt, self._index._tokens[number]
-        ahead = _common(prompt[at:], segment[start:])
+        prompt, segment = self.prompt, self._index._tokens[number]
+        ahead = common(prompt[at:], segment[start:])
         if ahead < self._index._window:
             return None
-        behind = _common(prompt[:at][::-1], segment[:start][::-1])
+        behind = common(prompt[:at][::-1], segment[:start][::-1])
         run = _Run(number, at - behind, at + ahead, start - behind)
         self._runs[number, start - at] = run
         return run
@@ -280,7 +327,7 @@ def _rank(found: Found) -> tuple[int, int, bytes, int]:
     return found.prompt_start, -found.length, found.segment_id, found.segment_start
 
 
-def _common(left: Tokens, right: Tokens) -> int:
+def common(left: Tokens, right: Tokens) -> int:
     """How many tokens two sequences begin with alike; looks little further than that."""
     stop, done, step = min(len(left), len(right)), 0, 256
     while done < stop:
@@ -293,11 +340,12 @@ def _common(left: Tokens, right: Tokens) -> int:
     return stop
 
 
-def _as_array(tokens: Iterable[int]) -> Tokens:
+def as_array(tokens: Iterable[int]) -> Tokens:
+    """Token ids of any kind that `pack_tokens` takes, as an array of their own."""
     return np.frombuffer(pack_tokens(tokens), dtype="<u4")
 
 
-_NO_TOKENS = _as_array(())
+_NO_TOKENS = as_array(())
 
 
 class NaiveSegmentIndex:
@@ -314,6 +362,14 @@ class NaiveSegmentIndex:
             return False
         self._segments[segment_id] = segment
         return True
+
+    def extend(self, segment_id: bytes, tokens: Iterable[int]) -> None:
+        """As `SegmentIndex.extend`."""
+        self._segments[segment_id] = [*self._segments[segment_id], *tokens]
+
+    def cut(self, segment_id: bytes, length: int) -> bool:
+        """As `SegmentIndex.cut`."""
+        return self.add(segment_id, self._segments.pop(segment_id)[:length])
 
     def remove(self, segment_id: bytes) -> bool:
         """As `SegmentIndex.remove`."""

@@ -19,7 +19,8 @@ built at every layer. One `Decoder` serves any number of threads; a `Blended` be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.fusion.gate import Gate, Step, Verdict, Watch
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Plan
 from kvcore.fusion.select import Budget, Seen, Selector, attention_mass, narrow
 
@@ -239,6 +241,8 @@ class Blended:
         hidden: the last layer's output for them, [rows, hidden].
         computed: for each layer, the positions whose K and V were computed and merged there.
         exact_tokens: how many tokens from the start have the KV that a full prefill gives.
+        verdicts: what a gate said, of walks that were given up and then of this one; the ratio used
+            is that of the last. A walk that computes every row is not judged.
     """
 
     context: Context
@@ -246,6 +250,12 @@ class Blended:
     hidden: Tensor
     computed: tuple[Tensor, ...]
     exact_tokens: int
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a gate made this a full prefill."""
+        return bool(self.verdicts) and self.verdicts[-1].step is Step.FULL
 
     @property
     def logits(self) -> Tensor:
@@ -299,18 +309,29 @@ class Blender:
         return rope.shift(keys.transpose(0, 1), distance).transpose(0, 1)
 
     @torch.inference_mode()
-    def blend(self, selector: Selector, budget: Budget, question: Tensor | None = None) -> Blended:
+    def blend(
+        self,
+        selector: Selector,
+        budget: Budget,
+        question: Tensor | None = None,
+        gate: Gate | None = None,
+    ) -> Blended:
         """Compute the fresh rows everywhere and the chosen rows of the chunks, layer by layer.
 
-        ``question`` is `question_mass` of this plan where the caller has it already.
+        ``question`` is `question_mass` of this plan where the caller has it already. A ``gate`` may
+        have the walk start over with a larger ratio, or with all rows.
         """
         if question is None and selector.needs_question and not budget.is_reuse:
-            question = question_mass(self)
+            question = question_mass(self, partial(attention_mass, sharpness=selector.sharpness))
+        watch = Watch(gate, budget, self.decoder.layers) if gate else None
         cache = self.start()
         rows, computed = self.first_rows(budget), []
         hidden = self.decoder.embed(self.plan.tokens[rows])
         for layer in range(self.decoder.layers):
             new = self.decoder.project(layer, hidden, rows)
+            if watch and watch.see(self.seen(layer, rows, new, question)):
+                again = self.blend(selector, watch.budget, question, watch.next_gate)
+                return replace(again, verdicts=(*_said(watch), *again.verdicts))
             going = self.going(selector, budget, layer, rows, new, question)
             self.merge(layer, cache[layer], rows, new)
             computed.append(rows)
@@ -318,7 +339,8 @@ class Blender:
             attended = self.decoder.attend(layer, queries, rows, cache[layer])
             hidden = self.decoder.finish(layer, hidden, attended)
         context = Context(self.decoder, cache)
-        return Blended(context, rows, hidden, tuple(computed), self.plan.exact_tokens)
+        exact = self.plan.exact_tokens
+        return Blended(context, rows, hidden, tuple(computed), exact, _said(watch))
 
     def start(self) -> list[LayerKV]:
         """The cache that a blend begins with and writes to: a copy of the one placed."""
@@ -339,9 +361,15 @@ class Blender:
         question: Tensor | None,
     ) -> Tensor:
         """[rows] bool: which of the rows computed at this layer the next one computes too."""
+        seen = self.seen(layer, rows, new, question)
+        kept = narrow(selector, budget, seen, self.decoder.layers, len(self.chunks))
+        return torch.isin(rows, self.fresh) | torch.isin(rows, kept)
+
+    def seen(self, layer: int, rows: Tensor, new: Projected, question: Tensor | None) -> Seen:
+        """The chunks' rows of one layer, beside what the chunks hold."""
         candidate = torch.isin(rows, self.chunks)
         chunk_rows = rows[candidate]
-        seen = Seen(
+        return Seen(
             layer,
             chunk_rows,
             new.keys[candidate],
@@ -351,13 +379,16 @@ class Blender:
             self.offsets[chunk_rows],
             None if question is None else question[chunk_rows],
         )
-        kept = narrow(selector, budget, seen, self.decoder.layers, len(self.chunks))
-        return ~candidate | torch.isin(rows, kept)
 
     def merge(self, layer: int, cache: LayerKV, rows: Tensor, new: Projected) -> None:
         """Write fresh K and V of one layer over the cached ones, in place."""
         cache.keys[rows] = new.keys
         cache.values[rows] = new.values
+
+
+def _said(watch: Watch | None) -> tuple[Verdict, ...]:
+    """The verdict on a walk, if there was one."""
+    return (watch.verdict,) if watch and watch.verdict else ()
 
 
 @torch.inference_mode()

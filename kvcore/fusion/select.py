@@ -32,6 +32,7 @@ from torch.nn import functional
 from kvcore.errors import ConfigError
 
 __all__ = [
+    "BUILTIN_SELECTORS",
     "Budget",
     "ChunkHeads",
     "HeadsToo",
@@ -75,13 +76,14 @@ def deviation(fresh: Tensor, cached: Tensor) -> Tensor:
     return difference.square().sum(dim=(-2, -1))
 
 
-def attention_mass(probabilities: Tensor) -> Tensor:
+def attention_mass(probabilities: Tensor, sharpness: float = 1.0) -> Tensor:
     """What the most interested question row gives each key, summed over heads.
 
-    [heads, question rows, keys] -> [keys]. Additive over heads and layers: a caller adds the layers
-    up and tensor-parallel ranks add theirs.
+    [heads, question rows, keys] -> [keys]. A ``sharpness`` above 1 lets the few heads that retrieve
+    outweigh the many that spread: probabilities are raised to that power. Additive over heads and
+    layers: a caller adds the layers up and tensor-parallel ranks add theirs.
     """
-    return probabilities.float().amax(dim=1).sum(dim=0)
+    return probabilities.float().amax(dim=1).pow(sharpness).sum(dim=0)
 
 
 def keep_top(rows: Tensor, scores: Tensor, count: int) -> Tensor:
@@ -251,6 +253,11 @@ class Selector(ABC):
         """True: the question's rows are run over the reused cache first, to see where they look."""
         return False
 
+    @property
+    def sharpness(self) -> float:
+        """The power in `attention_mass` of that look."""
+        return 1.0
+
     @abstractmethod
     def score(self, seen: Seen) -> Tensor:
         """[n] float32; the higher, the sooner a row is recomputed. Equal on all ranks."""
@@ -345,10 +352,15 @@ class QuestionDeviation(Selector):
 
     name: ClassVar[str] = "question*key"
     power: float = 2.0
+    sharp: float = 1.0
 
     @property
     def needs_question(self) -> bool:
         return True
+
+    @property
+    def sharpness(self) -> float:
+        return self.sharp
 
     def score(self, seen: Seen) -> Tensor:
         return _question(seen) * seen.key_deviation.pow(self.power / 2)
@@ -371,6 +383,10 @@ class HeadsToo(Selector):
     def needs_question(self) -> bool:
         return self.inner.needs_question
 
+    @property
+    def sharpness(self) -> float:
+        return self.inner.sharpness
+
     def score(self, seen: Seen) -> Tensor:
         return self.inner.score(seen).masked_fill(seen.offsets < self.heads, math.inf)
 
@@ -391,6 +407,10 @@ class Smoothed(Selector):
     def needs_question(self) -> bool:
         return self.inner.needs_question
 
+    @property
+    def sharpness(self) -> float:
+        return self.inner.sharpness
+
     def score(self, seen: Seen) -> Tensor:
         scores = self.inner.score(seen).float()
         if not len(scores):
@@ -400,6 +420,22 @@ class Smoothed(Selector):
         window = 2 * self.reach + 1
         mean = functional.avg_pool1d(line[None, None], window, 1, self.reach)
         return mean[0, 0, seen.rows]
+
+
+def runs(reach: int = 2, power: float = 2.0, sharp: float = 2.0) -> Selector:
+    """Runs of rows that the question looks at sharply and that are wrong: the default."""
+    return Smoothed(QuestionDeviation(power, sharp), reach)
+
+
+BUILTIN_SELECTORS: dict[str, Callable[..., Selector]] = {
+    "runs": runs,
+    "question": QuestionAttention,
+    "key": KeyDeviation,
+    "value": ValueDeviation,
+    "key+value": KeyValueDeviation,
+    "heads": ChunkHeads,
+    "random": RandomRows,
+}
 
 
 # ---------------------------------------------------------------------------------------------

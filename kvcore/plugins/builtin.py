@@ -15,12 +15,14 @@ from kvcore.plugins.hookspecs import (
     OpsPlugin,
     PolicyPlugin,
     PreparedTier,
+    SelectorPlugin,
     TierContext,
     TierPlugin,
     hookimpl,
 )
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
+_SELECTORS = ("runs", "question", "key", "value", "key+value", "heads", "random")
 
 
 @hookimpl
@@ -42,6 +44,18 @@ def kvcore_ops() -> list[OpsPlugin]:
         OpsPlugin("native", _made_by("kvcore.ops.native:NativeOps")),
         OpsPlugin("reference", _made_by("kvcore.ops.reference:ReferenceOps")),
     ]
+
+
+@hookimpl
+def kvcore_selectors() -> list[SelectorPlugin]:
+    return [SelectorPlugin(name, _selector(name)) for name in _SELECTORS]
+
+
+def _selector(name: str) -> Callable[..., Any]:
+    def make(**options: Any) -> Any:
+        return import_module("kvcore.fusion.select").BUILTIN_SELECTORS[name](**options)
+
+    return make
 
 
 def _policy(name: str) -> Callable[[], Any]:

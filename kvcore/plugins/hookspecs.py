@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pluggy
 
 if TYPE_CHECKING:
+    from kvcore.fusion.select import Selector
     from kvcore.ops.base import DeviceOps
     from kvcore.policy.base import EvictionPolicy
     from kvcore.schema import Config
@@ -141,6 +142,18 @@ class OpsPlugin:
     factory: Callable[[], DeviceOps]
 
 
+@dataclass(frozen=True)
+class SelectorPlugin:
+    """A way to choose the rows that fusion recomputes.
+
+    ``factory(**fusion.selector_options)`` gives an instance, which serves all requests; it raises
+    ConfigError, or TypeError for an argument it does not have, when the options do not fit.
+    """
+
+    name: str
+    factory: Callable[..., Selector]
+
+
 @hookspec
 def kvcore_engines() -> Sequence[EngineSpec]:
     """Engines this plugin adapts."""
@@ -162,4 +175,10 @@ def kvcore_policies() -> Sequence[PolicyPlugin]:
 @hookspec
 def kvcore_ops() -> Sequence[OpsPlugin]:
     """Implementations of the device operations."""
+    raise NotImplementedError
+
+
+@hookspec
+def kvcore_selectors() -> Sequence[SelectorPlugin]:
+    """Selectors of rows for fusion."""
     raise NotImplementedError

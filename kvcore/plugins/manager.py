@@ -28,10 +28,12 @@ from kvcore.plugins.hookspecs import (
     EngineSpec,
     OpsPlugin,
     PolicyPlugin,
+    SelectorPlugin,
     TierPlugin,
 )
 
 if TYPE_CHECKING:
+    from kvcore.fusion.select import Selector
     from kvcore.ops.base import DeviceOps
     from kvcore.policy.base import EvictionPolicy
     from kvcore.schema import Config
@@ -47,6 +49,7 @@ _HOOKS: dict[str, tuple[str, type[Any]]] = {
     "kvcore_tiers": ("tier", TierPlugin),
     "kvcore_policies": ("policy", PolicyPlugin),
     "kvcore_ops": ("ops", OpsPlugin),
+    "kvcore_selectors": ("selector", SelectorPlugin),
 }
 
 
@@ -132,6 +135,14 @@ class PluginManager:
         plugin offers."""
         return self._named("policy", name, PolicyPlugin).factory()
 
+    def selector(self, name: str, options: Mapping[str, Any]) -> Selector:
+        """Raises ConfigError for a name that no plugin offers, or options that do not fit."""
+        factory = self._named("selector", name, SelectorPlugin).factory
+        try:
+            return factory(**options)
+        except TypeError as error:
+            raise ConfigError(f"selector {name!r} with options {dict(options)}: {error}") from error
+
     def ops(self) -> list[DeviceOps]:
         """Every implementation of the device operations that works here, for `select_ops`.
 
@@ -147,6 +158,7 @@ class PluginManager:
             ("host.policy", "policy", config.host.policy),
             ("disk.policy", "policy", config.disk.policy),
             ("ops.backend", "ops", config.ops.backend),
+            ("fusion.selector", "selector", config.fusion.selector),
             *((f"tiers.{name}.plugin", "tier", t.plugin) for name, t in config.tiers.items()),
         ]
         for setting, kind, name in names:

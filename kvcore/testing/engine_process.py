@@ -192,6 +192,7 @@ class EngineProcess:
         logprobs: bool = False,
         lora: Path | None = None,
         image: Path | None = None,
+        fusion: dict[str, Any] | None = None,
     ) -> Future[Generation]:
         """Start one greedy request and return at once.
 
@@ -205,6 +206,7 @@ class EngineProcess:
                 something for the first such request: its times mean nothing).
             lora: folder of LoRA weights to answer with.
             image: picture that goes with the prompt, for a model that takes one.
+            fusion: what the request says of fusion (`kvcore.fusion.options`).
         """
         self.wait_ready()
         call = self._send(
@@ -218,6 +220,7 @@ class EngineProcess:
             logprobs=logprobs,
             lora=str(lora) if lora else None,
             image=str(image) if image else None,
+            fusion=fusion,
         )
         return _then(call, lambda reply: Generation(**reply))
 

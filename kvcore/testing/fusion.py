@@ -19,6 +19,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvcore.fusion.attend import Attention
+from kvcore.fusion.fusor import Attend, DecoderLayers, Job, Placed, State
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Plan, Prefix
 from kvcore.fusion.reference import Blended, Blender, Decoder, Shift, precompute
 from kvcore.fusion.select import KeyDeviation, Ratio, Selector
@@ -29,11 +31,14 @@ __all__ = [
     "LAYERS",
     "VOCABULARY",
     "MergingCache",
+    "ReferenceLayers",
+    "ReferencePlaced",
     "Rotation",
     "World",
     "close",
     "divergence",
     "full",
+    "job_of",
     "make_model",
     "twin",
     "words",
@@ -193,6 +198,49 @@ def twin(world: World, plan: Plan, computed: Sequence[Tensor]) -> tuple[MergingC
             plan.tokens[None], past_key_values=cache, use_cache=True, output_attentions=True
         )
     return cache, out
+
+
+class ReferenceLayers(DecoderLayers):
+    """The reference's decoder as an engine's layers, for the fast blend."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.layers = decoder.layers
+        self.attention = tuple(
+            Attention(decoder.model.model.layers[i].self_attn.scaling, decoder._window(i))
+            for i in range(decoder.layers)
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.decoder.embed(tokens)
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        new = self.decoder.project(layer, state.hidden, positions)
+        attended = attend(new.queries, new.keys, new.values).flatten(1)
+        return State(self.decoder.finish(layer, state.hidden, attended), None)
+
+
+class ReferencePlaced(Placed):
+    """The reference's placed cache; ``written`` is what a blend made of it, by layer."""
+
+    def __init__(self, blender: Blender) -> None:
+        self.blender = blender
+        self.written: dict[int, LayerKV] = {}
+
+    def layer(self, layer: int) -> LayerKV:
+        placed = self.blender.placed[layer]
+        return LayerKV(placed.keys.clone(), placed.values.clone())
+
+    def write(self, layer: int, kv: LayerKV) -> None:
+        self.written[layer] = LayerKV(kv.keys.clone(), kv.values.clone())
+
+
+def job_of(plan: Plan) -> Job:
+    """A plan as the fast blend takes it: the last segment is left to the engine."""
+    exact = len(plan.segments[0].tokens) if isinstance(plan.segments[0], Prefix) else 0
+    chunks = plan.rows(Cached)
+    stop = len(plan) - len(plan.question)
+    return Job(plan.tokens, exact, stop, chunks, plan.offsets[chunks])
 
 
 def close(got: Tensor, expected: Tensor, bar: float) -> None:

@@ -116,9 +116,10 @@ def tiny_model(
 
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
-            layers; ``mistral`` has the window on every layer; ``llama`` and ``qwen2`` have none;
-            ``lfm2`` alternates attention with layers that keep a state.
-        sliding_window: tokens a windowed layer sees; ignored by architectures without a window.
+            layers; ``mistral`` has the window on every layer; ``lfm2`` alternates attention with
+            layers that keep a state; the others have full attention.
+        sliding_window: tokens a windowed layer sees (for ``mistral``, 0 means all); ignored by
+            architectures without a window.
 
     Raises:
         UnsupportedError: `arch` is not one of them.
@@ -335,7 +336,25 @@ def _qwen2_config(shape: _Shape, **common: Any) -> Any:
 def _mistral_config(shape: _Shape, **common: Any) -> Any:
     from transformers import MistralConfig
 
-    return MistralConfig(sliding_window=shape.sliding_window, **common)
+    return MistralConfig(sliding_window=shape.sliding_window or None, **common)
+
+
+def _qwen3_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**common)
+
+
+def _gemma_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import GemmaConfig
+
+    return GemmaConfig(**{**common, "tie_word_embeddings": True})
+
+
+def _phi3_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(**{**common, "pad_token_id": 0})
 
 
 def _gemma3_config(shape: _Shape, **common: Any) -> Any:
@@ -369,6 +388,9 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": _llama_config,
     "mistral": _mistral_config,
     "qwen2": _qwen2_config,
+    "qwen3": _qwen3_config,
+    "gemma": _gemma_config,
+    "phi3": _phi3_config,
     "gemma3": _gemma3_config,
     "lfm2": _lfm2_config,
 }
@@ -431,14 +453,16 @@ def _spread(model: Any, generator: Any) -> None:
     """Redraw every matrix so that each layer adds as much as the residual already holds.
 
     Linear weights: N(0, (2 / sqrt(fan_in))^2), the gain of 2 makes attention peaked instead of an
-    average over the prompt. Embeddings: N(0, 1). Norms keep their ones and biases are drawn small.
+    average over the prompt. Embeddings: N(0, 1), less where the model multiplies them by the root
+    of their width. Norms keep their ones and biases are drawn small.
     """
     import torch
 
+    scaled = model.config.model_type == "gemma"
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "embed_tokens" in name:
-                std = 1.0
+                std = float(weight.shape[1]) ** -0.5 if scaled else 1.0
             elif weight.dim() == 2:
                 std = 2.0 / float(weight.shape[1]) ** 0.5
             elif name.endswith("bias"):

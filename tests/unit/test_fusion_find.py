@@ -96,6 +96,69 @@ def test_adding_and_removing_in_any_order(
     assert index.find(prompt) == naive.find(prompt)
 
 
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), max_size=25), st.integers(0, 40)),
+        max_size=25,
+    ),
+    st.lists(st.integers(0, 1), max_size=40),
+    st.sampled_from([32, 2]),
+    st.integers(1, 6),
+)
+def test_extending_and_cutting_in_any_order(
+    steps: list[tuple[int, list[int], int]], prompt: list[int], tag_bits: int, min_tokens: int
+) -> None:
+    """A step adds its segment; where the id is held, it extends it, or cuts it to a length."""
+    index = SegmentIndex(min_tokens, tag_bits=tag_bits, **NO_BOUNDS)
+    naive = NaiveSegmentIndex(min_tokens)
+    for number, tokens, length in steps:
+        if name(number) not in index:
+            assert index.add(name(number), tokens) == naive.add(name(number), tokens)
+        elif length > 20:
+            index.extend(name(number), tokens)
+            naive.extend(name(number), tokens)
+        else:
+            assert index.cut(name(number), length) == naive.cut(name(number), length)
+        index.check_integrity()
+    assert index.find(prompt) == naive.find(prompt)
+    for number in range(4):
+        index.remove(name(number))
+    assert index._table.count == 0
+
+
+@pytest.mark.parametrize("min_tokens", [1, 2, 5, 8, 64])
+def test_anchors_are_the_same_however_a_segment_came_to_be(min_tokens: int) -> None:
+    rng = random.Random(12)
+    whole = text(rng, 300)
+    index = SegmentIndex(min_tokens)
+    index.add(b"whole", whole)
+    wanted = index._table.count
+    index.remove(b"whole")
+    index.add(b"parts", whole[:70])
+    for start in range(70, 300, 10):
+        index.extend(b"parts", whole[start : start + 10])
+    assert index._table.count == wanted
+    index.extend(b"parts", text(rng, 100))
+    assert index.cut(b"parts", 300)
+    assert index._table.count == wanted
+    assert index.tokens(b"parts").tolist() == whole
+
+
+def test_what_is_cut_after_the_search_began_is_not_found() -> None:
+    rng = random.Random(13)
+    document = text(rng, 300)
+    index = SegmentIndex()
+    for segment_id in (b"a", b"b", b"c"):
+        index.add(segment_id, document)
+    index.add(b"other", text(rng, 300))
+    search = index.search([1, *document])
+    assert search.candidates == [b"a", b"b", b"c"]
+    index.remove(b"a")
+    index.cut(b"b", 100)
+    assert search.cover() == [Found(b"c", 1, 0, 300)]
+
+
 @given(scenes())
 def test_bounded_answers_are_still_matches(
     scene: tuple[int, dict[bytes, list[int]], list[int]],
@@ -199,13 +262,13 @@ def test_repetitive_text_costs_no_more_than_the_bounds(
         index.add(segment_id, segment)
     index.check_integrity()
     calls = Counter[str]()
-    common = find_module._common
+    common = find_module.common
 
     def counted(left: np.ndarray, right: np.ndarray) -> int:
         calls["common"] += 1
         return common(left, right)
 
-    monkeypatch.setattr(find_module, "_common", counted)
+    monkeypatch.setattr(find_module, "common", counted)
     prompt = [j % period for j in range(20_000)]
     found = index.find(prompt)
     check(prompt, segments, found)

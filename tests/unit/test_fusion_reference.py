@@ -245,11 +245,13 @@ def real() -> World:
     )
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", CHECKS)
 def test_invariant_on_a_real_model(name: str, real: World) -> None:
     CHECKS[name](real)
 
 
+@pytest.mark.engine
 def test_more_rows_are_no_worse_on_a_real_model(real: World) -> None:
     """Mean KL over a few prompts by ratio."""
     means = []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kvcore_vllm.blending import Blends, RefusingBlends
 from kvcore_vllm.describe import ModelDescription
+from kvcore_vllm.fusing import FusionLeader
+from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.scheduler import Outbox, SchedulerSide
 from kvcore_vllm.worker import WorkerSide
@@ -15,6 +19,7 @@ from kvcore_vllm.worker import WorkerSide
 from kvcore.backing import BackingOpener, prepare_backings
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
+from kvcore.fusion.segments import Segments
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape, KVView
 from kvcore.manager import HOST, KVManager
@@ -24,6 +29,8 @@ from kvcore.plugins import PluginManager
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
+from kvcore.transfer.graph import Span
+from kvcore.transfer.plan import layer_steps
 from kvcore.worker import DeviceGroup, KVWorker, RefusingWorker
 
 if TYPE_CHECKING:
@@ -83,6 +90,7 @@ def build_scheduler_side(
     metrics = Metrics("leader", enabled=config.metrics.enabled)
     outbox = Outbox(model.world_size)
     side: SchedulerSide
+    steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []
     manager = KVManager(
         index,
         outbox,
@@ -100,6 +108,7 @@ def build_scheduler_side(
         metrics,
         open_tiers={found.spec.name: dict(found.prepared.told) for found in backings},
         on_close=[found.prepared.release for found in backings],
+        fusion=_fusion_leader(config, vllm_config, model, manager, steps),
     )
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d tiers=%s",
@@ -109,6 +118,42 @@ def build_scheduler_side(
         ",".join(index.tiers),
     )
     return side
+
+
+def _fusion_leader(
+    config: Config,
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    manager: KVManager,
+    steps: Sequence[Span],
+) -> FusionLeader | None:
+    """None where fusion is off, or the model is not one it is right for."""
+    if not config.fusion.enabled:
+        return None
+    try:
+        ropes_of(vllm_config, model)
+    except UnsupportedError as error:
+        _log.warning("exact prefixes only: %s", error)
+        return None
+    limit = vllm_config.scheduler_config.max_num_batched_tokens
+    return FusionLeader(
+        config,
+        model.shape,
+        manager,
+        _segments(config, model),
+        steps,
+        model.groups[0].page_tokens,
+        limit if vllm_config.lora_config is not None else None,
+    )
+
+
+def _segments(config: Config, model: ModelDescription) -> Segments:
+    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
+    path = None
+    if config.disk.path is not None and config.disk.path.is_dir():
+        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
+        path = config.disk.path / name
+    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
 def _plugins(config: Config) -> PluginManager:
@@ -169,11 +214,35 @@ def build_worker_side(
     )
     return WorkerSide(
         worker,
+        blends=_blends(config, vllm_config, model, worker, shape, plugins),
         layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         metrics=metrics,
         open_tier=BackingOpener(config, geometry(model), rank, plugins),
     )
+
+
+def _blends(
+    config: Config,
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    worker: KVWorker,
+    shape: BlockShape,
+    plugins: PluginManager,
+) -> Blends | RefusingBlends | None:
+    """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
+    if not config.fusion.enabled:
+        return None
+    page_tokens = model.groups[0].page_tokens
+    try:
+        ropes = ropes_of(vllm_config, model)
+        names = model.groups[0].names
+        layers = VllmLayers(vllm_config, find_worker(vllm_config), names)
+    except UnsupportedError as error:
+        _log.warning("exact prefixes only: %s", error)
+        return RefusingBlends(page_tokens)
+    selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    return Blends(config, worker, layers, ropes, shape, selector, page_tokens)
 
 
 def refusing_worker_side() -> WorkerSide:

@@ -128,8 +128,11 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(kv_connector_metadata.plan())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._worker is not None and not self._layerwise:
+        if self._worker is None:
+            return
+        if not self._layerwise:
             self._worker.wait_for_loads()
+        self._worker.blend()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None:

@@ -27,7 +27,7 @@ class Driver:
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._extra_args: dict[str, Any] | None = None
+        self._asks = False
         self._loras: dict[str, int] = {}
         self._names = (f"request-{number}" for number in itertools.count())
 
@@ -47,8 +47,7 @@ class Driver:
             engine_args.setdefault("enforce_eager", True)
             _bind_threads(int(engine_args.get("tensor_parallel_size", 1)))
         if kvcore is not None:
-            # kvcore says what it reused only to who asks.
-            self._extra_args = {"kv_transfer_params": {"kvcore": {"report": True}}}
+            self._asks = True
             engine_args["kv_transfer_config"] = {
                 "kv_connector": "KVCoreConnector",
                 "kv_role": "kv_both",
@@ -73,6 +72,7 @@ class Driver:
         logprobs: bool,
         lora: str | None,
         image: str | None,
+        fusion: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Stream one greedy request to its end, or to its abort; times are on this side."""
         from vllm import SamplingParams
@@ -85,7 +85,7 @@ class Driver:
             ignore_eos=ignore_eos,
             logprobs=0 if logprobs else None,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=self._extra_args,
+            extra_args=self._told(fusion),
         )
         request = _prompt(prompt, cache_salt, image)
         adapter = self._lora_request(lora) if lora else None
@@ -101,6 +101,13 @@ class Driver:
         if early is not None:
             early.cancel()
         return got.reply()
+
+    def _told(self, fusion: dict[str, Any] | None) -> dict[str, Any] | None:
+        """kvcore says what it reused only to who asks."""
+        if not self._asks:
+            return None
+        asked = {"report": True, **({} if fusion is None else {"fusion": fusion})}
+        return {"kv_transfer_params": {"kvcore": asked}}
 
     def _lora_request(self, folder: str) -> Any:
         """vLLM knows weights by a number; a folder keeps the one it got first."""

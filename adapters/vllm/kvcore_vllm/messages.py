@@ -21,6 +21,62 @@ from kvcore.metrics import merge
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 
+class ChunkLoad(msgspec.Struct, array_like=True):
+    """A chunk of a blend: ``graph`` copies its blocks to rows of the staging.
+
+    Tokens [first, first + length) of the staging stand at ``position`` of the prompt; they were
+    computed ``distance`` positions before that.
+    """
+
+    graph: TransferGraph
+    first: int
+    length: int
+    position: int
+    distance: int
+
+
+class BlendOrder(msgspec.Struct, array_like=True):
+    """One prompt to be blended in this step, before the forward.
+
+    ``tokens`` are the prompt's (`kvcore.block.pack_tokens`) and ``pages`` the request's scheduler
+    blocks. KV is made for positions [exact, stop). Of what stands before, [0, readable) can be read
+    from the pages; the rest is being computed in this very step, and is computed here too.
+    ``blocks`` is the size of the staging. ``lora`` is the adapter's number in vLLM, 0 for none.
+    """
+
+    request_id: str
+    tokens: bytes
+    exact: int
+    readable: int
+    stop: int
+    pages: list[int]
+    ratio: float
+    chunks: list[ChunkLoad]
+    blocks: int
+    lora: int = 0
+
+
+class BlendReport(msgspec.Struct, array_like=True):
+    """What a blend did.
+
+    ``share`` are the rows x layers it computed, ``rows`` those it made KV for and ``kept`` the mean
+    of those computed behind the full layers. ``verdicts`` are the quality gate's, and ``reason``
+    what it said last.
+    """
+
+    request_id: str
+    ok: bool = True
+    share: float = 0.0
+    rows: int = 0
+    kept: int = 0
+    ratio: float = 0.0
+    verdicts: list[str] = []
+    reason: str = ""
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+    look_s: float = 0.0
+
+
 class StepPlan(msgspec.Struct, array_like=True):
     """One step's work for a worker.
 
@@ -29,7 +85,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     graph to the request that waits for it, ``early_saves`` read pages that may be given away in
     this very step, ``late_saves`` read what this step's forward computes. ``open_tiers`` comes
     once, before any graph that names those tiers: what their `prepare` told. ``forget`` are slots
-    of tiers to make unreadable before any graph of this step.
+    of tiers to make unreadable before any graph of this step. ``fetches`` bring blocks to host
+    memory, ``blends`` are carried out before the forward.
     """
 
     fence: list[int] = []
@@ -43,6 +100,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     empty_step: bool = False
     open_tiers: dict[str, dict[str, Any]] = {}
     forget: list[tuple[str, list[int]]] = []
+    fetches: list[TransferGraph] = []
+    blends: list[BlendOrder] = []
 
     @property
     def idle(self) -> bool:
@@ -57,6 +116,8 @@ class StepPlan(msgspec.Struct, array_like=True):
             or self.cancel
             or self.open_tiers
             or self.forget
+            or self.fetches
+            or self.blends
         )
 
 
@@ -72,6 +133,7 @@ class StepNews(msgspec.Struct, array_like=True):
 
     reports: list[RankReport] = []
     counted: dict[str, dict[str, Any]] = {}
+    blends: list[BlendReport] = []
 
     def merge(self, other: StepNews) -> StepNews:
         """News of two ranks as one: reports of the same op add up, counters too."""
@@ -81,7 +143,11 @@ class StepNews(msgspec.Struct, array_like=True):
             mine = merged.get(place)
             merged[place] = theirs if mine is None else _add(mine, theirs)
         counted = merge(merge({}, self.counted), other.counted)
-        return StepNews(list(merged.values()), counted)
+        blends = {report.request_id: report for report in self.blends}
+        for report in other.blends:
+            if report.request_id not in blends or not report.ok:
+                blends[report.request_id] = report
+        return StepNews(list(merged.values()), counted, list(blends.values()))
 
 
 def _add(a: RankReport, b: RankReport) -> RankReport:

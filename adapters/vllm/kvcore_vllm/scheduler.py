@@ -20,11 +20,19 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from kvcore_vllm.describe import LayerGroup, ModelDescription, lora_identity
-from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
+from kvcore_vllm.fusing import Fusing, FusionLeader
+from kvcore_vllm.messages import (
+    BlendOrder,
+    BlendReport,
+    KVCoreMetadata,
+    KVCoreWorkerMetadata,
+    StepNews,
+    StepPlan,
+)
 
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
@@ -68,6 +76,12 @@ class _Tracked:
     may_save: bool = True
     reused: dict[str, int] = field(default_factory=dict)
     saved_blocks: int = 0
+    fusing: Fusing | None = None
+
+    def exact_blocks(self, tokens: int, block_tokens: int) -> int:
+        """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
+        exact = tokens if self.fusing is None else self.fusing.exact_tokens(tokens)
+        return exact // block_tokens
 
 
 class Outbox:
@@ -123,6 +137,7 @@ class SchedulerSide:
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
         on_close: Sequence[Callable[[], None]],
+        fusion: FusionLeader | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -142,6 +157,8 @@ class SchedulerSide:
         self._aside = False
         self._epoch = ""
         self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
+        self._fusion = fusion
+        self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -158,6 +175,10 @@ class SchedulerSide:
         matched = min(hit.depth * self._block, request.num_tokens - 1)
         tracked.hit, tracked.matched_tokens = hit, matched
         gain = matched - computed
+        if self._fusion is not None and tracked.fusing is not None:
+            blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
+            if blended is not False:
+                return blended, False
         if gain < self._config.vllm.min_load_tokens:
             self._count_miss(tracked, hit, gain)
             return 0, False
@@ -170,6 +191,33 @@ class SchedulerSide:
             self._metrics.looked_up({}, gain, MissReason.BUSY)
             return 0, False
         return gain, not self._loads_in_step(hit, first, last)
+
+    def _plan_blend(
+        self, fusion: FusionLeader, tracked: _Tracked, fusing: Fusing, computed: int
+    ) -> int | Literal[False] | None:
+        """Tokens beyond ``computed`` that a blend makes; None to be asked again, False for none."""
+        assert tracked.hit is not None
+        fusing.due = False
+        if fusion.waits(fusing):
+            return None
+        exact = max(computed, tracked.hit.depth * self._block)
+        plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact)
+        if plan is None:
+            return False
+        deadline = self._config.transfer.load_deadline_s
+        fetches = fusion.fetches(fusing, plan, tracked.hit, computed, deadline)
+        if fetches:
+            for graph in fetches:
+                self._outbox.graphs.remove(graph)
+            self._plan.fetches += fetches
+            return None
+        plan = fusion.in_host(plan)
+        first, last = computed // self._block, -(-exact // self._block)
+        if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
+            return False
+        tracked.matched_tokens = exact
+        fusion.mark(tracked.request, fusing, plan)
+        return plan.stop - computed
 
     def _loads_in_step(self, hit: Hit, first: int, last: int) -> bool:
         """Whether the load is part of the step: it cannot fail and is short.
@@ -197,6 +245,10 @@ class SchedulerSide:
         """Pages are allocated; plan the load into them."""
         tracked = self._requests.get(request.request_id)
         if external == 0 or tracked is None or tracked.hit is None:
+            return
+        fusing = tracked.fusing
+        if fusing is not None and fusing.due:
+            self._launch_blend(tracked, fusing, blocks, external)
             return
         start_token = tracked.matched_tokens - external
         first, last = start_token // self._block, -(-tracked.matched_tokens // self._block)
@@ -231,6 +283,31 @@ class SchedulerSide:
             tracked.load = graph.graph_id
         self._load_pages += _pages(units, self._model.groups)
         self._count_hit(tracked, tracked.hit, start_token)
+
+    def _launch_blend(
+        self, tracked: _Tracked, fusing: Fusing, blocks: KVCacheBlocks, external: int
+    ) -> None:
+        """Order the blend, and the load of the exact tokens before it."""
+        [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
+        assert plan is not None
+        assert fusion is not None
+        assert tracked.hit is not None
+        pages = blocks.get_block_ids()[group.index]
+        computed = plan.stop - external
+        if plan.exact > computed:
+            first, last = computed // self._block, -(-plan.exact // self._block)
+            units = [_units(group, pages, self._block, first, last, computed)]
+            graph = self._manager.launch_load(tracked.hit, first, last, units, layers=self._steps)
+            self._outbox.graphs.remove(graph)
+            self._plan.sync_loads.append(graph)
+            self._load_pages += _pages(units, self._model.groups)
+        order = fusion.order(tracked.request, fusing, pages, self._outbox.graphs.remove)
+        self._plan.blends.append(order)
+        tracked.reused = {"blend": plan.reused}
+        if plan.exact > computed:
+            tracked.reused[HOST] = plan.exact - computed
+        missed = tracked.request.num_tokens - computed - sum(tracked.reused.values())
+        self._metrics.looked_up(tracked.reused, missed)
 
     def _count_hit(self, tracked: _Tracked, hit: Hit, start_token: int) -> None:
         tracked.reused = {}
@@ -270,16 +347,43 @@ class SchedulerSide:
         plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
         plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
         plan.fence = self._fences(output)
+        if self._fusion is not None:
+            self._limit_reading(plan.blends, output)
+            self._fusion.settle()
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
         return KVCoreMetadata.of(plan)
+
+    def _limit_reading(self, blends: Sequence[BlendOrder], output: SchedulerOutput) -> None:
+        """Keep blends off pages that this very step computes.
+
+        vLLM shares a page as soon as it is allocated; its own forward writes before it reads, layer
+        by layer, but a blend runs before the forward.
+        """
+        if not blends:
+            return
+        state, page_tokens = output.kv_connector_block_state, self._model.groups[0].page_tokens
+        written: set[int] = set()
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            pages = state.get_block_ids(request_id) if state is not None else None
+            if pages is None:
+                continue
+            start = tracked.request.num_computed_tokens if tracked is not None else 0
+            written.update(pages[0][start // page_tokens : -(-(start + scheduled) // page_tokens)])
+        for order in blends:
+            own = order.pages[: -(-order.exact // page_tokens)]
+            for index, page in enumerate(own):
+                if page in written and (index + 1) * page_tokens <= order.stop:
+                    order.readable = min(order.exact, index * page_tokens)
+                    break
 
     def _save_computed(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> None:
         request = tracked.request
         # Positions computed when this step ends, of tokens whose ids are known: under
         # speculation and async scheduling the ids trail the positions.
         computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        blocks = computed // self._block
+        blocks = tracked.exact_blocks(computed, self._block)
         state = output.kv_connector_block_state
         if blocks <= tracked.saved_blocks or state is None:
             return
@@ -306,12 +410,23 @@ class SchedulerSide:
             return None if any((t.array() == SKIP).any() for t in tables) else tables
 
         graph = self._manager.launch_save(keys, tracked.chain.namespace.digest, blocks, units_of)
+        if self._fusion is not None and tracked.fusing is not None and not tracked.extras:
+            if graph is None:
+                self._learn(tracked, tracked.saved_blocks, blocks)
+            else:
+                self._learning[graph.graph_id] = (tracked, tracked.saved_blocks, blocks)
         tracked.saved_blocks = blocks
         if graph is not None:
             pages_read = self._pages_of[graph.graph_id] = _pages(graph.units, self._model.groups)
             for page in pages_read:
                 self._reading.setdefault(page, set()).add(graph.graph_id)
         return graph
+
+    def _learn(self, tracked: _Tracked, start: int, stop: int) -> None:
+        """Remember which tokens blocks of a request hold, for fusion."""
+        assert self._fusion is not None
+        tokens = tracked.request._all_token_ids
+        self._fusion.learn(tracked.chain, start, stop, tokens)
 
     def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
         if graph.priority is Priority.SPILL:
@@ -350,6 +465,8 @@ class SchedulerSide:
 
     def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
+        for told in news.blends:
+            self._blended(told)
         for ranked in news.reports:
             self._outbox.deliver(ranked.report, ranked.ranks)
         for report in self._outbox.poll():
@@ -362,11 +479,33 @@ class SchedulerSide:
         """The device copy of a save is its first op: once it ended, its pages are free."""
         if report.op_id != 0:
             return
+        if (saved := self._learning.pop(report.graph_id, None)) is not None:
+            self._learn(*saved)
         for page in self._pages_of.pop(report.graph_id, ()):
             readers = self._reading[page]
             readers.discard(report.graph_id)
             if not readers:
                 del self._reading[page]
+
+    def _blended(self, report: BlendReport) -> None:
+        tracked = self._requests.get(report.request_id)
+        if tracked is not None and tracked.fusing is not None:
+            tracked.fusing.report = report
+            self._count_blend(tracked.fusing, report)
+        if self._fusion is not None:
+            self._fusion.judge(report)
+
+    def _count_blend(self, fusing: Fusing, report: BlendReport) -> None:
+        self._metrics.blend("blended" if report.ok else "failed")
+        for verdict in report.verdicts:
+            self._metrics.judged(verdict)
+        if report.ratio > fusing.ratio:
+            _log.info(
+                "gate request=%s ratio=%s: %s", report.request_id, report.ratio, report.reason
+            )
+        if report.ok and fusing.plan is not None:
+            seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
+            self._metrics.blended(fusing.plan.reused, report.ratio, seconds)
 
     def _stand_aside(self) -> None:
         """A worker cannot serve this model (its log says why): look up and save nothing more."""
@@ -411,13 +550,15 @@ class SchedulerSide:
         computed = min(computed, request.num_computed_tokens - in_flight)
         if not self._config.vllm.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        blocks = computed // self._block
+        blocks = tracked.exact_blocks(computed, self._block)
         if blocks > tracked.saved_blocks and tracked.may_save and not self._aside:
             self._save(tracked, blocks, pages)
         asked = (request.kv_transfer_params or {}).get("kvcore")
         if not asked:
             return None
-        return {"kvcore": {"reused_tokens": sum(tracked.reused.values()), "tiers": tracked.reused}}
+        told = {"reused_tokens": sum(tracked.reused.values()), "tiers": tracked.reused}
+        fusion = tracked.fusing.result() if tracked.fusing is not None else {}
+        return {"kvcore": {**told, **({"fusion": fusion} if fusion else {})}}
 
     # -- upkeep -----------------------------------------------------------------------------
 
@@ -435,12 +576,16 @@ class SchedulerSide:
         """
         self._manager.clear()
         self._namespaces.clear()
+        if self._fusion is not None:
+            self._fusion.forget()
         self._epoch = secrets.token_hex(16)
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
 
     def close(self) -> None:
         """Let go of what the leader holds; the workers finish what is in flight themselves."""
+        if self._fusion is not None:
+            self._fusion.close()
         for release in self._on_close:
             release()
 
@@ -479,6 +624,8 @@ class SchedulerSide:
             for f in request.mm_features
         )
         tracked = self._requests[request.request_id] = _Tracked(request, chain, extras)
+        if self._fusion is not None:
+            tracked.fusing = self._fusion.track(request)
         return tracked
 
     def _hash(self, tracked: _Tracked) -> None:

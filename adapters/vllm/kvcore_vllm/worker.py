@@ -1,7 +1,7 @@
 """The data plane inside a vLLM worker: runs step plans around the model's forward.
 
 handle_preemptions   fences, loads and early saves start        (before the forward)
-start_load_kv        -
+start_load_kv        blends
 wait_for_layer_load  a layer of a sync load has landed
 wait_for_save        late saves start                           (after the forward)
 get_finished         async loads that ended; an empty step waits briefly for one
@@ -9,12 +9,14 @@ get_finished         async loads that ended; an empty step waits briefly for one
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvcore_vllm.messages import RankReport, StepNews, StepPlan
+from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
+from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
 
 from kvcore.errors import KVCoreError, TierUnavailable
 from kvcore.metrics import Metrics
@@ -47,11 +49,13 @@ class WorkerSide:
         page_tokens: tuple[int, ...],
         metrics: Metrics,
         open_tier: Callable[[str, dict[str, Any]], Tier],
+        blends: Blends | RefusingBlends | None = None,
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of
         self._metrics = metrics
         self._open_tier = open_tier
+        self._blends = blends
         self._plan = StepPlan()
         self._sync: dict[int, TransferGraph] = {}
         self._async: dict[int, tuple[str, TransferGraph]] = {}
@@ -63,16 +67,14 @@ class WorkerSide:
         self._page_tokens = page_tokens
         self._tainted = 0
         self._failing: set[int] = set()
+        self._chunks: dict[int, BlendOrder] = {}  # this step's blends by the graphs they read
 
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Start what must start before this step's forward. Blocks on fences only."""
         self._plan = plan
-        for name, options in plan.open_tiers.items():
-            self._open(name, options)
-        for name, slots in plan.forget:
-            self._worker.forget(name, slots)
+        self._tend_tiers(plan)
         for graph in plan.early_saves:
             self._submit(graph)
         for graph_id in plan.fence:
@@ -88,8 +90,37 @@ class WorkerSide:
             self._async[graph.graph_id] = (request_id, graph)
             self._device_left[graph.graph_id] = sum(op.path.touches_device for op in graph.ops)
             self._submit(graph)
-        for graph in plan.spills:
+        for graph in itertools.chain(plan.fetches, plan.spills):
             self._submit(graph)
+        self._begin_blends(plan)
+
+    def _tend_tiers(self, plan: StepPlan) -> None:
+        for name, options in plan.open_tiers.items():
+            self._open(name, options)
+        for name, slots in plan.forget:
+            self._worker.forget(name, slots)
+
+    def _begin_blends(self, plan: StepPlan) -> None:
+        if self._blends is None:
+            return
+        self._chunks = {
+            chunk.graph.graph_id: order for order in plan.blends for chunk in order.chunks
+        }
+        for report in self._blends.begin(plan.blends):
+            self._take(report)
+
+    def blend(self) -> None:
+        """Carry out the step's blends. Blocks; the forward may start afterwards."""
+        if self._blends is None or not self._plan.blends:
+            return
+        pages = self._blends.run(self._wait_for_canonical)
+        if pages:
+            self._tainted = TAINTED_STEPS
+            self._bad_pages.update(pages)
+
+    def _wait_for_canonical(self, layer: int) -> None:
+        for graph_id in self._sync:
+            self._worker.wait_layer(graph_id, layer)
 
     def _open(self, name: str, options: dict[str, Any]) -> None:
         try:
@@ -110,8 +141,7 @@ class WorkerSide:
         layer = self._layer_of.get(layer_name)
         if layer is None:
             return
-        for graph_id in self._sync:
-            self._worker.wait_layer(graph_id, layer)
+        self._wait_for_canonical(layer)
 
     def wait_for_loads(self) -> None:
         """Block until every sync load has landed."""
@@ -151,9 +181,10 @@ class WorkerSide:
     def take_news(self) -> StepNews | None:
         """What ended since the last call, for the scheduler; None when there is nothing to say."""
         self._collect()
-        if not self._reports:
+        blends = self._blends.take_reports() if self._blends is not None else []
+        if not self._reports and not blends:
             return None
-        news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta())
+        news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta(), blends)
         self._reports.clear()
         return news
 
@@ -177,6 +208,10 @@ class WorkerSide:
             self._take_sync(report, self._sync[report.graph_id])
         elif report.graph_id in self._async:
             self._take_async(report, *self._async[report.graph_id])
+        elif report.failed and report.graph_id in self._chunks:
+            self._tainted = TAINTED_STEPS
+            order = self._chunks[report.graph_id]
+            self._bad_pages.update(pages_made(order, self._page_tokens[0]))
 
     def _take_sync(self, report: OpReport, graph: TransferGraph) -> None:
         if not report.failed:

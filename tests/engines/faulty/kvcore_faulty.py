@@ -1,4 +1,6 @@
-"""A third party's tier, as a plugin of its own: the naive tier, slow and failing as told.
+"""A third party's tier and selector, as a plugin of its own.
+
+The tier is the naive one, slow and failing as told. The selector fails every second time.
 
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
 before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
@@ -10,9 +12,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from kvcore.errors import TierError, TierUnavailable
-from kvcore.plugins import TierContext, TierPlugin, hookimpl
+from kvcore.plugins import SelectorPlugin, TierContext, TierPlugin, hookimpl
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.memory import MemoryTier
 
@@ -52,3 +55,27 @@ class FaultyTier(MemoryTier):
 @hookimpl
 def kvcore_tiers() -> list[TierPlugin]:
     return [TierPlugin("faulty", "remote", lambda c: FaultyTier(c, **c.options))]
+
+
+def faulty_selector() -> Any:
+    """Made when asked for: a plugin's module imports nothing heavy."""
+    from kvcore.fusion.select import Seen, Selector
+
+    class FaultySelector(Selector):
+        name = "faulty"
+
+        def __init__(self) -> None:
+            self._calls = itertools.count()
+
+        def score(self, seen: Seen) -> Any:
+            call = next(self._calls)
+            if call % 2 or call > 3:
+                raise RuntimeError(f"call {call} of a selector that fails")
+            return seen.key_deviation
+
+    return FaultySelector()
+
+
+@hookimpl
+def kvcore_selectors() -> list[SelectorPlugin]:
+    return [SelectorPlugin("faulty", faulty_selector)]

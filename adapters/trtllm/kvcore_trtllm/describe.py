@@ -1,0 +1,274 @@
+"""What kvcore needs to know of a model served by TensorRT-LLM, and what it cannot serve right.
+
+Settings come from the engine's arguments and the checkpoint's own config. The size of a page and
+the type of KV come from the memory the engine registers (`kvcore_trtllm.layout`), never from a
+setting: the engine may have changed them, as it does for FlashMLA.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcore.block import fingerprint_files, model_fingerprint
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.layout import BlockShape
+
+_log = logging.getLogger("kvcore.trtllm")
+
+ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}
+"""Inner order of a page by attention backend."""
+
+FLASH_MLA_PAGE = 64
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checkpoint and the engine's arguments tell. ``kv_heads`` are those of all ranks."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kv_factor: int
+    order: str
+    world_size: int
+    page_tokens: int
+    kv_dtype: str
+    identity: Mapping[str, object]
+    weights: bytes
+
+    @property
+    def mla(self) -> bool:
+        return self.kv_factor == 1
+
+    def head_range(self, rank: int) -> tuple[int, int]:
+        """KV heads [start, stop) of ``rank``; with more ranks than heads, neighbours share one."""
+        if self.kv_heads >= self.world_size:
+            return rank * self.kv_heads // self.world_size, (
+                rank + 1
+            ) * self.kv_heads // self.world_size
+        head = rank * self.kv_heads // self.world_size
+        return head, head + 1
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share one page table: canonical layer indices in memory order."""
+
+    index: int
+    page_tokens: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """The model as both halves see it. ``shape`` is the whole model's canonical block."""
+
+    shape: BlockShape
+    groups: tuple[LayerGroup, ...]
+    fingerprint: bytes
+    facts: ModelFacts
+
+    @property
+    def world_size(self) -> int:
+        return self.facts.world_size
+
+    def rank_shape(self, rank: int) -> BlockShape:
+        """The canonical block of one rank's heads."""
+        start, stop = self.facts.head_range(rank)
+        return self.shape.with_heads(stop - start)
+
+
+# -- settings -------------------------------------------------------------------------------
+
+
+def check_settings(llm_args: Any) -> None:
+    """Raise ConfigError for settings of the engine under which a connector's KV would be wrong.
+
+    Called on every rank before anything is built, so that all of them stop with the same message.
+    """
+    cache = llm_args.kv_cache_config
+    if not cache.enable_block_reuse:
+        raise ConfigError(
+            "kv_cache_config.enable_block_reuse is off; the engine then asks no connector what it "
+            "holds: turn it on"
+        )
+    if cache.enable_partial_reuse:
+        raise ConfigError(
+            "kv_cache_config.enable_partial_reuse is on; the engine then begins inside a page that "
+            "it copies itself, which no connector is told of: set it to false"
+        )
+    if getattr(cache, "host_cache_size", 0):
+        raise ConfigError(
+            f"kv_cache_config.host_cache_size is {cache.host_cache_size}; block ids then may name "
+            "pages in the engine's own host memory: set it to 0, kvcore keeps KV in host memory"
+        )
+    for name in ("pipeline_parallel_size", "context_parallel_size", "max_beam_width"):
+        value = getattr(llm_args, name, 1) or 1
+        if value > 1:
+            raise ConfigError(f"{name} is {value}; kvcore serves {name}=1 on TensorRT-LLM")
+    if getattr(llm_args, "enable_attention_dp", False):
+        raise ConfigError("enable_attention_dp is on; kvcore serves tensor parallelism without it")
+    scheduler = getattr(llm_args, "scheduler_config", None)
+    policy = getattr(scheduler, "capacity_scheduler_policy", "GUARANTEED_NO_EVICT")
+    if "GUARANTEED_NO_EVICT" not in str(getattr(policy, "value", policy)):
+        raise ConfigError(
+            f"scheduler_config.capacity_scheduler_policy is {policy}; a paused request changes its "
+            "pages without a word to the connector: use GUARANTEED_NO_EVICT"
+        )
+
+
+# -- the model ------------------------------------------------------------------------------
+
+
+def describe(llm_args: Any) -> ModelFacts:
+    """Facts of the model, or UnsupportedError saying what kvcore does not serve and why."""
+    if getattr(llm_args, "speculative_config", None) is not None:
+        raise UnsupportedError(
+            "speculative decoding: TensorRT-LLM does not tell a connector of draft tokens"
+        )
+    config, folder = _checkpoint(llm_args)
+    _check_layers(config, llm_args)
+    world_size = int(llm_args.tensor_parallel_size or 1)
+    mla = config.get("kv_lora_rank") is not None
+    if mla and world_size > 1:
+        raise UnsupportedError(
+            f"MLA with tensor_parallel_size={world_size}: every rank holds the same latent; use 1"
+        )
+    heads = config["num_attention_heads"]
+    kv_dtype = _kv_dtype(llm_args, config)
+    return ModelFacts(
+        layers=config["num_hidden_layers"],
+        kv_heads=1 if mla else config.get("num_key_value_heads") or heads,
+        head_dim=(
+            config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            if mla
+            else config.get("head_dim") or config["hidden_size"] // heads
+        ),
+        kv_factor=1 if mla else 2,
+        order=_order(llm_args),
+        world_size=world_size,
+        page_tokens=int(llm_args.kv_cache_config.tokens_per_block),
+        kv_dtype=kv_dtype,
+        identity=_identity(llm_args, config),
+        weights=_weights(folder or str(llm_args.model), getattr(llm_args, "revision", None)),
+    )
+
+
+def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) -> ModelDescription:
+    """The description of a model whose pages are laid out in ``groups``."""
+    shape = BlockShape(
+        layers=facts.layers,
+        kv_heads=facts.kv_heads,
+        head_dim=facts.head_dim,
+        kv_factor=facts.kv_factor,
+        block_tokens=block_tokens,
+        dtype=facts.kv_dtype,
+    )
+    fingerprint = model_fingerprint(facts.identity, facts.weights, f"torch.{facts.kv_dtype}")
+    return ModelDescription(shape, groups, fingerprint, facts)
+
+
+def _checkpoint(llm_args: Any) -> tuple[dict[str, Any], str]:
+    """The text model's config, and the folder of the checkpoint where it is local."""
+    import transformers
+
+    hf: Any = transformers
+    places = [getattr(llm_args, "_hf_model_dir", None), llm_args.model]
+    folder = next((str(place) for place in places if place and Path(place).is_dir()), "")
+    try:
+        loaded = hf.AutoConfig.from_pretrained(
+            folder or str(llm_args.model),
+            revision=getattr(llm_args, "revision", None),
+            trust_remote_code=bool(getattr(llm_args, "trust_remote_code", False)),
+        )
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"the config of {llm_args.model} cannot be read: {error}; give a checkpoint in "
+            "Hugging Face's format"
+        ) from error
+    return dict(loaded.get_text_config().to_dict()), folder
+
+
+def _check_layers(config: Mapping[str, Any], llm_args: Any) -> None:
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    windows = getattr(llm_args.kv_cache_config, "max_attention_window", None)
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    if kinds != {"full_attention"} or windowed or windows:
+        raise UnsupportedError(
+            f"layers of type {', '.join(sorted(kinds))} with a window of "
+            f"{windows or config.get('sliding_window')}: on TensorRT-LLM kvcore serves full and "
+            "multi-head latent attention"
+        )
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(config.get(name), int):
+            raise UnsupportedError(f"a config without {name}: not a decoder that kvcore knows")
+
+
+def _order(llm_args: Any) -> str:
+    backend = str(getattr(llm_args, "attn_backend", "TRTLLM"))
+    if backend not in ORDERS:
+        raise UnsupportedError(
+            f"attn_backend {backend!r}: kvcore knows how {', '.join(ORDERS)} lay out a page"
+        )
+    return ORDERS[backend]
+
+
+_NAMED_DTYPES = {"fp8": "float8_e4m3fn", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def _kv_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
+    """Type of KV by its torch name. "auto" is that of the model, or what its weights ask for."""
+    name = str(llm_args.kv_cache_config.dtype).lower()
+    algorithm = getattr(getattr(llm_args, "quant_config", None), "kv_cache_quant_algo", None)
+    if name == "auto" and algorithm is not None:
+        name = str(getattr(algorithm, "value", algorithm)).lower()
+    if name in ("nvfp4", "fp4"):
+        raise UnsupportedError(
+            "KV in NVFP4: its block scales lie in a pool that no connector is given; use fp8"
+        )
+    return _NAMED_DTYPES.get(name, _compute_dtype(llm_args, config) if name == "auto" else name)
+
+
+def _compute_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
+    name = str(getattr(llm_args, "dtype", "auto") or "auto")
+    if name == "auto":
+        name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return name.removeprefix("torch.")
+
+
+def _identity(llm_args: Any, config: Mapping[str, Any]) -> dict[str, object]:
+    """All of the config, and what of the engine's settings shapes KV."""
+    algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
+    return {
+        **config,
+        "kvcore_max_model_len": _rope_length(llm_args, config),
+        "kvcore_quantization": None if algorithm is None else str(algorithm),
+        "kvcore_compute_dtype": f"torch.{_compute_dtype(llm_args, config)}",
+    }
+
+
+def _rope_length(llm_args: Any, config: Mapping[str, Any]) -> int | None:
+    """The served length counts only where the rope's frequencies depend on it."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    return getattr(llm_args, "max_seq_len", None) if kind in ("dynamic", "longrope") else None
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(model: str, revision: str | None) -> bytes:
+    """Digest of the weights: their content for a folder, name and revision for a hub model."""
+    folder = Path(model)
+    if folder.is_dir():
+        return fingerprint_files(folder)
+    if revision is None:
+        _log.warning(
+            "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
+            "hub serves under that name; give a revision or a local folder",
+            model,
+        )
+    return f"{model}@{revision or 'main'}".encode()

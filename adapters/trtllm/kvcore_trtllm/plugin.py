@@ -1,0 +1,132 @@
+"""How kvcore learns of TensorRT-LLM. Imports neither the engine nor torch.
+
+kvcore.plugins       this module                              `kvcore plugins`, `kvcore serve`
+kv_connector_config  kvcore_trtllm.connector, by its name     how TensorRT-LLM finds kvcore
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
+
+if TYPE_CHECKING:
+    from kvcore.schema import Config
+
+VERSIONS = ">=1.2,<1.4"
+CONNECTOR = {
+    "connector_module": "kvcore_trtllm.connector",
+    "connector_scheduler_class": "KVCoreScheduler",
+    "connector_worker_class": "KVCoreWorker",
+}
+OPTION_FLAGS = ("--extra_llm_api_options", "--extra-llm-api-options", "--config")
+CACHE = {"enable_block_reuse": True, "enable_partial_reuse": False}
+"""What a connector needs of the engine's own prefix cache."""
+
+
+@hookimpl
+def kvcore_engines() -> list[EngineSpec]:
+    return [ENGINE]
+
+
+def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
+    """``trtllm-serve`` with kvcore as its connector.
+
+    The engine's options go to a file, because its command line has no place for them: those of a
+    file given with ``--extra_llm_api_options``, and the connector. kvcore's own settings travel in
+    a variable whose name TensorRT-LLM passes on to its MPI workers, secrets among them.
+    """
+    from kvcore.config import FORWARDED_VARIABLE, explicit_settings
+
+    rest, given = _without_options(engine_args)
+    options = _options(given)
+    settings = explicit_settings(config, secrets=True)
+    settings.pop("engine", None)
+    env = {FORWARDED_VARIABLE: json.dumps(settings), "KVCORE_CONFIG": ""}
+    file = _write(options)
+    return ServeCommand([_command(), model, *rest, OPTION_FLAGS[0], str(file)], env)
+
+
+def _without_options(engine_args: Sequence[str]) -> tuple[list[str], Path | None]:
+    """The arguments without the engine's options file, and that file."""
+    rest: list[str] = []
+    given: str | None = None
+    words = iter(engine_args)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in OPTION_FLAGS:
+            rest.append(word)
+            continue
+        given = value if equals else next(words, None)
+        if not given:
+            raise ConfigError(f"given {flag} without a file; supported is {flag} FILE")
+    return rest, None if given is None else Path(given)
+
+
+def _options(file: Path | None) -> dict[str, Any]:
+    """The engine's options with kvcore among them. Raises ConfigError where they say otherwise."""
+    import yaml
+
+    options: Any = None
+    if file is not None:
+        try:
+            options = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{file}: cannot be read: {error}") from error
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise ConfigError(f"{file}: given a {type(options).__name__}; supported is a table")
+    if "kv_connector_config" in options:
+        raise ConfigError(
+            f"{file}: has a kv_connector_config; `kvcore serve` writes it: leave it out, or call "
+            "trtllm-serve"
+        )
+    cache = options.get("kv_cache_config") or {}
+    for name, needed in CACHE.items():
+        if cache.get(name, needed) != needed:
+            raise ConfigError(
+                f"{file}: kv_cache_config.{name} is {cache[name]}; a connector needs {needed}"
+            )
+    return {
+        **options,
+        "kv_cache_config": {**cache, **CACHE},
+        "kv_connector_config": dict(CONNECTOR),
+    }
+
+
+def _write(options: dict[str, Any]) -> Path:
+    """A file named by its content, so that starting again and again leaves one."""
+    import yaml
+
+    text = yaml.safe_dump(options, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    file = Path.home() / ".cache" / "kvcore" / "trtllm" / f"{name}.yaml"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TierUnavailable(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _command() -> str:
+    beside = shutil.which("trtllm-serve", path=str(Path(sys.executable).parent))
+    return beside or "trtllm-serve"
+
+
+def status() -> str:
+    """Whether TensorRT-LLM would find the connector."""
+    if importlib.util.find_spec("kvcore_trtllm") is None:
+        return "kvcore_trtllm cannot be imported here: reinstall kvcore"
+    return f"named in kv_connector_config as {CONNECTOR['connector_module']}"
+
+
+ENGINE = EngineSpec("trtllm", ("tensorrt-llm",), VERSIONS, serve, status)

@@ -1,0 +1,519 @@
+"""The leader beside TensorRT-LLM's scheduler, on rank 0: decides, copies nothing.
+
+One request, from here:
+
+    match        keys, lookup, a promise of n tokens        (pinned: the engine takes no word back)
+    allocated    parked: its load is planned
+    build_plan   else its load is planned here; saves of what this step completes; fences
+    finished     a save of the last blocks
+
+Only blocks that lie verified in every rank's host memory are promised: TensorRT-LLM can neither be
+told that a load failed nor be asked to wait for one before it has an answer. Blocks of other tiers
+are staged there first; what has arrived after `trtllm.stage_wait_s` is promised, the rest serves
+the next request.
+
+A page may be given to another request while a save still reads it or, after an abort of which
+nobody tells, while a load still writes it. A plan that gives such a page away names the graph in
+its fence, and the workers let it end before the step touches the page.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore_trtllm.describe import ModelDescription
+from kvcore_trtllm.messages import StepPlan
+from kvcore_trtllm.pages import NO_PAGE, Pages, has_gap, page_deltas, pages_of, places, unit_table
+from kvcore_trtllm.requests import Namespaces, Promise, Tracked, excluded, extras
+
+from kvcore.block import KeyChain
+from kvcore.config import Config
+from kvcore.errors import CapacityError
+from kvcore.manager import HOST, Hit, KVManager, Readiness, Source
+from kvcore.metrics import Data, Metrics, MissReason
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph, UnitTable
+from kvcore.transfer.plan import layer_steps
+
+_log = logging.getLogger("kvcore.trtllm.scheduler")
+
+FORGET_AFTER = 512
+"""Steps without a word of a request after which it is taken for aborted. Taking a live one for
+aborted costs its later saves, nothing else."""
+
+Lane = Callable[[TransferGraph], None]
+"""Hands a graph to the only rank at once."""
+
+
+class Outbox:
+    """The manager's transport: graphs leave with the next plan, reports are delivered to it.
+
+    ``pump`` lets the only rank work for some seconds and deliver its reports; None with more ranks,
+    which cannot be reached between two steps.
+    """
+
+    def __init__(self, pump: Callable[[float], None] | None = None) -> None:
+        self.pump = pump
+        self.graphs: list[TransferGraph] = []
+        self.cancelled: list[int] = []
+        self.forgotten: list[tuple[str, list[int]]] = []
+        self._ready: list[OpReport] = []
+
+    def submit(self, graph: TransferGraph) -> None:
+        self.graphs.append(graph)
+
+    def cancel(self, graph_id: int) -> None:
+        self.cancelled.append(graph_id)
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        self.forgotten.append((tier, list(slots)))
+
+    def wait_report(self, timeout: float) -> bool:
+        """Block until the only rank has a report; with more there is nothing to block on."""
+        if self.pump is not None:
+            self.pump(timeout)
+        return bool(self._ready)
+
+    def poll(self) -> Sequence[OpReport]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def deliver(self, reports: Iterable[OpReport]) -> None:
+        """Reports that speak for all ranks."""
+        self._ready += reports
+
+
+@dataclass
+class _Use:
+    """Pages that a graph in flight reads or writes; ``left`` counts its ops on the device."""
+
+    request_id: int
+    pages: list[int]
+    left: int
+    writes: bool
+
+
+class Leader:
+    """One per engine, on rank 0. Called from the executor's thread only.
+
+    ``lane`` hands a graph to the only rank at once; None with more ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        manager: KVManager,
+        outbox: Outbox,
+        metrics: Metrics,
+        open_tiers: dict[str, dict[str, Any]],
+        lane: Lane | None = None,
+    ) -> None:
+        self.metrics = metrics
+        self.manager = manager
+        self._config = config
+        self._model = model
+        self._outbox = outbox
+        self._lane = lane
+        self._block = config.block.tokens
+        self._namespaces = Namespaces(config, model.fingerprint)
+        self._requests: dict[int, Tracked] = {}
+        self._plan = StepPlan(open_tiers=open_tiers)
+        self._using: dict[int, _Use] = {}  # graph -> the pages it uses
+        self._users: dict[int, set[int]] = {}  # page -> graphs that use it
+        self._fresh: set[int] = set()  # pages this step may write to
+        self._shared: set[int] = set()  # pages this step reads what others computed from
+        self._here: set[int] = set()  # saves of what this step computes
+        self._asked: dict[int, int] = {}  # requests matched in this step: tokens on the device
+        self._lost: set[int] = set()  # requests whose promised tokens did not come
+        self._step = 0
+        self._aside = ""
+        layerwise = config.trtllm.layerwise
+        self._layer_steps = tuple(layer_steps(model.shape.layers)) if layerwise else ()
+
+    # -- a request comes --------------------------------------------------------------------
+
+    def match(self, request: Any, computed: int) -> tuple[int, bool]:
+        """Tokens beyond ``computed`` that are promised, and whether the request parks for them."""
+        self._drop(request.request_id)
+        self._asked[request.request_id] = computed
+        if self._aside or excluded(request):
+            return 0, False
+        tokens = request.get_tokens(0)
+        chain = KeyChain(self._namespaces.of(request), self._block)
+        chain.extend(tokens, extras(request))
+        tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
+        self._requests[request.request_id] = tracked
+        # The last token is always computed: its logits are wanted.
+        most = len(tokens) - 1
+        if computed % self._model.facts.page_tokens:
+            return 0, False  # inside a page, which the engine fills in its own way
+        hit = self._hit(chain, computed, most)
+        held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        stop = min(held * self._block, most)
+        gain = stop - computed
+        if gain < max(self._config.trtllm.min_load_tokens, 1):
+            self._count_miss(len(tokens), gain, hit)
+            return 0, False
+        blocks = self._blocks(computed, stop)
+        parks = (blocks[1] - blocks[0]) * self._model.shape.nbytes > (
+            self._config.transfer.sync_load_max
+        )
+        pin = self.manager.index.pin(HOST, chain.keys[blocks[1] - 1])
+        tracked.promise = Promise(computed, stop, parks, pin)
+        return gain, parks
+
+    def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
+        return start_token // self._block, -(-stop_token // self._block)
+
+    def _hit(self, chain: KeyChain, computed: int, most: int) -> Hit:
+        """What is held of the chain, after as much of it as possible was brought to host memory."""
+        digest = chain.namespace.digest
+        hit = self.manager.get_match(chain.keys, digest)
+        first, last = self._blocks(computed, min(hit.depth * self._block, most))
+        below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
+        if first >= last or not below or self._config.trtllm.min_load_tokens > most - computed:
+            return hit
+        graph_id = self._stage(hit, last)
+        if graph_id is None or self._lane is None:
+            return hit
+        self.manager.wait(graph_id, self._config.trtllm.stage_wait_s)
+        return self.manager.get_match(chain.keys, digest)
+
+    def _stage(self, hit: Hit, last: int) -> int | None:
+        """Bring blocks up to ``last`` into host memory: a load that copies nothing further."""
+        start = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        if self.manager.can_load(hit, start, last) is not Readiness.READY:
+            return None
+        units = [unit_table(group, (), self._block, start, last) for group in self._model.groups]
+        try:
+            graph = self.manager.launch_load(
+                hit, start, last, units, deadline_s=self._config.transfer.load_deadline_s
+            )
+        except CapacityError as error:
+            _log.debug("nothing staged: %s", error)
+            return None
+        self._outbox.graphs.remove(graph)
+        if self._lane is not None:
+            self._lane(graph)
+        else:
+            self._plan.spills.append(graph)
+        return graph.graph_id
+
+    def _count_miss(self, tokens: int, gain: int, hit: Hit) -> None:
+        if gain > 0 or tokens <= self._block:
+            self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
+        elif not hit.depth:
+            self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
+        elif any(source.tier != HOST for source in hit.sources):
+            self.metrics.looked_up({}, tokens, MissReason.PENDING)
+
+    def allocated(self, request: Any, pages: Pages) -> None:
+        """The request has its pages. If it parks, its load is planned now."""
+        computed = self._asked.get(request.request_id, 0)
+        held = computed // self._model.facts.page_tokens
+        for group, table in enumerate(pages):
+            self._shared.update(places(group, table[:held]))
+            self._fresh.update(places(group, table[held:]))
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.promise is not None and tracked.promise.parked:
+            graph = self._load(tracked, pages)
+            tracked.load = graph.graph_id
+            self._plan.async_loads.append((tracked.request_id, graph))
+
+    def lose(self, request_id: int, parked: bool) -> None:
+        """A promise that will not be kept: what is computed for this request reaches no one."""
+        self._lost.add(request_id)
+        if parked:
+            self._plan.lost_loads.append(request_id)
+
+    def _load(self, tracked: Tracked, pages: Pages) -> TransferGraph:
+        promise = tracked.promise
+        assert promise is not None
+        self._check_pages(promise, pages)
+        first, last = self._blocks(promise.start_token, promise.stop_token)
+        units = [
+            unit_table(group, pages[group.index], self._block, first, last, promise.start_token)
+            for group in self._model.groups
+        ]
+        hit = Hit(tracked.chain.keys, tracked.chain.namespace.digest, (Source(HOST, 0, last),))
+        graph = self.manager.launch_load(
+            hit, first, last, units, layers=() if promise.parked else self._layer_steps
+        )
+        self._outbox.graphs.remove(graph)
+        self.manager.index.unpin(promise.pin)
+        tracked.promise = None
+        self._use(graph, tracked.request_id, writes=True)
+        tracked.reused = {HOST: promise.stop_token - promise.start_token}
+        self.metrics.looked_up(tracked.reused, tracked.prompt_tokens - promise.stop_token)
+        _log.debug(
+            "load request=%s tokens=%d..%d parked=%s",
+            tracked.request_id,
+            promise.start_token,
+            promise.stop_token,
+            promise.parked,
+        )
+        return graph
+
+    def _check_pages(self, promise: Promise, pages: Pages) -> None:
+        """Raise CapacityError unless there is a page for every promised token."""
+        for group in self._model.groups:
+            first = promise.start_token // group.page_tokens
+            last = -(-promise.stop_token // group.page_tokens)
+            table = pages[group.index]
+            if len(table) < last or NO_PAGE in table[first:last]:
+                raise CapacityError(
+                    f"tokens {promise.start_token}..{promise.stop_token} were promised and the "
+                    f"engine gave pages {list(table)[first:last]} of {group.page_tokens} tokens"
+                )
+
+    # -- a step is planned ------------------------------------------------------------------
+
+    def build_plan(self, output: Any) -> StepPlan:
+        """Plan this step: loads that were promised, saves of what it completes, fences."""
+        self._step += 1
+        self.manager.maintain()
+        for data in output.new_requests:
+            self._begin(data)
+        for data in output.cached_requests:
+            for group, pages in enumerate(page_deltas(data)):
+                self._fresh.update(places(group, pages))
+            self._go_on(data)
+        plan, self._plan = self._plan, StepPlan()
+        for graph in self._outbox.graphs:
+            self._sort(graph, plan)
+        self._outbox.graphs.clear()
+        plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
+        plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
+        self._fence(plan)
+        plan.broken = self._why_broken(output)
+        self._fresh.clear()
+        self._shared.clear()
+        self._here.clear()
+        self._asked.clear()
+        if self._step % (FORGET_AFTER // 8) == 0:
+            self._collect()
+        return plan
+
+    def _begin(self, data: Any) -> None:
+        """The first word of a request in a batch, also after it was parked."""
+        tracked = self._requests.get(data.request_id)
+        if tracked is None:
+            return
+        tracked.pages = [[] for _ in self._model.groups]
+        tracked.received = 0
+        self._take(tracked, data)
+        if tracked.promise is not None:
+            self._plan.sync_loads.append(self._load(tracked, tracked.pages))
+        self._save_computed(tracked)
+
+    def _go_on(self, data: Any) -> None:
+        tracked = self._requests.get(data.request_id)
+        if tracked is None:
+            return
+        if not tracked.pages:  # told in the middle: its page table is not known
+            if tracked.promise is not None:
+                self._lost.add(data.request_id)
+            return
+        self._take(tracked, data)
+        self._save_computed(tracked)
+
+    def _take(self, tracked: Tracked, data: Any) -> None:
+        tracked.seen = self._step
+        tracked.receive(data.new_tokens)
+        for table, pages in zip(tracked.pages, page_deltas(data), strict=True):
+            table.extend(pages)
+        # Positions computed when this step ends. The first word of a request leaves out what is
+        # loaded in it, and with overlap the newest token is not told: both err on the safe side.
+        tracked.bound = data.computed_position + data.num_scheduled_tokens
+
+    def _save_computed(self, tracked: Tracked) -> None:
+        computed = min(tracked.bound, tracked.chain.num_tokens)
+        if not self._config.trtllm.save_decode and computed > tracked.prompt_tokens:
+            return
+        graph = self._save(tracked, computed // self._block, tracked.pages)
+        if graph is not None:
+            self._here.add(graph.graph_id)
+
+    def _save(self, tracked: Tracked, blocks: int, pages: Pages) -> TransferGraph | None:
+        keys = tracked.chain.keys
+        blocks = min(blocks, len(keys))
+        if self._aside or blocks <= 0:
+            return None
+
+        def units_of(start: int, stop: int) -> list[UnitTable] | None:
+            tables = [
+                unit_table(group, pages[group.index], self._block, start, stop)
+                for group in self._model.groups
+            ]
+            return None if any(map(has_gap, tables)) else tables
+
+        digest = tracked.chain.namespace.digest
+        graph = self.manager.launch_save(keys, digest, blocks, units_of)
+        if graph is not None:
+            self._use(graph, tracked.request_id, writes=False)
+        return graph
+
+    def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
+        if graph.priority is Priority.SPILL:
+            plan.spills.append(graph)
+            return
+        saves = plan.late_saves if graph.graph_id in self._here else plan.early_saves
+        saves.append((self._using[graph.graph_id].request_id, graph))
+
+    def _fence(self, plan: StepPlan) -> None:
+        """Graphs that use pages which this step gives to others. A load into a page that is given
+        away fresh is of use to nobody: it is cancelled too."""
+        if not self._using:
+            return
+        here = {graph.graph_id for _, graph in plan.async_loads}
+        here |= {graph.graph_id for graph in plan.sync_loads} | self._here
+        fence: set[int] = set()
+        for page in (self._fresh | self._shared) & self._users.keys():
+            for graph_id in self._users[page] - here:
+                writes = self._using[graph_id].writes
+                if page in self._fresh or writes:
+                    fence.add(graph_id)
+                if page in self._fresh and writes and graph_id not in plan.cancel:
+                    plan.cancel.append(graph_id)
+        plan.fence = sorted(fence)
+
+    def _why_broken(self, output: Any) -> str:
+        """A request whose promised tokens did not come must not answer."""
+        scheduled = (data.request_id for data in (*output.new_requests, *output.cached_requests))
+        if bad := sorted(self._lost.intersection(scheduled)):
+            return f"KV promised to requests {bad} did not arrive"
+        return ""
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def hear(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
+        """`take_news` for a worker, whose rank must not fall behind the others."""
+        try:
+            self.take_news(reports, counted)
+        except Exception:  # noqa: BLE001 - the ranks wait for each other
+            _log.exception("reports could not be taken in")
+            self.stand_aside("an error in the leader's books")
+
+    def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
+        """Take in what ended on all ranks, and what they counted."""
+        for delta in counted:
+            self.metrics.absorb(delta)
+        self._outbox.deliver(reports)
+        for report in self._outbox.poll():
+            self.manager.complete(report)
+            self._after(report)
+            if RowError.REFUSED in report.failed.values():
+                self.stand_aside("a worker refused its work")
+
+    def _after(self, report: OpReport) -> None:
+        """Free the pages of a graph whose ops on the device have ended."""
+        use = self._using.get(report.graph_id)
+        if use is None or (not use.writes and report.op_id != 0):
+            return  # the device copy of a save is its first op
+        if use.writes and report.failed:
+            self._load_failed(use.request_id, report)
+        use.left -= 1
+        if use.left:
+            return
+        del self._using[report.graph_id]
+        for page in use.pages:
+            users = self._users[page]
+            users.discard(report.graph_id)
+            if not users:
+                del self._users[page]
+        tracked = self._requests.get(use.request_id)
+        if tracked is not None and tracked.load == report.graph_id:
+            tracked.load = None
+            tracked.seen = self._step
+
+    def _load_failed(self, request_id: int, report: OpReport) -> None:
+        if set(report.failed.values()) == {RowError.CANCELLED}:
+            return  # an aborted request's
+        self._lost.add(request_id)
+        self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
+        _log.error("a promised load failed request=%s: %s", request_id, report.failed)
+
+    def stand_aside(self, why: str) -> None:
+        """Promise and keep nothing more, until the engine restarts."""
+        if not self._aside:
+            self._aside = why
+            _log.warning("%s: kvcore stands aside until the engine restarts", why)
+
+    def last_plan(self, why: str) -> StepPlan:
+        """A plan in place of one that could not be made: nothing of the step gets out, parked
+        requests are reported and will fail, and every page is let go of."""
+        parked = [*(request_id for request_id, _ in self._plan.async_loads)]
+        parked += self._plan.lost_loads
+        self._lost.update(parked)
+        planned = {graph.graph_id for _, graph in self._plan.async_loads}
+        planned |= {graph.graph_id for graph in self._plan.sync_loads}
+        planned |= {graph.graph_id for graph in self._outbox.graphs}
+        self._plan = StepPlan()
+        self._outbox.graphs.clear()
+        fence = sorted(self._using.keys() - planned)
+        return StepPlan(lost_loads=parked, fence=fence, broken=why)
+
+    # -- a request goes ---------------------------------------------------------------------
+
+    def finished(self, request: Any, pages: Pages) -> bool:
+        """Save the last blocks; whether saves under way still read the request's pages."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or self._aside:
+            self._drop(request.request_id)
+            return False
+        tokens = request.get_tokens(0)
+        if len(tokens) > tracked.chain.num_tokens:
+            tracked.chain.extend(tokens[tracked.chain.num_tokens :])
+        computed = tracked.bound
+        if computed >= tracked.prompt_tokens:
+            # All but the last sampled token; the bound may lag one behind with overlap.
+            computed = min(len(tokens) - 1, computed + 1)
+        if not self._config.trtllm.save_decode:
+            computed = min(computed, tracked.prompt_tokens)
+        sent = any(
+            use.request_id == request.request_id and not use.writes for use in self._using.values()
+        )
+        if tracked.load is None:
+            self._save(tracked, computed // self._block, pages)
+        self._drop(request.request_id)
+        return sent
+
+    def forget(self, request_id: int) -> None:
+        """The engine took the request's pages back: what is known of it is void."""
+        self._drop(request_id)
+
+    def _drop(self, request_id: int) -> None:
+        tracked = self._requests.pop(request_id, None)
+        self._lost.discard(request_id)
+        if tracked is not None and tracked.promise is not None:
+            self.manager.index.unpin(tracked.promise.pin)
+
+    def _collect(self) -> None:
+        """Drop requests of which the engine speaks no more: aborts are not told."""
+        for request_id, tracked in list(self._requests.items()):
+            silent = self._step - tracked.seen > FORGET_AFTER
+            if silent and tracked.load is None and request_id not in self._lost:
+                self._drop(request_id)
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    @property
+    def tracked(self) -> int:
+        """Requests known."""
+        return len(self._requests)
+
+    def check_integrity(self) -> None:
+        """Index and flights are sound; every page in use is of a graph in flight."""
+        self.manager.check_integrity()
+        pages = {page for use in self._using.values() for page in use.pages}
+        assert pages == set(self._users), "pages in use and their graphs differ"
+
+    def _use(self, graph: TransferGraph, request_id: int, *, writes: bool) -> None:
+        pages = pages_of(graph.units, self._model.groups)
+        left = sum(op.path.touches_device for op in graph.ops)
+        self._using[graph.graph_id] = _Use(request_id, pages, left, writes)
+        for page in pages:
+            self._users.setdefault(page, set()).add(graph.graph_id)

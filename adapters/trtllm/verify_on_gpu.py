@@ -1,0 +1,237 @@
+"""The harness's cases on the real TensorRT-LLM, for whoever has a GPU.
+
+    python adapters/trtllm/verify_on_gpu.py MODEL [--tp 2] [--only NAME] [--json FILE]
+
+Each case asks an engine without kvcore and one with it for greedy answers to the same prompts,
+twice, with everything pushed out of the engine's own cache in between, and compares tokens. A case
+passes when they are equal and kvcore loaded what it had kept, or nothing where nothing may be
+found. Nothing is timed. Written for 1.2 and 1.3; it has not been run on either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONNECTOR = {
+    "connector_module": "kvcore_trtllm.connector",
+    "connector_scheduler_class": "KVCoreScheduler",
+    "connector_worker_class": "KVCoreWorker",
+}
+VARIABLE = "TRTLLM_KVCORE_CONFIG"
+CACHE_TOKENS = 16384
+"""Size of the engine's own cache: small enough to be filled with other things."""
+
+TEXT = (
+    "A lighthouse keeper writes down every ship that passes: its name, its flag, the hour and the "
+    "weather. On the {} day of the month the fog is thick and the horn sounds every minute. "
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. ``options`` are the engine's, ``kvcore`` settings beyond host and disk.
+
+    ``finds`` tells whether the second round must find what the first has kept.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    kvcore: dict[str, Any] = field(default_factory=dict)
+    prompts: int = 4
+    salts: tuple[str | None, str | None] = (None, None)
+    restart: bool = False
+    finds: bool = True
+
+
+CASES = (
+    Case("hit in host memory"),
+    Case("overlap off", {"disable_overlap_scheduler": True}),
+    Case("no CUDA graphs, layer by layer", {"cuda_graph_config": None}),
+    Case("chunked prefill", {"enable_chunked_prefill": True, "max_num_tokens": 256}),
+    Case("parked loads", kvcore={"transfer": {"sync_load_max": 0}}),
+    Case("eviction", {"kv_cache_config": {"max_tokens": 4096}}, prompts=12),
+    Case("blocks unlike pages", kvcore={"block": {"tokens": 64}}),
+    Case("hit on disk after a restart", kvcore={"trtllm": {"stage_wait_s": 30}}, restart=True),
+    Case("tenants kept apart", salts=("a", "b"), finds=False),
+    Case("FlashInfer", {"attn_backend": "FLASHINFER"}),
+    Case("vanilla attention", {"attn_backend": "VANILLA", "cuda_graph_config": None}),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case. ``detail`` is empty when it passed."""
+
+    case: str
+    passed: bool
+    detail: str = ""
+
+
+def prompts(count: int) -> list[str]:
+    """Texts of some 1000 tokens that begin alike in pairs."""
+    days = ["first", "second", "third", "fourth", "fifth", "sixth"]
+    return [
+        "".join(TEXT.format(days[(number // 2 + i) % 6]) for i in range(24)) + f"Line {number}:"
+        for number in range(count)
+    ]
+
+
+# -- one engine, in a process of its own -----------------------------------------------------
+
+
+def ask(order: dict[str, Any]) -> dict[str, Any]:
+    """Run one engine as ``order`` says and return its answers, one list a round (a salt each).
+
+    Called in a fresh process. Between rounds the engine's own cache is filled with other things.
+    """
+    from tensorrt_llm import LLM, SamplingParams
+
+    options = {**order["options"]}
+    cache = {"enable_block_reuse": True, "enable_partial_reuse": False, "max_tokens": CACHE_TOKENS}
+    options["kv_cache_config"] = {**cache, **options.get("kv_cache_config", {})}
+    if order["kvcore"] is not None:
+        options["kv_connector_config"] = CONNECTOR
+    engine = LLM(model=order["model"], tensor_parallel_size=order["tp"], **_typed(options))
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    answers: list[list[list[int]]] = []
+    for number, salt in enumerate(order["salts"]):
+        extra = {} if salt is None else {"cache_salt": salt}
+        outputs = engine.generate(order["prompts"], sampling, **extra)
+        answers.append([list(output.outputs[0].token_ids) for output in outputs])
+        if number + 1 < len(order["salts"]):
+            _flush(engine, sampling)
+    engine.shutdown()
+    return {"answers": answers}
+
+
+def _flush(engine: Any, sampling: Any) -> None:
+    """Push everything out of the engine's own cache, by asking for other things."""
+    filler = [f"{number} " * 500 for number in range(100, 100 + CACHE_TOKENS // 250)]
+    engine.generate(filler, sampling)
+
+
+def _typed(options: dict[str, Any]) -> dict[str, Any]:
+    from tensorrt_llm.llmapi import KvCacheConfig, KvCacheConnectorConfig
+
+    types = {"kv_cache_config": KvCacheConfig, "kv_connector_config": KvCacheConnectorConfig}
+    return {
+        name: types[name](**value) if name in types else value for name, value in options.items()
+    }
+
+
+# -- cases -----------------------------------------------------------------------------------
+
+
+def run(case: Case, model: str, tp: int, scratch: Path, process: Callable[..., Any]) -> Outcome:
+    """One case. ``process`` runs `ask` elsewhere and gives its result and its log."""
+    settings = {
+        "host": {"capacity": "4GiB"},
+        "disk": {"path": str(scratch / "kv"), "capacity": "8GiB"} if case.restart else {},
+        "log": {"level": "debug"},
+        **case.kvcore,
+    }
+    order = {
+        "model": model,
+        "tp": tp,
+        "options": case.options,
+        "prompts": prompts(case.prompts),
+        "salts": case.salts[:1] if case.restart else case.salts,
+    }
+    expected, _ = process({**order, "kvcore": None})
+    found, log = process({**order, "kvcore": settings})
+    if case.restart:
+        again, log = process({**order, "kvcore": settings})
+        found = {"answers": [*found["answers"], *again["answers"]]}
+        expected = {"answers": expected["answers"] * 2}
+    wrong = [
+        f"round {number}: {sum(a != b for a, b in zip(got, want, strict=True))} answers differ"
+        for number, (got, want) in enumerate(
+            zip(found["answers"], expected["answers"], strict=True)
+        )
+        if got != want
+    ]
+    if bool(loads := log.count("load request=")) != case.finds:
+        wrong.append(f"{loads} loads, expected {'some' if case.finds else 'none'}")
+    if "stands aside" in log:
+        wrong.append(next(line for line in log.splitlines() if "stands aside" in line))
+    return Outcome(case.name, not wrong, "; ".join(wrong))
+
+
+def _in_a_process(order: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """`ask` in a fresh interpreter, so that engines do not share a device's memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "order.json").write_text(json.dumps(order))
+        env = {**os.environ, VARIABLE: json.dumps(order["kvcore"] or {})}
+        done = subprocess.run(
+            [sys.executable, __file__, "--ask", str(place)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        log = done.stdout + done.stderr
+        if done.returncode:
+            raise RuntimeError(f"the engine ended with {done.returncode}:\n{log[-4000:]}")
+        return json.loads((place / "answer.json").read_text()), log
+
+
+def _answer(folder: Path) -> int:
+    order = json.loads((folder / "order.json").read_text())
+    (folder / "answer.json").write_text(json.dumps(ask(order)))
+    return 0
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """The outcomes as text."""
+    width = max(len(outcome.case) for outcome in outcomes)
+    words = {True: "pass", False: "FAIL"}
+    lines = (f"{o.case:<{width}}  {words[o.passed]}  {o.detail}".rstrip() for o in outcomes)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0 when all cases passed, 1 when one did not, 2 without an engine."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="folder or name of the model")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--only", help="run the cases whose name has this in it")
+    parser.add_argument("--json", type=Path, help="write the outcomes there too")
+    parser.add_argument("--ask", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.ask:
+        return _answer(given.ask)
+    if not given.model:
+        parser.error("give a model")
+    try:
+        import tensorrt_llm
+    except ImportError as error:
+        print(f"TensorRT-LLM cannot be imported here: {error}", file=sys.stderr)
+        return 2
+    print(f"TensorRT-LLM {tensorrt_llm.__version__}, {given.model}, tp={given.tp}")
+    outcomes = []
+    for case in (case for case in CASES if (given.only or "") in case.name):
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                outcome = run(case, given.model, given.tp, Path(scratch), _in_a_process)
+            except RuntimeError as error:
+                outcome = Outcome(case.name, False, str(error))
+        outcomes.append(outcome)
+        print(table([outcome]), flush=True)
+    print("\n" + table(outcomes))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Blends inside a vLLM worker: the orders of a step, carried out before its forward.
+
+begin    staging is made and the chunks' copies start           (with the step's other graphs)
+run      layer by layer: wait, recompute, write to vLLM's pages (start_load_kv)
+
+A blend that fails leaves its request to vLLM, which is told that those pages hold nothing and
+computes them itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from kvcore_vllm.fusion import VllmLayers
+from kvcore_vllm.messages import BlendOrder, BlendReport
+
+from kvcore.config import Config
+from kvcore.fusion.fusor import Fusor, Job, Outcome
+from kvcore.fusion.gate import Gate
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.rope import Rope
+from kvcore.fusion.select import Ratio, Selector
+from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
+from kvcore.layout import BlockShape
+from kvcore.transfer.graph import OpReport, RowError
+from kvcore.worker import KVWorker, refuse
+
+FULL_LAYERS = 2
+"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
+
+_log = logging.getLogger("kvcore.vllm.fusion")
+
+
+class RefusingBlends:
+    """Stands in where this worker cannot blend (its log says why): vLLM computes."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._orders: list[BlendOrder] = []
+
+    def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
+        self._orders += orders
+        graphs = [chunk.graph for order in orders for chunk in order.chunks]
+        return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
+
+    def run(self, landed: Callable[[int], None]) -> list[int]:
+        return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
+
+    def take_reports(self) -> list[BlendReport]:
+        orders, self._orders = self._orders, []
+        return [BlendReport(order.request_id, ok=False) for order in orders]
+
+
+def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:
+    """The pages that a blend was to fill."""
+    return order.pages[order.exact // page_tokens : -(-order.stop // page_tokens)]
+
+
+class Blends:
+    """One per rank. Called from the model runner's thread only."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker: KVWorker,
+        layers: VllmLayers,
+        ropes: Sequence[Rope | None],
+        shape: BlockShape,
+        selector: Selector,
+        page_tokens: int,
+    ) -> None:
+        self._worker = worker
+        self._layers = layers
+        self._fusor = Fusor(layers)
+        self._ropes = ropes
+        self._shape = shape
+        self._selector = selector
+        self._spread = config.fusion.spread
+        bound = config.fusion.gate
+        self._gate = None if bound is None else Gate(bound)
+        self._page_tokens = page_tokens
+        self._view = worker.groups[0].view
+        self._device = self._view.tensors[0].device
+        self._orders: list[tuple[BlendOrder, Staging]] = []
+        self._reports: list[BlendReport] = []
+
+    def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
+        """Start the copies of chunks into staging; returns reports of graphs that were refused."""
+        refused: list[OpReport] = []
+        for order in orders:
+            staging = Staging(self._shape, max(order.blocks, 1), self._device)
+            self._orders.append((order, staging))
+            for chunk in order.chunks:
+                refused += self._worker.submit(chunk.graph, staging.groups)
+        return refused
+
+    def run(self, landed: Callable[[int], None]) -> list[int]:
+        """Carry out the orders; returns vLLM's pages that a failed blend left unfilled.
+
+        ``landed(layer)`` blocks until the step's loads into vLLM's own pages hold a layer.
+        """
+        failed: list[int] = []
+        orders, self._orders = self._orders, []
+        for order, staging in orders:
+            if not self._done(order, staging, landed):
+                self._reports.append(BlendReport(order.request_id, ok=False))
+                failed += pages_made(order, self._page_tokens)
+            for chunk in order.chunks:
+                self._worker.release(chunk.graph.graph_id)
+        return failed
+
+    def _done(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> bool:
+        try:
+            self._blend(order, staging, landed)
+        except Exception:  # noqa: BLE001 - others' layers and selectors: vLLM computes instead
+            _log.exception("blend failed, computing instead request=%s", order.request_id)
+            return False
+        return True
+
+    def take_reports(self) -> list[BlendReport]:
+        """What became of the blends since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    @torch.inference_mode()
+    def _blend(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> None:
+        job = _job(order, self._device)
+        slots = self._slots(order)
+
+        def wait(layer: int) -> None:
+            landed(layer)
+            for chunk in order.chunks:
+                self._worker.wait_layer(chunk.graph.graph_id, layer)
+
+        def sink(layer: int, kv: LayerKV) -> None:
+            made = slice(order.exact, order.stop)
+            self._layers.write(layer, LayerKV(kv.keys[made], kv.values[made]), slots)
+
+        places = [
+            Place(chunk.first, chunk.length, chunk.position, chunk.distance)
+            for chunk in order.chunks
+        ]
+        placed = PlacedChunks(
+            len(job.tokens), staging, places, self._ropes, self._prefix(order), wait, sink
+        )
+        budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
+        with self._layers.adapted(order.lora):
+            outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
+        self._report(order, job, outcome)
+
+    def _slots(self, order: BlendOrder) -> torch.Tensor:
+        """Token slots of positions [exact, stop)."""
+        positions = np.arange(order.exact, order.stop, dtype=np.int64)
+        pages = np.asarray(order.pages, dtype=np.int64)
+        slots = pages[positions // self._page_tokens] * self._page_tokens
+        return torch.from_numpy(slots + positions % self._page_tokens).to(self._device)
+
+    def _prefix(self, order: BlendOrder) -> PrefixReader:
+        per_page = self._page_tokens // self._view.layout.page_tokens
+        pages = np.asarray(order.pages, dtype=np.int64)[:, None] * per_page + np.arange(per_page)
+        return PrefixReader(
+            self._worker.ops, self._view, self._shape, pages.ravel().tolist(), order.readable
+        )
+
+    def _report(self, order: BlendOrder, job: Job, outcome: Outcome) -> None:
+        timings = outcome.layers + outcome.abandoned
+        later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
+        verdicts = outcome.verdicts
+        report = BlendReport(
+            order.request_id,
+            share=outcome.share(job),
+            rows=job.stop - job.exact,
+            kept=round(sum(later) / max(len(later), 1)),
+            ratio=verdicts[-1].ratio if verdicts else order.ratio,
+            verdicts=[verdict.step.value for verdict in verdicts],
+            reason=verdicts[-1].reason if verdicts else "",
+            wait_s=sum(t.wait_s for t in timings),
+            compute_s=sum(t.compute_s for t in timings),
+            look_s=outcome.look_s,
+        )
+        self._reports.append(report)
+        _log.debug(
+            "blend request=%s tokens=%d..%d chunks=%d share=%.3f wait_s=%.4f compute_s=%.4f "
+            "look_s=%.4f",
+            order.request_id,
+            order.exact,
+            order.stop,
+            len(order.chunks),
+            report.share,
+            report.wait_s,
+            report.compute_s,
+            report.look_s,
+        )
+
+
+def _job(order: BlendOrder, device: torch.device) -> Job:
+    tokens = torch.from_numpy(np.frombuffer(order.tokens, dtype="<u4").astype(np.int64))
+    rows = [np.arange(c.position, c.position + c.length, dtype=np.int64) for c in order.chunks]
+    offsets = [np.arange(c.length, dtype=np.int64) for c in order.chunks]
+    empty = [np.empty(0, dtype=np.int64)]
+    return Job(
+        tokens.to(device),
+        order.readable,
+        order.stop,
+        torch.from_numpy(np.concatenate(rows or empty)).to(device),
+        torch.from_numpy(np.concatenate(offsets or empty)).to(device),
+    )

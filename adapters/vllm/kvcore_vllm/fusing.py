@@ -1,0 +1,422 @@
+"""Fusion in the leader: finds what can be reused in a prompt, and writes the orders for it.
+
+    prompt  ├── exact prefix ──┼─ gap ─┼── chunk ──┼── chunk ──┼─ question ─┤
+            0               exact                           stop
+                               └── made by the blend ──────────┘ └ by vLLM's own forward
+
+The engine is told that [0, stop) is computed externally. The KV of [exact, stop) is approximate
+from the first chunk on: it is not saved under any key, and vLLM's own prefix cache gets hashes for
+it that nobody else's prompt has (`mark`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
+
+from kvcore.block import KeyChain, Namespace, pack_tokens
+from kvcore.config import Config
+from kvcore.errors import CapacityError, ConfigError, KVCoreError
+from kvcore.fusion.options import FusionOptions, fusion_options
+from kvcore.fusion.segments import Reusable, Segments
+from kvcore.layout import BlockShape
+from kvcore.manager import HOST, Hit, KVManager
+from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_log = logging.getLogger("kvcore.vllm.fusion")
+
+MAX_FAILURES = 3
+"""Blends that fail one after another before no more are made."""
+
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """What a request's blend is made of: KV for [exact, stop), ``chunks`` ascending."""
+
+    exact: int
+    stop: int
+    ratio: float
+    chunks: tuple[Reusable, ...]
+
+    @property
+    def reused(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass
+class Fusing:
+    """A request as fusion sees it. ``found`` is None until its prompt was searched.
+
+    ``due`` says that ``plan`` was answered to vLLM in this step and waits for its pages.
+    ``approximate_from`` is the first position whose KV may be approximate; ``hashes`` are vLLM's
+    own while those of a planned blend stand in their place.
+    """
+
+    options: FusionOptions
+    found: list[Reusable] | None = None
+    plan: BlendPlan | None = None
+    due: bool = False
+    fetching: set[int] = field(default_factory=set)
+    fetched: bool = False
+    give_up_at: float = 0.0
+    approximate_from: int | None = None
+    hashes: list[Any] | None = None
+    hasher: Any = None
+    report: BlendReport | None = None
+    refused: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The share that was ordered."""
+        return self.plan.ratio if self.plan is not None else 0.0
+
+    def exact_tokens(self, tokens: int) -> int:
+        """How many of the first ``tokens`` have exact KV."""
+        known = self.approximate_from
+        return tokens if known is None else min(tokens, known)
+
+    def result(self) -> dict[str, Any]:
+        """What the client is told."""
+        if self.refused:
+            return {"error": self.refused}
+        if self.plan is None or self.approximate_from is None:
+            return {}
+        told: dict[str, Any] = {"blended_tokens": self.plan.reused, "ratio": self.plan.ratio}
+        if self.report is not None and self.report.ok:
+            told["ratio"] = self.report.ratio
+            told["recomputed_share"] = round(self.report.share, 4)
+            if self.report.verdicts:
+                told["gate"] = self.report.verdicts
+        return told
+
+
+class FusionLeader:
+    """One per engine core. Called from vLLM's scheduling loop only; no call does I/O."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: BlockShape,
+        manager: KVManager,
+        segments: Segments,
+        layer_steps: Sequence[Span],
+        page_tokens: int,
+        batch_limit: int | None = None,
+    ) -> None:
+        self._settings = config.fusion
+        self._block = config.block.tokens
+        self._shape = shape
+        self._manager = manager
+        self._segments = segments
+        self._layer_steps = tuple(layer_steps)
+        self._page_tokens = page_tokens
+        self._batch_limit = batch_limit
+        self._staged = 0
+        self._failures = 0
+        self._marked: list[tuple[Request, Fusing]] = []
+
+    # -- what is stored ---------------------------------------------------------------------
+
+    def learn(self, chain: KeyChain, start: int, stop: int, tokens: Sequence[int]) -> None:
+        """Blocks [start, stop) of a chain were saved; ``tokens`` are those of the request."""
+        self._segments.add(chain.namespace.digest, chain.keys[:stop], start, tokens)
+
+    def forget(self) -> None:
+        """Nothing of what was learned is stored any more."""
+        self._segments.clear()
+
+    def close(self) -> None:
+        self._segments.close()
+
+    def judge(self, report: BlendReport) -> None:
+        """Take in what became of a blend: when they fail one after another, no more are made."""
+        self._failures = 0 if report.ok else self._failures + 1
+        if self._failures == MAX_FAILURES:
+            _log.error(
+                "%d blends failed one after another: exact prefixes only until the engine restarts",
+                MAX_FAILURES,
+            )
+
+    # -- a request comes --------------------------------------------------------------------
+
+    def track(self, request: Request) -> Fusing:
+        """Read what the request says of fusion; wishes that make no sense keep it exact."""
+        given = (request.kv_transfer_params or {}).get("kvcore")
+        try:
+            fusing = Fusing(fusion_options(given, request.num_tokens))
+        except ConfigError as error:
+            _log.warning("request=%s is answered without fusion: %s", request.request_id, error)
+            return Fusing(FusionOptions(enabled=False), refused=str(error))
+        if request.mm_features:  # positions of a picture are more than a number
+            fusing.options = FusionOptions(enabled=False)
+        return fusing
+
+    def plan(
+        self, request: Request, fusing: Fusing, namespace: Namespace, exact: int
+    ) -> BlendPlan | None:
+        """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
+        if not fusing.options.enabled or self._failures >= MAX_FAILURES:
+            return None
+        if fusing.report is not None and not fusing.report.ok:
+            return None
+        tokens = request._all_token_ids
+        if fusing.found is None:
+            fusing.found = self._find(tokens, fusing.options, namespace, exact)
+        usable = self._usable(fusing.found, exact, request.num_tokens - 1)
+        if sum(chunk.length for chunk in usable) < self._settings.min_tokens:
+            return None
+        ratio = fusing.options.ratio
+        stop = usable[-1].prompt_start + usable[-1].length
+        if self._batch_limit is not None and request.num_tokens - exact > self._batch_limit:
+            return None  # vLLM's LoRA layers have room for the rows of one batch
+        return BlendPlan(
+            exact, stop, self._settings.ratio if ratio is None else ratio, tuple(usable)
+        )
+
+    def _find(
+        self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
+    ) -> list[Reusable]:
+        spans = self._spans(tokens) if options.chunks is None else options.chunks
+        found = [r for a, b in spans if (r := self._marked_chunk(tokens, namespace, a, b))]
+        if not self._settings.unmarked or options.chunks is not None:
+            return found
+        stops = [*(r.prompt_start for r in found), len(tokens)]
+        starts = [exact, *(r.prompt_start + r.length for r in found)]
+        for start, stop in zip(starts, stops, strict=True):
+            if stop - start >= self._settings.min_tokens:
+                found += self._segments.find(
+                    namespace.digest, tokens, self._held, max(start, exact), stop
+                )
+        return sorted(found)
+
+    def _held(self, key: bytes) -> bool:
+        return key in self._manager.index
+
+    def _spans(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Stretches between separators; empty without one configured."""
+        mark = self._settings.separator
+        if not mark:
+            return []
+        line = np.asarray(tokens, dtype=np.int64)
+        if len(line) < len(mark):
+            return []
+        windows = np.lib.stride_tricks.sliding_window_view(line, len(mark))
+        spans, start = [], 0
+        for at in np.flatnonzero((windows == np.asarray(mark)).all(axis=1)).tolist():
+            if at > start:
+                spans.append((start, at))
+            start = max(start, at + len(mark))
+        return spans
+
+    def _marked_chunk(
+        self, tokens: Sequence[int], namespace: Namespace, start: int, stop: int
+    ) -> Reusable | None:
+        """A marked text, if it was computed on its own behind what is configured."""
+        behind = self._settings.behind
+        chain = KeyChain(namespace, self._block)
+        chain.extend([*behind, *tokens[start:stop]])
+        depth = self._manager.get_match(chain.keys, namespace.digest).depth
+        length = min(depth * self._block - len(behind), stop - start)
+        if length < self._settings.min_tokens:
+            return None
+        last = (len(behind) + length - 1) // self._block
+        return Reusable(start, length, len(behind), chain.keys[last])
+
+    def _usable(self, found: Iterable[Reusable], exact: int, limit: int) -> list[Reusable]:
+        """What of the chunks lies in [exact, limit), is held still and fits the staging."""
+        usable = []
+        left = self._settings.staging_max - self._staged
+        for chunk in found:
+            a = max(chunk.prompt_start, exact)
+            b = min(chunk.prompt_start + chunk.length, limit)
+            moved = chunk.source_start + a - chunk.prompt_start
+            nbytes = self._shape.nbytes * len(self._blocks(moved, b - a))
+            if b - a < self._settings.min_tokens or nbytes > left or not self._held(chunk.last_key):
+                continue
+            last = self._last_block_key(chunk, moved + b - a)
+            usable.append(Reusable(a, b - a, moved, last))
+            left -= nbytes
+        return usable
+
+    def _blocks(self, start: int, length: int) -> range:
+        """Blocks of a chain that hold tokens [start, start + length)."""
+        return range(start // self._block, -(-(start + length) // self._block))
+
+    def _last_block_key(self, chunk: Reusable, stop: int) -> bytes:
+        """Key of the block with the token before ``stop``, when the chunk was cut at its end."""
+        whole = chunk.source_start + chunk.length
+        if (stop - 1) // self._block == (whole - 1) // self._block:
+            return chunk.last_key
+        return self._manager.index.path(chunk.last_key)[(stop - 1) // self._block]
+
+    # -- bringing blocks to host memory ---------------------------------------------------------
+
+    def fetches(
+        self, fusing: Fusing, plan: BlendPlan, exact_hit: Hit, computed: int, deadline_s: float
+    ) -> list[TransferGraph]:
+        """Loads into host memory of what the plan needs and is on a slower tier.
+
+        Done once a request; what has not arrived then is computed. The host tier keeps a block only
+        behind all those before it, so these come along: a chunk that stands far behind in a chain
+        which is not in host memory is left alone.
+        """
+        if fusing.fetched:
+            return []
+        fusing.fetched = True
+        fusing.give_up_at = time.monotonic() + deadline_s
+        wanted = [(exact_hit, computed // self._block, -(-plan.exact // self._block))]
+        wanted += [(*self._source(chunk),) for chunk in plan.chunks]
+        graphs = []
+        for hit, start, stop in wanted:
+            if start >= stop or set(hit.blocks_by_tier(start, stop)) <= {HOST}:
+                continue
+            low = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+            if stop - low > MAX_FETCH * (stop - start):
+                continue
+            start = low
+            skip = UnitTable.of(np.full((stop - start, 1), SKIP), self._block)
+            ended: list[int] = []
+
+            def end(ended: list[int] = ended) -> None:
+                fusing.fetching.difference_update(ended)  # empty where the launch was refused
+
+            try:
+                graph = self._manager.launch_load(
+                    hit, start, stop, [skip], deadline_s=deadline_s, on_end=end
+                )
+            except CapacityError as error:
+                _log.info("chunk stays where it is: %s", error)
+                continue
+            ended.append(graph.graph_id)
+            fusing.fetching.add(graph.graph_id)
+            graphs.append(graph)
+        return graphs
+
+    def waits(self, fusing: Fusing) -> bool:
+        """Whether blocks are on their way to host memory, and not hopelessly late."""
+        if fusing.fetching and time.monotonic() > fusing.give_up_at:
+            _log.warning("chunks have not arrived from their tier in time, computing instead")
+            fusing.fetching.clear()
+        return bool(fusing.fetching)
+
+    def in_host(self, plan: BlendPlan) -> BlendPlan | None:
+        """The plan with the chunks that are in host memory; None when too little is left."""
+        chunks = []
+        for chunk in plan.chunks:
+            hit, start, stop = self._source(chunk)
+            if hit.depth >= stop and set(hit.blocks_by_tier(start, stop)) <= {HOST}:
+                chunks.append(chunk)
+        if sum(chunk.length for chunk in chunks) < self._settings.min_tokens:
+            return None
+        stop = chunks[-1].prompt_start + chunks[-1].length
+        return BlendPlan(plan.exact, stop, plan.ratio, tuple(chunks))
+
+    def _source(self, chunk: Reusable) -> tuple[Hit, int, int]:
+        """A chunk's chain as the tiers hold it, and its blocks there."""
+        chain = self._manager.index.path(chunk.last_key)
+        blocks = self._blocks(chunk.source_start, chunk.length)
+        namespace = self._manager.index.namespace_of(chunk.last_key)
+        return self._manager.get_match(chain, namespace), blocks.start, blocks.stop
+
+    # -- vLLM's own prefix cache ------------------------------------------------------------------
+
+    def mark(self, request: Request, fusing: Fusing, plan: BlendPlan) -> None:
+        """Give the pages from the first chunk on, and all that follow, hashes of their own.
+
+        vLLM enters pages into its prefix cache as soon as they are allocated, so this comes before.
+        Undone by `settle` for a request that was not scheduled after all.
+        """
+        first = plan.chunks[0].prompt_start
+        fusing.plan, fusing.due = plan, True
+        self._marked.append((request, fusing))
+        if fusing.hashes is None:
+            fusing.hashes, fusing.hasher = list(request.block_hashes), request._block_hasher
+        if fusing.hasher is None:
+            return
+        nonce = secrets.token_bytes(32)
+        start = first // self._page_tokens
+        hashes: list[Any] = request.block_hashes
+        hashes[start:] = [_own_hash(nonce, known) for known in hashes[start:]]
+        request._block_hasher = partial(_hash_apart, fusing.hasher, nonce)
+
+    def settle(self) -> None:
+        """End of a step's planning: requests that were not scheduled get their hashes back."""
+        for request, fusing in self._marked:
+            if fusing.due:
+                fusing.plan, fusing.due = None, False
+            if fusing.approximate_from is None and fusing.hashes is not None:
+                request.block_hashes[: len(fusing.hashes)] = fusing.hashes
+                request._block_hasher = fusing.hasher
+                fusing.hashes = None
+        self._marked.clear()
+        self._staged = 0
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    def order(
+        self, request: Request, fusing: Fusing, pages: Sequence[int], submit: Callable[..., Any]
+    ) -> BlendOrder:
+        """The order for a plan whose pages are allocated; ``submit`` takes each chunk's graph.
+
+        The tokens are promised: a chunk that cannot be had any more is computed with the rest.
+        """
+        plan = fusing.plan
+        assert plan is not None
+        fusing.due = False
+        chunks, row = [], 0
+        for chunk in plan.chunks:
+            try:
+                hit, start, stop = self._source(chunk)
+                units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
+                graph = self._manager.launch_load(
+                    hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
+                )
+            except KVCoreError as error:
+                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
+                continue
+            submit(graph)
+            first = row * self._block + chunk.source_start - start * self._block
+            distance = chunk.prompt_start - chunk.source_start
+            chunks.append(ChunkLoad(graph, first, chunk.length, chunk.prompt_start, distance))
+            row += stop - start
+        self._staged += row * self._shape.nbytes
+        first_chunk = plan.chunks[0].prompt_start
+        known = fusing.approximate_from
+        fusing.approximate_from = first_chunk if known is None else min(known, first_chunk)
+        lora = request.lora_request
+        return BlendOrder(
+            request.request_id,
+            pack_tokens(request._all_token_ids),
+            plan.exact,
+            plan.exact,
+            plan.stop,
+            list(pages),
+            plan.ratio,
+            chunks,
+            row,
+            lora.lora_int_id if lora is not None else 0,
+        )
+
+
+def _own_hash(nonce: bytes, known: bytes) -> bytes:
+    return hashlib.sha256(nonce + known).digest()
+
+
+def _hash_apart(hasher: Callable[[Any], list[Any]], nonce: bytes, request: Any) -> list[Any]:
+    """vLLM's hashes of a request's new pages, as nobody else's."""
+    return [_own_hash(nonce, known) for known in hasher(request)]

@@ -1,0 +1,210 @@
+"""Fusion on vLLM: which models it is right for, and their decoder layers lent to a blend.
+
+A vLLM decoder layer is called as ``layer(positions, hidden_states, residual)`` and its `Attention`
+gets q, k and v after RoPE. So a blend needs no copy of a model's code: for the length of a call the
+attention of one layer is answered by kvcore, and everything else of the layer is vLLM's own.
+Nothing is patched outside such a call.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcore.errors import UnsupportedError
+from kvcore.fusion.attend import Attention
+from kvcore.fusion.fusor import Attend, DecoderLayers, State
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.rope import Rope, rope_of
+
+if TYPE_CHECKING:
+    from kvcore_vllm.describe import ModelDescription
+    from vllm.config import VllmConfig
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "GemmaForCausalLM",
+    "Phi3ForCausalLM",
+)
+"""Models of vLLM 0.32 whose forward is: embed, then every layer, with nothing in between."""
+
+_LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
+_ATTENTION_ARGUMENTS = ["self", "query", "key", "value", "output_shape", "output_dtype"]
+_NO_WINDOW = (None, -1, (-1, -1))
+
+
+def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | None, ...]:
+    """The rope of every layer, or UnsupportedError saying why the model cannot be blended."""
+    config = vllm_config.model_config
+    if config.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"fusion is served for {', '.join(ARCHITECTURES)}, not for {config.architecture}"
+        )
+    if not model.single_group or model.shape.kv_factor != 2:
+        raise UnsupportedError(
+            "fusion needs K and V of every token in every layer: not latent attention, and not a "
+            "model that drops pages behind a window"
+        )
+    if config.get_sliding_window() is not None:
+        raise UnsupportedError("fusion is not served for models with a sliding window")
+    if model.shape.itemsize == 1:
+        raise UnsupportedError(f"fusion does not rotate K kept as {model.shape.dtype}")
+    text = config.hf_text_config.to_dict()
+    return tuple(rope_of(text, layer) for layer in range(model.shape.layers))
+
+
+def find_worker(vllm_config: VllmConfig) -> Any:
+    """This process's worker, with its model loaded. Raises UnsupportedError without one.
+
+    vLLM does not tell a connector; its worker is looked up among the objects of the process.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for found in gc.get_objects():
+        # not isinstance: lazy objects of other libraries wake up when asked for their class
+        if issubclass(type(found), WorkerBase) and found.vllm_config is vllm_config:
+            return found
+    raise UnsupportedError("the worker of this process was not found: fusion needs its model")
+
+
+class VllmLayers(DecoderLayers):
+    """The decoder of a loaded model on one rank. Used from the model runner's thread only.
+
+    ``names`` are the attention layers in canonical order.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, worker: Any, names: Sequence[str]) -> None:
+        from vllm.model_executor.layers.attention import Attention as VllmAttention
+
+        found = list(inspect.signature(VllmAttention.forward).parameters)
+        if found != _ATTENTION_ARGUMENTS:
+            raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
+        context = vllm_config.compilation_config.static_forward_context
+        self._attention: list[Any] = [context[name] for name in names]
+        decoder: Any = worker.get_model().model
+        self._decoder = decoder
+        self._modules: list[Any] = list(decoder.layers)
+        self.layers = len(names)
+        self.attention = tuple(_attention(layer) for layer in self._attention)
+        self._loras = _lora_manager(vllm_config, worker)
+        self._adapter = 0
+        self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
+        if len(self._modules) != self.layers:
+            raise UnsupportedError(
+                f"{len(self._modules)} decoder layers with {self.layers} attention layers"
+            )
+        taken = list(inspect.signature(type(self._modules[0]).forward).parameters)[1:4]
+        if taken != _LAYER_ARGUMENTS:
+            raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
+
+    @contextmanager
+    def adapted(self, lora: int) -> Iterator[None]:
+        """Run layers with an adapter of vLLM's (0: none) in this block. It must be active."""
+        if self._loras is None:
+            yield
+            return
+        steps = self._loras._last_mapping
+        self._adapter = lora
+        try:
+            yield
+        finally:
+            if steps is not None:
+                self._loras.set_adapter_mapping(steps)
+
+    def _adapt(self, rows: int) -> None:
+        """Tell vLLM's LoRA layers of how many rows the next call is."""
+        if self._loras is None:
+            return
+        from vllm.lora.layers import LoRAMapping
+
+        mapping = LoRAMapping((self._adapter,) * rows, (self._adapter,), is_prefill=True)
+        self._loras.set_adapter_mapping(mapping)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        self._adapt(len(tokens))
+        embedded: Tensor = self._decoder.embed_input_ids(tokens)
+        return embedded
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        self._adapt(len(positions))
+        with _redirected(self._attention[layer], attend):
+            hidden, residual = self._modules[layer](positions, state.hidden, state.residual)
+        return State(hidden, residual)
+
+    def reduce(self, scores: Tensor) -> Tensor:
+        if not self._tensor_parallel:
+            return scores
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        summed: Tensor = tensor_model_parallel_all_reduce(scores)
+        return summed
+
+    def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
+        """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
+        attention = self._attention[layer]
+        attention.impl.do_kv_cache_update(attention, kv.keys, kv.values, attention.kv_cache, slots)
+
+
+@contextmanager
+def _redirected(attention: Any, attend: Attend) -> Iterator[None]:
+    """Answer calls of one attention layer with ``attend``, in this block."""
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        out = attend(
+            query.view(-1, attention.num_heads, attention.head_size),
+            key.view(-1, attention.num_kv_heads, attention.head_size),
+            value.view(-1, attention.num_kv_heads, attention.head_size_v),
+        )
+        return out.reshape(len(out), -1)
+
+    attention.forward = forward  # on the instance: hides the class's method
+    try:
+        yield
+    finally:
+        del attention.forward
+
+
+def _lora_manager(vllm_config: VllmConfig, worker: Any) -> Any:
+    """What maps rows to adapters in vLLM's layers; None in an engine without LoRA."""
+    if vllm_config.lora_config is None:
+        return None
+    manager = getattr(worker.model_runner.lora_manager, "_adapter_manager", None)
+    if not hasattr(manager, "set_adapter_mapping") or not hasattr(manager, "_last_mapping"):
+        raise UnsupportedError("vLLM's LoRA manager is not the one of 0.32")
+    return manager
+
+
+def _attention(layer: Any) -> Attention:
+    """What a layer's attention computes, or UnsupportedError where kvcore's would not."""
+    impl = layer.impl
+    unlike = {
+        "alibi_slopes": getattr(impl, "alibi_slopes", None),
+        "attention sinks": getattr(impl, "sinks", None),
+        "a shared KV cache": getattr(layer, "kv_sharing_target_layer_name", None),
+        "a quantised query": getattr(layer, "query_quant", None),
+    }
+    for what, value in unlike.items():
+        if value is not None:
+            raise UnsupportedError(f"fusion is not served for attention with {what}")
+    if getattr(impl, "sliding_window", None) not in _NO_WINDOW:
+        raise UnsupportedError(f"fusion is not served for a window of {impl.sliding_window}")
+    if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
+        raise UnsupportedError(
+            f"the backend {type(impl).__name__} writes KV inside its forward only"
+        )
+    return Attention(float(impl.scale), None, float(getattr(impl, "logits_soft_cap", 0) or 0))

@@ -1,0 +1,171 @@
+"""Asks a serving engine for texts once, so that their KV is stored as chunks for fusion.
+
+The engine speaks OpenAI's API, and vLLM's ``/tokenize``. A chunk is asked for with one token to
+generate, exactly (no fusion), behind the tokens of ``fusion.behind``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcore.config import engine_environment
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.plugins import ServeCommand
+
+__all__ = ["Chunk", "Client", "chunks", "read_texts", "running", "warm"]
+
+REQUEST_S = 600.0
+START_S = 900.0
+STOP_S = 60.0
+
+
+class Chunk(NamedTuple):
+    """A text, or a piece of one, as token ids."""
+
+    name: str
+    tokens: list[int]
+
+
+def read_texts(files: Sequence[Path]) -> list[tuple[str, str]]:
+    """(name, text) of each file, which is UTF-8. Raises ConfigError naming one that is not."""
+    found = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read as text: {error}") from error
+        if text.strip():
+            found.append((str(file), text))
+    if not found:
+        raise ConfigError("given no text: name files that have some")
+    return found
+
+
+class Client:
+    """A running engine. Every call blocks; UnsupportedError says what it answered instead."""
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.model = model or self._first_model()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids, without the tokens that begin a text."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        tokens: list[int] = self._ask("/tokenize", body)["tokens"]
+        return tokens
+
+    def prefill(self, tokens: Sequence[int]) -> int:
+        """Have the engine compute and keep these tokens; how many kvcore had already."""
+        body = {
+            "model": self.model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"kvcore": {"report": True, "fusion": {"enabled": False}}},
+        }
+        answer = self._ask("/v1/completions", body)
+        told = (answer.get("kv_transfer_params") or {}).get("kvcore") or {}
+        return int(told.get("reused_tokens", 0))
+
+    def _first_model(self) -> str:
+        models = self._ask("/v1/models", None).get("data") or []
+        if not models:
+            raise UnsupportedError(f"{self.url} serves no model: name one with --model")
+        return str(models[0]["id"])
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+                found: dict[str, Any] = json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            raise UnsupportedError(f"{self.url}{path}: {error.code} {said}") from error
+        except (OSError, ValueError) as error:
+            raise UnsupportedError(f"{self.url}{path}: {error}; is the engine there?") from error
+        return found
+
+
+def chunks(client: Client, texts: Sequence[tuple[str, str]], longest: int) -> Iterator[Chunk]:
+    """Texts as chunks, those longer than ``longest`` tokens cut into pieces."""
+    for name, text in texts:
+        tokens = client.tokenize(text)
+        for start in range(0, len(tokens), longest):
+            piece = f"{name}[{start}:]" if len(tokens) > longest else name
+            yield Chunk(piece, tokens[start : start + longest])
+
+
+def warm(
+    client: Client,
+    found: Sequence[Chunk],
+    behind: Sequence[int],
+    done: Callable[[Chunk, int], object],
+) -> int:
+    """Have every chunk computed and kept; ``done`` is told of each. Tokens computed in all."""
+    computed = 0
+    for chunk in found:
+        reused = client.prefill([*behind, *chunk.tokens])
+        computed += max(len(behind) + len(chunk.tokens) - reused, 0)
+        done(chunk, reused)
+    return computed
+
+
+@contextlib.contextmanager
+def running(command: ServeCommand, log: Path) -> Iterator[str]:
+    """Run an engine until the block ends; gives its address once it answers.
+
+    Raises UnsupportedError with the end of its log when it does not come up.
+    """
+    port = _free_port()
+    argv = [*command.argv, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv,
+            env=engine_environment(command.env),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield _when_up(process, f"http://127.0.0.1:{port}", log)
+        process.terminate()  # saves in flight are finished
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _when_up(process: subprocess.Popen[bytes], address: str, log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            return address
+        if process.poll() is not None:
+            break
+        time.sleep(0.5)
+    tail = log.read_text(errors="replace")[-2000:]
+    raise UnsupportedError(f"the engine did not come up; the end of {log}:\n{tail}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

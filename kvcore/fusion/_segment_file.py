@@ -1,0 +1,396 @@
+"""The file that keeps the tokens of stored blocks over a restart, version 1.
+
+    header | record | record | ...                 all numbers little-endian and unsigned
+
+    header    0  8s   "KVCSEGS" and a zero byte
+              8  u32  version
+             12  u32  tokens a block
+             16  8s   zeros
+             24  u64  XXH3-64 of bytes 0 .. 24
+
+    record    0  4s   "KVSR"
+              4  u32  blocks, at least 1
+              8  u32  place of the first block in its chain
+             12  u32  head: tokens that stand before the first block and are kept with it, at most
+                      as many as the chain has there
+             16  u32  bytes of the namespace
+             20  16s  prefix key of the block before the first; zeros if it starts the chain
+             36  u64  XXH3-64 of the body
+             44  u64  XXH3-64 of bytes 0 .. 44
+             52       the body: namespace | keys, 16 bytes a block | tokens, 4 bytes each, those of
+                      the head and of the blocks
+
+Records are only ever appended. A record whose header is good and whose body is not is skipped;
+where a header is not good, reading goes on at the next good one. What follows the last whole record
+is cut off. A record that goes on where an earlier one ends continues its segment, and has no head.
+Blocks that an earlier record has are not taken twice.
+
+A record dies when all its blocks are forgotten. When more than half of the file is dead, or when a
+namespace is cleared, what lives is copied to ``<name>.new``, which then takes the file's place. The
+file is the user's text: mode 0600. Who writes holds a lock (flock) on it; others may read. It is
+flushed to the medium when it is compacted and closed: the checksums tell what a power cut left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvcore.block import KEY_BYTES, TOKEN_BYTES
+from kvcore.errors import FormatError
+from kvcore.fusion._chains import Piece
+
+__all__ = ["Kept", "SegmentFile"]
+
+_log = logging.getLogger("kvcore.fusion.segments")
+
+VERSION = 1
+_FILE_MAGIC = b"KVCSEGS\0"
+_FILE = struct.Struct("<8sII8x")
+_MAGIC = b"KVSR"
+_RECORD = struct.Struct("<4sIIII16sQ")
+_SEAL = struct.Struct("<Q")
+FILE_HEADER_NBYTES = _FILE.size + _SEAL.size
+RECORD_HEADER_NBYTES = _RECORD.size + _SEAL.size
+_QUEUE_NBYTES = 16 << 20
+_COMPACT_NBYTES = 1 << 20  # a smaller file is not worth it
+_MODE = 0o600
+
+
+class Kept(NamedTuple):
+    """A record of the file."""
+
+    number: int
+    namespace: bytes
+    piece: Piece
+
+
+class _Header(NamedTuple):
+    """What a record's header says, besides what vouches for it."""
+
+    blocks: int
+    first: int
+    head: int
+    namespace_nbytes: int
+    parent: bytes
+    body_digest: int
+
+    @classmethod
+    def unpack(cls, data: mmap.mmap, offset: int) -> _Header | None:
+        """The header there; None if it is torn or no header."""
+        if offset + RECORD_HEADER_NBYTES > len(data):
+            return None
+        sealed = data[offset : offset + _RECORD.size]
+        (seal,) = _SEAL.unpack_from(data, offset + _RECORD.size)
+        magic, *fields = _RECORD.unpack(sealed)
+        if magic != _MAGIC or xxhash.xxh3_64_intdigest(sealed) != seal:
+            return None
+        return cls(*fields)
+
+    def body_nbytes(self, block_tokens: int) -> int:
+        per_block = KEY_BYTES + block_tokens * TOKEN_BYTES
+        return self.namespace_nbytes + self.blocks * per_block + self.head * TOKEN_BYTES
+
+    def piece(self, body: bytes, block_tokens: int) -> tuple[bytes, Piece] | None:
+        """(namespace, piece) of a body; None if it is damaged or cannot be."""
+        if xxhash.xxh3_64_intdigest(body) != self.body_digest:
+            return None
+        if not self.blocks or self.head > self.first * block_tokens:
+            return None
+        start = self.namespace_nbytes
+        stop = start + self.blocks * KEY_BYTES
+        keys = [body[i : i + KEY_BYTES] for i in range(start, stop, KEY_BYTES)]
+        tokens = np.frombuffer(body[stop:], dtype="<u4")
+        return body[:start], Piece(self.first, self.parent, keys, self.head, tokens)
+
+
+def _pack(namespace: bytes, piece: Piece) -> bytes:
+    body = b"".join((namespace, *piece.keys, piece.tokens.tobytes()))
+    sealed = _RECORD.pack(
+        _MAGIC, len(piece.keys), piece.first, piece.head, len(namespace), piece.parent,
+        xxhash.xxh3_64_intdigest(body),
+    )  # fmt: skip
+    return sealed + _SEAL.pack(xxhash.xxh3_64_intdigest(sealed)) + body
+
+
+def _nbytes(namespace: bytes, piece: Piece) -> int:
+    """Of the record."""
+    body = len(namespace) + len(piece.keys) * KEY_BYTES + piece.tokens.nbytes
+    return RECORD_HEADER_NBYTES + body
+
+
+def _file_header(block_tokens: int) -> bytes:
+    header = _FILE.pack(_FILE_MAGIC, VERSION, block_tokens)
+    return header + _SEAL.pack(xxhash.xxh3_64_intdigest(header))
+
+
+class _Span(NamedTuple):
+    """Where a record is in the file."""
+
+    offset: int
+    nbytes: int
+
+
+class SegmentFile:
+    """Records of pieces, each with a number by which it is declared dead.
+
+    Open it, take what `records` yields, then `start`. From then on `append`, `forget` and `close`
+    are one thread's; they never wait for the disk (but `close` does), and a thread of its own
+    writes. What finds the queue full, or the disk failing, is dropped and counted.
+    """
+
+    def __init__(self, path: Path, block_tokens: int, *, queue_nbytes: int = _QUEUE_NBYTES) -> None:
+        """Raises OSError where the file cannot be opened, and FormatError, leaving it as it is,
+        where it holds something else. Where another engine writes it, it is opened to be read."""
+        self.corrupt = 0
+        self.dropped = 0
+        self._path = path
+        self._block_tokens = block_tokens
+        self._file, self.writable = _open(path)
+        try:
+            self._check_header()
+            if self.writable:
+                _draft(path).unlink(missing_ok=True)  # of a compaction that was interrupted
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._end = FILE_HEADER_NBYTES
+        self._spans: dict[int, _Span] = {}  # of living records by number, in the file's order
+        self._live = 0  # bytes of them
+        self._last = 0
+        self._queue_nbytes = queue_nbytes
+        self._failing = False
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()
+        # under _wake:
+        self._pending: list[Kept] = []
+        self._pending_nbytes = 0
+        self._dead: set[int] = set()
+        self._erase = False
+        self._closing = False
+
+    # -- the caller's side ----------------------------------------------------------------------
+
+    def records(self) -> Iterator[Kept]:
+        """What the file holds. A torn end is cut off, and what is damaged is counted. Blocks."""
+        if os.fstat(self._file).st_size > FILE_HEADER_NBYTES:
+            with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
+                yield from self._scan(data)
+        if self.writable:
+            os.ftruncate(self._file, self._end)
+
+    def start(self) -> None:
+        """Begin to write, where this engine is the one that may."""
+        if not self.writable:
+            _log.warning("%s is written by another engine: tokens are not kept", self._path)
+            return
+        self._thread = threading.Thread(target=self._run, name="kvcore-segments", daemon=True)
+        self._thread.start()
+
+    def append(self, namespace: bytes, piece: Piece) -> int:
+        """Have a record written. Its number; 0 if it is dropped."""
+        if not self.writable:
+            return 0
+        nbytes = _nbytes(namespace, piece)
+        with self._wake:
+            if self._closing or self._pending_nbytes + nbytes > self._queue_nbytes:
+                self.dropped += 1
+                return 0
+            self._last += 1
+            self._pending.append(Kept(self._last, namespace, piece))
+            self._pending_nbytes += nbytes
+            self._wake.notify()
+        return self._last
+
+    def forget(self, numbers: Iterable[int], *, erase: bool = False) -> None:
+        """These records are dead; ``erase``: and no trace of dead ones is to be left."""
+        if not self.writable:
+            return
+        with self._wake:
+            if not self._closing:
+                self._dead.update(numbers)
+                self._erase |= erase
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Write what is queued, flush and close. Blocks. Idempotent."""
+        with self._wake:
+            if self._closing:
+                return
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+            with contextlib.suppress(OSError):  # the records tell if they are whole
+                os.fsync(self._file)
+        os.close(self._file)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _check_header(self) -> None:
+        """Write it where the file is new."""
+        wanted = _file_header(self._block_tokens)
+        header = os.pread(self._file, FILE_HEADER_NBYTES, 0)
+        if header == wanted:
+            return
+        if len(header) < len(wanted) and wanted.startswith(header):  # new, or torn at its making
+            if self.writable:
+                _write(self._file, wanted, 0)
+            return
+        raise FormatError(f"{_what_it_is(header, self._block_tokens)}: it is left as it is")
+
+    def _scan(self, data: mmap.mmap) -> Iterator[Kept]:
+        at, damaged = FILE_HEADER_NBYTES, False
+        while 0 <= at < len(data):
+            header = _Header.unpack(data, at)
+            if header is None:
+                damaged = True
+                at = data.find(_MAGIC, at + 1)
+                continue
+            start = at + RECORD_HEADER_NBYTES
+            stop = start + header.body_nbytes(self._block_tokens)
+            if stop > len(data):
+                break
+            found = header.piece(data[start:stop], self._block_tokens)
+            self.corrupt += damaged + (found is None)
+            if found is not None:
+                self._last += 1
+                self._enter(self._last, _Span(at, stop - at))
+                yield Kept(self._last, *found)
+            at, damaged = stop, False
+            self._end = stop
+
+    def _enter(self, number: int, span: _Span) -> None:
+        self._spans[number] = span
+        self._live += span.nbytes
+
+    # -- the writing thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            with self._wake:
+                while not (self._pending or self._dead or self._erase or self._closing):
+                    self._wake.wait()
+                pending, self._pending, self._pending_nbytes = self._pending, [], 0
+                dead, self._dead = self._dead, set()
+                erase, self._erase = self._erase, False
+                closing = self._closing
+            self._append_all([kept for kept in pending if kept.number not in dead])
+            for number in dead & self._spans.keys():
+                self._live -= self._spans.pop(number).nbytes
+            crowded = self._end > max(2 * self._live, _COMPACT_NBYTES)
+            if (crowded or erase) and not self._compact() and erase:
+                self._empty()
+
+    def _append_all(self, records: list[Kept]) -> None:
+        packed = [_pack(kept.namespace, kept.piece) for kept in records]
+        try:
+            _write(self._file, b"".join(packed), self._end)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the next write begins at the same place
+                os.ftruncate(self._file, self._end)
+            self._failed("written", error)
+            self.dropped += len(records)
+            return
+        for kept, data in zip(records, packed, strict=True):
+            self._enter(kept.number, _Span(self._end, len(data)))
+            self._end += len(data)
+        self._failing = False
+
+    def _compact(self) -> bool:
+        """Copy what lives to a new file and put it in the place of this one."""
+        try:
+            file, spans = self._copy_to(_draft(self._path))
+        except OSError as error:
+            self._failed("compacted", error)
+            return False
+        os.close(self._file)
+        self._file, self._spans = file, spans
+        self._end = FILE_HEADER_NBYTES + self._live
+        return True
+
+    def _empty(self) -> None:
+        """Lose what lives rather than keep what was to be erased."""
+        self._spans, self._live, self._end = {}, 0, FILE_HEADER_NBYTES
+        try:
+            os.ftruncate(self._file, self._end)
+        except OSError as error:
+            self._failed("erased", error)
+
+    def _copy_to(self, draft: Path) -> tuple[int, dict[int, _Span]]:
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
+        spans = {}
+        try:
+            os.fchmod(file, _MODE)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(file, _file_header(self._block_tokens), 0)
+            end = FILE_HEADER_NBYTES
+            for number, (offset, nbytes) in self._spans.items():
+                _write(file, os.pread(self._file, nbytes, offset), end)
+                spans[number] = _Span(end, nbytes)
+                end += nbytes
+            os.fsync(file)
+            draft.replace(self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        return file, spans
+
+    def _failed(self, what: str, error: OSError) -> None:
+        if not self._failing:
+            _log.warning("%s could not be %s: %s", self._path, what, error)
+        self._failing = True
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """(The file, whether its lock is held)."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                os.fchmod(file, _MODE)
+                return file, True
+        except BlockingIOError:
+            return file, False
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # it was compacted, and is another file now
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+def _write(file: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(file, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _what_it_is(header: bytes, block_tokens: int) -> str:
+    if len(header) < FILE_HEADER_NBYTES or not header.startswith(_FILE_MAGIC):
+        return "not a file of segments"
+    _, version, theirs = _FILE.unpack_from(header)
+    if version != VERSION:
+        return f"segments of format version {version}, this kvcore reads {VERSION}"
+    (seal,) = _SEAL.unpack_from(header, _FILE.size)
+    if xxhash.xxh3_64_intdigest(header[: _FILE.size]) != seal:
+        return "a file of segments with a damaged header"
+    return f"segments in blocks of {theirs} tokens, this engine has blocks of {block_tokens}"

@@ -1,0 +1,171 @@
+"""Attention of scattered rows: the row at position p sees keys 0..p and never p + 1.
+
+    keys      0 1 2 3 4 5 6 7 8 9
+    row 3     x x x x                 the mask follows from positions, not from the order of the
+    row 7     x x x x x x x x         rows: rows that were left out leave no hole in it
+    row 9     x x x x x x x x x x
+
+`attend_rows` never builds the mask of all rows by all keys: it takes rows in tiles and reads the
+keys that a tile can see. `naive_attend_rows` says the same in a few lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvcore.errors import LayoutError
+
+__all__ = ["Attention", "attend_rows", "look_rows", "naive_attend_rows"]
+
+TILE_SCORES = 1 << 20
+"""Scores a head of one tile: rows x keys."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a layer's attention computes beside q, k and v.
+
+    ``window`` counts the keys a row sees, itself included; None for all before it. ``soft_cap``
+    bounds scores to (-cap, cap) by a tanh; 0 for none.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float = 0.0
+
+
+def attend_rows(
+    queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor, attention: Attention
+) -> Tensor:
+    """Attention of rows at ``positions`` over keys whose index is their position.
+
+    ``queries`` [rows, heads, dim], ``positions`` [rows] int64 ascending, ``keys`` and ``values``
+    [tokens, kv_heads, dim]; gives [rows, heads, v_dim]. Keys that no row sees are not read. Raises
+    LayoutError when a position has no key or the heads do not divide.
+    """
+    _check(queries, positions, keys, values)
+    out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
+    for start, stop in _tiles(positions):
+        seen = int(positions[stop - 1]) + 1
+        first = 0
+        if attention.window is not None:
+            first = max(0, int(positions[start]) - attention.window + 1)
+        rows = slice(start, stop)
+        mask = _visible(positions[rows], first, seen, attention.window)
+        out[rows] = _tile(
+            queries[rows], keys[first:seen], values[first:seen], mask, attention
+        ).transpose(0, 1)
+    return out
+
+
+def look_rows(
+    queries: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attention: Attention,
+    asking: Tensor,
+    sharpness: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`attend_rows`, and what the most interested of the ``asking`` rows gives each key.
+
+    ``asking`` is [rows] bool. The second result is [tokens] float32: probabilities to the power of
+    ``sharpness``, summed over heads (`select.attention_mass`); 0 where no asking row sees.
+    """
+    _check(queries, positions, keys, values)
+    k, v = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
+    heads, group = len(k), queries.shape[1] // len(k)
+    out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
+    highest = torch.zeros(heads, group, len(keys), device=keys.device)
+    for start, stop in _tiles(positions):
+        seen, rows = int(positions[stop - 1]) + 1, slice(start, stop)
+        mask = _visible(positions[rows], 0, seen, attention.window)
+        scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
+        weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1)
+        flat = weights.to(v.dtype).view(heads, -1, seen) @ v[:, :seen]
+        out[rows] = flat.view(heads * group, stop - start, -1).transpose(0, 1)
+        if bool(asking[rows].any()):
+            best = weights[:, :, asking[rows]].amax(dim=2)
+            highest[:, :, :seen] = torch.maximum(highest[:, :, :seen], best)
+    return out, highest.pow_(sharpness).sum(dim=(0, 1))
+
+
+def naive_attend_rows(
+    queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor, attention: Attention
+) -> Tensor:
+    """As `attend_rows`, one row at a time."""
+    group = queries.shape[1] // keys.shape[1]
+    out = []
+    for query, position in zip(queries, positions.tolist(), strict=True):
+        first = 0 if attention.window is None else max(0, position + 1 - attention.window)
+        k = keys[first : position + 1].repeat_interleave(group, dim=1).float()
+        v = values[first : position + 1].repeat_interleave(group, dim=1).float()
+        scores = torch.einsum("hd,thd->ht", query.float(), k) * attention.scale
+        if attention.soft_cap:
+            scores = attention.soft_cap * torch.tanh(scores / attention.soft_cap)
+        out.append(torch.einsum("ht,thd->hd", scores.softmax(dim=1), v))
+    if not out:
+        return queries.new_empty(0, queries.shape[1], values.shape[2])
+    return torch.stack(out).to(queries.dtype)
+
+
+def _check(queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+    if len(queries) != len(positions) or len(keys) != len(values):
+        raise LayoutError(
+            f"{len(queries)} queries for {len(positions)} positions, "
+            f"{len(keys)} keys for {len(values)} values"
+        )
+    if queries.shape[1] % keys.shape[1]:
+        raise LayoutError(f"{queries.shape[1]} query heads over {keys.shape[1]} KV heads")
+    if len(positions) and int(positions[-1]) >= len(keys):
+        raise LayoutError(f"a row at position {int(positions[-1])} and {len(keys)} keys")
+
+
+def _tiles(positions: Tensor) -> list[tuple[int, int]]:
+    """Runs of rows whose scores fit `TILE_SCORES`; at least one row each."""
+    seen = (positions + 1).tolist()
+    tiles, start = [], 0
+    while start < len(seen):
+        stop = start + 1
+        # Positions ascend, so the last row of a tile has the most keys.
+        while stop < len(seen) and (stop + 1 - start) * seen[stop] <= TILE_SCORES:
+            stop += 1
+        tiles.append((start, stop))
+        start = stop
+    return tiles
+
+
+def _visible(positions: Tensor, first: int, seen: int, window: int | None) -> Tensor:
+    """[rows, seen - first] bool."""
+    keys = torch.arange(first, seen, device=positions.device)
+    ago = positions[:, None] - keys[None, :]
+    return ago >= 0 if window is None else (ago >= 0) & (ago < window)
+
+
+def _tile(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, attention: Attention
+) -> Tensor:
+    """[heads, rows, v_dim] of one tile."""
+    q, k, v = queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
+    if not attention.soft_cap:
+        out: Tensor = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], mask[None, None], scale=attention.scale, enable_gqa=True
+        )
+        return out[0]
+    scores = _scores(q, k, attention).masked_fill_(~mask, float("-inf"))
+    weights = scores.softmax(dim=-1).to(v.dtype)
+    return (weights.view(k.shape[0], -1, mask.shape[1]) @ v).view(len(q), mask.shape[0], -1)
+
+
+def _scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor:
+    """[kv_heads, heads a KV head, rows, tokens] float32, before the mask; both [heads, n, dim]."""
+    heads = keys.shape[0]
+    grouped = queries.reshape(heads, -1, queries.shape[2])
+    scores = (grouped @ keys.transpose(1, 2)).float().mul_(attention.scale)
+    if attention.soft_cap:
+        scores = attention.soft_cap * torch.tanh(scores / attention.soft_cap)
+    return scores.view(heads, len(queries) // heads, queries.shape[1], keys.shape[1])

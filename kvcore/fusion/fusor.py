@@ -1,0 +1,375 @@
+"""The fast blend: an engine's own decoder layers, run over a shrinking set of rows.
+
+The engine lends its layers (`DecoderLayers`), somebody brings the cached KV layer by layer
+(`Placed`), and `Fusor.blend` writes merged KV back, one layer after another:
+
+    layer    placed cache          rows computed                      written
+    0        waits till it landed  all that are not exact             K, V of every row
+    1        ...                   all; here it is chosen who goes on
+    2 ..     ...                   the chosen and the fresh ones
+    last     ...                   the same, up to K and V            nothing reads its output
+
+The question (fresh tokens behind the last chunk) is left to the engine's own forward; it is run
+here only where the selector asks where it looks. What a blend computes is what
+`kvcore.fusion.reference` computes, which is written to be read; tests hold the two together.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcore.errors import ConfigError
+from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.gate import Gate, Verdict, Watch
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.select import Budget, Seen, Selector, narrow
+
+__all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
+
+WORTH_A_SECOND_RUN = 0.7
+"""Where fewer of the rows than this go on, the layer is run again for them alone: projecting them
+twice costs less than attention and MLP for the rows that leave."""
+
+
+class State(NamedTuple):
+    """What flows between decoder layers, [rows, hidden] each; ``residual`` None before layer 0."""
+
+    hidden: Tensor
+    residual: Tensor | None
+
+    def of(self, rows: Tensor) -> State:
+        """The state of some rows: a boolean mask or indices."""
+        residual = None if self.residual is None else self.residual[rows]
+        return State(self.hidden[rows], residual)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, v_dim]."""
+
+
+class DecoderLayers(ABC):
+    """An engine's decoder, as far as a blend needs it. One rank's share of the heads.
+
+    ``layers`` is how many there are, ``attention`` what each one's attention computes.
+    """
+
+    layers: int
+    attention: tuple[Attention, ...]
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[rows] int64 -> [rows, hidden]: what goes into layer 0."""
+
+    @abstractmethod
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        """One layer, with ``attend`` in the place of its attention.
+
+        What ``attend`` raises passes through, and the layer is as it was before.
+        """
+
+    def reduce(self, scores: Tensor) -> Tensor:
+        """Sum over the ranks that hold other heads. A collective."""
+        return scores
+
+
+class Placed(ABC):
+    """The cached KV of one prompt, moved to where it stands there."""
+
+    @abstractmethod
+    def layer(self, layer: int) -> LayerKV:
+        """K and V of all positions, [tokens, kv_heads, dim]; unspecified where nothing is cached.
+
+        Blocks until the layer has landed. The caller may write to what it gets, and owns it until
+        the next call.
+        """
+
+    @abstractmethod
+    def write(self, layer: int, kv: LayerKV) -> None:
+        """Take the merged K and V of one layer into the engine's pages."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt to be blended.
+
+    Args:
+        tokens: [n] int64, the prompt with the question.
+        exact: positions [0, exact) have exact KV: read, never computed.
+        stop: KV is made for [exact, stop); what stands behind is the question.
+        chunks: [c] int64 ascending, positions in [exact, stop) with cached KV. All others there
+            are fresh.
+        offsets: [c] int64, each one's place in its chunk.
+    """
+
+    tokens: Tensor
+    exact: int
+    stop: int
+    chunks: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.exact < self.stop <= len(self.tokens):
+            raise ConfigError(
+                f"KV for [{self.exact}, {self.stop}) of a prompt of {len(self.tokens)} tokens"
+            )
+        inside = (self.chunks >= self.exact) & (self.chunks < self.stop)
+        if len(self.chunks) != len(self.offsets) or not bool(inside.all()):
+            raise ConfigError(
+                f"{len(self.chunks)} chunk rows with {len(self.offsets)} offsets, of which "
+                f"{int((~inside).sum())} lie outside [{self.exact}, {self.stop})"
+            )
+
+    @property
+    def rows(self) -> Tensor:
+        """Positions [exact, stop)."""
+        return torch.arange(self.exact, self.stop, device=self.tokens.device)
+
+    @property
+    def fresh(self) -> Tensor:
+        """Positions in [exact, stop) without cached KV, ascending."""
+        return self.rows[~torch.isin(self.rows, self.chunks)]
+
+    @property
+    def question(self) -> Tensor:
+        """Positions [stop, n)."""
+        return torch.arange(self.stop, len(self.tokens), device=self.tokens.device)
+
+
+class LayerTiming(NamedTuple):
+    """Seconds a layer waited for its cache and computed, and how many rows it computed."""
+
+    wait_s: float
+    compute_s: float
+    rows: int
+
+
+@dataclass
+class Outcome:
+    """What a blend did. ``chosen`` are the chunks' rows computed on the last layer, ascending.
+
+    ``verdicts`` are a gate's, ``abandoned`` the layers of a walk it gave up.
+    """
+
+    layers: list[LayerTiming] = field(default_factory=list)
+    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    look_s: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+    abandoned: list[LayerTiming] = field(default_factory=list)
+
+    def share(self, job: Job) -> float:
+        """Rows computed, those of an abandoned walk too, by the rows KV was made for x layers."""
+        rows = sum(layer.rows for layer in (*self.layers, *self.abandoned))
+        return rows / (len(self.layers) * (job.stop - job.exact))
+
+
+class _Done(Exception):
+    """K and V of the last layer are merged; its output is not wanted."""
+
+
+class _Over(Exception):
+    """The walk starts over, with more rows."""
+
+
+class _Fewer(Exception):
+    """The layer is worth running again with fewer rows."""
+
+    def __init__(self, going: Tensor) -> None:
+        self.going = going
+
+
+class Fusor:
+    """Blends prompts through one engine's layers. One owner; holds no state between blends."""
+
+    def __init__(self, layers: DecoderLayers) -> None:
+        self.layers = layers
+
+    @torch.inference_mode()
+    def blend(
+        self,
+        job: Job,
+        placed: Placed,
+        selector: Selector,
+        budget: Budget,
+        gate: Gate | None = None,
+    ) -> Outcome:
+        """Make KV for positions [exact, stop) and write it. Blocks; see the module's picture.
+
+        A ``gate`` may enlarge the ratio, and once it has seen how errors grow, start over.
+        """
+        outcome = Outcome()
+        reuse = budget.is_reuse
+        question = None
+        if selector.needs_question and not reuse:
+            started = time.perf_counter()
+            question = self.look(job, placed, selector.sharpness)
+            outcome.look_s = time.perf_counter() - started
+        walk = _Walk(self.layers, job, placed, selector, budget, question)
+        walk.watch(gate if len(job.chunks) and not reuse else None)
+        while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
+            outcome.abandoned += outcome.layers
+            outcome.layers = []
+        outcome.verdicts = walk.verdicts
+        return outcome
+
+    def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
+        """Walk through all layers; False where the gate wants to start over."""
+        state = State(self.layers.embed(walk.job.tokens[rows]), None)
+        for layer in range(self.layers.layers):
+            try:
+                rows, state, timing = walk.layer(layer, rows, state)
+            except _Over:
+                outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
+                return False
+            outcome.layers.append(timing)
+        outcome.chosen = rows[torch.isin(rows, walk.job.chunks)]
+        return True
+
+    @torch.inference_mode()
+    def look(self, job: Job, placed: Placed, sharpness: float) -> Tensor:
+        """[tokens] float32: how the question looks at the cache as it is, summed over layers.
+
+        All fresh rows are run, the question's are those behind ``stop`` (all of them where the
+        prompt ends there). Additive over ranks, and added up here.
+        """
+        rows = torch.cat([job.fresh, job.question])
+        asking = rows >= job.stop if len(job.question) else torch.ones_like(rows, dtype=torch.bool)
+        mass = torch.zeros(len(job.tokens), device=job.tokens.device)
+        if not len(rows):
+            return mass
+        state = State(self.layers.embed(job.tokens[rows]), None)
+        for layer in range(self.layers.layers):
+            kv, attention = placed.layer(layer), self.layers.attention[layer]
+
+            def attend(
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                kv: LayerKV = kv,
+                attention: Attention = attention,
+                last: bool = layer == self.layers.layers - 1,
+            ) -> Tensor:
+                kv.keys[rows], kv.values[rows] = k, v
+                out, looked = look_rows(q, rows, kv.keys, kv.values, attention, asking, sharpness)
+                mass.add_(looked)
+                if last:
+                    raise _Done
+                return out
+
+            try:
+                state = self.layers.run(layer, rows, state, attend)
+            except _Done:
+                break
+        return self.layers.reduce(mass)
+
+
+class _Walk:
+    """One blend on its way through the layers."""
+
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        job: Job,
+        placed: Placed,
+        selector: Selector,
+        budget: Budget,
+        question: Tensor | None,
+    ) -> None:
+        self.layers = layers
+        self.job = job
+        self.placed = placed
+        self.selector = selector
+        self.budget = budget
+        self.question = question
+        self.offset_of = torch.zeros(len(job.tokens), dtype=torch.int64, device=job.tokens.device)
+        self.offset_of[job.chunks] = job.offsets
+        self.is_chunk = torch.zeros(len(job.tokens), dtype=torch.bool, device=job.tokens.device)
+        self.is_chunk[job.chunks] = True
+        self.verdicts: list[Verdict] = []
+        self._watch: Watch | None = None
+
+    def watch(self, gate: Gate | None) -> None:
+        """Have a gate look at the walk from here on."""
+        self._watch = None
+        if gate is not None:
+            self._watch = Watch(gate, self.budget, self.layers.layers)
+
+    def _judge(self, seen: Seen) -> None:
+        """Show the gate a layer. Raises _Over where it wants rows that have left already."""
+        watch = self._watch
+        if watch is None:
+            return
+        over = watch.see(seen)
+        if watch.verdict is not None and watch.verdict not in self.verdicts[-1:]:
+            self.verdicts.append(watch.verdict)
+        if over:
+            self.budget = watch.budget
+            self.watch(watch.next_gate)
+            raise _Over
+
+    def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
+        """Run one layer over ``rows``; gives the rows and the state that go on."""
+        started = time.perf_counter()
+        kv = self.placed.layer(layer)
+        landed = time.perf_counter()
+        if not len(rows):  # pure reuse without a gap: there is nothing to compute
+            self.placed.write(layer, kv)
+            return rows, state, LayerTiming(landed - started, time.perf_counter() - landed, 0)
+        attention = self.layers.attention[layer]
+        last = layer == self.layers.layers - 1
+        going = torch.empty(0)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal going
+            going = self.going(layer, rows, k, v, kv)
+            kv.keys[rows], kv.values[rows] = k, v
+            self.placed.write(layer, kv)
+            if last:
+                raise _Done
+            if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
+                raise _Fewer(going)
+            return attend_rows(q, rows, kv.keys, kv.values, attention)
+
+        try:
+            state = self.layers.run(layer, rows, state, attend).of(going)
+        except _Done:
+            state = state.of(going)
+        except _Fewer as fewer:
+            state = self._again(layer, rows[fewer.going], state.of(fewer.going), kv)
+        timing = LayerTiming(landed - started, time.perf_counter() - landed, len(rows))
+        return rows[going], state, timing
+
+    def _again(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> State:
+        attention = self.layers.attention[layer]
+        if not len(rows):
+            return state
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_rows(q, rows, kv.keys, kv.values, attention)
+
+        return self.layers.run(layer, rows, state, attend)
+
+    def going(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, kv: LayerKV) -> Tensor:
+        """[rows] bool: which rows the next layer computes too."""
+        candidate = self.is_chunk[rows]
+        chunk_rows = rows[candidate]
+        seen = Seen(
+            layer,
+            chunk_rows,
+            keys[candidate],
+            values[candidate],
+            kv.keys[chunk_rows],
+            kv.values[chunk_rows],
+            self.offset_of[chunk_rows],
+            None if self.question is None else self.question[chunk_rows],
+            self.layers.reduce,
+        )
+        self._judge(seen)
+        kept = narrow(self.selector, self.budget, seen, self.layers.layers, len(self.job.chunks))
+        return ~candidate | torch.isin(rows, kept)

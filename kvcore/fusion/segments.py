@@ -1,0 +1,343 @@
+"""Which tokens the stored blocks hold, to find runs of them anywhere in a new prompt.
+
+    stored    prompt A   [b0][b1][b2][b3][b4]        tiers know a block by its prefix key alone
+                              .....:.....
+    asked     prompt C   ..........:.....:......     Reusable: these tokens, computed at 19 in A,
+                                                     stored in the blocks up to b3
+
+Tiers hold prefix-closed chains, so whether a run is still stored shows by the key of its last
+block. It is asked when the run is looked for; nobody reports evictions here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcore.block import KEY_BYTES, ROOT_PARENT
+from kvcore.errors import ConfigError, FormatError
+from kvcore.fusion._anchors import Tokens
+from kvcore.fusion._chains import Chains, Piece, Segment
+from kvcore.fusion._segment_file import Kept, SegmentFile
+from kvcore.fusion.find import MAX_CHECKS, MAX_TWINS, Found, SegmentIndex, as_array
+
+__all__ = ["Reusable", "Segments"]
+
+_log = logging.getLogger("kvcore.fusion.segments")
+
+
+class Reusable(NamedTuple):
+    """Tokens of a prompt whose KV is stored, computed at another place in another prompt.
+
+    Args:
+        prompt_start: the first of them in the prompt asked about.
+        length: how many.
+        source_start: where the first stood when its KV was computed.
+        last_key: prefix key of the block that holds the last of them: block ``(source_start +
+            length - 1) // block_tokens`` of its chain.
+    """
+
+    prompt_start: int
+    length: int
+    source_start: int
+    last_key: bytes
+
+
+class Segments:
+    """Tokens of stored blocks, by namespace. Leader thread only; no call does I/O or waits.
+
+    Making and closing it does: with ``path``, a file in a folder that exists, what is added is
+    written there by a thread of its own, and read when it is made again (about 10 us a block). A
+    file that cannot be read or written costs that, and a line in the log, and no more. It takes up
+    to twice what it would take new (4 bytes a token, 16 a block, 70 an `add`), and 1 MiB.
+
+    ``min_tokens``: the shortest run that counts. ``max_tokens``: kept at most, over all
+    namespaces; past that the segments are forgotten that were added to or found the longest ago.
+    A token takes 4 bytes, its anchors 1 more, a block about 40, and a segment 1 KB: that is what a
+    prompt does not share with those before it.
+
+    Tokens alone decide here. Where a placeholder stands for other content (an image), equal tokens
+    do not mean equal KV: such prompts must neither be added nor asked about.
+
+    ``max_twins`` and ``max_checks`` are those of `SegmentIndex`.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        min_tokens: int = 64,
+        max_tokens: int = 1 << 26,
+        path: Path | None = None,
+        max_twins: int = MAX_TWINS,
+        max_checks: int = MAX_CHECKS,
+    ) -> None:
+        for name, value in (("block_tokens", block_tokens), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; at least 1 is needed")
+        self.block_tokens = block_tokens
+        self.min_tokens = min_tokens
+        self.max_tokens = max_tokens
+        self._bounds = {"max_twins": max_twins, "max_checks": max_checks}
+        self._new_index()  # refuses bounds out of range now
+        self._chains: dict[bytes, Chains] = {}
+        self._used: dict[bytes, bytes] = {}  # namespace by segment id, the longest unused first
+        self._num_tokens = 0
+        self._last_id = 0
+        self._file = _open(path, block_tokens) if path is not None else None
+        if self._file is not None:
+            for kept in self._file.records():
+                self._restore(self._file, kept)
+            self._file.start()
+
+    def __len__(self) -> int:
+        """Segments held."""
+        return len(self._used)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held; those that two segments share are counted in both."""
+        return self._num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory; Python's own objects, about 1 KB a segment, are not counted."""
+        return sum(chains.nbytes for chains in self._chains.values())
+
+    @property
+    def dropped(self) -> int:
+        """Records that were not written, since the queue was full or the disk failed."""
+        return self._file.dropped if self._file is not None else 0
+
+    @property
+    def corrupt(self) -> int:
+        """Damaged records that were skipped when the file was read."""
+        return self._file.corrupt if self._file is not None else 0
+
+    def add(
+        self, namespace: bytes, keys: Sequence[bytes], start: int, tokens: Sequence[int]
+    ) -> None:
+        """Blocks [start, len(keys)) of a chain are stored and may be asked for from now on.
+
+        ``tokens`` are the whole prompt's, at least as many as the keys cover. Call it when the
+        blocks are published: `find` forgets what it is told is not held. About 5 us a block that
+        is not known, and nearly nothing for those that are. Where the finder's table doubles it
+        takes longer: 0.1 s a million anchors, of which 32 tokens or so have one.
+        """
+        covered = len(keys) * self.block_tokens
+        if not 0 <= start <= len(keys) or len(tokens) < covered:
+            raise ConfigError(
+                f"blocks [{start}, {len(keys)}) of {self.block_tokens} tokens with {len(tokens)} "
+                f"tokens: give a start within the keys, and the prompt's tokens up to {covered}"
+            )
+        chains = self._chains_of(namespace)
+        runs = chains.unknown(0, keys, start)
+        if not runs:
+            return
+        piece = self._piece(keys, runs[0][0], tokens)
+        for begin, stop in runs:
+            part = piece.part(begin - piece.first, stop - piece.first, self.min_tokens - 1)
+            self._enter(namespace, chains, part)
+        self._keep_bound()
+
+    def find(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        held: Callable[[bytes], bool],
+        start: int = 0,
+        stop: int | None = None,
+    ) -> list[Reusable]:
+        """Runs of at least ``min_tokens`` tokens within tokens[start:stop] that are stored.
+
+        In order and not overlapping; what is left over holds no further one. ``held`` says of a
+        block's key whether the block is in a tier: what it denies is not returned, and is
+        forgotten. A run that continues in another segment of its chain is one run.
+        """
+        stop = len(tokens) if stop is None else min(stop, len(tokens))
+        if start < 0:
+            raise ConfigError(f"start is {start}: give the first token to look at, from 0 on")
+        chains = self._chains.get(namespace)
+        if chains is None or stop - start < self.min_tokens:
+            return []
+
+        def keep(segment: Segment) -> bool:
+            return self._keep(namespace, chains, segment, held)
+
+        search = chains.index.search(tokens[start:stop])
+        for name in search.candidates:
+            keep(chains.segments[name])
+        found = search.cover()
+        ends = [*(match.prompt_start for match in found), stop - start][1:]
+        return [
+            self._reusable(namespace, chains, match, search.prompt[:end], keep, start)
+            for match, end in zip(found, ends, strict=True)
+        ]
+
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Forget everything, or everything of a namespace: soon in the file too."""
+        dead: list[int] = []
+        for name in list(self._chains) if namespace is None else [namespace]:
+            chains = self._chains.pop(name, None)
+            for segment in chains.segments.values() if chains is not None else ():
+                assert chains is not None
+                del self._used[segment.id]
+                self._num_tokens -= chains.num_tokens(segment)
+                dead += (number for number, _ in segment.records)
+        if self._file is not None:
+            self._file.forget(dead, erase=True)
+
+    def close(self) -> None:
+        """Write what is left to be written, and let go of the file. Blocks. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    def check_integrity(self) -> None:
+        """Assert that all parts agree. Slow."""
+        held = {}
+        for namespace, chains in self._chains.items():
+            assert chains.segments, "a namespace without segments is forgotten"
+            chains.check_integrity()
+            held.update(dict.fromkeys(chains.segments, namespace))
+        assert held == self._used
+        assert len(held) == sum(len(chains.segments) for chains in self._chains.values())
+        assert self._num_tokens <= self.max_tokens
+        assert self._num_tokens == sum(
+            chains.num_tokens(segment)
+            for chains in self._chains.values()
+            for segment in chains.segments.values()
+        )
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _new_index(self) -> SegmentIndex:
+        return SegmentIndex(self.min_tokens, **self._bounds)
+
+    def _piece(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> Piece:
+        """Blocks from ``first`` on, behind as many tokens as a head may have."""
+        if any(len(key) != KEY_BYTES for key in keys[first:]):
+            raise FormatError(f"keys are {KEY_BYTES} bytes long: make them with KeyChain")
+        begin = first * self.block_tokens
+        head = min(begin, self.min_tokens - 1)
+        packed = as_array(tokens[begin - head : len(keys) * self.block_tokens])
+        return Piece(first, keys[first - 1] if first else ROOT_PARENT, keys[first:], head, packed)
+
+    def _chains_of(self, namespace: bytes) -> Chains:
+        """Those of a namespace, which it has from the first segment on.
+
+        Nearly always there is but one namespace: the first has room for all blocks at once.
+        """
+        chains = self._chains.get(namespace)
+        if chains is None:
+            expected = 0 if self._chains else self.max_tokens // self.block_tokens
+            chains = Chains(self.block_tokens, self._new_index(), expected)
+        return chains
+
+    def _enter(
+        self, namespace: bytes, chains: Chains, piece: Piece, record: int | None = None
+    ) -> None:
+        """Take in blocks that are not known, and write a record if they are in none yet."""
+        self._chains[namespace] = chains
+        self._last_id += 1
+        segment, new = chains.enter(piece, self._last_id.to_bytes(8, "big"))
+        self._num_tokens += len(new.tokens)
+        self._use(namespace, segment)
+        if self._file is not None:
+            record = self._file.append(namespace, new) if record is None else record
+            segment.records.append((record, new.first))
+
+    def _restore(self, file: SegmentFile, kept: Kept) -> None:
+        """Take in a record of the file, as far as its blocks are not known."""
+        number, namespace, piece = kept
+        chains = self._chains_of(namespace)
+        runs = chains.unknown(piece.first, piece.keys, 0)
+        whole = runs == [(0, len(piece.keys))]
+        for begin, stop in runs:
+            part = piece.part(begin, stop, self.min_tokens - 1)
+            self._enter(namespace, chains, part, number if whole else None)
+        if not whole:
+            file.forget([number])
+        self._keep_bound()
+
+    def _keep_bound(self) -> None:
+        while self._num_tokens > self.max_tokens:
+            self._forget_oldest()
+
+    def _use(self, namespace: bytes, segment: Segment) -> None:
+        """It is the one used last now."""
+        self._used.pop(segment.id, None)
+        self._used[segment.id] = namespace
+
+    def _keep(
+        self,
+        namespace: bytes,
+        chains: Chains,
+        segment: Segment,
+        held: Callable[[bytes], bool],
+    ) -> bool:
+        """Forget those of a segment's blocks that are held no more; whether any is left."""
+        if held(chains.key(segment, segment.stop - 1)):
+            return True
+        low, high = segment.first, segment.stop - 1  # all before low are held, high is not
+        while low < high:
+            middle = (low + high) // 2
+            if held(chains.key(segment, middle)):
+                low = middle + 1
+            else:
+                high = middle
+        if low == segment.first:
+            self._forget(namespace, chains, segment)
+            return False
+        self._num_tokens -= (segment.stop - low) * self.block_tokens
+        chains.cut(segment, low - segment.first)
+        self._forget_records(segment, low)
+        return True
+
+    def _forget(self, namespace: bytes, chains: Chains, segment: Segment) -> None:
+        self._num_tokens -= chains.num_tokens(segment)
+        del self._used[segment.id]
+        chains.forget(segment)
+        self._forget_records(segment, segment.first)
+        if not chains.segments:
+            del self._chains[namespace]
+
+    def _forget_records(self, segment: Segment, block: int) -> None:
+        """Those that begin at this block of the chain or behind it."""
+        if self._file is not None:
+            self._file.forget(number for number, first in segment.records if first >= block)
+            segment.records = [record for record in segment.records if record[1] < block]
+
+    def _forget_oldest(self) -> None:
+        name, namespace = next(iter(self._used.items()))
+        chains = self._chains[namespace]
+        self._forget(namespace, chains, chains.segments[name])
+
+    def _reusable(
+        self,
+        namespace: bytes,
+        chains: Chains,
+        match: Found,
+        prompt: Tokens,
+        keep: Callable[[Segment], bool],
+        start: int,
+    ) -> Reusable:
+        """A match, followed as far as the chain and ``prompt`` go."""
+        first = chains.segments[match.segment_id]
+        source = chains.token_start(first) + match.segment_start
+        text = prompt[match.prompt_start :]
+        last, length = chains.follow(first, source, match.length, text, keep)
+        self._use(namespace, first)
+        self._use(namespace, last)
+        block = (source + length - 1) // self.block_tokens
+        return Reusable(start + match.prompt_start, length, source, chains.key(last, block))
+
+
+def _open(path: Path, block_tokens: int) -> SegmentFile | None:
+    """The file; None, with a line in the log, if it cannot serve."""
+    try:
+        return SegmentFile(path, block_tokens)
+    except (OSError, FormatError) as error:
+        _log.warning("tokens of stored blocks are not kept in %s: %s", path, error)
+        return None

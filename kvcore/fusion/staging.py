@@ -1,0 +1,174 @@
+"""Where chunks wait for a blend: their blocks as they were stored, and the prompt made of them.
+
+    arena slots ──H2D, layer by layer──▶ Staging ──K rotated, V as is──▶ LayerKV of the prompt
+    engine pages ──────────── exact prefix, one layer at a time ───────▶
+
+Staging is to a transfer graph what the engine's pages are: a `DeviceGroup` whose pages are the
+rows of the chunks' graphs. So chunks are loaded by the same copies, in the same layer steps, with
+the same reports as any load, and layer i + 1 lands while layer i is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcore.errors import LayoutError
+from kvcore.fusion.fusor import Placed
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.rope import Rope
+from kvcore.layout import Axis, BlockShape, KVLayout, KVView, Plane
+from kvcore.ops.base import DeviceOps
+from kvcore.worker import DeviceGroup
+
+__all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]
+
+
+def _token_major(shape: BlockShape, layers: int, pages: int, page_tokens: int) -> KVLayout:
+    """[layers, k/v, pages * page_tokens, kv_heads, dim] in one tensor."""
+    row = shape.kv_heads * shape.head_dim
+    part = pages * page_tokens * row
+    planes = tuple(
+        tuple(
+            Plane(
+                tensor=0,
+                offset=(2 * layer + kv) * part,
+                page=page_tokens * row,
+                head=shape.head_dim,
+                token=Axis(row),
+                dim=Axis(1),
+                head_dim=shape.head_dim,
+            )
+            for kv in range(2)
+        )
+        for layer in range(layers)
+    )
+    return KVLayout(shape.dtype, pages, page_tokens, shape.kv_heads, planes)
+
+
+def _check_shape(shape: BlockShape) -> None:
+    if shape.kv_factor != 2 or shape.dims() != (shape.head_dim, shape.head_dim):
+        raise LayoutError(f"a blend needs K and V of one head size, not {shape}")
+
+
+class Staging:
+    """Room for ``blocks`` canonical blocks of ``shape`` on ``device``, all layers.
+
+    ``tensor`` is [layers, k/v, blocks * block_tokens, kv_heads, dim].
+    """
+
+    def __init__(self, shape: BlockShape, blocks: int, device: torch.device) -> None:
+        _check_shape(shape)
+        tokens = blocks * shape.block_tokens
+        size = (shape.layers, 2, tokens, shape.kv_heads, shape.head_dim)
+        self.tensor = torch.empty(size, dtype=getattr(torch, shape.dtype), device=device)
+        layout = _token_major(shape, shape.layers, blocks, shape.block_tokens)
+        self.groups = [DeviceGroup(tuple(range(shape.layers)), KVView(layout, [self.tensor]))]
+
+    @staticmethod
+    def nbytes(shape: BlockShape, blocks: int) -> int:
+        """Bytes of memory one of this size takes."""
+        return blocks * shape.nbytes
+
+
+class PrefixReader:
+    """Reads the exact prefix of a prompt out of the engine's pages, one layer at a time.
+
+    ``view`` are the engine's pages of all layers, ``pages`` those of the prefix in order.
+    """
+
+    def __init__(
+        self, ops: DeviceOps, view: KVView, shape: BlockShape, pages: Sequence[int], tokens: int
+    ) -> None:
+        _check_shape(shape)
+        page_tokens = view.layout.page_tokens
+        self._ops = ops
+        self._view = view
+        self._tokens = tokens
+        self._pages = np.asarray(pages, dtype=np.int64)[: -(-tokens // page_tokens)]
+        count = len(self._pages)
+        size = (2, count * page_tokens, shape.kv_heads, shape.head_dim)
+        device = view.tensors[0].device
+        self._scratch = torch.empty(size, dtype=getattr(torch, shape.dtype), device=device)
+        layout = _token_major(shape, 1, max(count, 1), page_tokens)
+        self._into = KVView(layout, [self._scratch])
+
+    def read(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill the first rows of ``keys`` and ``values``, [tokens, kv_heads, dim] each."""
+        if not len(self._pages):
+            return
+        everything = np.arange(len(self._pages), dtype=np.int64)
+        one = self._view.select_layers([layer])
+        self._ops.copy_blocks(one, self._pages, self._into, everything)
+        keys[: self._tokens] = self._scratch[0, : self._tokens]
+        values[: self._tokens] = self._scratch[1, : self._tokens]
+
+
+class Place(NamedTuple):
+    """Tokens [first, first + length) of the staging stand at ``position`` of the prompt, and were
+    computed ``distance`` positions earlier (later where negative)."""
+
+    first: int
+    length: int
+    position: int
+    distance: int
+
+
+class PlacedChunks(Placed):
+    """The cached KV of one prompt of ``tokens`` tokens, out of a staging and a prefix.
+
+    ``ropes`` has one a layer, None where nothing rotates. ``landed(layer)`` blocks until the
+    staging holds a layer; ``sink(layer, kv)`` takes what was merged.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        staging: Staging,
+        places: Sequence[Place],
+        ropes: Sequence[Rope | None],
+        prefix: PrefixReader,
+        landed: Callable[[int], None],
+        sink: Callable[[int, LayerKV], None],
+    ) -> None:
+        self._tokens = tokens
+        self._staging = staging
+        self._places = places
+        self._ropes = ropes
+        self._prefix = prefix
+        self._landed = landed
+        self._sink = sink
+        self._turned: set[int] = set()
+        staged = staging.tensor
+        size = (tokens, *staged.shape[3:])
+        # Zeros, not garbage: rows without KV are written before they are read, and a NaN there
+        # would poison even what a mask hides.
+        self._kv = LayerKV(staged.new_zeros(size), staged.new_zeros(size))
+
+    def layer(self, layer: int) -> LayerKV:
+        self._landed(layer)
+        staged, kv = self._staging.tensor[layer], self._kv
+        if layer not in self._turned:
+            self._turned.add(layer)
+            self._turn(layer, staged[0])
+        self._prefix.read(layer, kv.keys, kv.values)
+        for place in self._places:
+            there = slice(place.position, place.position + place.length)
+            here = slice(place.first, place.first + place.length)
+            kv.keys[there], kv.values[there] = staged[0, here], staged[1, here]
+        return kv
+
+    def _turn(self, layer: int, keys: Tensor) -> None:
+        """Rotate the staged K of a layer to where it will stand; bit for bit where it stays."""
+        rope = self._ropes[layer]
+        for place in self._places:
+            if rope is not None and place.distance:
+                part = keys[place.first : place.first + place.length]
+                part.copy_(rope.shift(part.transpose(0, 1), place.distance).transpose(0, 1))
+
+    def write(self, layer: int, kv: LayerKV) -> None:
+        self._sink(layer, kv)

@@ -1,0 +1,98 @@
+"""A real small model over paged KV in TensorRT-LLM's layout, in float32 on a CPU.
+
+The layers' own steps are those of `kvcore.fusion.reference.Decoder`. KV goes to one tensor a rank,
+
+    [pages, layers, 2, heads of the rank * page_tokens * head_dim]     inner order HND or NHD
+
+and is read back from there for attention, so what a connector puts into a page decides the output.
+Pages begin as NaN: KV that nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcore.errors import ConfigError
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.reference import Decoder
+
+__all__ = ["PagedModel", "Rows", "load"]
+
+Hook = Callable[[int], None]
+
+
+def load(folder: Path) -> Any:
+    """The checkpoint in ``folder`` as a Hugging Face model in float32."""
+    import transformers
+
+    hf: Any = transformers
+    return hf.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ..."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+class PagedModel:
+    """``model`` (Hugging Face) with its KV in ``num_pages`` pages, split by heads over ``ranks``.
+
+    ``pools[rank]`` is the tensor that a rank's connector is given.
+    """
+
+    def __init__(
+        self, model: Any, num_pages: int, page_tokens: int, ranks: int = 1, order: str = "HND"
+    ) -> None:
+        config = model.config
+        heads, dim = config.num_key_value_heads, config.head_dim
+        if heads % ranks:
+            raise ConfigError(f"{heads} KV heads over {ranks} ranks; supported is a divisor")
+        self.decoder = Decoder(model)
+        self.page_tokens = page_tokens
+        own = heads // ranks
+        shape = (num_pages, config.num_hidden_layers, 2, own * page_tokens * dim)
+        self.pools = [torch.full(shape, torch.nan) for _ in range(ranks)]
+        inner = (own, page_tokens, dim) if order == "HND" else (page_tokens, own, dim)
+        views = [pool.view(*shape[:3], *inner) for pool in self.pools]
+        # [pages, layers, 2, tokens, heads, dim] whatever the order in memory
+        self._views = [v.transpose(3, 4) if order == "HND" else v for v in views]
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[Rows], before: Hook, after: Hook) -> list[int]:
+        """The greedy next token of each request. ``before`` and ``after`` are called around each
+        layer, once for the whole batch."""
+        hidden = [self.decoder.embed(torch.tensor(rows.tokens)) for rows in batch]
+        for layer in range(self.decoder.layers):
+            before(layer)
+            hidden = [self._layer(layer, h, r) for h, r in zip(hidden, batch, strict=True)]
+            after(layer)
+        return [int(self.decoder.logits(h[-1:])[0].argmax()) for h in hidden]
+
+    def _layer(self, layer: int, hidden: Tensor, rows: Rows) -> Tensor:
+        stop = rows.start + len(rows.tokens)
+        positions = torch.arange(rows.start, stop)
+        own = self.decoder.project(layer, hidden, positions)
+        table = torch.tensor(rows.pages)
+        pages, offsets = table[positions // self.page_tokens], positions % self.page_tokens
+        for kv, values in enumerate((own.keys, own.values)):
+            parts = values.chunk(len(self.pools), dim=1)
+            for view, part in zip(self._views, parts, strict=True):
+                view[pages, layer, kv, offsets] = part
+        everything = torch.arange(stop)
+        pages, offsets = table[everything // self.page_tokens], everything % self.page_tokens
+        keys, values = (
+            torch.cat([view[pages, layer, kv, offsets] for view in self._views], dim=1)
+            for kv in (0, 1)
+        )
+        attended = self.decoder.attend(layer, own.queries, positions, LayerKV(keys, values))
+        return self.decoder.finish(layer, hidden, attended)

@@ -1,0 +1,79 @@
+"""A request as the executor and a connector see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["LlmRequest", "State"]
+
+
+class State(Enum):
+    """Where a request is. LOADING and SAVING wait for a connector."""
+
+    QUEUED = "queued"
+    CONTEXT = "context"
+    LOADING = "loading"
+    GENERATING = "generating"
+    SAVING = "saving"
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+@dataclass(eq=False)
+class LlmRequest:
+    """Stands in for the engine's request, with the names a connector may read.
+
+    ``tokens`` are those the scheduler knows. With overlap the last sampled one is on the device
+    only (``ahead``) for an iteration. ``computed`` counts tokens whose KV the forward has written
+    or a page has brought.
+    """
+
+    request_id: int
+    tokens: list[int]
+    max_tokens: int
+    cache_salt: str | None = None
+    lora_task_id: int | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    multimodal_positions: list[int] | None = None
+    multimodal_lengths: list[int] | None = None
+    state: State = State.QUEUED
+    pages: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    computed: int = 0
+    num_connector_matched_tokens: int = 0
+    prompt_len: int = 0
+    cached_tokens: int = 0
+    is_dummy_request: bool = False
+    added: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+
+    @property
+    def py_request_id(self) -> int:
+        return self.request_id
+
+    def get_tokens(self, beam: int) -> list[int]:
+        assert beam == 0, "one beam"
+        return list(self.tokens)
+
+    @property
+    def salt(self) -> str:
+        """What the engine's own reuse keeps apart."""
+        return f"{self.cache_salt}|{self.lora_task_id}|{self.multimodal_hashes}"
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far, those the scheduler does not know yet included."""
+        return len(self.tokens) - self.prompt_len + len(self.ahead)
+
+    @property
+    def everything(self) -> Sequence[int]:
+        """All tokens as the device has them."""
+        return [*self.tokens, *self.ahead]

@@ -1,0 +1,314 @@
+"""Fusion in a real vLLM: right where it must be exact, and never exact where it is not."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
+from kvcore.testing.asking import small_engine as engine
+from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.models import tiny_lora, tiny_model
+from kvcore.testing.prompts import windows
+
+pytestmark = pytest.mark.engine
+
+FAULTY = Path(__file__).with_name("faulty")
+REUSE: dict[str, Any] = {"ratio": 0.0}
+ALL: dict[str, Any] = {"ratio": 1.0}
+EXACT: dict[str, Any] = {"enabled": False}
+
+
+def config(**fusion: Any) -> dict[str, Any]:
+    return {"host": {"capacity": "256MiB"}, "fusion": {"enabled": True, **fusion}}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Iterator[Reference]:
+    with engine(model, None, enable_prefix_caching=False) as process:
+        yield Reference(process)
+
+
+@pytest.fixture(scope="module")
+def chunks(model: Path) -> list[list[int]]:
+    return windows(model, 6, 150, 260, seed=31)
+
+
+@pytest.fixture(scope="module")
+def process(model: Path) -> Iterator[EngineProcess]:
+    """One engine for what can share one; steps are short, so that prompts are cut."""
+    with engine(model, config(), max_num_batched_tokens=512) as made:
+        yield made
+
+
+@pytest.fixture
+def warmed(process: EngineProcess, chunks: list[list[int]]) -> EngineProcess:
+    """That engine, knowing the chunks and nothing else."""
+    process.reset_prefix_cache(connector=True)
+    warm(process, chunks)
+    return process
+
+
+def prompts(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
+    """Some chunks each, in another order, between words of their own."""
+    picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
+    made = []
+    for number in range(count):
+        chosen = picks.sample(range(len(chunks)), 3)
+        own = words[4 * number : 4 * number + 4]
+        prompt = list(own[0])
+        for gap, chunk in zip(own[1:], chosen, strict=True):
+            prompt += [*chunks[chunk], *gap]
+        made.append(prompt)
+    return made
+
+
+def warm(process: EngineProcess, chunks: Sequence[Sequence[int]], **options: Any) -> None:
+    answers(process, chunks, max_tokens=1, fusion=EXACT, **options)
+    settled(process)
+
+
+def blended(got: Sequence[Generation]) -> list[int]:
+    """Tokens each answer took from chunks."""
+    return [a.kvcore.get("fusion", {}).get("blended_tokens", 0) for a in got]
+
+
+def test_everything_recomputed_is_the_engines_own_answer(
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    """One by one, several in a step, and with others prefilling and decoding beside."""
+    asked = prompts(model, chunks, 12, seed=1)
+    for batch in (1, 4):
+        got = answers(warmed, asked, batch=batch, fusion=ALL, max_tokens=8)
+        same(got, reference(asked))
+        assert min(blended(got)) >= 400, blended(got)
+        settled(warmed)
+
+
+def test_blends_side_by_side_share_nothing(
+    model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    """Answers of pure reuse do not depend on what is blended or decoded in the same steps."""
+    asked = prompts(model, chunks, 8, seed=3)
+    alone = []
+    for prompt in asked:
+        alone += answers(warmed, [prompt], fusion=REUSE)
+        settled(warmed)
+    together = answers(warmed, asked, batch=8, fusion=REUSE)
+    same(together, alone)
+    assert min(blended(together)) >= 400
+
+
+def test_a_prefix_that_is_computed_in_the_same_step(
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    """vLLM shares pages before they are computed; a blend must not read them then."""
+    own = windows(model, 1, 400, 400, seed=41)[0]
+    rest = windows(model, 1, 300, 300, seed=42)[0]
+    asked = [own + rest, *([*own, *chunk, 7, 8] for chunk in chunks[:3])]
+    for _ in range(3):
+        got = answers(warmed, asked, batch=len(asked), fusion=ALL)
+        same(got, reference(asked))
+        assert min(blended(got)[1:]) >= 100
+        warmed.reset_prefix_cache(connector=True)
+        warm(warmed, chunks)
+
+
+def test_wishes_that_make_no_sense(
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    asked = prompts(model, chunks, 1, seed=11)
+    wrong: dict[str, Any] = {
+        "ratio": 1.5,
+        "chunks": [[10, 5]],
+        "share": 0.1,
+    }
+    for name, value in wrong.items():
+        got = answers(warmed, asked, fusion={name: value})
+        same(got, reference(asked))
+        assert name in got[0].kvcore["fusion"]["error"]
+
+
+def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
+    reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
+) -> None:
+    """Prompts are blended first and then asked for exactly: at once, with vLLM's own cache
+    emptied, as the next turn of the blended one, and after a restart. There, the chunks come from
+    disk, found by search and by offsets."""
+    asked = prompts(model, chunks, 8, seed=2)
+    settings = {**config(), "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"}}
+    with engine(model, settings) as process:
+        warm(process, chunks)
+        rough = answers(process, asked, fusion=REUSE)
+        assert min(blended(rough)) >= 400
+        right = reference(asked)
+        assert sum(a.token_ids != b.token_ids for a, b in zip(rough, right, strict=True)) >= 4
+        same(answers(process, asked[:4], fusion=EXACT), right[:4])
+        again = answers(process, asked[:4], fusion=REUSE)  # now held exactly, as prefixes
+        same(again, right[:4])
+        settled(process)
+        turns = [[*p, *a.token_ids, 5, 6, 7] for p, a in zip(asked, rough, strict=True)]
+        same(answers(process, turns[4:], fusion=EXACT), reference(turns[4:]))
+    first, second = len(chunks[4]), len(chunks[0])
+    pair = chunks[4] + chunks[0] + [5] * 9
+    with engine(model, settings) as process:
+        [found] = answers(process, [pair], fusion=ALL)
+        settled(process)
+        [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
+        same([found, marked], reference([pair, pair]))
+        # the first chunk is a plain prefix; of the second, whole blocks are found, or in a prompt
+        # that had it in its middle all of it
+        assert blended([found])[0] >= second // 16 * 16
+        assert blended([marked]) == [second // 16 * 16]
+        assert counted(process, "kvcore_transfer_bytes_total", path="disk2h") > 0
+        same(answers(process, asked, fusion=EXACT), right)
+
+
+def test_preemption_and_eviction(
+    reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
+) -> None:
+    """Device, host and disk are far too small for the work: blends are taken back and made anew,
+    chunks leave while requests wait. Everything recomputed, answers are the engine's own."""
+    asked = prompts(model, chunks, 12, seed=12)
+    settings = {
+        **config(),
+        "host": {"capacity": "5MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "40MiB"},
+    }
+    limits: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 128}
+    with engine(model, settings, max_num_batched_tokens=256, **limits) as process:
+        warm(process, chunks)
+        made = 0
+        for _ in range(2):
+            lengths = [ANSWER if i % 3 else 120 for i in range(len(asked))]
+            futures = [
+                process.submit(prompt, length, fusion=ALL)
+                for prompt, length in zip(asked, lengths, strict=True)
+            ]
+            got = [future.result(300) for future in futures]
+            for a, b in zip(got, reference(asked), strict=True):
+                assert a.token_ids[:ANSWER] == b.token_ids[:ANSWER], a.kvcore
+            made += sum(map(bool, blended(got)))
+            settled(process)
+        assert made > 0
+        assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
+        assert counted(process, "kvcore_evictions_total", tier="host") > 0
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral", "gemma", "phi3"])
+def test_other_shapes_of_models(arch: str) -> None:
+    """With everything recomputed the answers are the exact ones, with pure reuse they are not.
+
+    Gemma repeats its last token whatever it reads; there it is told by log-probabilities, for which
+    vLLM's CPU build compiles something first.
+    """
+    other = tiny_model(arch, layers=3, sliding_window=0)
+    chunks = windows(other, 4, 150, 200, seed=51)
+    asked = prompts(other, chunks, 3, seed=52)
+    logprobs = arch == "gemma"
+    with engine(other, config()) as process:
+        warm(process, chunks)
+        rough = answers(process, asked, fusion=REUSE, logprobs=logprobs)
+        got = answers(process, asked, fusion=ALL, logprobs=logprobs)
+        expected = answers(process, asked, fusion=EXACT, logprobs=logprobs)
+    same(got, expected)
+    assert min(blended(got)) >= 400
+    if logprobs:
+        for a, b, c in zip(got, expected, rough, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-3)
+            assert c.logprobs[0] != pytest.approx(b.logprobs[0], abs=2e-3)
+    else:
+        assert any(a.token_ids != b.token_ids for a, b in zip(rough, expected, strict=True))
+
+
+def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
+    other = tiny_model("gemma3", layers=2)
+    chunks = windows(other, 4, 150, 200, seed=61)
+    asked = prompts(other, chunks, 2, seed=62)
+    with engine(other, config()) as process:
+        warm(process, chunks)
+        first = answers(process, asked, fusion=REUSE)
+        settled(process)
+        second = answers(process, asked, fusion=REUSE)
+        same(second, first)
+        assert blended(first) + blended(second) == [0, 0, 0, 0]
+        assert sum(a.reused_tokens for a in second) > 0
+        assert "exact prefixes only" in process.log.read_text()
+
+
+def test_tensor_parallel_ranks_choose_the_same_rows(
+    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+) -> None:
+    asked = prompts(model, chunks, 4, seed=7)
+    single = answers(warmed, asked, fusion={"ratio": 0.2})
+    with engine(model, config(), tensor_parallel_size=2) as process:
+        warm(process, chunks)
+        same(answers(process, asked, fusion={"ratio": 0.2}), single)
+        settled(process)
+        everything = answers(process, asked, fusion=ALL)
+        same(everything, reference(asked))
+        assert min(blended(everything)) >= 400
+
+
+def test_compiled(reference: Reference, model: Path, chunks: list[list[int]]) -> None:
+    asked = prompts(model, chunks, 4, seed=8)
+    with engine(model, config(), enforce_eager=False) as process:
+        warm(process, chunks)
+        got = answers(process, asked, fusion=ALL)
+        same(got, reference(asked))
+        assert min(blended(got)) >= 400
+
+
+def test_adapters(
+    reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
+) -> None:
+    """Chunks are those of the adapter, and their rows are recomputed with it."""
+    adapter = tiny_lora(tmp_path / "lora", model, seed=3)
+    asked = prompts(model, chunks, 3, seed=9)
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with engine(model, config(), **lora) as process:
+        warm(process, chunks, lora=adapter)
+        got = answers(process, asked[:1], fusion=ALL)
+        same(got, reference(asked[:1]))
+        assert blended(got) == [0], "chunks of the adapter were used without it"
+        process.reset_prefix_cache(connector=True)
+        warm(process, chunks, lora=adapter)
+        warm(process, chunks)
+        plain = answers(process, asked, fusion=ALL)
+        same(plain, reference(asked))
+        adapted = answers(process, asked, lora=adapter, fusion=ALL)
+        assert min(blended(plain + adapted)) >= 400
+        process.reset_prefix_cache(connector=True)
+        own = answers(process, asked, lora=adapter, fusion=EXACT)
+        same(adapted, own)
+        assert [a.token_ids for a in own] != [a.token_ids for a in plain]
+
+
+def test_a_blend_that_fails_is_computed_by_the_engine(
+    reference: Reference, model: Path, chunks: list[list[int]]
+) -> None:
+    """A third party's selector raises, at first now and then and later always."""
+    asked = prompts(model, chunks, 10, seed=10)
+    path = os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")])
+    with engine(model, config(selector="faulty"), env={"PYTHONPATH": path}) as process:
+        warm(process, chunks)
+        got = answers(process, asked, fusion={"ratio": 0.999})
+        right = reference(asked)
+        failed = [
+            i for i, a in enumerate(got) if "recomputed_share" not in a.kvcore.get("fusion", {})
+        ]
+        assert 3 <= len(failed) < len(got), [a.kvcore for a in got]
+        same([got[i] for i in failed], [right[i] for i in failed])
+        settled(process)
+        same(answers(process, asked, fusion=EXACT), right)
+        assert "exact prefixes only" in process.log.read_text()

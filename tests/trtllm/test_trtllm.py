@@ -1,0 +1,709 @@
+"""The TensorRT-LLM connector in its harness: output as without a connector, and the rules."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvcore import worker as kvcore_worker  # after the skip
+from kvcore.errors import TransferError, UnsupportedError
+from kvcore.testing.models import tiny_model
+from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, State, installed
+from kvcore.testing.trtllm.model import load
+from kvcore.transfer.graph import Path as Direction
+from kvcore.transfer.graph import RowError
+
+ANSWER = 6
+BLOCK = 16
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    picks = random.Random(seed)
+    return [picks.randrange(1, 49152) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Iterator[Any]:
+    """The adapter's connector module, imported over the stand-ins."""
+    with installed("1.3"):
+        import kvcore_trtllm.connector
+
+        yield kvcore_trtllm.connector
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, model: Any) -> Iterator[Callable[..., list[int]]]:
+    """Answers of the same engine without a connector, each asked once."""
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    with Harness(folder, HarnessArgs(num_pages=128), model=model) as plain:
+
+        def ask(prompt: list[int], max_tokens: int = ANSWER) -> list[int]:
+            place = (tuple(prompt), max_tokens)
+            if place not in known:
+                [known[place]] = plain.generate([prompt], max_tokens)
+                plain.forget()
+            return known[place]
+
+        yield ask
+
+
+Make = Callable[..., Harness]
+
+
+@pytest.fixture
+def make(folder: Path, model: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes harnesses with kvcore in them, and checks when they end that nothing is left over."""
+    import json
+
+    made: list[Harness] = []
+
+    def build(
+        kvcore: dict[str, Any] | None = None,
+        limits: Limits | None = None,
+        llm_args: dict[str, Any] | None = None,
+        connector: tuple[type, type] | None = None,
+        **args: Any,
+    ) -> Harness:
+        settings = {
+            "host": {"capacity": "16MiB"},
+            "block": {"tokens": BLOCK},
+            "trtllm": {"min_load_tokens": 1, "stage_wait_s": 30},
+            "log": {"level": "debug"},
+        }
+        for table, values in (kvcore or {}).items():
+            settings[table] = {**settings.get(table, {}), **values}  # type: ignore[dict-item]
+        monkeypatch.setenv("TRTLLM_KVCORE_CONFIG", json.dumps(settings))
+        harness = Harness(
+            folder,
+            HarnessArgs(limits=limits or Limits(), **args),
+            connector=connector or (adapter.KVCoreScheduler, adapter.KVCoreWorker),
+            llm_args=llm_args,
+            model=model,
+        )
+        made.append(harness)
+        return harness
+
+    yield build
+    for harness in made:
+        leader = harness.scheduler and harness.scheduler._leader
+        if leader:
+            leader.check_integrity()
+        harness.table.check_integrity()
+        harness.close()
+
+
+def leader(harness: Harness) -> Any:
+    return harness.scheduler._leader
+
+
+def settle(harness: Harness) -> None:
+    """Iterate until every save is published, then forget the engine's own cache."""
+    limit = time.monotonic() + 30
+    harness.run()
+    while leader(harness).manager.in_flight:
+        # A step with work carries graphs to the workers, a poll brings reports.
+        harness.generate([tokens(999, 3)], max_tokens=2)
+        assert time.monotonic() < limit, "saves that never end"
+    harness.forget()
+
+
+def loaded(harness: Harness) -> int:
+    """Tokens promised to the engine so far."""
+    tiers = leader(harness).metrics.snapshot().get("kvcore_lookup_tokens_total", {})
+    return int(sum(count for labels, count in tiers.items() if labels.startswith("hit")))
+
+
+# --- equality ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_miss_then_hit(make: Make, reference: Any, ranks: int, overlap: bool, order: str) -> None:
+    harness = make(ranks=ranks, order=order, limits=Limits(overlap=overlap))
+    prompt = tokens(1, 100)
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(harness) == 0
+    settle(harness)
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(harness) == 96  # six whole blocks
+
+
+def test_the_last_token_is_always_computed(make: Make, reference: Any) -> None:
+    harness = make()
+    prompt = tokens(1, 6 * BLOCK)
+    harness.generate([prompt], 1)
+    settle(harness)
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(harness) == 6 * BLOCK - 1
+
+
+@pytest.mark.parametrize("block", [8, 32, 64])
+def test_blocks_unlike_pages(make: Make, reference: Any, block: int) -> None:
+    harness = make({"block": {"tokens": block}})
+    prompts = [tokens(1, 150), [*tokens(1, 90), *tokens(2, 50)]]
+    for prompt in (*prompts, *prompts):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        settle(harness)
+    expected = [90 // block * block, 150 // block * block, 140 // block * block]
+    assert loaded(harness) == sum(expected)
+
+
+def test_what_the_engine_holds_is_not_loaded_again(make: Make, reference: Any) -> None:
+    """The engine has the first pages, kvcore the rest: units before are left alone."""
+    harness = make({"block": {"tokens": 64}})
+    prompt = tokens(1, 200)
+    harness.generate([prompt], 1)
+    settle(harness)
+    assert harness.generate([prompt[:40]], ANSWER) == [reference(prompt[:40])]
+    before = loaded(harness)
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(harness) - before == 192 - 32
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_chunk_and_every_decoded_block_is_kept(
+    make: Make, reference: Any, overlap: bool
+) -> None:
+    limits = Limits(max_num_tokens=64, chunked=True, overlap=overlap)
+    harness = make(limits=limits)
+    prompt = tokens(1, 150)
+    [answer] = harness.generate([prompt], 40)
+    assert answer == reference(prompt, 40)
+    settle(harness)
+    longer = [*prompt, *answer, *tokens(2, 9)]
+    before = loaded(harness)
+    assert harness.generate([longer], ANSWER) == [reference(longer)]
+    # All but the last answer token was computed: 189 tokens, 11 whole blocks.
+    assert loaded(harness) - before == 176
+
+
+def test_generated_tokens_can_be_left_out(make: Make, reference: Any) -> None:
+    harness = make({"trtllm": {"save_decode": False}})
+    prompt = tokens(1, 40)
+    [answer] = harness.generate([prompt], 40)
+    settle(harness)
+    assert harness.generate([[*prompt, *answer]], ANSWER) == [reference([*prompt, *answer])]
+    assert loaded(harness) == 32
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_requests_that_share_prefixes(make: Make, reference: Any, overlap: bool) -> None:
+    harness = make(num_pages=48, limits=Limits(overlap=overlap, max_batch_size=4))
+    shared = tokens(1, 70)
+    prompts = [[*shared, *tokens(seed, 20 + seed)] for seed in range(2, 10)]
+    for _ in range(2):
+        got = harness.generate(prompts, ANSWER)
+        assert got == [reference(prompt) for prompt in prompts]
+        settle(harness)
+    assert loaded(harness) >= 4 * 80 + 4 * 31  # the first four at once, then what they lack
+
+
+@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_eviction_under_pressure(
+    make: Make, reference: Any, overlap: bool, ranks: int, parks: bool
+) -> None:
+    """Few pages: those that saves read and loads write to are given away all the time."""
+    harness = make(
+        {"transfer": {"sync_load_max": 0 if parks else "1GiB"}, "host": {"capacity": "2MiB"}},
+        ranks=ranks,
+        num_pages=10,
+        limits=Limits(overlap=overlap, chunked=True, max_num_tokens=64),
+    )
+    prompts = [tokens(seed, 60 + 10 * seed) for seed in range(8)]
+    picks = random.Random(0)
+    for _ in range(3):
+        picks.shuffle(prompts)
+        assert harness.generate(prompts, ANSWER) == [reference(prompt) for prompt in prompts]
+    assert harness.table.evicted > 0
+    assert loaded(harness) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_large_loads_park_the_request(
+    make: Make, reference: Any, overlap: bool, ranks: int
+) -> None:
+    harness = make({"transfer": {"sync_load_max": 0}}, ranks=ranks, limits=Limits(overlap=overlap))
+    prompts = [tokens(seed, 100) for seed in range(3)]
+    harness.generate(prompts, ANSWER)
+    settle(harness)
+    del harness.calls[:]
+    assert harness.generate(prompts, ANSWER) == [reference(prompt) for prompt in prompts]
+    polls = [call.detail for call in harness.calls if call.name == "get_finished"]
+    assert sum(len(loading) for _, loading in polls) == 3
+    assert harness.count("get_num_new_matched_tokens") == 3
+
+
+# --- kept apart -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_salt": "b"},
+        {"lora_task_id": 7},
+        {"multimodal_hashes": [[1, 2]], "multimodal_positions": [4], "multimodal_lengths": [8]},
+    ],
+    ids=["salt", "lora", "picture"],
+)
+def test_what_must_not_be_shared_is_not(make: Make, fields: dict[str, Any]) -> None:
+    harness = make()
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    harness.generate([prompt], 1, **fields)
+    assert loaded(harness) == 0
+    settle(harness)
+    harness.generate([prompt], 1, **fields)
+    assert loaded(harness) == 96
+
+
+def test_pictures_before_which_tokens_agree_share_that(make: Make) -> None:
+    harness = make()
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    picture = {
+        "multimodal_hashes": [[1, 2]],
+        "multimodal_positions": [50],
+        "multimodal_lengths": [8],
+    }
+    harness.generate([prompt], 1, **picture)
+    assert loaded(harness) == 48
+
+
+@pytest.mark.parametrize(
+    "fields", [{"is_dummy_request": True}, {"prompt_embedding_table": object()}]
+)
+def test_requests_that_tokens_do_not_tell_are_left_alone(
+    make: Make, fields: dict[str, Any]
+) -> None:
+    harness = make()
+    for _ in range(2):
+        request = harness.submit(tokens(1, 100), 2)
+        for name, value in fields.items():
+            setattr(request, name, value)
+        harness.run()
+        settle(harness)
+    assert leader(harness).manager.index.num_used("host") == 0
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_calls_and_their_number(make: Make, model: Any, overlap: bool) -> None:
+    harness = make(limits=Limits(overlap=overlap))
+    harness.generate([tokens(1, 20)], 8)
+    saving = any(c.detail[0] for c in harness.calls if c.name == "get_finished")
+    layers = model.config.num_hidden_layers
+    assert harness.count("build_connector_meta") == 8
+    assert harness.count("start_load_kv") == 8
+    assert harness.count("get_finished") >= 8 + overlap
+    assert harness.count("get_finished") == 8 + overlap or saving
+    for name in ("wait_for_layer_load", "save_kv_layer"):
+        hooks = [call.detail for call in harness.calls if call.name == name]
+        assert hooks == list(range(layers)) * 8
+
+
+def test_signatures_are_the_engines(adapter: Any) -> None:
+    import inspect
+
+    from kvcore.testing.trtllm.standins import (
+        KvCacheConnectorScheduler,
+        KvCacheConnectorWorker,
+    )
+
+    pairs = [
+        (adapter.KVCoreScheduler, KvCacheConnectorScheduler),
+        (adapter.KVCoreWorker, KvCacheConnectorWorker),
+    ]
+    for ours, theirs in pairs:
+        for name, method in inspect.getmembers(theirs, inspect.isfunction):
+            expected = list(inspect.signature(method).parameters)
+            assert list(inspect.signature(getattr(ours, name)).parameters) == expected, name
+
+
+@pytest.mark.parametrize("version", ["1.2", "1.3"])
+def test_the_version_is_found_by_its_module(version: str) -> None:
+    from kvcore_trtllm import engine
+
+    with installed(version):
+        names = engine.find()
+        assert names.worker.__name__ == "KvCacheConnectorWorker"
+
+
+def test_without_the_engine_the_adapter_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvcore_trtllm import engine
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UnsupportedError, match=r"Install tensorrt_llm 1\.2 or 1\.3"):
+        engine.find()
+
+
+# --- copies that take their time --------------------------------------------------------------
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What to do to copies between host memory and pages.
+
+    ``load`` and ``save`` are seconds to wait, ``loads`` and ``saves`` are gates to wait for,
+    ``fail`` is a number of load ops of one rank to fail from now on.
+    """
+    control: dict[str, Any] = {"load": 0.0, "save": 0.0, "fail": 0, "victim": None}
+    for gate in ("loads", "saves"):
+        control[gate] = threading.Event()
+        control[gate].set()
+    run = kvcore_worker._DeviceCopy.run
+
+    def controlled(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
+        loads = op.path is Direction.H2D
+        time.sleep(control["load" if loads else "save"])
+        control["loads" if loads else "saves"].wait(timeout=60)
+        if loads and control["fail"] and control["victim"] in (None, self):
+            control["fail"] -= 1
+            control["victim"] = self
+            return dict.fromkeys(rows, RowError.INTERNAL)
+        return run(self, graph, op, rows)
+
+    monkeypatch.setattr(kvcore_worker._DeviceCopy, "run", controlled)
+    return control
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pages_stay_until_slow_saves_have_read_them(
+    make: Make, reference: Any, copies: dict[str, Any], ranks: int, overlap: bool
+) -> None:
+    """Each prompt takes all pages, so each save's pages are wanted by the next request at once."""
+    harness = make(ranks=ranks, num_pages=4, limits=Limits(overlap=overlap))
+    prompts = [tokens(seed, 100) for seed in range(3)]
+    for prompt in prompts:
+        copies["saves"].clear()
+        request = harness.submit(prompt, 2)
+        harness.step_until(request, State.SAVING)
+        assert request.generated == reference(prompt, 2)
+        harness.executor.step()
+        assert harness.table.available == 0
+        copies["saves"].set()
+        harness.run()
+    polls = [call.detail for call in harness.calls if call.name == "get_finished"]
+    told = [request_id for saving, _ in polls for request_id in saving]
+    assert len(told) == len(set(told)) == 3  # each save was asynchronous, and waited for
+    settle(harness)
+    for prompt in prompts:
+        assert harness.generate([prompt], 2) == [reference(prompt, 2)]
+    assert loaded(harness) == 3 * 96
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_slow_loads_are_waited_for(
+    make: Make, reference: Any, copies: dict[str, Any], parks: bool
+) -> None:
+    harness = make({"transfer": {"sync_load_max": 0 if parks else "1GiB"}})
+    prompts = [tokens(seed, 100) for seed in range(2)]
+    harness.generate(prompts, 1)
+    settle(harness)
+    copies["load"] = 0.05
+    assert harness.generate(prompts, ANSWER) == [reference(prompt) for prompt in prompts]
+    assert loaded(harness) == 2 * 96
+
+
+# --- aborts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "state", [State.QUEUED, State.CONTEXT, State.LOADING, State.GENERATING, State.SAVING]
+)
+def test_abort_in_every_state(
+    make: Make, reference: Any, copies: dict[str, Any], state: State, ranks: int, told: bool
+) -> None:
+    """Whatever was under way, the pages serve the next request, whose answer is right."""
+    limits = Limits(chunked=True, max_num_tokens=64, tells_of_aborts=told)
+    harness = make({"transfer": {"sync_load_max": 0}}, ranks=ranks, num_pages=6, limits=limits)
+    known, other = tokens(1, 150), tokens(2, 150)
+    if state is State.LOADING:
+        harness.generate([known], 1)
+        settle(harness)
+    copies["load"] = copies["save"] = 0.03
+    for gate in ("loads", "saves"):
+        copies[gate].clear()
+    request = harness.submit(known, 4)
+    if state is not State.QUEUED:
+        harness.step_until(request, state)
+    harness.abort(request)
+    for gate in ("loads", "saves"):  # what is under way goes on well after pages changed hands
+        threading.Timer(0.3, copies[gate].set).start()
+    after = harness.submit(other, ANSWER)
+    harness.run()
+    assert after.generated == reference(other)
+    assert request.state is (State.DONE if state is State.SAVING else State.ABORTED)
+    settle(harness)
+    for prompt in (known, other):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        harness.forget()
+
+
+def test_aborted_requests_are_collected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcore_trtllm import scheduler
+
+    monkeypatch.setattr(scheduler, "FORGET_AFTER", 16)
+    harness = make()
+    for seed in range(5):
+        request = harness.submit(tokens(seed, 40), 30)
+        harness.step_until(request, State.GENERATING)
+        harness.abort(request)
+        harness.run()
+    assert leader(harness).tracked == 5
+    harness.generate([tokens(9, 20)], 40)
+    assert leader(harness).tracked == 0
+
+
+def test_a_request_that_is_silent_and_alive_is_not_lost(
+    make: Make, reference: Any, copies: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parked request is not mentioned while others run, however long that takes."""
+    from kvcore_trtllm import scheduler
+
+    monkeypatch.setattr(scheduler, "FORGET_AFTER", 8)
+    harness = make({"transfer": {"sync_load_max": 0}})
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    copies["loads"].clear()
+    parked = harness.submit(prompt, ANSWER)
+    running = harness.submit(tokens(2, 20), 24)
+    harness.step_until(running, State.DONE)
+    assert parked.state is State.LOADING
+    copies["loads"].set()
+    harness.run()
+    assert parked.generated == reference(prompt)
+
+
+# --- loads that fail --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_that_fails_is_tried_again(
+    make: Make, reference: Any, copies: dict[str, Any], parks: bool, ranks: int
+) -> None:
+    harness = make({"transfer": {"sync_load_max": 0 if parks else "1GiB"}}, ranks=ranks)
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    copies["fail"] = 1
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    assert copies["fail"] == 0
+    assert loaded(harness) == 96
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_that_cannot_be_had_fails_the_step(
+    make: Make, copies: dict[str, Any], layerwise: bool
+) -> None:
+    """An error is answered, never a wrong token; the engine turns the exception into that."""
+    harness = make({"trtllm": {"layerwise": layerwise}})
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    copies["fail"] = 1000
+    request = harness.submit(prompt, ANSWER)
+    with pytest.raises(TransferError, match="3 attempts"):
+        harness.run()
+    assert request.generated == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parked_load_that_cannot_be_had_fails_its_step_on_every_rank(
+    make: Make, copies: dict[str, Any], ranks: int
+) -> None:
+    """It is reported, for else the request would wait for ever; then no rank lets it answer."""
+    harness = make({"transfer": {"sync_load_max": 0}}, ranks=ranks)
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    copies["fail"] = 3  # all attempts of one rank
+    request = harness.submit(prompt, ANSWER)
+    with pytest.raises(TransferError, match="did not arrive"):
+        harness.run()
+    assert request.generated == []
+
+
+# --- nothing raises out of the scheduler ------------------------------------------------------
+
+
+def test_an_error_in_a_lookup_is_a_miss(
+    make: Make, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    monkeypatch.setattr(leader(harness), "_hit", lambda *_: 1 / 0)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(harness) == 0
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_an_error_after_the_promise_fails_the_step(
+    make: Make, reference: Any, monkeypatch: pytest.MonkeyPatch, parks: bool
+) -> None:
+    harness = make({"transfer": {"sync_load_max": 0 if parks else "1GiB"}})
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    monkeypatch.setattr(leader(harness), "_load", lambda *_: 1 / 0)
+    request = harness.submit(prompt, ANSWER)
+    with pytest.raises(TransferError, match=r"did not arrive|could not plan"):
+        harness.run()
+    assert request.generated == []
+
+
+def test_an_error_at_the_end_of_a_request_costs_its_blocks(
+    make: Make, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    prompt = tokens(1, 100)
+    monkeypatch.setattr(leader(harness), "finished", lambda *_: 1 / 0)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        harness.forget()
+
+
+def test_an_error_in_the_books_ends_promises_and_saves(
+    make: Make, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    prompt = tokens(1, 100)
+    monkeypatch.setattr(leader(harness).manager, "complete", lambda *_: 1 / 0)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        harness.forget()
+    assert loaded(harness) == 0
+
+
+# --- graphs that skip the hooks ---------------------------------------------------------------
+
+
+def test_replayed_graphs_skip_the_hooks(make: Make, reference: Any) -> None:
+    """With CUDA graphs on, loads are waited for before the forward."""
+    harness = make(limits=Limits(replays=True), llm_args={"cuda_graph_config": object()})
+    prompt = tokens(1, 100)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        settle(harness)
+    assert loaded(harness) == 96
+    assert harness.count("wait_for_layer_load") == 0
+
+
+def test_hooks_skipped_without_a_word_are_noticed(make: Make, copies: dict[str, Any]) -> None:
+    harness = make(limits=Limits(replays=True))
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    copies["load"] = 0.05
+    request = harness.submit(prompt, ANSWER)
+    with pytest.raises(TransferError, match=r"trtllm\.layerwise"):
+        harness.run()
+    assert request.generated == []
+
+
+# --- tiers below host memory ------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
+
+
+def test_a_restart_finds_what_was_on_disk(make: Make, reference: Any, disk: dict[str, Any]) -> None:
+    prompt = tokens(1, 300)
+    first = make(disk)
+    first.generate([prompt], 1)
+    settle(first)
+    first.close()
+    second = make(disk)
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(second) == 288
+
+
+def test_what_comes_late_serves_the_next_request(
+    make: Make, reference: Any, disk: dict[str, Any]
+) -> None:
+    prompt = tokens(1, 300)
+    first = make(disk)
+    first.generate([prompt], 1)
+    settle(first)
+    first.close()
+    second = make({**disk, "trtllm": {"stage_wait_s": 0}})
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(second) < 288
+    settle(second)
+    before = loaded(second)
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(second) - before == 288
+
+
+def test_two_ranks_bring_it_for_the_next_request(
+    make: Make, reference: Any, disk: dict[str, Any]
+) -> None:
+    prompt = tokens(1, 300)
+    first = make(disk, ranks=2)
+    first.generate([prompt], 1)
+    settle(first)
+    first.close()
+    second = make(disk, ranks=2)
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(second) == 0
+    settle(second)
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(second) == 288
+
+
+def test_a_corrupt_block_is_never_promised(
+    make: Make, reference: Any, disk: dict[str, Any]
+) -> None:
+    prompt = tokens(1, 300)
+    first = make(disk)
+    first.generate([prompt], 1)
+    settle(first)
+    first.close()
+    for file in Path(disk["disk"]["path"]).rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 20:
+            data = bytearray(file.read_bytes())
+            middle = 5 * 16384 + 100  # inside the sixth block
+            data[middle] ^= 0xFF
+            file.write_bytes(data)
+    second = make(disk)
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert 0 < loaded(second) < 288
