@@ -2,10 +2,11 @@
 
     python -m kvcore_kernels.aot [--target sm_90 ...] [--kernel copy ...] [--json FILE]
 
-One line a build: registers a thread, bytes of shared memory, bytes (NVIDIA) or registers (AMD)
-spilled, bytes of the widest access of one thread to global memory. Exits with 1 when a build
-spills, or wants more shared memory than a program may have. Must not run with TRITON_INTERPRET
-set: an interpreted kernel has nothing to compile.
+One line a build: registers a thread, bytes of shared memory, bytes a thread spilled to memory,
+scalar registers that stand in lanes of vector registers (AMD: they cost an instruction, no memory),
+bytes of the widest access of one thread to global memory. Exits with 1 when a build spills, or
+wants more shared memory than a program may have. Must not run with TRITON_INTERPRET set: an
+interpreted kernel has nothing to compile.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -50,6 +51,7 @@ class Usage(NamedTuple):
     registers: int
     shared: int
     spills: int
+    lanes: int
     widest: int
 
     @property
@@ -77,12 +79,13 @@ def compile_build(build: Build, target: str) -> Usage:
     )
     if gpu.backend == "hip":
         text = compiled.asm["amdgcn"]
-        registers, spills = _amd_usage(text)
+        registers, spills, lanes = _amd_usage(text)
     else:
         text = compiled.asm["ptx"]
         registers, spills = _nvidia_usage(compiled.asm["cubin"])
+        lanes = 0
     shared = compiled.metadata.shared
-    return Usage(build.name, target, registers, shared, spills, _widest(text))
+    return Usage(build.name, target, registers, shared, spills, lanes, _widest(text))
 
 
 def _aligned(build: Build) -> Iterator[tuple[int]]:
@@ -105,15 +108,17 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
-def _amd_usage(text: str) -> tuple[int, int]:
-    """Vector registers a thread, and registers spilled."""
+def _amd_usage(text: str) -> tuple[int, int, int]:
+    """Vector registers a thread, its bytes of scratch memory, and scalars kept in lanes."""
     found = {
         name: int(count)
         for name, count in re.findall(
-            r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text
+            r"\.(vgpr_count|private_segment_fixed_size|sgpr_spill_count):\s+(\d+)", text
         )
     }
-    return found["vgpr_count"], found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    return (
+        found["vgpr_count"], found["private_segment_fixed_size"], found["sgpr_spill_count"]
+    )  # fmt: skip
 
 
 def _widest(text: str) -> int:
@@ -136,7 +141,8 @@ def _compiled(targets: Iterable[str], builds: Sequence[Build]) -> Iterator[Usage
             usage = compile_build(build, target)
             print(
                 f"{usage.target:8} {usage.kernel:44} {usage.registers:4} registers "
-                f"{usage.shared:7} shared {usage.spills:5} spilled {usage.widest:3} widest",
+                f"{usage.shared:7} shared {usage.spills:5} spilled {usage.lanes:4} lanes "
+                f"{usage.widest:3} widest",
                 flush=True,
             )
             yield usage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.fusion.rope import Pairing, Rope
@@ -103,17 +104,13 @@ _SHIFT = ("sources", "targets", "ropes", "src_units", "dst_units", "turns")
 
 def _shifts() -> Iterator[Build]:
     neox, gptj = (Rope(128, 128, pairing, 1e4) for pairing in (Pairing.NEOX, Pairing.GPTJ))
-    wide = {"width": 16, "contiguous": True, "cut": False}
+    wide = partial(shifts.tile_for, total=1 << 20, width=16, contiguous=True, cut=False)
     tiles = {
-        "bf16 128": shifts.tile_for("bfloat16", neox, 128, 1 << 20, **wide),
-        "bf16 128 neighbours": shifts.tile_for("bfloat16", gptj, 128, 1 << 20, **wide),
-        "bf16 80 partial": shifts.tile_for(
-            "bfloat16", Rope(80, 32, Pairing.NEOX, 1e4), 80, 1 << 20, **wide
-        ),
-        "fp16 64": shifts.tile_for("float16", Rope(64, 64, Pairing.NEOX, 1e4), 64, 1 << 20, **wide),
-        "fp32 256": shifts.tile_for(
-            "float32", Rope(256, 256, Pairing.NEOX, 1e4), 256, 1 << 20, **wide
-        ),
+        "bf16 128": wide("bfloat16", neox, 128),
+        "bf16 128 neighbours": wide("bfloat16", gptj, 128),
+        "bf16 80 partial": wide("bfloat16", Rope(80, 32, Pairing.NEOX, 1e4), 80),
+        "fp16 64": wide("float16", Rope(64, 64, Pairing.NEOX, 1e4), 64),
+        "fp32 256": wide("float32", Rope(256, 256, Pairing.NEOX, 1e4), 256),
         "bf16 128 packed": shifts.tile_for(
             "bfloat16", neox, 128, 1 << 20, width=2, contiguous=False, cut=True
         ),
@@ -204,17 +201,25 @@ def _attentions() -> Iterator[Build]:
         for name, (dim, v_dim, group) in shapes.items():
             yield _attention(f"attend {dtype} {name}", dtype, dim, v_dim, group)
     yield _attention("attend fp16 128", "fp16", 128, 128, 4)
+    yield _attention("attend bf16 128 rows", "bf16", 128, 128, 4, page=1)
     yield _attention("attend bf16 128 window", "bf16", 128, 128, 4, window=4096)
     yield _attention("attend bf16 256 capped", "bf16", 256, 256, 2, capped=True)
     yield _attention("attend bf16 256 window capped", "bf16", 256, 256, 2, 4096, capped=True)
 
 
 def _attention(
-    name: str, dtype: str, dim: int, v_dim: int, group: int, window: int = 0, capped: bool = False
+    name: str,
+    dtype: str,
+    dim: int,
+    v_dim: int,
+    group: int,
+    window: int = 0,
+    capped: bool = False,
+    page: int = 16,
 ) -> Build:
-    planes = [Plane(0, 0, 0, 0, Axis(1), Axis(1), d) for d in (dim, v_dim)]
+    key, value = (Plane(0, 0, 0, 0, Axis(1), Axis(1), d) for d in (dim, v_dim))
     tile, fixed = constants(
-        group, 16, *planes, v_dim,
+        group, page, key, value, v_dim,
         latent=dim > 256, window=window, capped=capped, full=dtype == "fp32",
     )  # fmt: skip
     types = dict.fromkeys(("queries", "out", "keys", "values"), f"*{dtype}")

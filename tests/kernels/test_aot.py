@@ -1,4 +1,8 @@
-"""Every shipped configuration compiles for every GPU served, without one, and spills nothing."""
+"""Shipped configurations compile for every GPU served, without one, and spill nothing.
+
+All of them for one GPU of each maker; for the others one of each kernel, and the largest attention:
+all for all take two minutes of a core, and are what ``python -m kvcore_kernels.aot`` compiles.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ from typing import Any
 
 import pytest
 
-TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+WHOLE = ["sm_90", "gfx942"]
+PART = ["sm_80", "sm_100"]
+SAMPLE = [
+    "copy wide", "shift bf16 128 n", "attend bf16 128", "attend bf16 256 window", "choose 4096",
+    "deviation bf16 576", "merge wide", "pack e4m3 256", "unpack e4m3 256",
+]  # fmt: skip
 
 # In processes of their own: in this one the kernels are interpreted.
 
@@ -25,13 +34,14 @@ def run(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=[*WHOLE, *PART])
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path: Path = tmp_path_factory.mktemp("aot") / "table.json"
-    done = run("--target", request.param, "--json", str(path))
+    chosen = [] if request.param in WHOLE else ["--kernel", *SAMPLE]
+    done = run("--target", request.param, *chosen, "--json", str(path))
     assert path.exists(), done.stdout + done.stderr
     rows = json.loads(path.read_text())
-    return {"rows": rows, "returncode": done.returncode}
+    return {"rows": rows, "returncode": done.returncode, "least": 10 if chosen else 40}
 
 
 def test_no_build_spills(table: dict[str, Any]) -> None:
@@ -48,7 +58,7 @@ def test_aligned_memory_is_moved_16_bytes_at_a_time(table: dict[str, Any]) -> No
         for row in table["rows"]
         if not row["kernel"].startswith("choose") and not row["kernel"].endswith(narrow)
     ]
-    assert len(wide) > 30
+    assert len(table["rows"]) >= table["least"]
     assert not [row for row in wide if row["widest"] != 16]
 
 

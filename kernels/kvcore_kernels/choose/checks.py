@@ -12,11 +12,11 @@ __all__ = ["Kept", "check_scores"]
 
 
 class Kept(NamedTuple):
-    """``rows``, int64, whose first ``count[0]`` are the chosen ones and the others -1; both on the
+    """``rows``, int64, whose first ``number[0]`` are the chosen ones and the others -1; both on the
     device that chose."""
 
     rows: torch.Tensor
-    count: torch.Tensor
+    number: torch.Tensor
 
 
 def check_scores(rows: torch.Tensor, scores: torch.Tensor, least: int, most: int) -> None:

@@ -42,7 +42,7 @@ def check_pack(
         raise LayoutError(
             f"units of {units.shape} for blocks of {blocks.shape}: give a row of units a block"
         )
-    tokens, left = divmod(b.page_tokens, max(units.shape[1], 1))
+    tokens, left = divmod(b.page_tokens, max(int(units.shape[1]), 1))
     if left or not tokens or a.page_tokens % tokens:
         raise LayoutError(
             f"{units.shape[1]} units for a block of {b.page_tokens} tokens and pages of "
