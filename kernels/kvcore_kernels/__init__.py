@@ -9,6 +9,7 @@
     pack       KV in fp8 or int8 with a scale per block and head, and back
 
 In a folder ``kernel.py`` holds the device code, ``launch.py`` checks arguments and launches, and
-``naive.py`` has the same signature in plain torch. kvcore finds the copies through ``plugin.py``.
+``naive.py`` has the same signature in plain torch. kvcore finds the copies (``ops.py``) and what a
+blend needs (``fusion.py``) through ``plugin.py``.
 Importing this package, or its plugin, imports neither torch nor Triton.
 """

@@ -10,6 +10,7 @@ import torch
 from kvcore.layout import KVView
 from kvcore.ops.base import DeviceOps, HeadRange, Units
 from kvcore_kernels.copy.launch import copy_units
+from kvcore_kernels.fusion import TritonFusion
 
 __all__ = ["TritonOps"]
 
@@ -29,6 +30,9 @@ class TritonOps(DeviceOps):
         tensors = [*src.tensors, *dst.tensors]
         devices = {t.device for t in tensors if t.device.type == "cuda"}
         return len(devices) == 1 and all(_reachable(t) for t in tensors)
+
+    def fusion(self) -> TritonFusion:
+        return TritonFusion()
 
     def copy(
         self,

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
+from kvcore.ops.fusion import FusionOps, TorchFusion
 
 __all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
 
@@ -185,10 +186,14 @@ class _Fewer(Exception):
 
 
 class Fusor:
-    """Blends prompts through one engine's layers. One owner; holds no state between blends."""
+    """Blends prompts through one engine's layers. One owner; holds no state between blends.
 
-    def __init__(self, layers: DecoderLayers) -> None:
+    ``ops`` work on the device of the KV; torch's where none are given.
+    """
+
+    def __init__(self, layers: DecoderLayers, ops: FusionOps | None = None) -> None:
         self.layers = layers
+        self.ops = ops or TorchFusion()
 
     @torch.inference_mode()
     def blend(
@@ -210,7 +215,7 @@ class Fusor:
             started = time.perf_counter()
             question = self.look(job, placed, selector.sharpness)
             outcome.look_s = time.perf_counter() - started
-        walk = _Walk(self.layers, job, placed, selector, budget, question)
+        walk = _Walk(self.layers, self.ops, job, placed, selector, budget, question)
         walk.watch(gate if len(job.chunks) and not reuse else None)
         while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
             outcome.abandoned += outcome.layers
@@ -255,7 +260,7 @@ class Fusor:
                 attention: Attention = attention,
                 last: bool = layer == self.layers.layers - 1,
             ) -> Tensor:
-                kv.keys[rows], kv.values[rows] = k, v
+                self.ops.merge(kv, rows, LayerKV(k, v))
                 out, looked = look_rows(q, rows, kv.keys, kv.values, attention, asking, sharpness)
                 mass.add_(looked)
                 if last:
@@ -275,6 +280,7 @@ class _Walk:
     def __init__(
         self,
         layers: DecoderLayers,
+        ops: FusionOps,
         job: Job,
         placed: Placed,
         selector: Selector,
@@ -282,6 +288,7 @@ class _Walk:
         question: Tensor | None,
     ) -> None:
         self.layers = layers
+        self.ops = ops
         self.job = job
         self.placed = placed
         self.selector = selector
@@ -328,13 +335,13 @@ class _Walk:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal going
             going = self.going(layer, rows, k, v, kv)
-            kv.keys[rows], kv.values[rows] = k, v
+            self.ops.merge(kv, rows, LayerKV(k, v))
             self.placed.write(layer, kv)
             if last:
                 raise _Done
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
                 raise _Fewer(going)
-            return attend_rows(q, rows, kv.keys, kv.values, attention)
+            return self.ops.attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
@@ -351,7 +358,7 @@ class _Walk:
             return state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_rows(q, rows, kv.keys, kv.values, attention)
+            return self.ops.attend(q, rows, kv, attention)
 
         return self.layers.run(layer, rows, state, attend)
 
@@ -369,7 +376,15 @@ class _Walk:
             self.offset_of[chunk_rows],
             None if self.question is None else self.question[chunk_rows],
             self.layers.reduce,
+            self.ops.deviation,
         )
         self._judge(seen)
-        kept = narrow(self.selector, self.budget, seen, self.layers.layers, len(self.job.chunks))
+        kept = narrow(
+            self.selector,
+            self.budget,
+            seen,
+            self.layers.layers,
+            len(self.job.chunks),
+            self.ops.keep_top,
+        )
         return ~candidate | torch.isin(rows, kept)

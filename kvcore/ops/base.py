@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import LayoutError
 from kvcore.layout import KVView
+
+if TYPE_CHECKING:
+    from kvcore.ops.fusion import FusionOps
 
 Units = npt.NDArray[np.int64]
 
@@ -33,6 +36,10 @@ class DeviceOps(ABC):
     @abstractmethod
     def supports(self, src: KVView, dst: KVView) -> bool:
         """Whether this can copy between the devices and dtypes of these views."""
+
+    def fusion(self) -> FusionOps | None:
+        """What these operations bring for blends; None: they only copy, and torch blends."""
+        return None
 
     @abstractmethod
     def copy(

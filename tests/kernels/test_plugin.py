@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kvcore_kernels.fusion import TritonFusion
 from kvcore_kernels.ops import TritonOps
 
 from kvcore.errors import UnsupportedError
 from kvcore.layout import BlockShape, KVView, arena_layout
 from kvcore.ops import select_ops
+from kvcore.ops.fusion import TorchFusion, select_fusion
 from kvcore.ops.reference import ReferenceOps
 from kvcore.plugins.manager import GROUP, PluginManager
 
@@ -89,3 +91,10 @@ def test_it_serves_one_gpu_and_pinned_memory(
     assert TritonOps().supports(*views) is fits
     chosen = select_ops(*views, [ReferenceOps(), TritonOps()])
     assert chosen.name == ("triton" if fits else "reference")
+
+
+def test_blends_on_a_gpu_are_done_by_triton() -> None:
+    candidates = [ReferenceOps(), TritonOps()]
+    assert type(select_fusion(torch.device("cuda", 0), candidates)) is TritonFusion
+    assert type(select_fusion(torch.device("cpu"), candidates)) is TorchFusion
+    assert type(select_fusion(torch.device("cuda", 0), candidates, "reference")) is TorchFusion

@@ -25,6 +25,7 @@ from kvcore.layout import BlockShape, KVView
 from kvcore.manager import HOST, KVManager
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange, select_ops
+from kvcore.ops.fusion import select_fusion
 from kvcore.plugins import PluginManager
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import Geometry
@@ -242,7 +243,9 @@ def _blends(
         _log.warning("exact prefixes only: %s", error)
         return RefusingBlends(page_tokens)
     selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    return Blends(config, worker, layers, ropes, shape, selector, page_tokens)
+    device = worker.groups[0].view.tensors[0].device
+    ops = select_fusion(device, plugins.ops(), config.ops.backend)
+    return Blends(config, worker, layers, ropes, shape, selector, page_tokens, ops)
 
 
 def refusing_worker_side() -> WorkerSide:
