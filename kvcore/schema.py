@@ -330,6 +330,16 @@ class FusionConfig(SchemaModel):
         description="Share of the reused tokens that is recomputed; 0 reuses all of them as they "
         "are, 1 recomputes everything. A request may ask for another.",
     )
+    adaptive: bool = Field(
+        default=True,
+        description="Decide request by request, from measured rates: blend only where that is "
+        "clearly faster than computing what stands behind the prefix, and recompute as much as "
+        "hides behind loading, from `ratio` to `ratio_max`. A request that asks for a ratio gets "
+        "it.",
+    )
+    ratio_max: Share = Field(
+        default=0.5, description="Most that is recomputed because it is free; see `adaptive`."
+    )
     spread: Share = Field(
         default=0.5,
         description="The share falls over the layers from `ratio * (1 + spread)` to "
@@ -405,6 +415,16 @@ class MetricsConfig(SchemaModel):
     enabled: bool = Field(default=True, description="Collect metrics and give them to the engine.")
 
 
+class TraceConfig(SchemaModel):
+    """Timelines of transfers and blends."""
+
+    path: FolderPath | None = Field(
+        default=None,
+        description="Folder for one file a worker, to be opened in Perfetto or Chrome: which bytes "
+        "moved while which layers computed. Unset: no trace.",
+    )
+
+
 class LogConfig(SchemaModel):
     """kvcore's own log lines."""
 
@@ -417,19 +437,32 @@ class LogConfig(SchemaModel):
     )
 
 
-class VllmConfig(SchemaModel):
-    """The vLLM adapter."""
+class AdapterConfig(SchemaModel):
+    """What every engine's adapter has; an adapter says in its own words what depends on its
+    engine."""
 
-    min_load_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Fewest tokens worth loading beyond what vLLM holds itself; fewer are "
-        "recomputed.",
-    )
+    min_load_tokens: int
     save_decode: bool = Field(
         default=True,
         description="Save generated tokens too, so that the next turn finds its answer.",
     )
+    layerwise: bool
+
+
+def _min_load_tokens(engine: str) -> Any:
+    """The field of that name, for ``engine``."""
+    return Field(
+        default=64,
+        ge=0,
+        description=f"Fewest tokens worth loading beyond what {engine} holds itself; fewer are "
+        "recomputed.",
+    )
+
+
+class VllmConfig(AdapterConfig):
+    """The vLLM adapter."""
+
+    min_load_tokens: int = _min_load_tokens("vLLM")
     layerwise: bool = Field(
         default=True,
         description="Load layer by layer under the forward. Waiting inside the forward needs "
@@ -438,19 +471,10 @@ class VllmConfig(SchemaModel):
     )
 
 
-class TrtllmConfig(SchemaModel):
+class TrtllmConfig(AdapterConfig):
     """The TensorRT-LLM adapter."""
 
-    min_load_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Fewest tokens worth loading beyond what TensorRT-LLM holds itself; fewer are "
-        "recomputed.",
-    )
-    save_decode: bool = Field(
-        default=True,
-        description="Save generated tokens too, so that the next turn finds its answer.",
-    )
+    min_load_tokens: int = _min_load_tokens("TensorRT-LLM")
     layerwise: bool = Field(
         default=True,
         description="Load layer by layer under the forward. With CUDA graphs or torch.compile the "
@@ -486,6 +510,7 @@ class Config(SchemaModel):
     ops: OpsConfig = OpsConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
 

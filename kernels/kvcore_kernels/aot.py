@@ -1,6 +1,6 @@
 """Compiles every kernel in its shipped configurations, without a GPU, and says what each uses.
 
-    python -m kvcore_kernels.aot [--target sm_90 ...] [--kernel copy ...] [--json FILE]
+    python -m kvcore_kernels.aot [--target sm_90 ...] [--kernel copy ...] [--json FILE] [--table]
 
 One line a build: registers a thread, bytes of shared memory, bytes a thread spilled to memory,
 scalar registers that stand in lanes of vector registers (AMD: they cost an instruction, no memory),
@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from kvcore.errors import UnsupportedError
 from kvcore_kernels.builds import Build, shipped
 
-__all__ = ["TARGETS", "Usage", "compile_build", "main"]
+__all__ = ["TARGETS", "Usage", "compile_build", "main", "markdown"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -148,11 +148,27 @@ def _compiled(targets: Iterable[str], builds: Sequence[Build]) -> Iterator[Usage
             yield usage
 
 
+def markdown(table: Iterable[Usage]) -> str:
+    """A line a build, a column a target: registers, and KiB of shared memory where there is any;
+    what is spilled to memory is said."""
+    cells: dict[str, dict[str, str]] = {}
+    for usage in table:
+        text = str(usage.registers)
+        text += f", {usage.shared / 1024:.3g} KiB" if usage.shared else ""
+        text += f", {usage.spills} spilled" if usage.spills else ""
+        cells.setdefault(usage.kernel, {})[usage.target] = text
+    targets = list(dict.fromkeys(target for row in cells.values() for target in row))
+    lines = [["build", *targets], ["---"] * (len(targets) + 1)]
+    lines += [[name, *(row.get(target, "") for target in targets)] for name, row in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvcore_kernels.aot", description=__doc__)
     parser.add_argument("--target", nargs="*", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kernel", nargs="*", help="builds whose names begin so (default: all)")
     parser.add_argument("--json", type=Path, help="also write the table here")
+    parser.add_argument("--table", action="store_true", help="at the end the table in Markdown")
     options = parser.parse_args(arguments)
     wanted = tuple(options.kernel or [""])
     builds = [build for build in shipped() if build.name.startswith(wanted)]
@@ -160,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         rows: list[dict[str, Any]] = [usage._asdict() for usage in table]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.table:
+        print(markdown(table))
     return int(not all(usage.fits for usage in table))
 
 

@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
 from kvcore.ops.fusion import FusionOps, TorchFusion
+from kvcore.trace import Tracer
 
 __all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
 
@@ -49,6 +51,10 @@ class State(NamedTuple):
         """The state of some rows: a boolean mask or indices."""
         residual = None if self.residual is None else self.residual[rows]
         return State(self.hidden[rows], residual)
+
+    def copy(self) -> State:
+        """One of its own memory."""
+        return State(self.hidden.clone(), None if self.residual is None else self.residual.clone())
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,7 +78,8 @@ class DecoderLayers(ABC):
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
         """One layer, with ``attend`` in the place of its attention.
 
-        What ``attend`` raises passes through, and the layer is as it was before.
+        The state given may be overwritten: engines add residuals in place. What ``attend`` raises
+        passes through, and the layer is as it was before.
         """
 
     def reduce(self, scores: Tensor) -> Tensor:
@@ -188,11 +195,15 @@ class _Fewer(Exception):
 class Fusor:
     """Blends prompts through one engine's layers. One owner; holds no state between blends.
 
-    ``ops`` work on the device of the KV; torch's where none are given.
+    Each layer of a blend is a span of ``tracer``. ``ops`` work on the device of the KV; torch's
+    where none are given.
     """
 
-    def __init__(self, layers: DecoderLayers, ops: FusionOps | None = None) -> None:
+    def __init__(
+        self, layers: DecoderLayers, tracer: Tracer | None = None, ops: FusionOps | None = None
+    ) -> None:
         self.layers = layers
+        self.tracer = tracer or Tracer()
         self.ops = ops or TorchFusion()
 
     @torch.inference_mode()
@@ -212,9 +223,9 @@ class Fusor:
         reuse = budget.is_reuse
         question = None
         if selector.needs_question and not reuse:
-            started = time.perf_counter()
+            started = time.monotonic()
             question = self.look(job, placed, selector.sharpness)
-            outcome.look_s = time.perf_counter() - started
+            outcome.look_s = time.monotonic() - started
         walk = _Walk(self.layers, self.ops, job, placed, selector, budget, question)
         walk.watch(gate if len(job.chunks) and not reuse else None)
         while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
@@ -222,6 +233,17 @@ class Fusor:
             outcome.layers = []
         outcome.verdicts = walk.verdicts
         return outcome
+
+    @torch.inference_mode()
+    def compute(self, tokens: Tensor) -> State:
+        """Run every layer over a prompt [rows] of which nothing is cached: what comes out of the
+        last. Nothing is written; what a blend's layers cost is measured with it."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        state = State(self.layers.embed(tokens), None)
+        for layer in range(self.layers.layers):
+            attention = self.layers.attention[layer]
+            state = self.layers.run(layer, rows, state, partial(_plain, self.ops, rows, attention))
+        return state
 
     def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
         """Walk through all layers; False where the gate wants to start over."""
@@ -233,6 +255,10 @@ class Fusor:
                 outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
                 return False
             outcome.layers.append(timing)
+            stop = time.monotonic()
+            landed = stop - timing.compute_s
+            self.tracer.span("wait", f"layer {layer}", landed - timing.wait_s, landed)
+            self.tracer.span("recompute", f"layer {layer}", landed, stop, rows=timing.rows)
         outcome.chosen = rows[torch.isin(rows, walk.job.chunks)]
         return True
 
@@ -250,7 +276,10 @@ class Fusor:
             return mass
         state = State(self.layers.embed(job.tokens[rows]), None)
         for layer in range(self.layers.layers):
+            started = time.monotonic()
             kv, attention = placed.layer(layer), self.layers.attention[layer]
+            landed = time.monotonic()
+            self.tracer.span("wait", f"layer {layer}", started, landed)
 
             def attend(
                 q: Tensor,
@@ -271,7 +300,21 @@ class Fusor:
                 state = self.layers.run(layer, rows, state, attend)
             except _Done:
                 break
+            finally:
+                now = time.monotonic()
+                self.tracer.span("look", f"layer {layer}", landed, now, rows=len(rows))
         return self.layers.reduce(mass)
+
+
+def _plain(
+    ops: FusionOps,
+    rows: Tensor,
+    attention: Attention,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    return ops.attend(queries, rows, LayerKV(keys, values), attention)
 
 
 class _Walk:
@@ -322,15 +365,17 @@ class _Walk:
 
     def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""
-        started = time.perf_counter()
+        started = time.monotonic()
         kv = self.placed.layer(layer)
-        landed = time.perf_counter()
+        landed = time.monotonic()
         if not len(rows):  # pure reuse without a gap: there is nothing to compute
             self.placed.write(layer, kv)
-            return rows, state, LayerTiming(landed - started, time.perf_counter() - landed, 0)
+            return rows, state, LayerTiming(landed - started, time.monotonic() - landed, 0)
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
         going = torch.empty(0)
+        # Rows may leave at this layer, which is then run again from the state it began with.
+        given = state.copy() if layer + 1 >= self.budget.full_layers and not last else state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal going
@@ -345,11 +390,11 @@ class _Walk:
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
-        except _Done:
-            state = state.of(going)
+        except _Done:  # nothing goes on from here
+            pass
         except _Fewer as fewer:
-            state = self._again(layer, rows[fewer.going], state.of(fewer.going), kv)
-        timing = LayerTiming(landed - started, time.perf_counter() - landed, len(rows))
+            state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
+        timing = LayerTiming(landed - started, time.monotonic() - landed, len(rows))
         return rows[going], state, timing
 
     def _again(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> State:

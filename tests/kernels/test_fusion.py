@@ -132,7 +132,7 @@ def test_a_blend_is_what_it_is_in_torch() -> None:
 
     def blended(ops: TorchFusion) -> tuple[Any, Any]:
         placed = fusion.ReferencePlaced(world.make(plan))
-        fusor = Fusor(fusion.ReferenceLayers(world.decoder), ops)
+        fusor = Fusor(fusion.ReferenceLayers(world.decoder), ops=ops)
         gate = Gate(1e-3, larger=(0.3,), depth=0.5)
         args = BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate
         return fusor.blend(fusion.job_of(plan), placed, *args), placed.written

@@ -23,7 +23,7 @@ from kvcore.fusion.attend import (  # noqa: E402
 from kvcore.fusion.fusor import Attend, Fusor, Job, State  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Plan, Prefix  # noqa: E402
-from kvcore.fusion.reference import Decoder  # noqa: E402
+from kvcore.fusion.reference import Decoder, prefill  # noqa: E402
 from kvcore.fusion.select import (  # noqa: E402
     BUILTIN_SELECTORS,
     Ratio,
@@ -182,12 +182,19 @@ def test_any_plan(
 LLAMA = World(Decoder(make_model("llama")))
 
 
-def agree(world: World, plan: Plan, selector: Any, budget: Any, gate: Gate | None = None) -> None:
+def agree(
+    world: World,
+    plan: Plan,
+    selector: Any,
+    budget: Any,
+    gate: Gate | None = None,
+    layers: type[ReferenceLayers] = ReferenceLayers,
+) -> None:
     """The same rows computed at every layer, and the same KV left."""
     blender, job = world.make(plan), job_of(plan)
     placed = ReferencePlaced(blender)
     expected = blender.blend(selector, budget, gate=gate)
-    outcome = Fusor(ReferenceLayers(world.decoder)).blend(job, placed, selector, budget, gate)
+    outcome = Fusor(layers(world.decoder)).blend(job, placed, selector, budget, gate)
     assert [v[:2] for v in outcome.verdicts] == [v[:2] for v in expected.verdicts]
     made = slice(job.exact, job.stop)
     for layer, rows in enumerate(expected.computed):
@@ -210,6 +217,30 @@ def test_the_gate_is_heeded_as_in_the_reference(bound: float, depth: float) -> N
     plan = LLAMA.plan()
     gate = Gate(bound, larger=(0.3, 0.6), depth=depth)
     agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
+
+
+def test_a_prompt_of_nothing_cached_is_a_prefill(world: World) -> None:
+    tokens = torch.tensor(words(40, 5))
+    state = Fusor(ReferenceLayers(world.decoder)).compute(tokens)
+    assert state.residual is None
+    close(state.hidden, prefill(world.decoder, tokens.tolist())[1], 2e-4)
+
+
+class Overwriting(ReferenceLayers):
+    """As engines do it: what a layer is given is spoilt by the time it asks for attention."""
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        own = state.copy()
+        for given_state in state:
+            if given_state is not None:
+                given_state.fill_(torch.nan)
+        return super().run(layer, positions, own, attend)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_layers_may_overwrite_the_state(ratio: float) -> None:
+    budget = Ratio(ratio, spread=0.5)
+    agree(LLAMA, LLAMA.plan(), BUILTIN_SELECTORS["runs"](), budget, layers=Overwriting)
 
 
 def test_ranks_choose_by_the_sum_of_their_scores() -> None:

@@ -8,62 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kvcore_vllm.attention import install
 from kvcore_vllm.blending import Blends, RefusingBlends
-from kvcore_vllm.describe import ModelDescription
+from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
-from kvcore_vllm.scheduler import Outbox, SchedulerSide
+from kvcore_vllm.pacing import Pace, make_pace
+from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
-from kvcore.backing import BackingOpener, prepare_backings
+from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
+from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.rank import refuse_tier
+from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.segments import Segments
-from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape, KVView
-from kvcore.manager import HOST, KVManager
+from kvcore.manager import HOST
 from kvcore.metrics import Metrics
-from kvcore.ops import HeadRange, select_ops
+from kvcore.ops import HeadRange
 from kvcore.ops.fusion import select_fusion
-from kvcore.plugins import PluginManager
-from kvcore.tiers.base import Tier
-from kvcore.tiers.disk import Geometry
-from kvcore.tiers.host import HostArena, slot_bytes
-from kvcore.transfer.graph import Span
+from kvcore.tiers.host import HostArena
+from kvcore.transfer.graph import Path, Span
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import DeviceGroup, KVWorker, RefusingWorker
+from kvcore.worker import RefusingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _log = logging.getLogger("kvcore.vllm")
-
-
-def host_slots(config: Config, model: ModelDescription) -> tuple[int, int]:
-    """(slots of the index, staging slots behind them) in every rank's arena.
-
-    Both sides compute this from the same numbers; all ranks together stay below host.capacity.
-    """
-    per_slot = slot_bytes(rank_shape(model, 0)) * model.world_size
-    total = config.host.capacity // per_slot
-    if total < 1:
-        raise UnsupportedError(
-            f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
-        )
-    staging = min(2 * config.transfer.batch_blocks, total // 4)
-    return total - staging, staging
-
-
-def rank_shape(model: ModelDescription, rank: int) -> BlockShape:
-    """The canonical block of one rank's heads."""
-    start, stop = model.head_range(rank)
-    return model.shape.with_heads(stop - start)
-
-
-def geometry(model: ModelDescription) -> Geometry:
-    heads = tuple(model.head_range(rank) for rank in range(model.world_size))
-    return Geometry(model.shape, model.fingerprint, heads)
 
 
 # -- leader ---------------------------------------------------------------------------------
@@ -73,50 +49,24 @@ def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
 ) -> SchedulerSide:
     """The leader. A tier that cannot be used is named in the log and left out."""
-    plugins = _plugins(config)
-    plugins.check(config)
-    slots, staging = host_slots(config, model)
-    backings = prepare_backings(config, geometry(model), plugins)
-    host = TierSpec(HOST, slots, plugins.policy(config.host.policy), config.host.policy_options)
-    index = BlockIndex([host, *(found.spec for found in backings)])
-    for found in backings:
-        lost = index.restore(found.spec.name, found.prepared.records)
-        _log.info(
-            "tier restored name=%s blocks=%d dropped=%d slots=%d",
-            found.spec.name,
-            index.num_used(found.spec.name),
-            len(lost),
-            found.spec.num_slots,
-        )
-    metrics = Metrics("leader", enabled=config.metrics.enabled)
     outbox = Outbox(model.world_size)
     side: SchedulerSide
     steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []
-    manager = KVManager(
-        index,
+    parts = build_leader(
+        config,
+        model,
         outbox,
-        backing=[found.backing for found in backings],
-        staging_slots=range(slots, slots + staging),
-        batch_blocks=config.transfer.batch_blocks,
-        metrics=metrics,
         on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
     )
     side = SchedulerSide(
         config,
         model,
-        manager,
+        parts.manager,
         outbox,
-        metrics,
-        open_tiers={found.spec.name: dict(found.prepared.told) for found in backings},
-        on_close=[found.prepared.release for found in backings],
-        fusion=_fusion_leader(config, vllm_config, model, manager, steps),
-    )
-    _log.info(
-        "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d tiers=%s",
-        config.block.tokens,
-        model.shape.nbytes,
-        slots,
-        ",".join(index.tiers),
+        parts.metrics,
+        open_tiers=parts.open_tiers,
+        on_close=parts.releases,
+        fusion=_fusion_leader(config, vllm_config, model, parts, steps),
     )
     return side
 
@@ -125,7 +75,7 @@ def _fusion_leader(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
-    manager: KVManager,
+    parts: LeaderParts,
     steps: Sequence[Span],
 ) -> FusionLeader | None:
     """None where fusion is off, or the model is not one it is right for."""
@@ -140,11 +90,27 @@ def _fusion_leader(
     return FusionLeader(
         config,
         model.shape,
-        manager,
+        parts.manager,
         _segments(config, model),
         steps,
         model.groups[0].page_tokens,
         limit if vllm_config.lora_config is not None else None,
+        _pace(config, vllm_config, model, parts) if config.fusion.adaptive else None,
+    )
+
+
+def _pace(
+    config: Config, vllm_config: VllmConfig, model: ModelDescription, parts: LeaderParts
+) -> Pace:
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    paths = {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in parts.manager.backings}
+    return make_pace(
+        config.fusion,
+        vllm_config,
+        model.shape.layers,
+        model.world_size,
+        paths,
+        selector.needs_question,
     )
 
 
@@ -155,10 +121,6 @@ def _segments(config: Config, model: ModelDescription) -> Segments:
         name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
         path = config.disk.path / name
     return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
-
-
-def _plugins(config: Config) -> PluginManager:
-    return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:
@@ -178,48 +140,20 @@ def build_worker_side(
     """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
     right: nothing may be stored then."""
     rank = vllm_config.parallel_config.rank % model.world_size
-    shape = rank_shape(model, rank)
+    shape = model.rank_shape(rank)
     views = [group_view(vllm_config, kv_caches, group, shape) for group in model.groups]
-    device = views[0].tensors[0].device
-    slots, staging = host_slots(config, model)
-    arena = HostArena(
-        shape,
-        slots + staging,
-        arrangement=config.host.arrangement,
-        huge_pages=config.host.huge_pages,
-        pin=config.host.pin and device.type == "cuda",
-    )
-    arena_view = KVView(arena.layout(), [arena.tensor()])
-    plugins = _plugins(config)
-    ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
-    if device.type == "cpu":
+    if views[0].tensors[0].device.type == "cpu":
         _verify(vllm_config, model, views, shape)
-    metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
-    worker = KVWorker(
-        arena=arena,
-        arena_view=arena_view,
-        groups=[DeviceGroup(g.layers, v) for g, v in zip(model.groups, views, strict=True)],
-        ops=ops,
-        device=device,
-        copy_threads=config.transfer.copy_threads,
-        queue_depth=config.transfer.queue_depth,
-        metrics=metrics,
-    )
-    _log.info(
-        "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
-        rank,
-        arena.nbytes,
-        arena.huge_pages,
-        arena.pinned,
-        ops.name,
-    )
+    parts = build_worker(config, model, rank, views)
+    _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
     return WorkerSide(
-        worker,
-        blends=_blends(config, vllm_config, model, worker, shape, plugins),
+        parts.worker,
+        blends=_blends(config, vllm_config, model, parts, shape),
+        clock=ForwardClock(views[0].tensors[0].device),
         layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
-        metrics=metrics,
-        open_tier=BackingOpener(config, geometry(model), rank, plugins),
+        metrics=parts.metrics,
+        open_tier=parts.open_tier,
     )
 
 
@@ -227,14 +161,13 @@ def _blends(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
-    worker: KVWorker,
+    parts: WorkerParts,
     shape: BlockShape,
-    plugins: PluginManager,
-) -> Blends | RefusingBlends | None:
+) -> Blends | RefusingBlends:
     """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
-    if not config.fusion.enabled:
-        return None
     page_tokens = model.groups[0].page_tokens
+    if not config.fusion.enabled:
+        return RefusingBlends(page_tokens)  # the leader has the same setting: there are no orders
     try:
         ropes = ropes_of(vllm_config, model)
         names = model.groups[0].names
@@ -242,20 +175,47 @@ def _blends(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return RefusingBlends(page_tokens)
-    selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    device = worker.groups[0].view.tensors[0].device
-    ops = select_fusion(device, plugins.ops(), config.ops.backend)
-    return Blends(config, worker, layers, ropes, shape, selector, page_tokens, ops)
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    device = parts.worker.groups[0].view.tensors[0].device
+    ops = select_fusion(device, parts.plugins.ops(), config.ops.backend)
+    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
 
 
-def refusing_worker_side() -> WorkerSide:
-    """A worker that takes no work, so that the leader learns of it and stands aside."""
+def _hook_attention(
+    vllm_config: VllmConfig, model: ModelDescription, hooks: Sequence[AttentionHook]
+) -> None:
+    """Set plugins' hooks around the layers of a model with one group of pages."""
+    if not hooks:
+        return
+    context = vllm_config.compilation_config.static_forward_context
+    [group, *others] = model.groups
+    try:
+        if others or model.shape.kv_factor != 2:
+            raise UnsupportedError("attention hooks are for K and V of one group of pages")
+        runner = find_worker(vllm_config).model_runner
+        if not hasattr(getattr(runner, "input_batch", None), "req_ids"):
+            raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
+        layers = [context[name] for name in group.names]
+        install(layers, hooks, lambda: runner.input_batch.req_ids, group.page_tokens)
+    except UnsupportedError as error:
+        names = ", ".join(hook.name for hook in hooks)
+        _log.warning("attention hooks are left out: %s: %s", names, error)
 
-    def open_tier(name: str, options: dict[str, Any]) -> Tier:
-        raise UnsupportedError(f"tier {name!r} is not opened: this worker stores nothing")
 
+def refusing_worker_side(model: ModelDescription) -> WorkerSide:
+    """A worker that takes no work, so that the leader learns of it and stands aside.
+
+    What was planned before it learns is reported page by page: the engine computes it.
+    """
+    page_tokens = tuple(group.page_tokens for group in model.groups)
     return WorkerSide(
-        RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=open_tier
+        RefusingWorker(),
+        blends=RefusingBlends(page_tokens[0]),
+        clock=ForwardClock(torch.device("cpu")),
+        layer_of={},
+        page_tokens=page_tokens,
+        metrics=Metrics(),
+        open_tier=refuse_tier,
     )
 
 

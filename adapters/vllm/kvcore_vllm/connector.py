@@ -15,7 +15,7 @@ from kvcore_vllm.build import (
     build_worker_side,
     refusing_worker_side,
 )
-from kvcore_vllm.describe import ModelDescription, describe
+from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
@@ -32,8 +32,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcore import log
+from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config, load_config
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
+from kvcore.plugins import PluginManager
 
 if TYPE_CHECKING:
     import torch
@@ -105,8 +107,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Waiting for a layer inside the forward cannot be captured into a full graph."""
-        return bool(extra_config.get("vllm", {}).get("layerwise") is True)
+        """Neither waiting for a layer inside the forward nor a plugin's hook around attention can
+        be captured into a full graph."""
+        if extra_config.get("vllm", {}).get("layerwise") is True:
+            return True
+        disabled = extra_config.get("plugins", {}).get("disable", ())
+        return bool(PluginManager(disable=disabled).found("attention"))
 
     # -- worker -----------------------------------------------------------------------------
 
@@ -119,7 +125,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except (UnsupportedError, LayoutError) as error:
             self._stand_aside(error)
-            self._worker = refusing_worker_side()
+            self._worker = refusing_worker_side(self._model)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before vLLM touches a page: start the step's plan here."""

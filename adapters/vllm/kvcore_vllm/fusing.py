@@ -16,16 +16,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
+from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad, StepNews
+from kvcore_vllm.pacing import Pace, parts_of
 
 from kvcore.block import KeyChain, Namespace, pack_tokens
 from kvcore.config import Config
-from kvcore.errors import CapacityError, ConfigError, KVCoreError
+from kvcore.errors import ConfigError, KVCoreError
+from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
@@ -78,7 +80,14 @@ class Fusing:
     hashes: list[Any] | None = None
     hasher: Any = None
     report: BlendReport | None = None
+    decision: Decision | None = None
     refused: str = ""
+
+    @property
+    def declined(self) -> str | None:
+        """Why its chunks were not worth a blend; None where they were, or nobody asked."""
+        found = self.decision
+        return found.reason if found is not None and found.mode is Mode.PREFIX else None
 
     @property
     def ratio(self) -> float:
@@ -95,9 +104,11 @@ class Fusing:
         if self.refused:
             return {"error": self.refused}
         if self.plan is None or self.approximate_from is None:
-            return {}
+            return {} if self.declined is None else {"declined": self.declined}
+        if self.report is not None and not self.report.ok:
+            return {"error": "the blend failed: the engine computed the prompt"}
         told: dict[str, Any] = {"blended_tokens": self.plan.reused, "ratio": self.plan.ratio}
-        if self.report is not None and self.report.ok:
+        if self.report is not None:
             told["ratio"] = self.report.ratio
             told["recomputed_share"] = round(self.report.share, 4)
             if self.report.verdicts:
@@ -117,6 +128,7 @@ class FusionLeader:
         layer_steps: Sequence[Span],
         page_tokens: int,
         batch_limit: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._settings = config.fusion
         self._block = config.block.tokens
@@ -126,6 +138,7 @@ class FusionLeader:
         self._layer_steps = tuple(layer_steps)
         self._page_tokens = page_tokens
         self._batch_limit = batch_limit
+        self._pace = pace
         self._staged = 0
         self._failures = 0
         self._marked: list[tuple[Request, Fusing]] = []
@@ -143,8 +156,19 @@ class FusionLeader:
     def close(self) -> None:
         self._segments.close()
 
-    def judge(self, report: BlendReport) -> None:
+    def time(self, scheduled: Iterable[tuple[int, Any]]) -> int:
+        """`StepPlan.timed` of a step with (tokens, request) in it."""
+        return 0 if self._pace is None else self._pace.time(parts_of(scheduled))
+
+    def learn_times(self, news: StepNews) -> None:
+        """Take in what the workers measured."""
+        if self._pace is not None:
+            self._pace.learn(news)
+
+    def judge(self, report: BlendReport, plan: BlendPlan | None) -> None:
         """Take in what became of a blend: when they fail one after another, no more are made."""
+        if self._pace is not None and plan is not None:
+            self._pace.blended(report, plan.exact)
         self._failures = 0 if report.ok else self._failures + 1
         if self._failures == MAX_FAILURES:
             _log.error(
@@ -167,9 +191,10 @@ class FusionLeader:
         return fusing
 
     def plan(
-        self, request: Request, fusing: Fusing, namespace: Namespace, exact: int
+        self, request: Request, fusing: Fusing, namespace: Namespace, exact: int, hit: Hit
     ) -> BlendPlan | None:
-        """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
+        """What to blend of a prompt whose first ``exact`` tokens are held exactly, and of them
+        those of ``hit`` by the tiers; None where it is not worth it."""
         if not fusing.options.enabled or self._failures >= MAX_FAILURES:
             return None
         if fusing.report is not None and not fusing.report.ok:
@@ -180,13 +205,30 @@ class FusionLeader:
         usable = self._usable(fusing.found, exact, request.num_tokens - 1)
         if sum(chunk.length for chunk in usable) < self._settings.min_tokens:
             return None
-        ratio = fusing.options.ratio
-        stop = usable[-1].prompt_start + usable[-1].length
         if self._batch_limit is not None and request.num_tokens - exact > self._batch_limit:
             return None  # vLLM's LoRA layers have room for the rows of one batch
-        return BlendPlan(
-            exact, stop, self._settings.ratio if ratio is None else ratio, tuple(usable)
-        )
+        stop = usable[-1].prompt_start + usable[-1].length
+        plan = BlendPlan(exact, stop, self._settings.ratio, tuple(usable))
+        if fusing.options.ratio is not None:  # as was asked, whatever it costs
+            return replace(plan, ratio=fusing.options.ratio)
+        if self._pace is None:
+            return plan
+        if fusing.decision is None:
+            fusing.decision = self._decide(self._pace, request, plan, hit)
+        if fusing.decision.mode is Mode.PREFIX:
+            return None
+        return replace(plan, ratio=fusing.decision.ratio)
+
+    def _decide(self, pace: Pace, request: Request, plan: BlendPlan, hit: Hit) -> Decision:
+        exact = {tier: n * self._shape.nbytes for tier, n in hit.blocks_by_tier().items()}
+        chunks: dict[str, int] = {}
+        for chunk in plan.chunks:
+            source, start, stop = self._source(chunk)
+            for tier, blocks in source.blocks_by_tier(start, stop).items():
+                chunks[tier] = chunks.get(tier, 0) + blocks * self._shape.nbytes
+        decision = pace.decide(request.num_tokens, plan.exact, plan.reused, exact, chunks)
+        _log.debug("request=%s %s: %s", request.request_id, decision.mode.value, decision.reason)
+        return decision
 
     def _find(
         self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
@@ -299,7 +341,7 @@ class FusionLeader:
                 graph = self._manager.launch_load(
                     hit, start, stop, [skip], deadline_s=deadline_s, on_end=end
                 )
-            except CapacityError as error:
+            except KVCoreError as error:  # no room, or an earlier fetch has moved its blocks
                 _log.info("chunk stays where it is: %s", error)
                 continue
             ended.append(graph.graph_id)

@@ -10,21 +10,16 @@ get_finished         async loads that ended; an empty step waits briefly for one
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
+from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
 
-from kvcore.errors import KVCoreError, TierUnavailable
+from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.metrics import Metrics
-from kvcore.tiers.base import Tier
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
-from kvcore.worker import DeadTier, KVWorker, RefusingWorker, refuse
-
-_log = logging.getLogger("kvcore.vllm.worker")
+from kvcore.worker import KVWorker, RefusingWorker, refuse
 
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for a transfer to end, instead of spinning."""
@@ -48,8 +43,9 @@ class WorkerSide:
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
         metrics: Metrics,
-        open_tier: Callable[[str, dict[str, Any]], Tier],
-        blends: Blends | RefusingBlends | None = None,
+        open_tier: TierOpener,
+        blends: Blends | RefusingBlends,
+        clock: ForwardClock,
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of
@@ -68,6 +64,7 @@ class WorkerSide:
         self._tainted = 0
         self._failing: set[int] = set()
         self._chunks: dict[int, BlendOrder] = {}  # this step's blends by the graphs they read
+        self._clock = clock
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -93,16 +90,15 @@ class WorkerSide:
         for graph in itertools.chain(plan.fetches, plan.spills):
             self._submit(graph)
         self._begin_blends(plan)
+        if not plan.blends:  # without loads vLLM's next call comes when the forward is launched
+            self._start_clock()
 
     def _tend_tiers(self, plan: StepPlan) -> None:
-        for name, options in plan.open_tiers.items():
-            self._open(name, options)
+        open_tiers(self._worker, self._open_tier, plan.open_tiers)
         for name, slots in plan.forget:
             self._worker.forget(name, slots)
 
     def _begin_blends(self, plan: StepPlan) -> None:
-        if self._blends is None:
-            return
         self._chunks = {
             chunk.graph.graph_id: order for order in plan.blends for chunk in order.chunks
         }
@@ -110,25 +106,22 @@ class WorkerSide:
             self._take(report)
 
     def blend(self) -> None:
-        """Carry out the step's blends. Blocks; the forward may start afterwards."""
-        if self._blends is None or not self._plan.blends:
-            return
-        pages = self._blends.run(self._wait_for_canonical)
-        if pages:
-            self._tainted = TAINTED_STEPS
-            self._bad_pages.update(pages)
+        """Carry out the step's blends. Blocks; the forward starts afterwards."""
+        if self._plan.blends:
+            pages = self._blends.run(self._wait_for_canonical)
+            if pages:
+                self._tainted = TAINTED_STEPS
+                self._bad_pages.update(pages)
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        """The forward is next, if this is not a step in which computing waits for loads."""
+        if self._plan.timed and not self._sync:
+            self._clock.start(self._plan.timed)
 
     def _wait_for_canonical(self, layer: int) -> None:
         for graph_id in self._sync:
             self._worker.wait_layer(graph_id, layer)
-
-    def _open(self, name: str, options: dict[str, Any]) -> None:
-        try:
-            tier = self._open_tier(name, options)
-        except KVCoreError as error:
-            _log.error("tier %s cannot be opened here: %s", name, error)
-            tier = DeadTier(TierUnavailable(str(error)))
-        self._worker.open_tier(name, tier)
 
     def _submit(self, graph: TransferGraph) -> None:
         for report in self._worker.submit(graph):
@@ -152,6 +145,7 @@ class WorkerSide:
 
     def end_forward(self) -> None:
         """Start the saves of what the forward computed, unless it computed on a failed load."""
+        self._clock.stop()
         self.wait_for_loads()
         self._collect()
         self._sync.clear()
@@ -181,20 +175,17 @@ class WorkerSide:
     def take_news(self) -> StepNews | None:
         """What ended since the last call, for the scheduler; None when there is nothing to say."""
         self._collect()
-        blends = self._blends.take_reports() if self._blends is not None else []
-        if not self._reports and not blends:
+        blends, forwards = self._blends.take_reports(), self._clock.take()
+        profile = self._blends.take_profile()
+        if not (self._reports or blends or forwards or profile):
             return None
-        news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta(), blends)
+        reports = [RankReport(r) for r in self._reports]
         self._reports.clear()
-        return news
+        return StepNews(reports, self._metrics.delta(), blends, forwards, profile)
 
     def close(self) -> None:
         """Finish saves in flight and flush them; nothing that was saved is lost."""
-        try:
-            if not self._worker.close():
-                _log.warning("transfers still hung at shutdown; what they wrote is not published")
-        except KVCoreError as error:
-            _log.error("shutdown: %s", error)
+        close_worker(self._worker)
 
     # -- reports ----------------------------------------------------------------------------
 
