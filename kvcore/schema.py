@@ -403,8 +403,9 @@ class OpsConfig(SchemaModel):
 
     backend: Name = Field(
         default="auto",
-        description='Implementation of the copies: "auto" takes the fastest that supports the '
-        'layout, "native" (C), "reference" (torch), or the name of a plugin\'s.',
+        description="Implementation of the copies and of what a blend does beside the model: "
+        '"auto" takes the fastest that serves the memory, "native" (C; torch blends), "reference" '
+        '(torch), or the name of a plugin\'s ("triton").',
     )
 
 

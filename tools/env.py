@@ -192,7 +192,7 @@ ENGINES = ("vllm",)
 
 
 def _kvcore(env: Environment) -> None:
-    env.pip("install", "--editable", f"{ROOT}[dev,bench]")
+    env.pip("install", "--editable", f"{ROOT}[dev,bench,kernels]")
 
 
 # --- stamps -----------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
+from kvcore.ops.fusion import FusionOps, TorchFusion
 from kvcore.trace import Tracer
 
 __all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
@@ -194,12 +195,16 @@ class _Fewer(Exception):
 class Fusor:
     """Blends prompts through one engine's layers. One owner; holds no state between blends.
 
-    Each layer of a blend is a span of ``tracer``.
+    Each layer of a blend is a span of ``tracer``. ``ops`` work on the device of the KV; torch's
+    where none are given.
     """
 
-    def __init__(self, layers: DecoderLayers, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self, layers: DecoderLayers, tracer: Tracer | None = None, ops: FusionOps | None = None
+    ) -> None:
         self.layers = layers
         self.tracer = tracer or Tracer()
+        self.ops = ops or TorchFusion()
 
     @torch.inference_mode()
     def blend(
@@ -221,7 +226,7 @@ class Fusor:
             started = time.monotonic()
             question = self.look(job, placed, selector.sharpness)
             outcome.look_s = time.monotonic() - started
-        walk = _Walk(self.layers, job, placed, selector, budget, question)
+        walk = _Walk(self.layers, self.ops, job, placed, selector, budget, question)
         walk.watch(gate if len(job.chunks) and not reuse else None)
         while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
             outcome.abandoned += outcome.layers
@@ -237,7 +242,7 @@ class Fusor:
         state = State(self.layers.embed(tokens), None)
         for layer in range(self.layers.layers):
             attention = self.layers.attention[layer]
-            state = self.layers.run(layer, rows, state, partial(_plain, rows, attention))
+            state = self.layers.run(layer, rows, state, partial(_plain, self.ops, rows, attention))
         return state
 
     def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
@@ -284,7 +289,7 @@ class Fusor:
                 attention: Attention = attention,
                 last: bool = layer == self.layers.layers - 1,
             ) -> Tensor:
-                kv.keys[rows], kv.values[rows] = k, v
+                self.ops.merge(kv, rows, LayerKV(k, v))
                 out, looked = look_rows(q, rows, kv.keys, kv.values, attention, asking, sharpness)
                 mass.add_(looked)
                 if last:
@@ -302,9 +307,14 @@ class Fusor:
 
 
 def _plain(
-    rows: Tensor, attention: Attention, queries: Tensor, keys: Tensor, values: Tensor
+    ops: FusionOps,
+    rows: Tensor,
+    attention: Attention,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
 ) -> Tensor:
-    return attend_rows(queries, rows, keys, values, attention)
+    return ops.attend(queries, rows, LayerKV(keys, values), attention)
 
 
 class _Walk:
@@ -313,6 +323,7 @@ class _Walk:
     def __init__(
         self,
         layers: DecoderLayers,
+        ops: FusionOps,
         job: Job,
         placed: Placed,
         selector: Selector,
@@ -320,6 +331,7 @@ class _Walk:
         question: Tensor | None,
     ) -> None:
         self.layers = layers
+        self.ops = ops
         self.job = job
         self.placed = placed
         self.selector = selector
@@ -368,13 +380,13 @@ class _Walk:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal going
             going = self.going(layer, rows, k, v, kv)
-            kv.keys[rows], kv.values[rows] = k, v
+            self.ops.merge(kv, rows, LayerKV(k, v))
             self.placed.write(layer, kv)
             if last:
                 raise _Done
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
                 raise _Fewer(going)
-            return attend_rows(q, rows, kv.keys, kv.values, attention)
+            return self.ops.attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
@@ -391,7 +403,7 @@ class _Walk:
             return state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_rows(q, rows, kv.keys, kv.values, attention)
+            return self.ops.attend(q, rows, kv, attention)
 
         return self.layers.run(layer, rows, state, attend)
 
@@ -409,7 +421,15 @@ class _Walk:
             self.offset_of[chunk_rows],
             None if self.question is None else self.question[chunk_rows],
             self.layers.reduce,
+            self.ops.deviation,
         )
         self._judge(seen)
-        kept = narrow(self.selector, self.budget, seen, self.layers.layers, len(self.job.chunks))
+        kept = narrow(
+            self.selector,
+            self.budget,
+            seen,
+            self.layers.layers,
+            len(self.job.chunks),
+            self.ops.keep_top,
+        )
         return ~candidate | torch.isin(rows, kept)

@@ -11,7 +11,6 @@ the same reports as any load, and layer i + 1 lands while layer i is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.layout import Axis, BlockShape, KVLayout, KVView, Plane
 from kvcore.ops.base import DeviceOps
+from kvcore.ops.fusion import FusionOps, Place, TorchFusion
 from kvcore.worker import DeviceGroup
 
 __all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]
@@ -108,21 +108,11 @@ class PrefixReader:
         values[: self._tokens] = self._scratch[1, : self._tokens]
 
 
-class Place(NamedTuple):
-    """Tokens [first, first + length) of the staging stand at ``position`` of the prompt, and were
-    computed ``distance`` positions earlier (later where negative)."""
-
-    first: int
-    length: int
-    position: int
-    distance: int
-
-
 class PlacedChunks(Placed):
     """The cached KV of one prompt of ``tokens`` tokens, out of a staging and a prefix.
 
     ``ropes`` has one a layer, None where nothing rotates. ``landed(layer)`` blocks until the
-    staging holds a layer; ``sink(layer, kv)`` takes what was merged.
+    staging holds a layer; ``sink(layer, kv)`` takes what was merged. ``ops`` rotates and places.
     """
 
     def __init__(
@@ -134,6 +124,7 @@ class PlacedChunks(Placed):
         prefix: PrefixReader,
         landed: Callable[[int], None],
         sink: Callable[[int, LayerKV], None],
+        ops: FusionOps | None = None,
     ) -> None:
         self._tokens = tokens
         self._staging = staging
@@ -142,7 +133,7 @@ class PlacedChunks(Placed):
         self._prefix = prefix
         self._landed = landed
         self._sink = sink
-        self._turned: set[int] = set()
+        self._ops = ops or TorchFusion()
         staged = staging.tensor
         size = (tokens, *staged.shape[3:])
         # Zeros, not garbage: rows without KV are written before they are read, and a NaN there
@@ -151,24 +142,11 @@ class PlacedChunks(Placed):
 
     def layer(self, layer: int) -> LayerKV:
         self._landed(layer)
-        staged, kv = self._staging.tensor[layer], self._kv
-        if layer not in self._turned:
-            self._turned.add(layer)
-            self._turn(layer, staged[0])
+        kv = self._kv
         self._prefix.read(layer, kv.keys, kv.values)
-        for place in self._places:
-            there = slice(place.position, place.position + place.length)
-            here = slice(place.first, place.first + place.length)
-            kv.keys[there], kv.values[there] = staged[0, here], staged[1, here]
+        staged = LayerKV(*self._staging.tensor[layer])
+        self._ops.place(staged, kv, self._places, self._ropes[layer])
         return kv
-
-    def _turn(self, layer: int, keys: Tensor) -> None:
-        """Rotate the staged K of a layer to where it will stand; bit for bit where it stays."""
-        rope = self._ropes[layer]
-        for place in self._places:
-            if rope is not None and place.distance:
-                part = keys[place.first : place.first + place.length]
-                part.copy_(rope.shift(part.transpose(0, 1), place.distance).transpose(0, 1))
 
     def write(self, layer: int, kv: LayerKV) -> None:
         self._sink(layer, kv)

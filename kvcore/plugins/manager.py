@@ -254,7 +254,12 @@ def _check_names(offers: Iterable[Found], found: Mapping[tuple[str, str], Found]
 def _make_ops(found: Found) -> DeviceOps | None:
     try:
         ops: DeviceOps = found.item.factory()
-    except Exception as error:  # noqa: BLE001 - another's code, or no compiled library: named
+    except UnsupportedError as error:
+        # No GPU, say: no fault, and others serve. But the native copies are missed where they lack.
+        tell = _log.warning if found.origin.plugin == BUILTIN else _log.info
+        tell("ops_left_out", ops=found.name, error=reason(error))
+        return None
+    except Exception as error:  # noqa: BLE001 - another's code: named
         _log.warning("ops_left_out", ops=found.name, error=reason(error))
         return None
     return ops

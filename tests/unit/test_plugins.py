@@ -98,6 +98,28 @@ def test_operations_that_cannot_be_made_are_left_out(
     assert "ops=sad" in caplog.text
 
 
+def test_operations_that_do_not_serve_this_machine_are_no_warning(
+    plugin: MakePlugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        from kvcore.errors import UnsupportedError
+        from kvcore.plugins import OpsPlugin, hookimpl
+
+        def make():
+            raise UnsupportedError("no such device")
+
+        @hookimpl
+        def kvcore_ops():
+            return [OpsPlugin("elsewhere", make)]
+    """
+    caplog.set_level(logging.INFO)
+    manager = PluginManager(entry_points=[plugin("speed", source)])
+    assert "reference" in [ops.name for ops in manager.ops()]
+    (line,) = [record for record in caplog.records if "ops=elsewhere" in record.getMessage()]
+    assert line.levelno == logging.INFO
+    assert "no such device" in line.getMessage()
+
+
 BROKEN = {
     "raises_on_import": ("raise RuntimeError('no such luck')", "no such luck"),
     "import_error": ("import surely_not_installed", "surely_not_installed"),

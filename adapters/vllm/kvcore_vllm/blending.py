@@ -27,6 +27,7 @@ from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
+from kvcore.ops.fusion import FusionOps
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 
@@ -77,10 +78,12 @@ class Blends:
         shape: BlockShape,
         selector: Selector,
         page_tokens: int,
+        ops: FusionOps,
     ) -> None:
         self._worker = worker
         self._layers = layers
-        self._fusor = Fusor(layers, worker.tracer)
+        self._ops = ops
+        self._fusor = Fusor(layers, worker.tracer, ops)
         self._ropes = ropes
         self._shape = shape
         self._selector = selector
@@ -192,7 +195,14 @@ class Blends:
             for chunk in order.chunks
         ]
         placed = PlacedChunks(
-            len(job.tokens), staging, places, self._ropes, self._prefix(order), wait, sink
+            len(job.tokens),
+            staging,
+            places,
+            self._ropes,
+            self._prefix(order),
+            wait,
+            sink,
+            self._ops,
         )
         budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
         with self._layers.serving(self._served(order)):

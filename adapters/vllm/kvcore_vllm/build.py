@@ -30,6 +30,7 @@ from kvcore.layout import BlockShape, KVView
 from kvcore.manager import HOST
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
+from kvcore.ops.fusion import select_fusion
 from kvcore.tiers.host import HostArena
 from kvcore.transfer.graph import Path, Span
 from kvcore.transfer.plan import layer_steps
@@ -175,7 +176,9 @@ def _blends(
         _log.warning("exact prefixes only: %s", error)
         return RefusingBlends(page_tokens)
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens)
+    device = parts.worker.groups[0].view.tensors[0].device
+    ops = select_fusion(device, parts.plugins.ops(), config.ops.backend)
+    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
 
 
 def _hook_attention(
