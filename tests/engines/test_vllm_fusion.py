@@ -382,6 +382,7 @@ def test_adapters(
     adapter = tiny_lora(tmp_path / "lora", model, seed=3)
     asked = prompts(model, chunks, 3, seed=9)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    lora["max_num_batched_tokens"] = 256  # blends go through the adapter's layers in pieces
     with engine(model, config(), **lora) as process:
         warm(process, chunks, lora=adapter)
         got = answers(process, asked[:1], fusion=ALL)
