@@ -352,6 +352,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
         assert "exact prefixes only" in process.log.read_text()
 
 
+@pytest.mark.whole_machine
 def test_tensor_parallel_ranks_choose_the_same_rows(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
