@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from kvcore.adapting.identity import weights_identity
 from kvcore.block import model_fingerprint
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.attend import Attention
+from kvcore.fusion.attend import Attention, attend_rows
+from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.layout import BlockShape, KVView, from_strides
 
@@ -297,10 +297,9 @@ class RankModel:
         """Put K and V, [rows, kv_heads, dim] each, into ``slots`` of a layer."""
         self._pages[layer].flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, slots: Tensor) -> LayerKV:
         """K and V in ``slots``, [slots, kv_heads, dim] each."""
-        keys, values = self._pages[layer].flatten(0, 1)[slots].chunk(2, dim=-1)
-        return keys, values
+        return LayerKV(*self._pages[layer].flatten(0, 1)[slots].chunk(2, dim=-1))
 
     # -- computing --------------------------------------------------------------------------
 
@@ -313,6 +312,7 @@ class RankModel:
         own = [self.slots(rows.pages, part) for rows, part in zip(batch, parts, strict=True)]
         seen = [self.slots(r.pages, torch.arange(r.stop, device=device)) for r in batch]
         positions, slots = torch.cat(parts), torch.cat(own)
+        attention = self.model.spec.attention
         hidden = self.embed(tokens)
         for layer in range(self.model.spec.layers):
             before(layer)
@@ -320,10 +320,11 @@ class RankModel:
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 self.write(layer, slots, k, v)
                 queries = torch.split(q, [len(rows.tokens) for rows in batch])
+                own_rows = zip(batch, queries, seen, strict=True)
                 return torch.cat(
                     [
-                        _causal(part, *self.read(layer, there))
-                        for part, there in zip(queries, seen, strict=True)
+                        _causal(part, rows.start, self.read(layer, there), attention)
+                        for rows, part, there in own_rows
                     ]
                 )
 
@@ -368,20 +369,13 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
 
 
-def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of the last rows of a sequence over all of it, [rows, heads, dim].
-
-    The last query stands at the last key, and each sees what is not behind it.
-    """
-    group = queries.shape[1] // keys.shape[1]
-    q, k, v = (
-        heads.transpose(0, 1)[None]
-        for heads in (
-            queries,
-            keys.repeat_interleave(group, dim=1),
-            values.repeat_interleave(group, dim=1),
-        )
+def _causal(queries: Tensor, start: int, kv: LayerKV, attention: Attention) -> Tensor:
+    """Attention of the rows at ``start``, ``start + 1`` ... over all keys up to each one's own."""
+    if start:
+        positions = torch.arange(start, len(kv.keys), device=queries.device)
+        return attend_rows(queries, positions, kv.keys, kv.values, attention)
+    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, kv.keys, kv.values))
+    out: Tensor = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True
     )
-    mask = None if len(queries) == 1 else causal_lower_right(len(queries), len(keys))
-    out: Tensor = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out[0].transpose(0, 1)
