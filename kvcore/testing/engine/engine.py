@@ -45,6 +45,9 @@ IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for a transfer to end, instead of spinning."""
 
 
+HUNG_STEPS = 2000
+
+
 @dataclass(frozen=True)
 class EngineArgs:
     """``max_num_tokens`` bounds a step: longer prompts are cut. ``min_load_tokens`` are the fewest
@@ -222,10 +225,12 @@ class ReferenceEngine:
         return not self._queue and not self._running
 
     def run(self, timeout_s: float = 120.0) -> None:
-        """Step until idle. Raises TransferError when that takes longer than ``timeout_s``."""
-        limit = time.monotonic() + timeout_s
+        """Step until idle. Raises TransferError when that takes longer than ``timeout_s``, and many
+        steps: a machine that stood still is no request that hangs."""
+        limit, steps = time.monotonic() + timeout_s, 0
         while not self.idle:
-            if time.monotonic() > limit:
+            steps += 1
+            if time.monotonic() > limit and steps > HUNG_STEPS:
                 states = [request.state.value for request in (*self._running, *self._queue)]
                 raise TransferError(f"not idle after {timeout_s} s: requests are {states}")
             self.step()
@@ -240,9 +245,10 @@ class ReferenceEngine:
 
     def settle(self, timeout_s: float = 60.0) -> None:
         """Block until every save is published and every spill is done."""
-        limit = time.monotonic() + timeout_s
+        limit, polls = time.monotonic() + timeout_s, 0
         while self.leader is not None and self.leader.manager.in_flight:
-            if time.monotonic() > limit:
+            polls += 1
+            if time.monotonic() > limit and polls > HUNG_STEPS:
                 raise TransferError(f"still saving after {timeout_s} s: {self.leader.leftovers}")
             self.leader.wait(IDLE_WAIT_S)
             self._restart(self.leader.pump())
