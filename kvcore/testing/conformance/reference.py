@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvcore.config import load_config
-from kvcore.fusion.options import fusion_options
+from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.metrics import Metrics
 from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total
@@ -51,12 +51,7 @@ class InProcess(Engine):
 
     def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
         requests = [
-            self.engine.submit(
-                ask.tokens,
-                ask.max_tokens,
-                salt=ask.salt or "",
-                fusion=ask.fusion and fusion_options({"fusion": dict(ask.fusion)}, len(ask.tokens)),
-            )
+            self.engine.submit(ask.tokens, ask.max_tokens, salt=ask.salt or "", fusion=_wishes(ask))
             for ask in asks
         ]
         for request, ask in zip(requests, asks, strict=True):
@@ -102,6 +97,12 @@ class InProcess(Engine):
 
     def stop(self) -> None:
         self.engine.close()
+
+
+def _wishes(ask: Ask) -> FusionOptions | None:
+    if ask.fusion is None:
+        return None
+    return fusion_options({"fusion": dict(ask.fusion)}, len(ask.tokens))
 
 
 class ReferenceDriver(Driver):
