@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 from kvcore import worker as kvcore_worker  # after the skip
 from kvcore.adapting.paging import Paging
 from kvcore.block import Namespace
-from kvcore.fusion import fusor
 from kvcore.layout import KVView
+from kvcore.ops import fusion as ops
 from kvcore.testing.conformance import CASES, Driver, Kit, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.engine import ReferenceEngine, Request
@@ -173,10 +173,10 @@ def test_keys_that_are_not_rotated(fails: Callable[..., None]) -> None:
 def test_a_row_that_sees_the_token_after_it(
     fails: Callable[..., None], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = fusor.attend_rows
+    sound = ops.attend_rows
 
     def leaking(q: Any, positions: Any, keys: Any, values: Any, attention: Any) -> Any:
         return sound(q, (positions + 1).clamp_max(len(keys) - 1), keys, values, attention)
 
-    monkeypatch.setattr(fusor, "attend_rows", leaking)
+    monkeypatch.setattr(ops, "attend_rows", leaking)
     fails(find_driver("reference"), case)
