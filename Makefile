@@ -29,8 +29,9 @@ demo: env
 
 test: env
 	$(RUN) -m kvcore.testing.models smollm2
-	$(RUN) -m pytest --ignore=tests/kernels $(PYTEST)
-	$(RUN) -m pytest tests/kernels
+	$(RUN) -m pytest --ignore=tests/kernels -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
+	$(RUN) -m pytest --ignore=tests/kernels -m whole_machine $(PYTEST)
+	$(RUN) -m pytest tests/kernels -n 2 --dist loadscope $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -m "not engine" tests/unit $(PYTEST)

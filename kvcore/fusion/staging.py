@@ -113,6 +113,7 @@ class PlacedChunks(Placed):
 
     ``ropes`` has one a layer, None where nothing rotates. ``landed(layer)`` blocks until the
     staging holds a layer; ``sink(layer, kv)`` takes what was merged. ``ops`` rotates and places.
+    Where layers are read ``again``, K is rotated at the first reading and the staging keeps it so.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class PlacedChunks(Placed):
         landed: Callable[[int], None],
         sink: Callable[[int, LayerKV], None],
         ops: FusionOps | None = None,
+        again: bool = False,
     ) -> None:
         self._tokens = tokens
         self._staging = staging
@@ -134,6 +136,8 @@ class PlacedChunks(Placed):
         self._landed = landed
         self._sink = sink
         self._ops = ops or TorchFusion()
+        self._again = again
+        self._turned: set[int] = set()
         staged = staging.tensor
         size = (tokens, *staged.shape[3:])
         # Zeros, not garbage: rows without KV are written before they are read, and a NaN there
@@ -145,8 +149,18 @@ class PlacedChunks(Placed):
         kv = self._kv
         self._prefix.read(layer, kv.keys, kv.values)
         staged = LayerKV(*self._staging.tensor[layer])
-        self._ops.place(staged, kv, self._places, self._ropes[layer])
+        turned = layer in self._turned
+        self._ops.place(staged, kv, self._places, None if turned else self._ropes[layer])
+        if self._again and not turned:
+            self._keep(staged, kv)
+            self._turned.add(layer)
         return kv
+
+    def _keep(self, staged: LayerKV, kv: LayerKV) -> None:
+        for place in self._places:
+            if place.distance:
+                here = slice(place.first, place.first + place.length)
+                staged.keys[here] = kv.keys[place.position : place.position + place.length]
 
     def write(self, layer: int, kv: LayerKV) -> None:
         self._sink(layer, kv)

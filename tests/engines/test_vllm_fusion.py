@@ -352,6 +352,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
         assert "exact prefixes only" in process.log.read_text()
 
 
+@pytest.mark.whole_machine
 def test_tensor_parallel_ranks_choose_the_same_rows(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
@@ -382,6 +383,7 @@ def test_adapters(
     adapter = tiny_lora(tmp_path / "lora", model, seed=3)
     asked = prompts(model, chunks, 3, seed=9)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    lora["max_num_batched_tokens"] = 256  # blends go through the adapter's layers in pieces
     with engine(model, config(), **lora) as process:
         warm(process, chunks, lora=adapter)
         got = answers(process, asked[:1], fusion=ALL)

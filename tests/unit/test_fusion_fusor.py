@@ -84,7 +84,17 @@ def test_scattered_rows_against_the_twin(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend, "TILE_SCORES", scores)
         got = attend_rows(queries, positions, keys, values, attention)
-        also, looked = look_rows(queries, positions, keys, values, attention, asking, 2.0)
+        interest = torch.zeros(kv_heads * group, tokens)
+        cut = len(positions) // 2
+        also = torch.cat(
+            [
+                look_rows(
+                    queries[part], positions[part], keys, values, attention, asking[part], interest
+                )
+                for part in (slice(0, cut), slice(cut, None))
+            ]
+        )
+        looked = interest.square().sum(dim=0)
     expected = naive_attend_rows(queries, positions, keys, values, attention)
     close(got, expected, 1e-5)
     close(also, expected, 1e-5)
@@ -235,6 +245,33 @@ class Overwriting(ReferenceLayers):
             if given_state is not None:
                 given_state.fill_(torch.nan)
         return super().run(layer, positions, own, attend)
+
+
+@pytest.mark.parametrize("most", [1, 7, 16])
+@pytest.mark.parametrize("budget", [*BUDGETS, Ratio(0.9, spread=0.1)], ids=str)
+def test_layers_that_take_few_rows_at_once(most: int, budget: Any) -> None:
+    """The same blend in pieces, and no call of more rows than may be."""
+    plan = LLAMA.plan()
+
+    class Small(Overwriting):
+        max_rows = most
+
+        def embed(self, tokens: Tensor) -> Tensor:
+            assert len(tokens) <= most
+            return super().embed(tokens)
+
+        def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+            assert len(positions) == len(state.hidden) <= most
+            return super().run(layer, positions, state, attend)
+
+    threshold = isinstance(budget, Threshold)
+    selector = RelativeDeviation() if threshold else BUILTIN_SELECTORS["runs"]()
+    agree(LLAMA, plan, selector, budget, layers=Small)
+    if not threshold and not budget.is_reuse:
+        agree(LLAMA, plan, selector, budget, Gate(0.05, larger=(0.95,)), layers=Small)
+    tokens = torch.tensor(words(40, 5))
+    got = Fusor(Small(LLAMA.decoder)).compute(tokens).hidden
+    close(got, prefill(LLAMA.decoder, tokens.tolist())[1], 2e-4)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.8, 1.0])

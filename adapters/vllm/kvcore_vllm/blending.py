@@ -203,6 +203,7 @@ class Blends:
             wait,
             sink,
             self._ops,
+            again=self._selector.needs_question or self._gate is not None,
         )
         budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
         with self._layers.serving(self._served(order)):

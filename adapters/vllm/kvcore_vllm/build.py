@@ -86,7 +86,6 @@ def _fusion_leader(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return None
-    limit = vllm_config.scheduler_config.max_num_batched_tokens
     return FusionLeader(
         config,
         model.shape,
@@ -94,7 +93,6 @@ def _fusion_leader(
         _segments(config, model),
         steps,
         model.groups[0].page_tokens,
-        limit if vllm_config.lora_config is not None else None,
         _pace(config, vllm_config, model, parts) if config.fusion.adaptive else None,
     )
 

@@ -250,3 +250,6 @@ async def _run(descriptor: int) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # engine core and workers have ended; tearing down the modules would take seconds

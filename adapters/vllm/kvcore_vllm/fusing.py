@@ -127,7 +127,6 @@ class FusionLeader:
         segments: Segments,
         layer_steps: Sequence[Span],
         page_tokens: int,
-        batch_limit: int | None = None,
         pace: Pace | None = None,
     ) -> None:
         self._settings = config.fusion
@@ -137,7 +136,6 @@ class FusionLeader:
         self._segments = segments
         self._layer_steps = tuple(layer_steps)
         self._page_tokens = page_tokens
-        self._batch_limit = batch_limit
         self._pace = pace
         self._staged = 0
         self._failures = 0
@@ -205,8 +203,6 @@ class FusionLeader:
         usable = self._usable(fusing.found, exact, request.num_tokens - 1)
         if sum(chunk.length for chunk in usable) < self._settings.min_tokens:
             return None
-        if self._batch_limit is not None and request.num_tokens - exact > self._batch_limit:
-            return None  # vLLM's LoRA layers have room for the rows of one batch
         stop = usable[-1].prompt_start + usable[-1].length
         plan = BlendPlan(exact, stop, self._settings.ratio, tuple(usable))
         if fusing.options.ratio is not None:  # as was asked, whatever it costs

@@ -116,6 +116,8 @@ class VllmLayers(DecoderLayers):
         self.layers = len(names)
         self.attention = tuple(_attention(layer) for layer in self._attention)
         self._loras = _lora_manager(vllm_config, worker)
+        # What vLLM has measured its memory for, and what its LoRA layers have room for.
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._served: Served | None = None
         self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
         if len(self._modules) != self.layers:
