@@ -149,12 +149,12 @@ def _compiled(targets: Iterable[str], builds: Sequence[Build]) -> Iterator[Usage
 
 
 def markdown(table: Iterable[Usage]) -> str:
-    """A line a build, a column a target: registers, and KiB of shared memory where there is any;
-    what is spilled to memory is said."""
+    """A line a build, a column a target: registers, KiB of shared memory where it is as much as
+    one, and bytes spilled to memory where there are any."""
     cells: dict[str, dict[str, str]] = {}
     for usage in table:
         text = str(usage.registers)
-        text += f", {usage.shared / 1024:.3g} KiB" if usage.shared else ""
+        text += f", {usage.shared / 1024:.3g} KiB" if usage.shared >= 1024 else ""
         text += f", {usage.spills} spilled" if usage.spills else ""
         cells.setdefault(usage.kernel, {})[usage.target] = text
     targets = list(dict.fromkeys(target for row in cells.values() for target in row))
