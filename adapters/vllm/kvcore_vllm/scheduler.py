@@ -166,7 +166,7 @@ class SchedulerSide:
                 self._outbox.graphs.remove(graph)
             self._plan.fetches += fetches
             return None
-        plan = fusion.in_host(plan)
+        plan = fusion.chunks.in_host(plan)
         first, last = computed // self._block, -(-exact // self._block)
         if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
             return False
@@ -375,7 +375,7 @@ class SchedulerSide:
         """Remember which tokens blocks of a request hold, for fusion."""
         assert self._fusion is not None
         tokens = tracked.request._all_token_ids
-        self._fusion.learn(tracked.chain, start, stop, tokens)
+        self._fusion.chunks.learn(tracked.chain, start, stop, tokens)
 
     def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
         if graph.priority is Priority.SPILL:
@@ -527,14 +527,14 @@ class SchedulerSide:
         self._manager.clear()
         self._namespaces.renew()
         if self._fusion is not None:
-            self._fusion.forget()
+            self._fusion.chunks.forget()
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
 
     def close(self) -> None:
         """Let go of what the leader holds; the workers finish what is in flight themselves."""
         if self._fusion is not None:
-            self._fusion.close()
+            self._fusion.chunks.close()
         for release in self._on_close:
             release()
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcore.adapting.chunks import BlendPlan, Chunks
 from kvcore.block import KeyChain
 from kvcore.config import Config
 from kvcore.errors import KVCoreError
@@ -29,7 +30,7 @@ from kvcore.fusion.segments import Reusable, Segments
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
-from kvcore.manager import HOST, Hit, KVManager
+from kvcore.manager import KVManager
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport
@@ -39,20 +40,6 @@ from kvcore.worker import KVWorker
 __all__ = ["BlendPlan", "FusionLeader", "Order", "RankBlender", "RankLayers"]
 
 _log = logging.getLogger("kvcore.testing.engine")
-
-
-@dataclass(frozen=True)
-class BlendPlan:
-    """What a request's blend is made of: KV for [exact, stop), ``chunks`` ascending."""
-
-    exact: int
-    stop: int
-    ratio: float
-    chunks: tuple[Reusable, ...]
-
-    @property
-    def reused(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
 
 
 @dataclass
@@ -80,105 +67,31 @@ class FusionLeader:
         layer_steps: Sequence[Span],
     ) -> None:
         self._settings = config.fusion
-        self._block = config.block.tokens
         self._manager = manager
         self._transport = transport
-        self._segments = segments
         self._shapes = shapes
         self._device = device
+        self._block = config.block.tokens
         self._layer_steps = tuple(layer_steps)
-
-    def learn(self, chain: KeyChain, start: int, stop: int, tokens: Sequence[int]) -> None:
-        """Blocks [start, stop) of a chain are stored; ``tokens`` are those of the request."""
-        self._segments.add(chain.namespace.digest, chain.keys[:stop], start, tokens)
-
-    def forget(self) -> None:
-        """Nothing of what was learned is stored any more."""
-        self._segments.clear()
-
-    def close(self) -> None:
-        self._segments.close()
-
-    # -- what to blend ----------------------------------------------------------------------
+        nbytes = sum(shape.nbytes for shape in shapes)
+        self.chunks = Chunks(config.fusion, config.block.tokens, nbytes, manager, segments)
 
     def plan(self, request: Request, chain: KeyChain, exact: int) -> BlendPlan | None:
         """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
-        wishes, prompt = request.fusion, request.tokens
+        wishes = request.fusion
         if not wishes.enabled or request.answer:  # a preempted request goes on exactly
             return None
-        if wishes.chunks is None:
-            digest = chain.namespace.digest
-            found = self._segments.find(digest, prompt, self._held, exact, len(prompt) - 1)
-        else:
-            marked = [self._marked(prompt, chain, a, b) for a, b in wishes.chunks]
-            found = [chunk for chunk in marked if chunk is not None]
-        chunks = self._usable(found, exact, len(prompt) - 1)
-        if sum(chunk.length for chunk in chunks) < self._settings.min_tokens:
-            return None
+        found = self.chunks.find(request.tokens, wishes, chain.namespace, exact)
         ratio = self._settings.ratio if wishes.ratio is None else wishes.ratio
-        stop = chunks[-1].prompt_start + chunks[-1].length
-        return BlendPlan(exact, stop, ratio, tuple(chunks))
-
-    def _held(self, key: bytes) -> bool:
-        return key in self._manager.index
-
-    def _marked(
-        self, prompt: Sequence[int], chain: KeyChain, start: int, stop: int
-    ) -> Reusable | None:
-        """A marked text, where it was computed on its own behind what is configured."""
-        behind = self._settings.behind
-        own = KeyChain(chain.namespace, self._block)
-        own.extend([*behind, *prompt[start:stop]])
-        depth = self._manager.get_match(own.keys, chain.namespace.digest).depth
-        length = min(depth * self._block - len(behind), stop - start)
-        if length < self._settings.min_tokens:
-            return None
-        last = (len(behind) + length - 1) // self._block
-        return Reusable(start, length, len(behind), own.keys[last])
-
-    def _usable(self, found: Sequence[Reusable], exact: int, limit: int) -> list[Reusable]:
-        """What of the chunks lies in [exact, limit) and fits the staging."""
-        usable, left = [], self._settings.staging_max
-        for chunk in found:
-            a = max(chunk.prompt_start, exact)
-            b = min(chunk.prompt_start + chunk.length, limit)
-            moved = chunk.source_start + a - chunk.prompt_start
-            nbytes = sum(shape.nbytes for shape in self._shapes) * len(self._blocks(moved, b - a))
-            if b - a < self._settings.min_tokens or nbytes > left:
-                continue
-            chain = self._manager.index.path(chunk.last_key)
-            usable.append(Reusable(a, b - a, moved, chain[(moved + b - a - 1) // self._block]))
-            left -= nbytes
-        return usable
-
-    def _blocks(self, start: int, length: int) -> range:
-        """Blocks of a chain that hold tokens [start, start + length)."""
-        return range(start // self._block, -(-(start + length) // self._block))
-
-    def source(self, chunk: Reusable) -> tuple[Hit, int, int]:
-        """A chunk's chain as the tiers hold it, and its blocks there."""
-        index = self._manager.index
-        blocks = self._blocks(chunk.source_start, chunk.length)
-        chain, namespace = index.path(chunk.last_key), index.namespace_of(chunk.last_key)
-        return self._manager.get_match(chain, namespace), blocks.start, blocks.stop
-
-    def in_host(self, plan: BlendPlan) -> BlendPlan | None:
-        """The plan with the chunks that are in host memory; None when too little is left."""
-        chunks = []
-        for chunk in plan.chunks:
-            hit, start, stop = self.source(chunk)
-            if hit.depth >= stop and set(hit.blocks_by_tier(start, stop)) <= {HOST}:
-                chunks.append(chunk)
-        if sum(chunk.length for chunk in chunks) < self._settings.min_tokens:
-            return None
-        stop = chunks[-1].prompt_start + chunks[-1].length
-        return BlendPlan(plan.exact, stop, plan.ratio, tuple(chunks))
+        return self.chunks.plan(found, exact, len(request.tokens) - 1, ratio)
 
     # -- orders -----------------------------------------------------------------------------
 
     def order(self, request: Request, plan: BlendPlan) -> Order:
         """Start the copies of a plan's chunks. One that cannot be had is computed with the rest."""
-        rows = sum(len(self._blocks(chunk.source_start, chunk.length)) for chunk in plan.chunks)
+        rows = sum(
+            len(self.chunks.blocks(chunk.source_start, chunk.length)) for chunk in plan.chunks
+        )
         staging = [Staging(shape, rows, self._device) for shape in self._shapes]
         order = Order(request, plan, [], [], staging)
         row = 0
@@ -188,7 +101,7 @@ class FusionLeader:
             except KVCoreError as error:
                 _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
                 continue
-            blocks = self._blocks(chunk.source_start, chunk.length)
+            blocks = self.chunks.blocks(chunk.source_start, chunk.length)
             first = (row - blocks.start) * self._block + chunk.source_start
             distance = chunk.prompt_start - chunk.source_start
             order.places.append(Place(first, chunk.length, chunk.prompt_start, distance))
@@ -199,7 +112,7 @@ class FusionLeader:
         return order
 
     def _load(self, chunk: Reusable, row: int, staging: Sequence[Staging]) -> int:
-        hit, start, stop = self.source(chunk)
+        hit, start, stop = self.chunks.source(chunk)
         units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
         with self._transport.into([one.groups for one in staging]):
             graph = self._manager.launch_load(

@@ -162,12 +162,12 @@ class Leader:
         if not tracked.fetched:
             tracked.fetched = True
             wanted = [(hit, *self._blocks(computed, exact))]
-            wanted += [fusion.source(chunk) for chunk in plan.chunks]
+            wanted += [fusion.chunks.source(chunk) for chunk in plan.chunks]
             for source, start, stop in wanted:
                 self._fetch(tracked, source, start, stop)
         if tracked.fetching:
             return Lookup(hit, computed, computed, wait=True)
-        in_host = fusion.in_host(plan)
+        in_host = fusion.chunks.in_host(plan)
         first, last = self._blocks(computed, exact)
         if in_host is None or not set(hit.blocks_by_tier(first, last)) <= {HOST}:
             return None
@@ -331,7 +331,7 @@ class Leader:
 
     def _learn(self, chain: KeyChain, start: int, stop: int, tokens: list[int]) -> None:
         if self._fusion is not None:
-            self._fusion.learn(chain, start, stop, tokens)
+            self._fusion.chunks.learn(chain, start, stop, tokens)
 
     # -- pages change hands -----------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class Leader:
         """Forget every block of every tier."""
         self.manager.clear()
         if self._fusion is not None:
-            self._fusion.forget()
+            self._fusion.chunks.forget()
 
     def check_integrity(self) -> None:
         """Index, flights and pages in use agree with each other."""
@@ -391,6 +391,6 @@ class Leader:
         """Let go of what the leader holds. The workers have closed before."""
         self.pump()
         if self._fusion is not None:
-            self._fusion.close()
+            self._fusion.chunks.close()
         for release in self._on_close:
             release()
