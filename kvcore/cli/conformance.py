@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvcore.errors import ConfigError, FormatError
@@ -39,9 +39,14 @@ def chosen(patterns: Sequence[str]) -> list[Case]:
     return found
 
 
+def _case_column() -> Column:
+    """Names are what `--case` takes: they are never cut, however narrow the terminal."""
+    return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
+
+
 def listing() -> Table:
     """Every case, and what it needs."""
-    table = Table("section", "case", "", "needs", box=None, pad_edge=False)
+    table = Table("section", _case_column(), "", "needs", box=None, pad_edge=False)
     for one in in_order(CASES):
         needs = ", ".join(sorted(capability.value for capability in one.needs))
         table.add_row(one.section, one.name, one.about, needs)
@@ -89,7 +94,7 @@ def failures(record: Record) -> int:
 
 def as_table(record: Record) -> Table:
     """Case x engine."""
-    table = Table("section", "case", *record, box=None, pad_edge=False)
+    table = Table("section", _case_column(), *record, box=None, pad_edge=False)
     for section, name in _rows(record):
         cells = []
         for engine in record.values():

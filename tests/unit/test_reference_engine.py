@@ -311,7 +311,7 @@ def test_blends(make: Make, plain: Ask, ranks: int) -> None:
 
 
 def test_blends_that_lose_their_pages(make: Make, plain: Ask) -> None:
-    """Pages for a fraction of what runs: what was blended is computed anew, nothing stays staged."""
+    """Pages for a fraction of what runs: blends are lost with their pages, nothing stays staged."""
     engine = make({"fusion": {"enabled": True}}, num_pages=22, page_tokens=16)
     chunk = words(1, 96)
     engine.generate([chunk], 1)
