@@ -39,10 +39,14 @@ def chosen(patterns: Sequence[str]) -> list[Case]:
     return found
 
 
+def _case_column() -> Column:
+    """Names are what `--case` takes: they are never cut, however narrow the terminal."""
+    return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
+
+
 def listing() -> Table:
     """Every case, and what it needs."""
-    name = Column("case", no_wrap=True)
-    table = Table("section", name, "", "needs", box=None, pad_edge=False)
+    table = Table("section", _case_column(), "", "needs", box=None, pad_edge=False)
     for one in in_order(CASES):
         needs = ", ".join(sorted(capability.value for capability in one.needs))
         table.add_row(one.section, one.name, one.about, needs)
@@ -90,7 +94,7 @@ def failures(record: Record) -> int:
 
 def as_table(record: Record) -> Table:
     """Case x engine."""
-    table = Table("section", Column("case", no_wrap=True), *record, box=None, pad_edge=False)
+    table = Table("section", _case_column(), *record, box=None, pad_edge=False)
     for section, name in _rows(record):
         cells = []
         for engine in record.values():

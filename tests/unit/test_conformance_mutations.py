@@ -31,6 +31,8 @@ from kvcore.testing.models import tiny_model
 from kvcore.transfer.graph import SKIP, OpReport, Priority, TransferGraph, UnitTable
 from kvcore.transfer.graph import Path as Direction
 
+pytestmark = pytest.mark.engine
+
 # --- the mistakes -----------------------------------------------------------------------------
 
 

@@ -310,6 +310,20 @@ def test_blends(make: Make, plain: Ask, ranks: int) -> None:
     assert exact.cached_tokens <= 16
 
 
+def test_blends_that_lose_their_pages(make: Make, plain: Ask) -> None:
+    """Pages for a fraction of what runs: blends are lost with their pages, nothing stays staged."""
+    engine = make({"fusion": {"enabled": True}}, num_pages=22, page_tokens=16)
+    chunk = words(1, 96)
+    engine.generate([chunk], 1)
+    engine.settle()
+    engine.forget()
+    prompts = [words(20 + i, 5 + i) + chunk + words(30 + i, 9) for i in range(4)]
+    answers = engine.generate(prompts, 60, fusion=FusionOptions(ratio=1.0))
+    assert answers == [plain(prompt, 60) for prompt in prompts]
+    assert engine.preemptions > 0
+    assert not engine.workers[0].worker._elsewhere
+
+
 def test_chunks_are_fetched_from_disk(make: Make, plain: Ask, tmp_path: Path) -> None:
     engine = make(
         {

@@ -142,7 +142,11 @@ class Kit:
 
     def config(self, **tables: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of kvcore: the kit's own, and ``tables`` over them."""
-        made: dict[str, Any] = {"block": {"tokens": BLOCK}, "host": {"capacity": "64MiB"}}
+        made: dict[str, Any] = {
+            "block": {"tokens": BLOCK},
+            "host": {"capacity": "64MiB"},
+            "log": {"level": "error"},
+        }
         for name, values in tables.items():
             made[name] = {**made.get(name, {}), **values}
         return made

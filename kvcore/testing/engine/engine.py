@@ -371,7 +371,9 @@ class ReferenceEngine:
         if self.leader is None:
             return
         for order in self.leader.orders:
-            if order.request.state is not State.RUNNING:
+            if order.request.state is not State.RUNNING:  # preempted since
+                for blender in self._blenders:
+                    blender.drop(order)
                 continue
             done = self._ranks.each(
                 lambda rank, order=order: self._blenders[rank].blend(  # type: ignore[misc]

@@ -168,9 +168,13 @@ class RankBlender:
             _log.exception("blend failed request=%s", order.request.request_id)
             return False
         finally:
-            for graph_id in order.graphs:
-                self._worker.release(graph_id)
+            self.drop(order)
         return True
+
+    def drop(self, order: Order) -> None:
+        """Let go of the order's staging, once nothing is copied to it any more."""
+        for graph_id in order.graphs:
+            self._worker.release(graph_id)
 
     @torch.inference_mode()
     def _blend(self, order: Order, landed: Callable[[int], None]) -> None:

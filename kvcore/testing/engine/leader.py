@@ -226,6 +226,7 @@ class Leader:
                 deadline_s=None if in_step else self._config.transfer.load_deadline_s,
             )
         except CapacityError:  # no room to pass it through: it is computed
+            assert not in_step, "a load from host memory needs no slots"
             return
         self._use(graph)
         self._loads[graph.graph_id] = _Load(request, stop)

@@ -50,7 +50,6 @@ class Request:
     approximate_from: int | None = None
     reused: dict[str, int] = field(default_factory=dict)
     blended_tokens: int = 0
-    preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
