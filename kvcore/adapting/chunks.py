@@ -168,7 +168,7 @@ class Chunks:
     ) -> list[Reusable]:
         usable = []
         for chunk in found:
-            a = max(chunk.prompt_start, exact)
+            a = max(chunk.prompt_start, exact, self._sink(chunk))
             b = min(chunk.prompt_start + chunk.length, limit)
             moved = chunk.source_start + a - chunk.prompt_start
             nbytes = self._nbytes * len(self.blocks(moved, b - a))
@@ -178,6 +178,15 @@ class Chunks:
             usable.append(Reusable(a, b - a, moved, self._last_key(chunk, moved + b - a)))
             room -= nbytes
         return usable
+
+    def _sink(self, chunk: Reusable) -> int:
+        """First position of a prompt that a moved chunk may fill.
+
+        Every row looks at a prompt's first token, which tells it nothing (an attention sink). One
+        that stood behind others was none: put first, it leaves the prompt without a sink, and no
+        choice of rows mends that (docs/fusion.md has figures).
+        """
+        return 0 if chunk.prompt_start == chunk.source_start else 1
 
     def _last_key(self, chunk: Reusable, stop: int) -> bytes:
         """Key of the block with the token before ``stop``, when the chunk was cut at its end."""
