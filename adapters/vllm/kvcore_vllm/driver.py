@@ -45,6 +45,8 @@ class Driver:
 
         if current_platform.is_cpu():
             engine_args.setdefault("enforce_eager", True)
+            # By itself vLLM takes nearly all memory, and does not start beside anything else.
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
             _bind_threads(int(engine_args.get("tensor_parallel_size", 1)))
         if kvcore is not None:
             self._asks = True
