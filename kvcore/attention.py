@@ -108,6 +108,12 @@ class Hooks:
             output = output if changed is None else changed
         return output
 
+    def give_up(self, why: str) -> None:
+        """Call none of them again. To be called where an exception is handled, which is logged."""
+        names = ", ".join(hook.name for hook in self._hooks)
+        self._hooks.clear()
+        _log.exception("attention hooks are not called again: %s: %s", names, why)
+
     def _asked(
         self,
         hook: AttentionHook,

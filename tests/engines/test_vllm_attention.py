@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import answers, same
+from kvcore.testing.asking import answers, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import tiny_model
@@ -62,12 +62,21 @@ def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
 
 
 def test_a_hook_changes_what_attention_gives_in_a_compiled_model(
-    model: Path, asked: list[list[int]], plain: list[Generation]
+    model: Path, asked: list[list[int]], plain: list[Generation], tmp_path: Path
 ) -> None:
-    """It spoils what decodes give: the first token, of the prompt's rows, stays."""
+    """It spoils what decodes give: the first token, of the prompt's rows, stays. What was stored
+    under it is not found by an engine without."""
     wanted = environment("answer", "silence")
-    with engine(model, CONFIG, env=wanted, enforce_eager=False) as process:
+    config = {**CONFIG, "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
+    with engine(model, config, env=wanted, enforce_eager=False) as process:
         spoilt = answers(process, asked)
         assert answered(process) == sorted(map(len, asked))
+        settled(process)
+        process.reset_prefix_cache()
+        assert sum(a.reused_tokens for a in answers(process, asked)) > 0
+    with engine(model, config) as process:
+        got = answers(process, asked)
+    same(got, plain)
+    assert sum(a.reused_tokens for a in got) == 0
     assert [a.token_ids[0] for a in spoilt] == [a.token_ids[0] for a in plain]
     assert all(a.token_ids != b.token_ids for a, b in zip(spoilt, plain, strict=True))

@@ -176,8 +176,27 @@ def test_a_backend_that_is_called_otherwise_is_refused_and_left_as_it_was() -> N
 def test_a_batch_is_made_once_a_step() -> None:
     batches = Batches(lambda: ["a"], 16)
     told = metadata([2], [3])
-    assert batches.of(told) is batches.of(told)
-    assert batches.of(metadata([2], [4])).positions.tolist() == [4, 5]
+    assert batches.of(told, 0) is batches.of(told, 1)
+    assert batches.of(metadata([2], [4]), 1).positions.tolist() == [4, 5]
+    first = batches.of(told, 0)
+    told.seq_lens += 1  # vLLM fills it again for the next step
+    assert batches.of(told, 0).positions.tolist() == [p + 1 for p in first.positions.tolist()]
+
+
+def test_metadata_that_cannot_be_read_leaves_the_engine_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watching, made = Noting(), layers()
+    hooks = install(made, [watching], lambda: ["a", "b"], 16)  # of two requests, one has rows
+    told = metadata([4], [0])
+    told.num_actual_tokens = 3
+    with caplog.at_level(logging.ERROR, "kvcore.attention"):
+        for _ in range(2):
+            step(made[0], told)
+    assert made[0].impl.calls == 2
+    assert not watching.seen
+    assert hooks.active == ()
+    assert len(caplog.records) == 1
 
 
 def test_a_module_is_lent_for_a_block_only() -> None:

@@ -78,8 +78,9 @@ class Batches:
         self._metadata: Any = None
         self._batch: Batch | None = None
 
-    def of(self, metadata: Any) -> Batch:
-        if self._batch is None or metadata is not self._metadata:
+    def of(self, metadata: Any, layer: int) -> Batch:
+        """Made anew at layer 0: vLLM may fill the same metadata again for the next step."""
+        if self._batch is None or layer == 0 or metadata is not self._metadata:
             self._metadata, self._batch = metadata, self._make(metadata)
         return self._batch
 
@@ -139,7 +140,11 @@ def _around(
         engine = (layer, query, key, value, kv_cache, attn_metadata, output, *args)
         if not hooks.active or not all(hasattr(attn_metadata, name) for name in _METADATA):
             return plain(*engine, **options)  # vLLM's warm-up has no metadata
-        batch = batches.of(attn_metadata)
+        try:
+            batch = batches.of(attn_metadata, index)
+        except Exception:  # noqa: BLE001 - vLLM's metadata is not what it was: it goes on alone
+            hooks.give_up("the step's requests could not be told")
+            return plain(*engine, **options)
         rows = len(batch.positions)
         call = AttentionCall(index, query[:rows], key[:rows], value[:rows], batch)
         made = output[:rows].view(rows, *query.shape[1:-1], -1)

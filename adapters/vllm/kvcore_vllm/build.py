@@ -188,6 +188,9 @@ def _hook_attention(
     context = vllm_config.compilation_config.static_forward_context
     [group, *others] = model.groups
     try:
+        graphs = vllm_config.compilation_config.cudagraph_mode
+        if graphs is not None and graphs.has_full_cudagraphs():
+            raise UnsupportedError("full CUDA graphs replay without them: use piecewise ones")
         if others or model.shape.kv_factor != 2:
             raise UnsupportedError("attention hooks are for K and V of one group of pages")
         runner = find_worker(vllm_config).model_runner

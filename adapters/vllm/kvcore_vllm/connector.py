@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore_vllm.build import (
@@ -32,10 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcore import log
+from kvcore.adapting.build import load_plugins
+from kvcore.adapting.identity import hooked
 from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config, load_config
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
-from kvcore.plugins import PluginManager
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +92,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _describe(self) -> ModelDescription | None:
         try:
-            return describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
+            model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
         except UnsupportedError as error:
             self._stand_aside(error)
             return None
+        hooks = load_plugins(self._config).found("attention")
+        return replace(model, fingerprint=hooked(model.fingerprint, hooks))
 
     def _stand_aside(self, error: KVCoreError) -> None:
         _log.warning("kvcore stands aside, the model runs without it: %s", error)
@@ -111,8 +115,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         be captured into a full graph."""
         if extra_config.get("vllm", {}).get("layerwise") is True:
             return True
-        disabled = extra_config.get("plugins", {}).get("disable", ())
-        return bool(PluginManager(disable=disabled).found("attention"))
+        config = load_config(
+            overrides=dict(extra_config), overrides_from="kv_connector_extra_config"
+        )
+        return bool(load_plugins(config).found("attention"))
 
     # -- worker -----------------------------------------------------------------------------
 

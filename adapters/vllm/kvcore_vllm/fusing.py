@@ -217,7 +217,7 @@ class FusionLeader:
         fusing.fetched = True
         fusing.give_up_at = time.monotonic() + deadline_s
         wanted = [(exact_hit, computed // self._block, -(-plan.exact // self._block))]
-        wanted += [(*self.chunks.source(chunk),) for chunk in plan.chunks]
+        wanted += [self.chunks.source(chunk) for chunk in plan.chunks]
         graphs = []
         for hit, start, stop in wanted:
             if start >= stop or set(hit.blocks_by_tier(start, stop)) <= {HOST}:
