@@ -175,6 +175,7 @@ class KVManager:
         self._flights: dict[int, _Flight] = {}
         self._ids = itertools.count(1)
         self._demoting: set[str] = set()
+        self._reads: dict[str, list[int]] = {}  # tier -> operations and blocks in flight
 
     # -- lookup -----------------------------------------------------------------------------
 
@@ -293,6 +294,7 @@ class KVManager:
             return
         flight.waiting.discard(report.op_id)
         op = flight.graph.ops[report.op_id]
+        self._count_read(op, -1)
         self._judge_tier(op, report)
         if report.op_id in flight.targets:
             self._publish(flight, op, report)
@@ -338,6 +340,11 @@ class KVManager:
         """Graphs launched and not ended."""
         return len(self._flights)
 
+    @property
+    def reads_in_flight(self) -> dict[str, tuple[int, int]]:
+        """(operations, blocks) being read, or waiting for it, by the tier they come from."""
+        return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}
+
     def maintain(self) -> None:
         """Keep room in the host tier for write-back tiers; call it once a step."""
         for tier in self._backing.values():
@@ -363,6 +370,9 @@ class KVManager:
         self.index.check_integrity()
         for flight in self._flights.values():
             assert flight.waiting, f"graph {flight.graph.graph_id} waits for nothing"
+        if not self._flights:
+            assert not self.reads_in_flight, "reads of no graph"
+            assert not any(map(any, self._reads.values())), "reads of no graph"
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -639,9 +649,18 @@ class KVManager:
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
         self._flights[graph.graph_id] = flight
+        for op in graph.ops:
+            self._count_read(op, 1)
         for tier in {op.tier for op in graph.ops if op.tier}:
             self._breakers[tier].started()
         self.transport.submit(graph)
+
+    def _count_read(self, op: TransferOp, sign: int) -> None:
+        """Blocks of a load by layers count once, with its first layers."""
+        if op.path is Path.H2D or op.path.reads_tier:
+            reads = self._reads.setdefault(op.tier or HOST, [0, 0])
+            reads[0] += sign
+            reads[1] += sign * op.rows.size if op.layers is None or not op.layers[0] else 0
 
     def _publish(self, flight: _Flight, op: TransferOp, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)

@@ -50,6 +50,7 @@ class MissReason(str, Enum):
     NOT_CACHED = "not_cached"  # no tier holds the first block the engine lacks
     PENDING = "pending"  # it is being written and not published yet
     TOO_SHORT = "too_short"  # less than a block, or than the fewest tokens worth loading
+    PLANNED = "planned"  # found, but computing it is expected to be faster
     BUSY = "busy"  # the queue of transfers is full
     UNSUPPORTED = "unsupported"  # a model or request that kvcore leaves alone
     UNAVAILABLE = "unavailable"  # the tier that holds it is down

@@ -35,6 +35,7 @@ __all__ = [
     "MetricsConfig",
     "NamespaceConfig",
     "OpsConfig",
+    "PlannerConfig",
     "PluginsConfig",
     "SchemaModel",
     "Size",
@@ -386,6 +387,18 @@ class FusionConfig(SchemaModel):
     )
 
 
+class PlannerConfig(SchemaModel):
+    """Whether what is held of a prompt is loaded at all."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Load only what is expected to be there before the engine would have computed "
+        "it, from measured rates of loads and of prefill, and give a load up when waiting for it "
+        "costs more than computing. Until both were measured everything held is loaded. Rates come "
+        "from the metrics: `metrics.enabled` has to be on.",
+    )
+
+
 class PluginsConfig(SchemaModel):
     """Discovery of plugins."""
 
@@ -506,6 +519,7 @@ class Config(SchemaModel):
     )
     transfer: TransferConfig = TransferConfig()
     fusion: FusionConfig = FusionConfig()
+    planner: PlannerConfig = PlannerConfig()
     plugins: PluginsConfig = PluginsConfig()
     ops: OpsConfig = OpsConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -23,10 +23,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
+from kvcore._fit import Fit, is_amount
 from kvcore.errors import ConfigError
-from kvcore.fusion._fit import Fit, is_amount
+from kvcore.rates import ComputeRates, Part, Rates, TierRates, pairs, pipelined, seen
 
 __all__ = [
     "ComputeRates",
@@ -49,37 +49,6 @@ class Mode(str, Enum):
 
     BLEND = "blend"
     PREFIX = "prefix"
-
-
-class ComputeRates(NamedTuple):
-    """Seconds of a run over all layers: once, a row and layer, a (row, key seen) pair and layer."""
-
-    once: float
-    row: float
-    pair: float
-
-    @classmethod
-    def guess(cls, parameters: int, hidden: int, layers: int, flops: float) -> ComputeRates:
-        """What a model of that shape costs at ``flops`` per second: two a weight, four a pair.
-
-        ``hidden`` is heads times head_dim. A guess for before anything was measured; 100
-        microseconds a layer are what a layer costs that computes nothing.
-        """
-        return cls(1e-4 * layers, 2 * parameters / layers / flops, 4 * hidden / flops)
-
-
-class TierRates(NamedTuple):
-    """Seconds of a load from one tier into the engine's pages: once a layer, and a byte."""
-
-    latency: float
-    byte: float
-
-
-class Part(NamedTuple):
-    """Consecutive rows computed behind ``context`` tokens; a decode is one row."""
-
-    tokens: int
-    context: int
 
 
 @dataclass(frozen=True)
@@ -205,25 +174,6 @@ def hidden_ratio(load: float, once: float, row: float, chunks: int, fresh: int) 
     return max(0, math.floor(spare / row - fresh)) / chunks
 
 
-def pipelined(load: float, *stages: tuple[int, float]) -> float:
-    """Seconds until the last layer is computed, where each needs its own load and the one before.
-
-    Loads follow each other without a pause, ``load`` seconds a layer; ``stages`` are (how many
-    layers, seconds of computing each). After some layer k the computing never waits again, so it is
-    the largest over k of (k + 1) loads and the computing from k on; k is where a stage begins, or
-    the last layer.
-    """
-    stages = tuple((count, seconds) for count, seconds in stages if count)
-    layers, left = 0, sum(count * seconds for count, seconds in stages)
-    ends = [0.0]
-    for count, seconds in stages:
-        ends.append((layers + 1) * load + left)
-        layers += count
-        left -= count * seconds
-        ends.append(layers * load + left + seconds)
-    return max(ends)
-
-
 class Controller:
     """Learns what computing, blending and loading cost, and decides request by request.
 
@@ -236,18 +186,19 @@ class Controller:
         compute: of the engine's prefill before anything is measured; blends are taken to be
             computed at the engine's own rates until some were measured.
         tiers: every tier that KV may be loaded from, with what to expect before it was measured.
+
+    ``rates`` are what it has learnt of prefill and of loads; a planner decides by the same ones.
     """
 
     def __init__(
         self, settings: Settings, compute: ComputeRates, tiers: Mapping[str, TierRates]
     ) -> None:
         self.settings = settings
-        self._prefill = Fit(compute, settings.memory, settings.enough)
+        self.rates = Rates(
+            settings.layers, compute, tiers, memory=settings.memory, enough=settings.enough
+        )
         self._blend = Fit(compute, settings.memory, settings.enough)
-        self._tiers = {
-            name: Fit(rates, settings.memory, settings.enough) for name, rates in tiers.items()
-        }
-        self._quiet = set(self._tiers)  # tiers without a load since blends were measured anew
+        self._quiet = set(self.rates.tiers)  # without a load since blends were measured anew
         self._blending: set[int] = set()
         self._refused = 0
 
@@ -255,12 +206,7 @@ class Controller:
 
     def prefilled(self, parts: Iterable[Part], seconds: float) -> bool:
         """One forward of the engine over these parts of requests, decodes included."""
-        parts = list(parts)
-        if not all(is_amount(part.tokens) and is_amount(part.context) for part in parts):
-            return False
-        rows = sum(part.tokens for part in parts)
-        pairs = sum(_pairs(part.tokens, part.context) for part in parts)
-        return bool(rows) and self._prefill.observe(self._all_layers(rows, pairs), seconds)
+        return self.rates.prefilled(parts, seconds)
 
     def blended(self, rows: int, kept: int, context: int, seconds: float) -> bool:
         """One blend: ``rows`` at the full layers, ``kept`` (a mean) at the others.
@@ -278,7 +224,7 @@ class Controller:
 
     def loaded(self, tier: str, nbytes: int, seconds: float, layers: int = 1) -> bool:
         """``layers`` layers of KV, ``nbytes`` together, came from a tier one after the other."""
-        used = layers > 0 and self._tier(tier).observe((layers, nbytes), seconds)
+        used = self.rates.loaded(tier, nbytes, seconds, layers)
         if used:
             self._quiet.discard(tier)
         return used
@@ -328,23 +274,20 @@ class Controller:
 
     # -- arithmetic -----------------------------------------------------------------------------
 
-    def _all_layers(self, rows: float, pairs: float) -> tuple[float, float, float]:
-        return 1.0, rows * self.settings.layers, pairs * self.settings.layers
-
     def _walk(self, rows: float, kept: float, context: float) -> tuple[float, float, float]:
         """Amounts of a blend: all rows on the full layers, fewer on the rest."""
         full, rest = self.settings.full_layers, self.settings.layers - self.settings.full_layers
-        pairs = full * _pairs(rows, context) + rest * kept * _seen(rows, context)
-        return 1.0, full * rows + rest * kept, pairs
+        keys = full * pairs(rows, context) + rest * kept * seen(rows, context)
+        return 1.0, full * rows + rest * kept, keys
 
     @property
     def _walking(self) -> tuple[float, ...]:
-        return (self._blend if self._blend.is_learnt else self._prefill).rates
+        return (self._blend if self._blend.is_learnt else self.rates.prefill).rates
 
     def _layer(self, rows: float, context: float) -> tuple[float, float]:
         """Seconds of one layer of a blend: once, and for each row."""
         once, row, pair = self._walking
-        return once / self.settings.layers, row + pair * _seen(rows, context)
+        return once / self.settings.layers, row + pair * seen(rows, context)
 
     def _load(self, *loads: Mapping[str, int]) -> float:
         """Seconds until one layer of all these is there: tiers beside each other."""
@@ -354,7 +297,7 @@ class Controller:
                 nbytes[tier] = nbytes.get(tier, 0) + some
         layers = self.settings.layers
         return max(
-            (self._tier(tier).predict((1, n / layers)) for tier, n in nbytes.items() if n),
+            (self.rates.load_seconds(tier, n / layers, 1) for tier, n in nbytes.items() if n),
             default=0.0,
         )
 
@@ -363,7 +306,7 @@ class Controller:
         full, layers = self.settings.full_layers, self.settings.layers
         once, row = self._layer(request.behind, request.prefix)
         walk = (full, once + row * request.behind), (layers - full, rows)
-        last = self._prefill.predict(self._all_layers(1, request.tokens))
+        last = self.rates.prefill.predict(self.rates.amounts(1, request.tokens))
         if self.settings.looks:
             return layers * load + pipelined(0.0, *walk) + last
         return pipelined(load, *walk) + last
@@ -371,8 +314,8 @@ class Controller:
     def _prefix_seconds(self, request: Request) -> float:
         """Layers of the prefix arrive while the engine computes what is behind it."""
         load, layers = self._load(request.prefix_bytes), self.settings.layers
-        pairs = _pairs(request.behind, request.prefix)
-        computing = self._prefill.predict(self._all_layers(request.behind, pairs))
+        keys = pairs(request.behind, request.prefix)
+        computing = self.rates.prefill.predict(self.rates.amounts(request.behind, keys))
         return pipelined(load, (layers, computing / layers))
 
     def _weigh(self, size: int, blend: float, prefix: float) -> Mode:
@@ -391,8 +334,8 @@ class Controller:
             self._refused = 0
             self._blend.forget()
             for tier in self._quiet:
-                self._tiers[tier].forget()
-            self._quiet = set(self._tiers)
+                self.rates.forget(tier)
+            self._quiet = set(self.rates.tiers)
 
     def _refuse(self, request: Request) -> Decision:
         if not request.is_sound:
@@ -404,21 +347,3 @@ class Controller:
         floor = self.settings.floor
         prefix = self._prefix_seconds(request) if request.is_sound else 0.0
         return Decision(Mode.PREFIX, floor, math.inf, prefix, 0.0, 0.0, why)
-
-    def _tier(self, name: str) -> Fit:
-        if name not in self._tiers:
-            raise ConfigError(
-                f"no tier {name!r} in this controller, which knows "
-                f"{', '.join(sorted(self._tiers)) or 'none'}: name it when making one"
-            )
-        return self._tiers[name]
-
-
-def _pairs(rows: float, context: float) -> float:
-    """Keys seen by consecutive rows behind a context, themselves included."""
-    return rows * context + rows * (rows + 1) / 2
-
-
-def _seen(rows: float, context: float) -> float:
-    """Keys that one of these rows sees, in the mean."""
-    return context + (rows + 1) / 2

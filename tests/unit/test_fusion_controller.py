@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvcore._fit import Fit
 from kvcore.errors import ConfigError
-from kvcore.fusion._fit import Fit
 from kvcore.fusion.controller import (
     ComputeRates,
     Controller,

@@ -24,12 +24,21 @@ from torch import Tensor
 
 from kvcore.adapting.build import WorkerParts, build_leader, build_worker
 from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
+from kvcore.adapting.planning import (
+    Planning,
+    guess_compute,
+    learn_loads,
+    read_paths,
+    tier_priors,
+)
 from kvcore.adapting.rank import close_worker, open_tiers
 from kvcore.config import Config
 from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import KVView
+from kvcore.manager import KVManager
+from kvcore.rates import Part, Rates, TierRates
 from kvcore.testing.engine.fusing import FusionLeader, RankBlender
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
@@ -90,6 +99,9 @@ class ReferenceEngine:
         self._parts = [self._rank_model(rank) for rank in range(args.ranks)]
         self.leader: Leader | None = None
         self.workers: list[WorkerParts] = []
+        self.priors: dict[str, TierRates] = {}
+        self.rates: Rates | None = None
+        """What a planner decides by; None without one."""
         self._blenders: list[RankBlender] = []
         try:
             if config is not None:
@@ -141,6 +153,9 @@ class ReferenceEngine:
         fusion = None
         if config.fusion.enabled:
             fusion = self._fusion(config, described, built.manager, transport)
+        planning = None
+        if config.planner.enabled:
+            planning = self._planning(config, described, built.manager)
         self.leader = self.leader_type(
             config,
             described,
@@ -149,7 +164,25 @@ class ReferenceEngine:
             built.metrics,
             min_load_tokens=self.args.min_load_tokens,
             fusion=fusion,
+            planning=planning,
             on_close=built.releases,
+        )
+
+    def _planning(
+        self, config: Config, described: ModelDescription, manager: KVManager
+    ) -> Planning:
+        spec = self.model.spec
+        compute = guess_compute(spec.hidden, spec.layers, self.args.ranks, self.model.device.type)
+        self._paths = read_paths(manager)
+        self.priors = tier_priors(self._paths)
+        self.rates = Rates(spec.layers, compute, self.priors)
+        return Planning(
+            config,
+            described,
+            manager,
+            self.rates,
+            min_load_tokens=self.args.min_load_tokens,
+            layerwise=True,
         )
 
     def _fusion(
@@ -279,7 +312,7 @@ class ReferenceEngine:
         self._blend()
         if not batch and self.leader is not None:
             self.leader.wait(IDLE_WAIT_S)
-        sampled = self._forward([rows for _, rows in batch]) if batch else []
+        sampled = self._timed_forward([rows for _, rows in batch]) if batch else []
         if self.leader is not None:
             self._restart(self.leader.settle())
         for (request, rows), token in zip(batch, sampled, strict=True):
@@ -383,6 +416,19 @@ class ReferenceEngine:
             if not all(done):
                 self.leader.failed(order.request)
                 self._restart([order.request])
+
+    def _timed_forward(self, batch: Sequence[Rows]) -> list[int]:
+        """The forward, and what the planner learns: from it, unless it waits for a load, and from
+        the loads that the workers have ended."""
+        started = time.perf_counter()
+        sampled = self._forward(batch)
+        if self.rates is not None and self.leader is not None:
+            if not self.leader.sync:
+                parts = [Part(len(rows.tokens), rows.start) for rows in batch]
+                self.rates.prefilled(parts, time.perf_counter() - started)
+            for made in self.workers:
+                learn_loads(self.rates, self._paths, made.metrics.delta())
+        return sampled
 
     def _forward(self, batch: Sequence[Rows]) -> list[int]:
         sampled = self._ranks.each(

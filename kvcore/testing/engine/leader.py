@@ -21,11 +21,13 @@ from typing import NamedTuple
 from kvcore.adapting.identity import Namespaces
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import PageUsers, Paging
+from kvcore.adapting.planning import Planning
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, KVManager, Readiness
 from kvcore.metrics import Metrics, MissReason
+from kvcore.planner import Action, Plan
 from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
 from kvcore.testing.engine.requests import Request, State
 from kvcore.testing.engine.transport import DirectTransport
@@ -41,13 +43,16 @@ corrupt has left the index when the second is planned."""
 
 
 class Lookup(NamedTuple):
-    """KV of [start, stop) of a request can be brought. ``wait``: ask again in the next step."""
+    """KV of [start, stop) of a request can be brought. ``wait``: ask again in the next step.
+
+    ``deadline_s`` is the planner's; None leaves it to the config."""
 
     hit: Hit
     start: int
     stop: int
     plan: BlendPlan | None = None
     wait: bool = False
+    deadline_s: float | None = None
 
 
 @dataclass
@@ -59,6 +64,8 @@ class _Tracked:
     attempts: int = 0
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
+    planned: tuple[int, int, Plan] | None = None
+    """The plan for what is held, and for (tokens the engine holds, blocks found)."""
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Leader:
         *,
         min_load_tokens: int,
         fusion: FusionLeader | None,
+        planning: Planning | None = None,
         on_close: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.manager = manager
@@ -95,6 +103,7 @@ class Leader:
         self._transport = transport
         self._min_load = min_load_tokens
         self._fusion = fusion
+        self._planning = planning
         self._on_close = on_close
         self._block = config.block.tokens
         self._paging = Paging(model.groups, self._block, no_page=NO_PAGE)
@@ -106,6 +115,7 @@ class Leader:
         self._chunks: dict[int, Request] = {}  # copies into the staging of this step's blends
         self._learning: dict[int, tuple[KeyChain, int, int, list[int]]] = {}
         self._layer_steps = tuple(layer_steps(model.shape.layers))
+        self._deadline_s = config.transfer.load_deadline_s
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -128,11 +138,28 @@ class Leader:
                 reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
                 self.metrics.looked_up({}, tokens, reason)
             return None
+        plan = self._plan(tracked, hit, tokens, computed)
+        if plan is not None:
+            if plan.action is Action.RECOMPUTE:
+                self.metrics.looked_up({}, tokens, MissReason.PLANNED)
+                return None
+            stop = plan.stop
         ready = self.manager.can_load(hit, *self._blocks(computed, stop))
         if ready is Readiness.NEVER:
             self.metrics.looked_up({}, tokens, MissReason.BUSY)
             return None
-        return Lookup(hit, computed, stop, wait=ready is Readiness.LATER)
+        deadline_s = None if plan is None else plan.deadline_s
+        return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)
+
+    def _plan(self, tracked: _Tracked, hit: Hit, tokens: int, computed: int) -> Plan | None:
+        """The plan for what is held, made once for the same hit; None without a planner."""
+        if self._planning is None:
+            return None
+        known = tracked.planned
+        if known is None or known[:2] != (computed, hit.depth):
+            plan = self._planning.plan(hit, tokens, computed)
+            known = tracked.planned = computed, hit.depth, plan
+        return known[2]
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -185,7 +212,7 @@ class Leader:
                 start,
                 stop,
                 self._paging.no_units(start, stop),
-                deadline_s=self._config.transfer.load_deadline_s,
+                deadline_s=self._deadline_s,
                 on_end=lambda: tracked.fetching.difference_update(ended),
             )
         except CapacityError:
@@ -200,7 +227,7 @@ class Leader:
         """
         stop = found.stop if found.plan is None else found.plan.exact
         if stop > found.start:
-            self._load(request, found.hit, found.start, stop, in_step=found.plan is not None)
+            self._load(request, found, stop, in_step=found.plan is not None)
         if found.plan is not None:
             assert self._fusion is not None
             order = self._fusion.order(request, found.plan)
@@ -211,7 +238,8 @@ class Leader:
         missed = len(request.tokens) - found.start - sum(request.reused.values())
         self.metrics.looked_up(request.reused, missed)
 
-    def _load(self, request: Request, hit: Hit, start: int, stop: int, in_step: bool) -> None:
+    def _load(self, request: Request, found: Lookup, stop: int, in_step: bool) -> None:
+        hit, start = found.hit, found.start
         first, last = self._blocks(start, stop)
         tiers = set(hit.blocks_by_tier(first, last))
         small = (last - first) * self._model.shape.nbytes <= self._config.transfer.sync_load_max
@@ -223,7 +251,7 @@ class Leader:
                 last,
                 self._paging.units([request.pages], first, last, start),
                 layers=self._layer_steps if in_step else (),
-                deadline_s=None if in_step else self._config.transfer.load_deadline_s,
+                deadline_s=None if in_step else found.deadline_s or self._deadline_s,
             )
         except CapacityError:  # no room to pass it through: it is computed
             assert not in_step, "a load from host memory needs no slots"

@@ -1,0 +1,109 @@
+"""The planner beside an engine's scheduler: what it is told at the start, asked, and taught.
+
+config, model ── Planning ──▶ Planner over the engine's Rates
+lookup ─────────▶ plan(hit, ...)           once a request and hit
+workers' counters ──▶ learn_loads          bytes and seconds by path
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvcore.adapting.model import ModelDescription
+from kvcore.config import Config
+from kvcore.fusion.controller import Controller
+from kvcore.manager import HOST, Hit, KVManager
+from kvcore.planner import Ahead, Ask, Plan, Planner, Settings, Source
+from kvcore.rates import ComputeRates, Rates, TierRates
+from kvcore.transfer.graph import Path
+from kvcore.transfer.plan import layer_steps
+
+__all__ = ["Planning", "guess_compute", "learn_loads", "read_paths", "tier_priors"]
+
+_RATES = {HOST: TierRates(2e-5, 1 / 8e9), "disk": TierRates(5e-4, 1 / 1e9)}
+_REMOTE = TierRates(2e-3, 1 / 5e8)
+
+DEADLINE_LEAST_S = 0.25
+"""A load is never given up before: a scheduler may stand still that long."""
+
+_FLOPS = {"cpu": 5e10}
+_GPU_FLOPS = 1e14
+
+
+def read_paths(manager: KVManager) -> dict[str, str]:
+    """The transfer path of each tier's reads, by tier."""
+    return {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in manager.backings}
+
+
+def tier_priors(tiers: Iterable[str]) -> dict[str, TierRates]:
+    """What to expect of tiers that were not measured."""
+    return {tier: _RATES.get(tier, _REMOTE) for tier in tiers}
+
+
+def guess_compute(hidden: int, layers: int, ranks: int, device: str) -> ComputeRates:
+    """What to expect of a model's prefill that was not measured; ``hidden`` is its width."""
+    flops = ranks * _FLOPS.get(device, _GPU_FLOPS)
+    return ComputeRates.guess(12 * hidden * hidden * layers, hidden, layers, flops)
+
+
+def learn_loads(
+    rates: Rates | Controller, paths: Mapping[str, str], counted: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Take in what workers counted since the last call (`kvcore.metrics.Metrics.delta`)."""
+    moved = counted.get("kvcore_transfer_bytes_total", {})
+    took = counted.get("kvcore_transfer_seconds", {})
+    for tier, path in paths.items():
+        if path in moved and path in took:
+            counts, sums = took[path]
+            rates.loaded(tier, moved[path], sum(sums), sum(counts))
+
+
+class Planning:
+    """A planner that speaks of hits. One owner, not thread-safe; it does no I/O.
+
+    ``layerwise`` says whether the engine loads layer by layer inside a step, and
+    ``min_load_tokens`` the fewest tokens worth a load.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        manager: KVManager,
+        rates: Rates,
+        *,
+        min_load_tokens: int,
+        layerwise: bool,
+    ) -> None:
+        self._manager = manager
+        self._block = config.block.tokens
+        self._block_bytes = max(1, model.shape.nbytes // model.world_size)
+        in_step = layerwise and model.single_group
+        self.planner = Planner(
+            Settings(
+                self._block,
+                self._block_bytes,
+                batch_blocks=config.transfer.batch_blocks,
+                step_bytes=config.transfer.sync_load_max // model.world_size if in_step else 0,
+                step_operations=len(layer_steps(model.shape.layers)),
+                least=min_load_tokens,
+                deadline_least=min(DEADLINE_LEAST_S, config.transfer.load_deadline_s),
+                deadline_most=config.transfer.load_deadline_s,
+            ),
+            rates,
+        )
+
+    def plan(self, hit: Hit, tokens: int, computed: int) -> Plan:
+        """What to do with ``hit``, found for a prompt of which the engine holds ``computed``."""
+        start = computed // self._block
+        sources = tuple(
+            Source(source.tier, source.stop * self._block)
+            for source in hit.sources
+            if source.stop > start
+        )
+        ahead = {
+            tier: Ahead(operations, blocks * self._block_bytes)
+            for tier, (operations, blocks) in self._manager.reads_in_flight.items()
+        }
+        return self.planner.plan(Ask(tokens, computed, sources, ahead))
