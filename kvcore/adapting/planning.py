@@ -7,7 +7,9 @@ workers' counters ──▶ learn_loads          bytes and seconds by path
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvcore.adapting.model import ModelDescription
@@ -19,7 +21,9 @@ from kvcore.rates import ComputeRates, Rates, TierRates
 from kvcore.transfer.graph import Path
 from kvcore.transfer.plan import layer_steps
 
-__all__ = ["Planning", "guess_compute", "learn_loads", "read_paths", "tier_priors"]
+__all__ = ["Memo", "Planning", "guess_compute", "learn_loads", "read_paths", "tier_priors"]
+
+_log = logging.getLogger("kvcore.adapting.planning")
 
 _RATES = {HOST: TierRates(2e-5, 1 / 8e9), "disk": TierRates(5e-4, 1 / 1e9)}
 _REMOTE = TierRates(2e-3, 1 / 5e8)
@@ -59,6 +63,20 @@ def learn_loads(
             rates.loaded(tier, moved[path], sum(sums), sum(counts))
 
 
+@dataclass
+class Memo:
+    """The last plan of a request. Engines ask again while they have no room for it."""
+
+    plan: Plan | None = None
+    made_for: tuple[int, int] | None = None
+    """Tokens that the engine held itself, and blocks found."""
+
+    def deadline_s(self, otherwise: float) -> float:
+        """Seconds after which its load is given up; ``otherwise`` where nothing was planned."""
+        known = None if self.plan is None else self.plan.deadline_s
+        return otherwise if known is None else known
+
+
 class Planning:
     """A planner that speaks of hits. One owner, not thread-safe; it does no I/O.
 
@@ -94,8 +112,17 @@ class Planning:
             rates,
         )
 
-    def plan(self, hit: Hit, tokens: int, computed: int) -> Plan:
-        """What to do with ``hit``, found for a prompt of which the engine holds ``computed``."""
+    def plan(self, memo: Memo, hit: Hit, tokens: int, computed: int) -> Plan:
+        """What to do with ``hit``, found for a prompt of which the engine holds ``computed``.
+
+        Made once for the same hit: ``memo`` is the request's.
+        """
+        if memo.plan is None or memo.made_for != (computed, hit.depth):
+            memo.plan, memo.made_for = self._plan(hit, tokens, computed), (computed, hit.depth)
+            _log.debug("plan tokens=%d computed=%d %s", tokens, computed, memo.plan.reason)
+        return memo.plan
+
+    def _plan(self, hit: Hit, tokens: int, computed: int) -> Plan:
         start = computed // self._block
         sources = tuple(
             Source(source.tier, source.stop * self._block)

@@ -110,6 +110,19 @@ def test_blocks_that_cannot_be_read_are_computed_again(
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
 
+def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
+    reference: Reference, model: Path, documents: list[list[int]]
+) -> None:
+    """Prefill of the tiny model takes milliseconds; every read of the shelf half a second."""
+    slow = faulty(read_delay_s=0.5) | {"planner": {"enabled": True}}
+    with engine(model, slow, path_to_plugin()) as process:
+        for _ in range(3):
+            same(answers(process, documents), reference(documents))
+            settled(process)
+        assert counted(process, "kvcore_misses_total", reason="planned") > 0
+        assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
+
+
 @pytest.mark.parametrize("fault", [{"die_after": 40}, {"read_delay_s": 6.0}], ids=["dies", "hangs"])
 def test_a_dead_tier_costs_time_not_answers(
     reference: Reference, model: Path, documents: list[list[int]], fault: dict[str, Any]

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcore.config import load_config  # after the skip
+from kvcore.adapting.planning import Memo  # after the skip
+from kvcore.config import load_config
 from kvcore.metrics import MissReason
 from kvcore.planner import Action
 from kvcore.rates import ComputeRates, Part, Rates
@@ -154,6 +155,6 @@ def test_an_engine_learns_its_own_rates(engine: ReferenceEngine) -> None:
             engine.settle()
             leader(engine).manager.index.evict("host", 10_000)
     assert engine.rates.prefill.is_learnt
-    plan = planning(engine).plan(leader(engine).manager.get_match([], b""), 100, 0)
+    plan = planning(engine).plan(Memo(), leader(engine).manager.get_match([], b""), 100, 0)
     assert plan.action is Action.RECOMPUTE
     assert engine.rates.tier("disk").is_learnt

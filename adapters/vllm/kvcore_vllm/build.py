@@ -21,18 +21,18 @@ from kvcore_vllm.worker import WorkerSide
 from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.planning import Planning, read_paths
 from kvcore.adapting.rank import refuse_tier
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape, KVView
-from kvcore.manager import HOST
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
 from kvcore.ops.fusion import select_fusion
 from kvcore.tiers.host import HostArena
-from kvcore.transfer.graph import Path, Span
+from kvcore.transfer.graph import Span
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 
@@ -58,6 +58,7 @@ def build_scheduler_side(
         outbox,
         on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
     )
+    pace = _pace(config, vllm_config, model, parts)
     side = SchedulerSide(
         config,
         model,
@@ -66,7 +67,9 @@ def build_scheduler_side(
         parts.metrics,
         open_tiers=parts.open_tiers,
         on_close=parts.releases,
-        fusion=_fusion_leader(config, vllm_config, model, parts, steps),
+        fusion=_fusion_leader(config, vllm_config, model, parts, steps, pace),
+        pace=pace,
+        planning=_planning(config, model, parts, pace) if config.planner.enabled else None,
     )
     return side
 
@@ -77,6 +80,7 @@ def _fusion_leader(
     model: ModelDescription,
     parts: LeaderParts,
     steps: Sequence[Span],
+    pace: Pace | None,
 ) -> FusionLeader | None:
     """None where fusion is off, or the model is not one it is right for."""
     if not config.fusion.enabled:
@@ -93,22 +97,42 @@ def _fusion_leader(
         _segments(config, model),
         steps,
         model.groups[0].page_tokens,
-        _pace(config, vllm_config, model, parts) if config.fusion.adaptive else None,
+        pace if config.fusion.adaptive else None,
     )
 
 
 def _pace(
     config: Config, vllm_config: VllmConfig, model: ModelDescription, parts: LeaderParts
-) -> Pace:
-    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    paths = {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in parts.manager.backings}
+) -> Pace | None:
+    """None where nobody decides by rates."""
+    fuses = config.fusion.enabled and config.fusion.adaptive
+    if not fuses and not config.planner.enabled:
+        return None
+    looks = False
+    if fuses:
+        options = config.fusion.selector_options
+        looks = parts.plugins.selector(config.fusion.selector, options).needs_question
     return make_pace(
         config.fusion,
         vllm_config,
         model.shape.layers,
         model.world_size,
-        paths,
-        selector.needs_question,
+        read_paths(parts.manager),
+        looks,
+    )
+
+
+def _planning(
+    config: Config, model: ModelDescription, parts: LeaderParts, pace: Pace | None
+) -> Planning:
+    assert pace is not None
+    return Planning(
+        config,
+        model,
+        parts.manager,
+        pace.rates,
+        min_load_tokens=config.vllm.min_load_tokens,
+        layerwise=config.vllm.layerwise,
     )
 
 

@@ -15,14 +15,14 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad, StepNews
-from kvcore_vllm.pacing import Pace, parts_of
+from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
+from kvcore_vllm.pacing import Pace
 
 from kvcore.adapting.chunks import BlendPlan, Chunks
 from kvcore.block import Namespace, pack_tokens
@@ -33,6 +33,7 @@ from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
 from kvcore.manager import HOST, Hit, KVManager
+from kvcore.metrics import Metrics
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 
 if TYPE_CHECKING:
@@ -129,15 +130,6 @@ class FusionLeader:
         self._marked: list[tuple[Request, Fusing]] = []
 
     # -- what was measured ------------------------------------------------------------------
-
-    def time(self, scheduled: Iterable[tuple[int, Any]]) -> int:
-        """`StepPlan.timed` of a step with (tokens, request) in it."""
-        return 0 if self._pace is None else self._pace.time(parts_of(scheduled))
-
-    def learn_times(self, news: StepNews) -> None:
-        """Take in what the workers measured."""
-        if self._pace is not None:
-            self._pace.learn(news)
 
     def judge(self, report: BlendReport, plan: BlendPlan | None) -> None:
         """Take in what became of a blend: when they fail one after another, no more are made."""
@@ -329,6 +321,18 @@ class FusionLeader:
             row,
             lora.lora_int_id if lora is not None else 0,
         )
+
+
+def count_blend(metrics: Metrics, fusing: Fusing, report: BlendReport) -> None:
+    """Count what became of a request's blend."""
+    metrics.blend("blended" if report.ok else "failed")
+    for verdict in report.verdicts:
+        metrics.judged(verdict)
+    if report.ratio > fusing.ratio:
+        _log.info("gate request=%s ratio=%s: %s", report.request_id, report.ratio, report.reason)
+    if report.ok and fusing.plan is not None:
+        seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
+        metrics.blended(fusing.plan.reused, report.ratio, seconds)
 
 
 def _own_hash(nonce: bytes, known: bytes) -> bytes:

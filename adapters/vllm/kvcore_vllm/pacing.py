@@ -1,4 +1,4 @@
-"""The fusion controller beside vLLM's scheduler: what was measured goes in, decisions come out.
+"""Rates beside vLLM's scheduler: what was measured goes in, the controller's decisions come out.
 
     at start        workers time their own layers          (StepNews.profile)
     forwards        seconds of steps that prefill          (StepPlan.timed ─▶ StepNews.forwards)
@@ -6,7 +6,8 @@
     loads           bytes and seconds by path              (the counters that workers send anyway)
 
 Blends bring a chunk to host memory first, while the request waits; from there it goes layer by
-layer. What is still on a slower tier when a decision is made is weighed at that tier's rates.
+layer. What is still on a slower tier when a decision is made is weighed at that tier's rates. A
+planner (`kvcore.adapting.planning`) decides about exact prefixes by the same rates.
 """
 
 from __future__ import annotations
@@ -14,17 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcore.fusion.controller import (
-    ComputeRates,
-    Controller,
-    Decision,
-    Part,
-    Request,
-    Settings,
-    TierRates,
-)
+from kvcore.adapting.planning import guess_compute, learn_loads, tier_priors
+from kvcore.fusion.controller import Controller, Decision, Request, Settings
 from kvcore.fusion.gate import Step
-from kvcore.manager import HOST
+from kvcore.rates import Part, Rates
 
 if TYPE_CHECKING:
     from kvcore_vllm.messages import BlendReport, StepNews
@@ -40,11 +34,6 @@ TIMED_TOKENS = 32
 
 _STEPS_KEPT = 64
 """Steps whose times are waited for; under async scheduling one or two are."""
-
-_FLOPS = {"cpu": 5e10}
-_GPU_FLOPS = 1e14
-_RATES = {HOST: TierRates(2e-5, 1 / 8e9), "disk": TierRates(5e-4, 1 / 1e9)}
-_REMOTE = TierRates(2e-3, 1 / 5e8)
 
 
 class Pace:
@@ -63,6 +52,11 @@ class Pace:
         self._parts: dict[int, list[Part]] = {}
         self._steps = 0
 
+    @property
+    def rates(self) -> Rates:
+        """What was learnt of prefill and loads."""
+        return self._controller.rates
+
     def time(self, parts: Sequence[Part]) -> int:
         """A number for the step of these parts, to be given with its seconds; 0: not wanted."""
         if sum(part.tokens for part in parts) < TIMED_TOKENS:
@@ -79,12 +73,7 @@ class Pace:
             self._controller.prefilled([Part(rows, 0)], seconds)
         for step, seconds in news.forwards:
             self._controller.prefilled(self._parts.pop(step, []), seconds)
-        moved = news.counted.get("kvcore_transfer_bytes_total", {})
-        took = news.counted.get("kvcore_transfer_seconds", {})
-        for tier, path in self._paths.items():
-            if path in moved and path in took:
-                counts, sums = took[path]
-                self._controller.loaded(tier, moved[path], sum(sums), sum(counts))
+        learn_loads(self._controller, self._paths, news.counted)
 
     def blended(self, report: BlendReport, exact: int) -> None:
         """Take in a blend behind ``exact`` tokens. One that started over is of two walks."""
@@ -127,11 +116,8 @@ def make_pace(
     )
     hidden = vllm_config.model_config.get_hidden_size()
     device = str(vllm_config.device_config.device_type)
-    compute = ComputeRates.guess(
-        12 * hidden * hidden * layers, hidden, layers, ranks * _FLOPS.get(device, _GPU_FLOPS)
-    )
-    tiers = {tier: _RATES.get(tier, _REMOTE) for tier in paths}
-    return Pace(Controller(settings, compute, tiers), paths, ranks)
+    compute = guess_compute(hidden, layers, ranks, device)
+    return Pace(Controller(settings, compute, tier_priors(paths)), paths, ranks)
 
 
 def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[Part]:

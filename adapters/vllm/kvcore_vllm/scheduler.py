@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcore_vllm.fusing import Fusing, FusionLeader
+from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend
 from kvcore_vllm.messages import (
     BlendOrder,
     BlendReport,
@@ -30,16 +30,19 @@ from kvcore_vllm.messages import (
     StepNews,
     StepPlan,
 )
+from kvcore_vllm.pacing import Pace, parts_of
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import PageUsers, Paging
+from kvcore.adapting.planning import Memo, Planning
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Event, Hit, KVManager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
+from kvcore.planner import Action
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 
@@ -71,6 +74,7 @@ class _Tracked:
     reused: dict[str, int] = field(default_factory=dict)
     saved_blocks: int = 0
     fusing: Fusing | None = None
+    memo: Memo = field(default_factory=Memo)
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
         """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
@@ -91,6 +95,8 @@ class SchedulerSide:
         open_tiers: dict[str, dict[str, Any]],
         on_close: Sequence[Callable[[], None]],
         fusion: FusionLeader | None = None,
+        pace: Pace | None = None,
+        planning: Planning | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -110,6 +116,9 @@ class SchedulerSide:
         self._aside = False
         self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
         self._fusion = fusion
+        self._pace = pace
+        self._deadline_s = config.transfer.load_deadline_s
+        self._planning = planning
         self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
 
     # -- a request comes --------------------------------------------------------------------
@@ -134,6 +143,13 @@ class SchedulerSide:
         if gain < self._config.vllm.min_load_tokens:
             self._count_miss(tracked, hit, gain)
             return 0, False
+        if self._planning is not None:
+            plan = self._planning.plan(tracked.memo, hit, request.num_tokens, computed)
+            if plan.action is Action.RECOMPUTE:
+                self._metrics.looked_up({}, gain, MissReason.PLANNED)
+                return 0, False
+            tracked.matched_tokens = matched = plan.stop
+            gain = matched - computed
         first, last = computed // self._block, -(-matched // self._block)
         ready = self._manager.can_load(hit, first, last)
         if ready is Readiness.LATER:
@@ -217,7 +233,7 @@ class SchedulerSide:
                 last,
                 units,
                 layers=self._steps if in_step else (),
-                deadline_s=None if in_step else self._config.transfer.load_deadline_s,
+                deadline_s=None if in_step else tracked.memo.deadline_s(self._deadline_s),
             )
         except CapacityError as error:
             # Nothing was promised to the workers yet: report the load as failed and recompute.
@@ -301,7 +317,8 @@ class SchedulerSide:
         if self._fusion is not None:
             self._limit_reading(plan.blends, output)
             self._fusion.settle()
-            plan.timed = self._fusion.time(self._scheduled(output))
+        if self._pace is not None:
+            plan.timed = self._pace.time(parts_of(self._scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
         return KVCoreMetadata.of(plan)
@@ -414,8 +431,8 @@ class SchedulerSide:
 
     def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
-        if self._fusion is not None:
-            self._fusion.learn_times(news)
+        if self._pace is not None:
+            self._pace.learn(news)
         for told in news.blends:
             self._blended(told)
         for ranked in news.reports:
@@ -441,21 +458,9 @@ class SchedulerSide:
             plan, tracked.fusing.report = tracked.fusing.plan, report
             if not report.ok:
                 tracked.reused.pop("blend", None)
-            self._count_blend(tracked.fusing, report)
+            count_blend(self._metrics, tracked.fusing, report)
         if self._fusion is not None:
             self._fusion.judge(report, plan)
-
-    def _count_blend(self, fusing: Fusing, report: BlendReport) -> None:
-        self._metrics.blend("blended" if report.ok else "failed")
-        for verdict in report.verdicts:
-            self._metrics.judged(verdict)
-        if report.ratio > fusing.ratio:
-            _log.info(
-                "gate request=%s ratio=%s: %s", report.request_id, report.ratio, report.reason
-            )
-        if report.ok and fusing.plan is not None:
-            seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
-            self._metrics.blended(fusing.plan.reused, report.ratio, seconds)
 
     def _stand_aside(self) -> None:
         """A worker cannot serve this model (its log says why): look up and save nothing more."""

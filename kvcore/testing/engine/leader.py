@@ -21,13 +21,13 @@ from typing import NamedTuple
 from kvcore.adapting.identity import Namespaces
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import PageUsers, Paging
-from kvcore.adapting.planning import Planning
+from kvcore.adapting.planning import Memo, Planning
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, KVManager, Readiness
 from kvcore.metrics import Metrics, MissReason
-from kvcore.planner import Action, Plan
+from kvcore.planner import Action
 from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
 from kvcore.testing.engine.requests import Request, State
 from kvcore.testing.engine.transport import DirectTransport
@@ -64,8 +64,7 @@ class _Tracked:
     attempts: int = 0
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
-    planned: tuple[int, int, Plan] | None = None
-    """The plan for what is held, and for (tokens the engine holds, blocks found)."""
+    memo: Memo = field(default_factory=Memo)
 
 
 @dataclass
@@ -138,8 +137,8 @@ class Leader:
                 reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
                 self.metrics.looked_up({}, tokens, reason)
             return None
-        plan = self._plan(tracked, hit, tokens, computed)
-        if plan is not None:
+        if self._planning is not None:
+            plan = self._planning.plan(tracked.memo, hit, tokens, computed)
             if plan.action is Action.RECOMPUTE:
                 self.metrics.looked_up({}, tokens, MissReason.PLANNED)
                 return None
@@ -148,18 +147,8 @@ class Leader:
         if ready is Readiness.NEVER:
             self.metrics.looked_up({}, tokens, MissReason.BUSY)
             return None
-        deadline_s = None if plan is None else plan.deadline_s
+        deadline_s = tracked.memo.deadline_s(self._deadline_s)
         return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)
-
-    def _plan(self, tracked: _Tracked, hit: Hit, tokens: int, computed: int) -> Plan | None:
-        """The plan for what is held, made once for the same hit; None without a planner."""
-        if self._planning is None:
-            return None
-        known = tracked.planned
-        if known is None or known[:2] != (computed, hit.depth):
-            plan = self._planning.plan(hit, tokens, computed)
-            known = tracked.planned = computed, hit.depth, plan
-        return known[2]
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
