@@ -34,6 +34,7 @@ from kvcore.adapting.planning import (
 from kvcore.adapting.rank import close_worker, open_tiers
 from kvcore.config import Config
 from kvcore.errors import CapacityError, ConfigError, TransferError
+from kvcore.explain import Journal
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import KVView
@@ -147,7 +148,8 @@ class ReferenceEngine:
             for rank, part in enumerate(self._parts)
         ]
         transport = self.transport_type([made.worker for made in self.workers])
-        built = build_leader(config, described, transport)
+        journal = Journal()
+        built = build_leader(config, described, transport, on_event=journal.note)
         for made in self.workers:
             open_tiers(made.worker, made.open_tier, built.open_tiers)
         fusion = None
@@ -164,6 +166,7 @@ class ReferenceEngine:
             built.metrics,
             min_load_tokens=self.args.min_load_tokens,
             fusion=fusion,
+            journal=journal,
             planning=planning,
             on_close=built.releases,
         )
@@ -221,6 +224,11 @@ class ReferenceEngine:
             self.leader.close()
         self.workers, self.leader = [], None
         self._ranks.close()
+
+    def explain(self, request: Request) -> dict[str, Any]:
+        """Why a request was served as it was, if it is one of the last ones."""
+        record = None if self.leader is None else self.leader.journal.get(str(request.request_id))
+        return {} if record is None else record.as_dict()
 
     # -- from outside -----------------------------------------------------------------------
 

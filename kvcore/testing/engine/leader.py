@@ -25,6 +25,7 @@ from kvcore.adapting.planning import Memo, Planning
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
+from kvcore.explain import Cause, Journal
 from kvcore.manager import HOST, Hit, KVManager, Readiness
 from kvcore.metrics import Metrics, MissReason
 from kvcore.planner import Action
@@ -89,11 +90,13 @@ class Leader:
         *,
         min_load_tokens: int,
         fusion: FusionLeader | None,
+        journal: Journal,
         planning: Planning | None = None,
         on_close: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.manager = manager
         self.metrics = metrics
+        self.journal = journal
         self.orders: list[Order] = []
         self.sync: dict[int, TransferGraph] = {}
         """Loads that the coming forward waits for layer by layer."""
@@ -123,6 +126,8 @@ class Leader:
         tracked = self._track(request)
         tokens = len(request.tokens)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        name, space = str(request.request_id), tracked.chain.namespace
+        record = self.journal.looked_up(name, request.tokens, computed, hit, space, self._block)
         # The last token is always computed: its logits are wanted.
         stop = min(hit.depth * self._block, tokens - 1)
         if self._fusion is not None:
@@ -133,18 +138,22 @@ class Leader:
             self.metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)
             return None
         if stop - computed < max(self._min_load, 1):
+            if hit.depth:
+                self.journal.missed(name, Cause.TOO_SHORT)
             if not computed:
                 reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
                 self.metrics.looked_up({}, tokens, reason)
             return None
         if self._planning is not None:
-            plan = self._planning.plan(tracked.memo, hit, tokens, computed)
+            plan = record.plan = self._planning.plan(tracked.memo, hit, tokens, computed)
             if plan.action is Action.RECOMPUTE:
+                self.journal.missed(name, Cause.PLANNED)
                 self.metrics.looked_up({}, tokens, MissReason.PLANNED)
                 return None
             stop = plan.stop
         ready = self.manager.can_load(hit, *self._blocks(computed, stop))
         if ready is Readiness.NEVER:
+            self.journal.missed(name, Cause.BUSY)
             self.metrics.looked_up({}, tokens, MissReason.BUSY)
             return None
         deadline_s = tracked.memo.deadline_s(self._deadline_s)
@@ -224,6 +233,7 @@ class Leader:
             self._chunks.update(dict.fromkeys(order.graphs, request))
             request.computed = found.plan.stop
             request.reused["blend"] = found.plan.reused
+        self.journal.loaded(str(request.request_id), request.reused)
         missed = len(request.tokens) - found.start - sum(request.reused.values())
         self.metrics.looked_up(request.reused, missed)
 
@@ -315,6 +325,7 @@ class Leader:
             return request
         if request.state is State.LOADING:
             request.state, request.computed = State.RUNNING, load.stop
+            self.journal.step(str(request.request_id), "load")
         return None
 
     def wait(self, timeout: float) -> bool:
@@ -325,9 +336,12 @@ class Leader:
         """A load or a blend of the request failed: it is tried once more, then computed."""
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
+            self.journal.failed(str(request.request_id))
 
     def save(self, request: Request) -> None:
         """Save the blocks that are computed now. The forward that computed them has ended."""
+        if len(request.answer) == 1:
+            self.journal.step(str(request.request_id), "prefill")
         tracked = self._track(request)
         blocks = min(request.exact, len(request.tokens)) // self._block
         if blocks <= tracked.saved_blocks:
@@ -377,6 +391,7 @@ class Leader:
 
     def forget(self, request: Request) -> None:
         """The request is over."""
+        self.journal.ended(str(request.request_id), request.state.value)
         self._tracked.pop(request.request_id, None)
 
     # -- upkeep -----------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""Why a request was served as it was: each cause named, little kept."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvcore.block import Namespace  # after the skip
+from kvcore.config import load_config
+from kvcore.explain import Cause, Journal
+from kvcore.manager import Event, Hit, Source
+from kvcore.rates import Part
+from kvcore.testing.engine import EngineArgs, ReferenceEngine, Request, random_llama
+
+BLOCK = 16
+PROMPT = [random.Random(3).randrange(1, 512) for _ in range(150)]
+SPACE = Namespace(b"model")
+
+
+class Moments:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys(count: int) -> list[bytes]:
+    return [bytes([n]) * 16 for n in range(1, count + 1)]
+
+
+def hit(depth: int, count: int = 4, tier: str = "host") -> Hit:
+    return Hit(keys(count), SPACE.digest, (Source(tier, 0, depth),) if depth else ())
+
+
+def look(journal: Journal, found: Hit, name: str = "r", space: Namespace = SPACE) -> Any:
+    return journal.looked_up(name, PROMPT, 0, found, space, BLOCK)
+
+
+# -- causes ---------------------------------------------------------------------------------------
+
+
+def test_a_block_that_left_says_from_where_and_when() -> None:
+    clock = Moments()
+    journal = Journal(clock=clock)
+    assert [miss.cause for miss in look(journal, hit(0)).misses] == [Cause.NEVER_SEEN]
+    journal.note(Event(False, "disk", tuple(keys(4)[2:]), b""))
+    clock.now = 7.5
+    assert look(journal, hit(2)).misses == [(Cause.EVICTED, "disk", 7.5, ())]
+    journal.note(Event(True, "host", (keys(4)[2],), b""))
+    assert look(journal, hit(2)).misses[0].cause is Cause.NEVER_SEEN
+    assert look(journal, hit(4)).misses == []
+
+
+def test_another_namespace_names_the_field_and_not_its_value() -> None:
+    journal = Journal()
+    look(journal, hit(0))
+    mine = Namespace(b"model", lora="poems", cache_salt="tenant")
+    record = look(journal, hit(0), "other", mine)
+    [miss] = record.misses
+    assert miss.cause is Cause.OTHER_NAMESPACE
+    assert set(miss.differed) == {"lora", "cache_salt"}
+    assert "poems" not in json.dumps(record.as_dict())
+    assert look(journal, hit(0), "again", mine).misses[0].cause is Cause.NEVER_SEEN
+
+
+def test_a_prompt_without_a_whole_block_is_too_short() -> None:
+    assert look(Journal(), Hit([], SPACE.digest, ())).misses[0].cause is Cause.TOO_SHORT
+
+
+def test_only_the_last_ones_are_kept() -> None:
+    journal = Journal(capacity=5, blocks=7)
+    for n in range(100):
+        tokens = [n, *PROMPT]
+        journal.looked_up(str(n), tokens, 0, hit(0), SPACE, BLOCK)
+        journal.note(Event(False, "host", (n.to_bytes(16, "big"),), b""))
+    assert len(journal) == 5
+    assert journal.get("94") is None
+    assert journal.get("99") is not None
+    assert len(journal._gone) == len(journal._first) == 7
+    journal.ended("gone")
+    journal.failed("gone")
+
+
+def test_seconds_by_step_add_up() -> None:
+    clock = Moments()
+    journal = Journal(clock=clock)
+    record = look(journal, hit(4))
+    for seconds, step in ((1.0, "load"), (2.5, "prefill"), (3.0, "prefill")):
+        clock.now = seconds
+        journal.step("r", step)
+    clock.now = 4.0
+    journal.ended("r")
+    assert record.steps == {"load": 1.0, "prefill": 2.0, "rest": 1.0}
+    assert sum(record.as_dict()["ms"].values()) == 4000
+
+
+def test_a_second_lookup_keeps_the_failures() -> None:
+    journal = Journal()
+    look(journal, hit(4))
+    journal.loaded("r", {"host": 64})
+    journal.failed("r")
+    record = look(journal, hit(0))
+    assert record.failures == 1
+    assert record.loaded == {}
+
+
+# -- in an engine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[ReferenceEngine]:
+    config = load_config(
+        None,
+        {
+            "host": {"capacity": "2MiB", "huge_pages": False},
+            "disk": {"path": str(tmp_path), "capacity": "8MiB"},
+            "planner": {"enabled": True},
+        },
+    )
+    args = EngineArgs(num_pages=64, prefix_cache=False)
+    with ReferenceEngine(random_llama(), args, config) as made:
+        yield made
+
+
+def serve(engine: ReferenceEngine, salt: str = "") -> dict[str, Any]:
+    request: Request = engine.submit(PROMPT, 2, salt=salt)
+    engine.run()
+    engine.settle()
+    return engine.explain(request)
+
+
+def test_an_engine_tells_what_it_did(engine: ReferenceEngine) -> None:
+    first = serve(engine)
+    assert first["misses"] == [{"cause": "never seen"}]
+    assert first["outcome"] == "done"
+    assert {"prefill", "rest"} <= set(first["ms"])
+    second = serve(engine)
+    assert second["matched"] == [{"tier": "host", "tokens": [0, 144]}]
+    assert second["loaded"] == {"host": 144}
+    assert second["plan"]["why"] == "not all of its rates are measured yet"
+    assert second["misses"] == []
+    assert serve(engine, salt="tenant")["misses"] == [
+        {"cause": "other namespace", "differed": ["cache_salt"]}
+    ]
+    json.dumps(second)
+
+
+def test_an_engine_tells_of_a_plan_against_loading(engine: ReferenceEngine) -> None:
+    serve(engine)
+    assert engine.rates is not None
+    for n in (1, 2, 3, 4):
+        engine.rates.prefilled([Part(100 * n, 0)], n * 1e-3)
+        for tier in ("host", "disk"):
+            engine.rates.loaded(tier, n * 1_000_000, n * 50.0)
+    told = serve(engine)
+    assert told["misses"] == [{"cause": "plan said recompute"}]
+    assert told["loaded"] == {}
+    assert told["plan"]["load_all_ms"] > told["plan"]["recompute_ms"]
+    assert told["plan"]["rates"]["host"]["byte_s"] > 1e-6
