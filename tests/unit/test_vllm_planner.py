@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcore_vllm import build
 from kvcore_vllm.scheduler import SchedulerSide
 
+from kvcore.adapting.build import load_plugins
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.planning import Planning, tier_priors
@@ -120,3 +122,20 @@ def test_a_load_between_steps_has_the_deadline_of_its_plan() -> None:
         made.side.update_state_after_alloc(asked, pages, external)
         [(_, graph)] = made.side._plan.async_loads
         assert graph.deadline_s == expected
+
+
+def test_rates_are_kept_where_a_planner_or_fusion_decides_by_them() -> None:
+    engine: Any = SimpleNamespace(
+        model_config=SimpleNamespace(get_hidden_size=lambda: 256),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    parts: Any = SimpleNamespace(manager=Side().manager, plugins=load_plugins(load_config(None)))
+    plain = load_config(None)
+    assert build._pace(plain, engine, MODEL, parts) is None
+    blends = load_config(None, {"fusion": {"enabled": True}})
+    assert build._pace(blends, engine, MODEL, parts) is not None
+    plans = load_config(None, {"planner": {"enabled": True}})
+    pace = build._pace(plans, engine, MODEL, parts)
+    assert pace is not None
+    assert pace.rates.tiers == {"host", "disk"}
+    assert build._planning(plans, MODEL, parts, pace).planner.rates is pace.rates
