@@ -481,7 +481,7 @@ class SchedulerSide:
         # What was corrupt has left the index: one more lookup may find a shorter prefix or
         # another tier. After that the request is computed.
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
-        tracked.reused, tracked.hit = {}, None
+        tracked.reused, tracked.hit, tracked.memo = {}, None, Memo()
         self._metrics.looked_up({}, tracked.matched_tokens, MissReason.LOAD_FAILED)
         _log.warning(
             "load failed, computing instead request=%s attempt=%d retry=%s",

@@ -336,6 +336,7 @@ class Leader:
         """A load or a blend of the request failed: it is tried once more, then computed."""
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
+            tracked.memo = Memo()  # what is in its way by now is weighed afresh
             self.journal.failed(str(request.request_id))
 
     def save(self, request: Request) -> None:
