@@ -298,10 +298,17 @@ class KVWorker:
             failed=timing.failed,
         )
 
+    def wave(self) -> int:
+        """A wave for `submit`: its graphs are copied layer by layer, all of them at once."""
+        return self.engine.wave()
+
     def submit(
-        self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
+        self,
+        graph: TransferGraph,
+        into: Sequence[DeviceGroup] | None = None,
+        wave: int | None = None,
     ) -> list[OpReport]:
-        """Start a graph, ordered after the engine's work so far.
+        """Start a graph, ordered after the engine's work so far and after earlier waves' copies.
 
         ``into`` stands in for the engine's pages until `release` is called for the graph. A graph
         that cannot be taken (malformed, or the queue is full) is reported as failed: the reports
@@ -311,7 +318,7 @@ class KVWorker:
         if into is not None:
             self._elsewhere[graph.graph_id] = into
         try:
-            self.engine.submit(graph)
+            self.engine.submit(graph, wave)
         except (CapacityError, TransferError) as error:
             _log.warning("graph refused: %s", error)
             return refuse(graph, RowError.INTERNAL)
@@ -394,8 +401,14 @@ class DeadTier(Tier):
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so that no one waits."""
 
+    def wave(self) -> int:
+        return 0
+
     def submit(
-        self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
+        self,
+        graph: TransferGraph,
+        into: Sequence[DeviceGroup] | None = None,
+        wave: int | None = None,
     ) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
 

@@ -103,11 +103,12 @@ class Blends:
         for order in orders:
             staging = self._stage(order)
             self._orders.append((order, staging))
+            together = self._worker.wave()
             for chunk in order.chunks:
                 if staging is None:
                     refused += refuse(chunk.graph, RowError.CANCELLED)
                 else:
-                    refused += self._worker.submit(chunk.graph, staging.groups)
+                    refused += self._worker.submit(chunk.graph, staging.groups, together)
         return refused
 
     def _stage(self, order: BlendOrder) -> Staging | None:
@@ -126,17 +127,15 @@ class Blends:
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            if not self._ready(staging) or not self._done(order, staging, landed):
+            # Layers are collectives, so all ranks walk or none.
+            if not self._layers.agree(staging is not None) or not self._done(
+                order, staging, landed
+            ):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += pages_made(order, self._page_tokens)
             for chunk in order.chunks:
                 self._worker.release(chunk.graph.graph_id)
         return failed
-
-    def _ready(self, staging: Staging | None) -> bool:
-        """Whether every rank has what it needs: layers are collectives, so all walk or none."""
-        lacking = self._layers.reduce(torch.tensor([float(staging is None)], device=self._device))
-        return not lacking.item()
 
     def _done(
         self, order: BlendOrder, staging: Staging | None, landed: Callable[[int], None]

@@ -177,6 +177,15 @@ class VllmLayers(DecoderLayers):
         summed: Tensor = tensor_model_parallel_all_reduce(scores)
         return summed
 
+    def agree(self, well: bool) -> bool:
+        if not self._tensor_parallel:
+            return well
+        from vllm.distributed import get_tp_group
+
+        ailing = torch.tensor([int(not well)])  # between the hosts' processes: no device waits
+        torch.distributed.all_reduce(ailing, group=get_tp_group().cpu_group)
+        return not ailing.item()
+
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
         attention = self._attention[layer]

@@ -80,9 +80,10 @@ class WorkerSide:
             self._worker.cancel(graph_id)
         self._finished.update(plan.failed_loads)
         self._failed.update(plan.failed_loads)
+        together = self._worker.wave()
         for graph in plan.sync_loads:
             self._sync[graph.graph_id] = graph
-            self._submit(graph)
+            self._submit(graph, together)
         for request_id, graph in plan.async_loads:
             self._async[graph.graph_id] = (request_id, graph)
             self._device_left[graph.graph_id] = sum(op.path.touches_device for op in graph.ops)
@@ -123,8 +124,8 @@ class WorkerSide:
         for graph_id in self._sync:
             self._worker.wait_layer(graph_id, layer)
 
-    def _submit(self, graph: TransferGraph) -> None:
-        for report in self._worker.submit(graph):
+    def _submit(self, graph: TransferGraph, wave: int | None = None) -> None:
+        for report in self._worker.submit(graph, wave=wave):
             self._take(report)
 
     def wait_for_layer(self, layer_name: str) -> None:

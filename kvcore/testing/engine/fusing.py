@@ -95,29 +95,29 @@ class FusionLeader:
         staging = [Staging(shape, rows, self._device) for shape in self._shapes]
         order = Order(request, plan, [], [], staging)
         row = 0
-        for chunk in plan.chunks:
-            try:
-                graph_id = self._load(chunk, row, staging)
-            except KVCoreError as error:
-                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
-                continue
-            blocks = self.chunks.blocks(chunk.source_start, chunk.length)
-            first = (row - blocks.start) * self._block + chunk.source_start
-            distance = chunk.prompt_start - chunk.source_start
-            order.places.append(Place(first, chunk.length, chunk.prompt_start, distance))
-            order.graphs.append(graph_id)
-            row += len(blocks)
+        with self._transport.into([one.groups for one in staging]):
+            for chunk in plan.chunks:
+                try:
+                    graph_id = self._load(chunk, row)
+                except KVCoreError as error:
+                    _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
+                    continue
+                blocks = self.chunks.blocks(chunk.source_start, chunk.length)
+                first = (row - blocks.start) * self._block + chunk.source_start
+                distance = chunk.prompt_start - chunk.source_start
+                order.places.append(Place(first, chunk.length, chunk.prompt_start, distance))
+                order.graphs.append(graph_id)
+                row += len(blocks)
         request.approximate_from = plan.chunks[0].prompt_start
         request.blended_tokens = plan.reused
         return order
 
-    def _load(self, chunk: Reusable, row: int, staging: Sequence[Staging]) -> int:
+    def _load(self, chunk: Reusable, row: int) -> int:
         hit, start, stop = self.chunks.source(chunk)
         units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-        with self._transport.into([one.groups for one in staging]):
-            graph = self._manager.launch_load(
-                hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
-            )
+        graph = self._manager.launch_load(
+            hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
+        )
         return graph.graph_id
 
 
@@ -137,6 +137,9 @@ class RankLayers(DecoderLayers):
 
     def reduce(self, scores: Tensor) -> Tensor:
         return self._model.reduce(scores)
+
+    def agree(self, well: bool) -> bool:
+        return not self._model.reduce(torch.tensor([float(not well)])).item()
 
 
 class RankBlender:

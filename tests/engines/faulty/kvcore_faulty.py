@@ -1,6 +1,8 @@
-"""A third party's tier and selector, as a plugin of its own.
+"""A third party's tier, selector and device operations, as a plugin of its own.
 
-The tier is the naive one, slow and failing as told. The selector fails every second time.
+The tier is the naive one, slow and failing as told. The selector fails every second time. The
+operations blend as torch does, but that the second rank's attention fails now and then while the
+file that ``KVCORE_TEST_FAIL_RANK`` names is there.
 
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
 before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
@@ -10,12 +12,13 @@ before every batch of reads; ``fail_every`` n: each n-th block that is read is s
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvcore.errors import TierError, TierUnavailable
-from kvcore.plugins import SelectorPlugin, TierContext, TierPlugin, hookimpl
+from kvcore.plugins import OpsPlugin, SelectorPlugin, TierContext, TierPlugin, hookimpl
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.memory import MemoryTier
 
@@ -74,6 +77,37 @@ def faulty_selector() -> Any:
             return seen.key_deviation
 
     return FaultySelector()
+
+
+def faulty_ops() -> Any:
+    import torch
+
+    from kvcore.ops.fusion import TorchFusion
+    from kvcore.ops.native import NativeOps
+
+    class FaultyFusion(TorchFusion):
+        def __init__(self) -> None:
+            self._calls = itertools.count()
+
+        def attend(self, *args: Any) -> Any:
+            failing = os.path.exists(os.environ.get("KVCORE_TEST_FAIL_RANK", ""))
+            if failing and torch.distributed.get_rank() == 1 and next(self._calls) % 3 == 2:
+                raise RuntimeError("no memory on this rank")
+            return super().attend(*args)
+
+    class FaultyOps(NativeOps):
+        name = "faulty"
+        priority = -1
+
+        def fusion(self) -> Any:
+            return FaultyFusion()
+
+    return FaultyOps()
+
+
+@hookimpl
+def kvcore_ops() -> list[OpsPlugin]:
+    return [OpsPlugin("faulty", faulty_ops)]
 
 
 @hookimpl
