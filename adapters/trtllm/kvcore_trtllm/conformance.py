@@ -59,8 +59,8 @@ class InHarness(Engine):
         chunked = setup.step_tokens is not None
         limits = Limits(max_num_tokens=setup.step_tokens or 4096, chunked=chunked)
         pages = PAGES if setup.memory_tokens is None else setup.memory_tokens // PAGE_TOKENS
-        args = HarnessArgs(setup.ranks, pages, PAGE_TOKENS, limits=limits)
-        model = _cached_load(setup.model)
+        args = HarnessArgs(setup.ranks, pages, PAGE_TOKENS, limits=limits, dtype=setup.dtype)
+        model = _cached_load(setup.model, setup.dtype)
         if setup.kvcore is None:
             return Harness(setup.model, args, model=model)
         connector = importlib.import_module("kvcore_trtllm.connector")
@@ -79,7 +79,13 @@ class InHarness(Engine):
 
     def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
         requests = [
-            self._harness.submit(ask.tokens, ask.max_tokens, cache_salt=ask.salt) for ask in asks
+            self._harness.submit(
+                ask.tokens,
+                ask.max_tokens,
+                cache_salt=ask.salt,
+                py_lora_path=None if ask.lora is None else str(ask.lora),
+            )
+            for ask in asks
         ]
         for request, ask in zip(requests, asks, strict=True):
             if ask.abort_after is not None:
@@ -136,7 +142,7 @@ def _answer(request: LlmRequest) -> Answer:
 class TrtllmDriver(Driver):
     name: ClassVar[str] = "trtllm"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.CHUNKED_PREFILL, Capability.RANKS, Capability.SALT}
+        {Capability.CHUNKED_PREFILL, Capability.RANKS, Capability.SALT, Capability.LORA}
     )
 
     def start(self, setup: Setup) -> Engine:

@@ -24,12 +24,14 @@ HUNG_ITERATIONS = 2000
 
 @dataclass(frozen=True)
 class HarnessArgs:
-    """The engine's arguments that matter here. ``order`` is of the inner axes of a page."""
+    """The engine's arguments that matter here. ``order`` is of the inner axes of a page, ``dtype``
+    what the model is computed and its KV is kept in."""
 
     ranks: int = 1
     num_pages: int = 64
     page_tokens: int = 32
     order: str = "HND"
+    dtype: str = "float32"
     limits: Limits = field(default_factory=Limits)
 
 
@@ -53,7 +55,7 @@ class Harness:
         args = self.args
         self.llm_args = _llm_args(folder, args, llm_args or {})
         self.model = PagedModel(
-            load(folder) if model is None else model,
+            load(folder, args.dtype) if model is None else model,
             args.num_pages,
             args.page_tokens,
             args.ranks,
@@ -184,7 +186,7 @@ def _llm_args(folder: Path, args: HarnessArgs, overrides: dict[str, Any]) -> Sim
         enable_chunked_prefill=limits["chunked"],
         disable_overlap_scheduler=not limits["overlap"],
         attn_backend="VANILLA" if args.order == "NHD" else "TRTLLM",
-        dtype="float32",
+        dtype=args.dtype,
         quant_config=None,
         cuda_graph_config=None,
         torch_compile_config=None,
