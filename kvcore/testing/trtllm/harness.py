@@ -15,6 +15,7 @@ from kvcore.testing.page_table import PageTable
 from kvcore.testing.ranks import Ranks
 from kvcore.testing.trtllm.executor import Call, Executor, Limits
 from kvcore.testing.trtllm.model import PagedModel, load
+from kvcore.testing.trtllm.modules import PyTorchModelEngine, model_of_rank
 from kvcore.testing.trtllm.requests import LlmRequest, State
 
 __all__ = ["Harness", "HarnessArgs"]
@@ -65,6 +66,7 @@ class Harness:
         self.ranks = Ranks(args.ranks)
         self.scheduler: Any = None
         self.workers: list[Any] = []
+        self.model_engines: list[PyTorchModelEngine] = []
         self._callables: list[Any] = []
         self._ids = itertools.count(1)
         try:
@@ -84,7 +86,12 @@ class Harness:
         )
 
     def _connect(self, scheduler: type[Any], worker: type[Any]) -> None:
-        """In the engine's order: workers, scheduler, the callable (before warm-up), the memory."""
+        """In the engine's order: models, workers, scheduler, the callable (before warm-up), the
+        memory."""
+        model, size = self.model.decoder.model, self.ranks.size
+        self.model_engines = [
+            model_of_rank(self.llm_args, model, rank, size) for rank in range(size)
+        ]
         self.workers = self.ranks.each(lambda rank: worker(self.llm_args))
         self.scheduler = self.ranks.on(0, lambda: scheduler(self.llm_args))
         self._callables = self.ranks.each(
@@ -166,7 +173,7 @@ class Harness:
             shutdown = getattr(half, "shutdown", None)
             if shutdown is not None:
                 self.ranks.on(rank, shutdown)
-        self.workers, self.scheduler = [], None
+        self.workers, self.scheduler, self.model_engines = [], None, []
         self.ranks.close()
 
 
