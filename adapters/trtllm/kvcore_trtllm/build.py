@@ -81,8 +81,10 @@ def _blends(
         gather=allgather if facts.world_size > 1 else None,
     )
     device = view.tensors[0].device
+    # Without its timings, which are a collective: whether all ranks can blend is not known yet.
+    fusion = config.fusion.model_copy(update={"adaptive": False})
     return SureBlends(
-        config,
+        config.model_copy(update={"fusion": fusion}),
         parts.worker,
         layers,
         ropes,

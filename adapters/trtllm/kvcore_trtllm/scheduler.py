@@ -20,6 +20,7 @@ its fence, and the workers let it end before the step touches the page.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +40,13 @@ from kvcore_trtllm.requests import (
 )
 from kvcore_trtllm.salt import Wish
 
-from kvcore.adapting.chunks import BlendPlan
+from kvcore.adapting.chunks import BlendPlan, Chunks
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
 from kvcore.block import KeyChain
 from kvcore.config import Config
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, KVCoreError
 from kvcore.manager import HOST, Hit, KVManager, Readiness, Source
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
@@ -56,6 +57,9 @@ _log = logging.getLogger("kvcore.trtllm.scheduler")
 FORGET_AFTER = 512
 """Steps without a word of a request after which it is taken for aborted. Taking a live one for
 aborted costs its later saves, nothing else."""
+
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
 
 Lane = Callable[[TransferGraph], None]
 """Hands a graph to the only rank at once."""
@@ -171,11 +175,23 @@ class Leader:
         plan = self._fusion.plan(tracked.tokens, wish.options, namespace, exact)
         if plan is None:
             return None
-        for chunk in plan.chunks:
-            hit, start, stop = self._fusion.chunks.source(chunk)
-            if set(hit.blocks_by_tier(start, stop)) - {HOST}:
-                self._bring(hit, stop)
-        return self._fusion.chunks.in_host(plan)
+        try:
+            self._bring_chunks(self._fusion.chunks, plan)
+            return self._fusion.chunks.in_host(plan)
+        except KVCoreError as error:
+            _log.debug("no blend, a chunk has gone: %s", error)
+            return None
+
+    def _bring_chunks(self, chunks: Chunks, plan: BlendPlan) -> None:
+        """Bring what of a plan is on other tiers into host memory, as far as that is not much more
+        than the plan needs: host memory keeps a block only behind all those before it."""
+        staged = []
+        for hit, start, stop in map(chunks.source, plan.chunks):
+            held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+            below = set(hit.blocks_by_tier(start, stop)) - {HOST}
+            if below and stop - held <= MAX_FETCH * (stop - start):
+                staged.append(self._stage(hit, stop))
+        self._wait([graph_id for graph_id in staged if graph_id is not None])
 
     def _promise_blend(self, tracked: Tracked, plan: BlendPlan) -> int:
         """Promise [0, plan.stop): an exact prefix that is loaded, and a blend behind it."""
@@ -221,15 +237,17 @@ class Leader:
         below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
         if first >= last or not below or self._config.trtllm.min_load_tokens > most - computed:
             return hit
-        return self.manager.get_match(chain.keys, digest) if self._bring(hit, last) else hit
-
-    def _bring(self, hit: Hit, last: int) -> bool:
-        """Bring blocks up to ``last`` into host memory; whether they were waited for."""
         graph_id = self._stage(hit, last)
         if graph_id is None or self._lane is None:
-            return False
-        self.manager.wait(graph_id, self._config.trtllm.stage_wait_s)
-        return True
+            return hit
+        self._wait([graph_id])
+        return self.manager.get_match(chain.keys, digest)
+
+    def _wait(self, graphs: Iterable[int]) -> None:
+        """Block until these have ended, at most `trtllm.stage_wait_s` for all of them."""
+        limit = time.monotonic() + self._config.trtllm.stage_wait_s
+        for graph_id in graphs if self._lane is not None else ():
+            self.manager.wait(graph_id, max(limit - time.monotonic(), 0.0))
 
     def _stage(self, hit: Hit, last: int) -> int | None:
         """Bring blocks up to ``last`` into host memory: a load that copies nothing further."""
