@@ -17,6 +17,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -198,12 +199,16 @@ class ReferenceEngine:
         *,
         salt: str = "",
         fusion: FusionOptions | None = None,
+        lora: Path | None = None,
     ) -> Request:
-        """Queue a request. Raises CapacityError for one that can never run."""
+        """Queue a request; ``lora`` is a folder of LoRA weights in PEFT's format.
+
+        Raises CapacityError for one that can never run.
+        """
         needed = self.table.pages_for(len(tokens) + max_tokens)
         if needed > self.table.num_pages:
             raise CapacityError(f"a request of {needed} pages; there are {self.table.num_pages}")
-        request = Request(next(self._ids), list(tokens), max_tokens, salt)
+        request = Request(next(self._ids), list(tokens), max_tokens, salt, lora=lora)
         if fusion is not None:
             request.fusion = fusion
         self._queue.append(request)
@@ -297,7 +302,7 @@ class ReferenceEngine:
         """Give a request its pages and start what fills them. False when there are none left."""
         claimed = []
         if self.args.prefix_cache:
-            claimed = self.table.claim(request.tokens, request.salt)
+            claimed = self.table.claim(request.tokens, request.family)
         computed = len(claimed) * self.args.page_tokens
         found = None if self.leader is None else self.leader.lookup(request, computed)
         fresh = self.table.pages_for(len(request.tokens)) - len(claimed)
@@ -361,7 +366,7 @@ class ReferenceEngine:
             start = request.computed
             tokens = request.tokens[start : start + budget]
             if tokens:
-                batch.append((request, Rows(tokens, start, request.pages)))
+                batch.append((request, Rows(tokens, start, request.pages, request.lora)))
                 budget -= len(tokens)
         return batch
 
@@ -402,7 +407,7 @@ class ReferenceEngine:
             request.tokens.append(token)
         page = self.args.page_tokens
         if self.args.prefix_cache and rows.stop // page > rows.start // page:
-            self.table.store(request.tokens[: request.exact], request.salt, request.pages)
+            self.table.store(request.tokens[: request.exact], request.family, request.pages)
         if self.leader is not None:
             self.leader.save(request)
         if len(request.answer) >= request.max_tokens:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -122,10 +123,11 @@ class FusionLeader:
 
 
 class RankLayers(DecoderLayers):
-    """A rank's layers, lent to a blend."""
+    """A rank's layers, lent to a blend of a request with these LoRA weights."""
 
-    def __init__(self, model: RankModel) -> None:
+    def __init__(self, model: RankModel, lora: Path | None = None) -> None:
         self._model = model
+        self._lora = lora
         self.layers = model.model.spec.layers
         self.attention = (model.model.spec.attention,) * self.layers
 
@@ -133,7 +135,8 @@ class RankLayers(DecoderLayers):
         return self._model.embed(tokens)
 
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
-        return State(self._model.layer(layer, positions, state.hidden, attend), None)
+        adapted = self._model.adapted([(len(positions), self._lora)])
+        return State(self._model.layer(layer, positions, state.hidden, attend, adapted), None)
 
     def reduce(self, scores: Tensor) -> Tensor:
         return self._model.reduce(scores)
@@ -154,7 +157,6 @@ class RankBlender:
         self._selector = selector
         self._spread = config.fusion.spread
         self._gate = None if config.fusion.gate is None else Gate(config.fusion.gate)
-        self._fusor = Fusor(RankLayers(model))
 
     def ropes(self) -> Sequence[Rope | None]:
         """What cached K is moved by, one a layer."""
@@ -200,7 +202,8 @@ class RankBlender:
         staging = order.staging[self._rank]
         placed = PlacedChunks(len(tokens), staging, order.places, self.ropes(), prefix, wait, sink)
         budget = Ratio(plan.ratio, self._spread)
-        self._fusor.blend(_job(tokens, order), placed, self._selector, budget, self._gate)
+        fusor = Fusor(RankLayers(model, request.lora))
+        fusor.blend(_job(tokens, order), placed, self._selector, budget, self._gate)
 
 
 def _job(tokens: Tensor, order: Order) -> Job:

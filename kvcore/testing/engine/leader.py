@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcore.adapting.identity import Namespaces
+from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.block import KeyChain, Namespace
@@ -144,7 +144,9 @@ class Leader:
 
     def namespace_of(self, request: Request) -> Namespace:
         """Whose KV the request may share."""
-        return self._namespaces.of(salt=request.salt)
+        lora = request.lora
+        name = "" if lora is None else lora_identity(lora.name, str(lora))
+        return self._namespaces.of(name, request.salt)
 
     def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
         return start_token // self._block, -(-stop_token // self._block)

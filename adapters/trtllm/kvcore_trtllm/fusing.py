@@ -1,0 +1,113 @@
+"""Fusion in the leader: what of a prompt can be reused elsewhere, and the orders for it.
+
+    prompt  ├── exact prefix ──┼─ gap ─┼── chunk ──┼── chunk ──┼─ question ─┤
+            0               exact                           stop
+                               └── made before the forward ────┘ └ by the engine
+
+The engine is told that [0, stop) comes from kvcore. It keeps what it computes on top under the
+request's own salt (`kvcore_trtllm.salt`), and kvcore keeps nothing from the first chunk on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvcore.adapting.chunks import BlendPlan, Chunks
+from kvcore.adapting.orders import BlendOrder, BlendReport
+from kvcore.block import Namespace, pack_tokens
+from kvcore.config import Config
+from kvcore.fusion.options import FusionOptions
+from kvcore.fusion.segments import Segments
+from kvcore.layout import BlockShape
+from kvcore.manager import KVManager
+from kvcore.metrics import Metrics
+from kvcore.transfer.graph import Span, TransferGraph
+
+_log = logging.getLogger("kvcore.trtllm.fusion")
+
+MAX_FAILURES = 3
+"""Blends that fail one after another before no more are made."""
+
+
+class FusionLeader:
+    """One per engine, on rank 0. Called from the executor's thread only; nothing waits."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: BlockShape,
+        manager: KVManager,
+        segments: Segments,
+        layer_steps: Sequence[Span],
+        metrics: Metrics,
+    ) -> None:
+        self.chunks = Chunks(config.fusion, config.block.tokens, shape.nbytes, manager, segments)
+        self._settings = config.fusion
+        self._nbytes = shape.nbytes
+        self._layer_steps = tuple(layer_steps)
+        self._metrics = metrics
+        self._staged = 0
+        self._failures = 0
+        self._ordered: dict[str, int] = {}  # tokens of chunks by request, until it is reported
+
+    def plan(
+        self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
+    ) -> BlendPlan | None:
+        """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
+        if not options.enabled or self._failures >= MAX_FAILURES:
+            return None
+        found = self.chunks.find(tokens, options, namespace, exact)
+        ratio = self._settings.ratio if options.ratio is None else options.ratio
+        # The last token is always computed: its logits are wanted.
+        return self.chunks.plan(found, exact, len(tokens) - 1, ratio, self._staged)
+
+    def promised(self, plan: BlendPlan) -> None:
+        """The engine counts on the plan: its chunks will take room in this step's staging."""
+        blocks = (len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
+        self._staged += sum(blocks) * self._nbytes
+
+    def step_ends(self) -> None:
+        """The step is planned: its staging is gone when the next one is."""
+        self._staged = 0
+
+    def order(
+        self,
+        request_id: int,
+        tokens: Sequence[int],
+        plan: BlendPlan,
+        pages: Sequence[int],
+        submit: Callable[[TransferGraph], object],
+    ) -> BlendOrder:
+        """The order for a plan whose pages are allocated; ``submit`` takes each chunk's graph."""
+        chunks, blocks = self.chunks.launch(plan, self._layer_steps, submit)
+        self._ordered[str(request_id)] = plan.reused
+        return BlendOrder(
+            str(request_id),
+            pack_tokens(tokens),
+            plan.exact,
+            plan.exact,
+            plan.stop,
+            list(pages),
+            plan.ratio,
+            chunks,
+            blocks,
+        )
+
+    def hear(self, report: BlendReport) -> None:
+        """Take in what became of a blend: when they fail one after another, no more are made."""
+        tokens = self._ordered.pop(report.request_id, 0)
+        self._metrics.blend("blended" if report.ok else "failed")
+        for verdict in report.verdicts:
+            self._metrics.judged(verdict)
+        if report.ok:
+            self._failures = 0
+            seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
+            self._metrics.blended(tokens, report.ratio, seconds)
+            return
+        self._failures += 1
+        if self._failures == MAX_FAILURES:
+            _log.error(
+                "%d blends failed one after another: exact prefixes only until the engine restarts",
+                MAX_FAILURES,
+            )
