@@ -6,7 +6,7 @@ import runpy
 import sys
 
 ALL = ("control_plane", "copies", "disk", "chunk_find", "fusion_overlap", "vllm_ttft")
-APART = ("fusion_quality", "fusion_gate", "kernels")
+APART = ("fusion_quality", "fusion_gate", "kernels", "end_to_end")
 """Hours on a small machine, or in want of a GPU: run when named."""
 
 

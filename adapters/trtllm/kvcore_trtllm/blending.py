@@ -35,11 +35,11 @@ class SureBlends(Blends):
                     self._worker.release(chunk.graph.graph_id)
 
     def _carry_out(self, order: BlendOrder, staging: Staging | None) -> None:
-        if self._ready(staging) and self._done(order, staging, _landed):
+        if self._layers.agree(staging is not None) and self._done(order, staging, _landed):
             return
         bare = replace(order, chunks=[], blocks=1, ratio=0.0)
         room = self._stage(bare)
-        if not self._ready(room) or not self._done(bare, room, _landed):
+        if not self._layers.agree(room is not None) or not self._done(bare, room, _landed):
             raise TransferError(
                 f"tokens {order.exact}..{order.stop} of request {order.request_id} were promised "
                 "and could be neither blended nor computed; the step's requests fail, for a wrong "

@@ -132,6 +132,9 @@ class TrtllmLayers(EngineLayers):
         total = np.sum([np.frombuffer(part, dtype=np.float32) for part in parts], axis=0)
         return torch.from_numpy(total).view(own.shape).to(scores.device)
 
+    def agree(self, well: bool) -> bool:
+        return well if self._gather is None else all(map(any, self._gather(bytes([well]))))
+
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         pages, offsets = slots // self._page_tokens, slots % self._page_tokens
         for plane, rows in zip(self._planes[layer], (kv.keys, kv.values), strict=True):

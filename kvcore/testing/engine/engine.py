@@ -31,6 +31,7 @@ from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import KVView
+from kvcore.ops.fusion import select_fusion
 from kvcore.testing.engine.fusing import FusionLeader, RankBlender
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
@@ -159,7 +160,8 @@ class ReferenceEngine:
         fusion = config.fusion
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
             selector = made.plugins.selector(fusion.selector, fusion.selector_options)
-            self._blenders.append(self.blender_type(config, rank, part, made.worker, selector))
+            ops = select_fusion(self.model.device, made.plugins.ops(), config.ops.backend)
+            self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
         return FusionLeader(
             config,
             manager,
@@ -257,6 +259,13 @@ class ReferenceEngine:
                 raise TransferError(f"still saving after {timeout_s} s: {self.leader.leftovers}")
             self.leader.wait(IDLE_WAIT_S)
             self._restart(self.leader.pump())
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Who ``copies`` and who ``blends``, where there is kvcore and where there is fusion."""
+        copies = [made.worker.ops.name for made in self.workers[:1]]
+        blends = [type(blender.ops).__name__ for blender in self._blenders[:1]]
+        return dict(zip(("copies", "blends"), copies + blends, strict=False))
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""

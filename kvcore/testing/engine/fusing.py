@@ -32,6 +32,7 @@ from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
 from kvcore.manager import KVManager
+from kvcore.ops.fusion import FusionOps
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport
@@ -146,10 +147,16 @@ class RankLayers(DecoderLayers):
 
 
 class RankBlender:
-    """Carries out orders on one rank. Rank's thread only."""
+    """Carries out orders on one rank, by ``ops``. Rank's thread only."""
 
     def __init__(
-        self, config: Config, rank: int, model: RankModel, worker: KVWorker, selector: Selector
+        self,
+        config: Config,
+        rank: int,
+        model: RankModel,
+        worker: KVWorker,
+        selector: Selector,
+        ops: FusionOps,
     ) -> None:
         self._rank = rank
         self._model = model
@@ -157,6 +164,7 @@ class RankBlender:
         self._selector = selector
         self._spread = config.fusion.spread
         self._gate = None if config.fusion.gate is None else Gate(config.fusion.gate)
+        self.ops = ops
 
     def ropes(self) -> Sequence[Rope | None]:
         """What cached K is moved by, one a layer."""
@@ -200,9 +208,11 @@ class RankBlender:
         view = self._worker.groups[0].view
         prefix = PrefixReader(self._worker.ops, view, shape, request.pages, plan.exact)
         staging = order.staging[self._rank]
-        placed = PlacedChunks(len(tokens), staging, order.places, self.ropes(), prefix, wait, sink)
+        placed = PlacedChunks(
+            len(tokens), staging, order.places, self.ropes(), prefix, wait, sink, self.ops
+        )
         budget = Ratio(plan.ratio, self._spread)
-        fusor = Fusor(RankLayers(model, request.lora))
+        fusor = Fusor(RankLayers(model, request.lora), ops=self.ops)
         fusor.blend(_job(tokens, order), placed, self._selector, budget, self._gate)
 
 

@@ -21,17 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from kvcore.adapting.identity import weights_identity
 from kvcore.block import model_fingerprint
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.attend import Attention, attend_rows
+from kvcore.fusion.attend import Attention
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.layout import BlockShape, KVView, from_strides
 from kvcore.testing.engine.lora import Adapter, Delta, adapt, read_lora
 
-__all__ = ["Llama", "RankModel", "Rows", "Spec", "load", "random_llama"]
+__all__ = ["Llama", "RankModel", "Rows", "Spec", "attend_last", "load", "random_llama"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, dim]."""
@@ -356,11 +357,11 @@ class RankModel:
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 self.write(layer, slots, k, v)
                 queries = torch.split(q, [len(rows.tokens) for rows in batch])
-                own_rows = zip(batch, queries, seen, strict=True)
+                own_rows = zip(queries, seen, strict=True)
                 return torch.cat(
                     [
-                        _causal(part, rows.start, self.read(layer, there), attention)
-                        for rows, part, there in own_rows
+                        attend_last(part, self.read(layer, there), attention)
+                        for part, there in own_rows
                     ]
                 )
 
@@ -417,13 +418,15 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
 
 
-def _causal(queries: Tensor, start: int, kv: LayerKV, attention: Attention) -> Tensor:
-    """Attention of the rows at ``start``, ``start + 1`` ... over all keys up to each one's own."""
-    if start:
-        positions = torch.arange(start, len(kv.keys), device=queries.device)
-        return attend_rows(queries, positions, kv.keys, kv.values, attention)
-    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, kv.keys, kv.values))
+def attend_last(queries: Tensor, kv: LayerKV, attention: Attention) -> Tensor:
+    """Attention of the last rows of ``kv`` over all keys up to each one's own.
+
+    On a GPU it is FlashAttention's, which has this mask built in (half precision); elsewhere torch
+    makes a mask of rows by keys, so a step's rows bound the memory.
+    """
+    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, *kv))
+    mask = causal_lower_right(len(queries), len(kv.keys))
     out: Tensor = functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True
+        q, k, v, mask, scale=attention.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
