@@ -30,17 +30,35 @@ SMALL: dict[str, Any] = {
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 """Its environment: GiB of KV cache."""
 
+SMALL_SGLANG: dict[str, Any] = {
+    "context_length": 2048,
+    "chunked_prefill_size": 1024,
+    "max_running_requests": 8,
+    "max_total_tokens": 24_576,
+    "random_seed": 0,
+    "dtype": "float32",
+    "sleep_on_idle": True,
+}
+"""SGLang's arguments for a small model on a CPU."""
+
+_SMALL = {"vllm": (SMALL, SPACE), "sglang": (SMALL_SGLANG, {})}
+
 
 @contextmanager
 def small_engine(
     model: Path,
     kvcore: dict[str, Any] | None,
     env: Mapping[str, str] | None = None,
+    engine: str = "vllm",
     **args: Any,
 ) -> Iterator[EngineProcess]:
-    """vLLM with ``kvcore`` as its config, without it for None, and little memory of its own."""
+    """An engine with ``kvcore`` as its config, without it for None, and little memory of its own.
+
+    ``args`` are the engine's own, by the names its Python API has.
+    """
+    small, space = _SMALL[engine]
     with EngineProcess(
-        model, kvcore=kvcore, env={**SPACE, **(env or {})}, **{**SMALL, **args}
+        model, engine=engine, kvcore=kvcore, env={**space, **(env or {})}, **{**small, **args}
     ) as made:
         yield made
 
