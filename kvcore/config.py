@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from kvcore.errors import ConfigError
 from kvcore.schema import (
     DEFAULT,
+    AdapterConfig,
     BackingConfig,
     BlockConfig,
     Config,
@@ -55,6 +56,7 @@ else:
 
 __all__ = [
     "FORWARDED_VARIABLE",
+    "AdapterConfig",
     "BackingConfig",
     "BlockConfig",
     "Config",

@@ -417,19 +417,32 @@ class LogConfig(SchemaModel):
     )
 
 
-class VllmConfig(SchemaModel):
-    """The vLLM adapter."""
+class AdapterConfig(SchemaModel):
+    """What every engine's adapter has; an adapter says in its own words what depends on its
+    engine."""
 
-    min_load_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Fewest tokens worth loading beyond what vLLM holds itself; fewer are "
-        "recomputed.",
-    )
+    min_load_tokens: int
     save_decode: bool = Field(
         default=True,
         description="Save generated tokens too, so that the next turn finds its answer.",
     )
+    layerwise: bool
+
+
+def _min_load_tokens(engine: str) -> Any:
+    """The field of that name, for ``engine``."""
+    return Field(
+        default=64,
+        ge=0,
+        description=f"Fewest tokens worth loading beyond what {engine} holds itself; fewer are "
+        "recomputed.",
+    )
+
+
+class VllmConfig(AdapterConfig):
+    """The vLLM adapter."""
+
+    min_load_tokens: int = _min_load_tokens("vLLM")
     layerwise: bool = Field(
         default=True,
         description="Load layer by layer under the forward. Waiting inside the forward needs "
@@ -438,19 +451,10 @@ class VllmConfig(SchemaModel):
     )
 
 
-class TrtllmConfig(SchemaModel):
+class TrtllmConfig(AdapterConfig):
     """The TensorRT-LLM adapter."""
 
-    min_load_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Fewest tokens worth loading beyond what TensorRT-LLM holds itself; fewer are "
-        "recomputed.",
-    )
-    save_decode: bool = Field(
-        default=True,
-        description="Save generated tokens too, so that the next turn finds its answer.",
-    )
+    min_load_tokens: int = _min_load_tokens("TensorRT-LLM")
     layerwise: bool = Field(
         default=True,
         description="Load layer by layer under the forward. With CUDA graphs or torch.compile the "

@@ -19,10 +19,8 @@ import yaml
 
 torch = pytest.importorskip("torch")
 
-from kvcore_trtllm import describe as describing  # noqa: E402  # after the skip
-from kvcore_trtllm import plugin  # noqa: E402
+from kvcore_trtllm import plugin  # noqa: E402  # after the skip
 from kvcore_trtllm.describe import (  # noqa: E402
-    LayerGroup,
     ModelFacts,
     check_settings,
     describe,
@@ -30,11 +28,13 @@ from kvcore_trtllm.describe import (  # noqa: E402
 )
 from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
 from kvcore_trtllm.messages import KVCoreMetadata, StepNews, StepPlan  # noqa: E402
-from kvcore_trtllm.pages import unit_table  # noqa: E402
-from kvcore_trtllm.requests import Namespaces, excluded, extras  # noqa: E402
-from kvcore_trtllm.scheduler import Leader, Outbox  # noqa: E402
+from kvcore_trtllm.requests import RequestNamespaces, excluded, extras  # noqa: E402
+from kvcore_trtllm.scheduler import Leader  # noqa: E402
 from kvcore_trtllm.worker import Tally  # noqa: E402
 
+from kvcore.adapting.identity import weights_identity  # noqa: E402
+from kvcore.adapting.model import LayerGroup  # noqa: E402
+from kvcore.adapting.outbox import Outbox  # noqa: E402
 from kvcore.config import Config, forwarded_config, load_config  # noqa: E402
 from kvcore.errors import (  # noqa: E402
     CapacityError,
@@ -46,7 +46,7 @@ from kvcore.index import BlockIndex, TierSpec  # noqa: E402
 from kvcore.manager import HOST, KVManager  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
 from kvcore.policy import LRU  # noqa: E402
-from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph  # noqa: E402
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,7 +202,7 @@ def test_fingerprints_tell_models_apart(checkpoint: Callable[..., Path]) -> None
     others += [describe(args(stretched, dtype="float16", max_seq_len=n)) for n in (64, 128)]
     folder = checkpoint()
     (folder / "model.bin").write_bytes(b"other weights")
-    describing._weights.cache_clear()
+    weights_identity.cache_clear()
     others.append(describe(args(folder, dtype="float16")))
     found = {fingerprint(base), *map(fingerprint, others)}
     assert len(found) == 7
@@ -355,7 +355,7 @@ def request(**fields: Any) -> SimpleNamespace:
 
 
 def test_namespaces_differ_by_what_the_version_tells() -> None:
-    spaces = Namespaces(Config(), b"model")
+    spaces = RequestNamespaces(Config(), b"model")
     given = [
         request(),
         request(cache_salt="a"),
@@ -366,7 +366,7 @@ def test_namespaces_differ_by_what_the_version_tells() -> None:
     ]
     assert len({spaces.of(one).digest for one in given}) == len(given)
     assert spaces.of(request()) is spaces.of(request(cache_salt=None))
-    again = Namespaces(Config(), b"model")
+    again = RequestNamespaces(Config(), b"model")
     assert again.of(given[1]).digest == spaces.of(given[1]).digest
     assert again.of(given[5]).digest == spaces.of(given[5]).digest
     assert again.of(given[3]).digest != spaces.of(given[3]).digest  # a number means nothing there
@@ -380,25 +380,6 @@ def test_pictures_and_what_cannot_be_told() -> None:
     assert excluded(request(multimodal_embedding=object()))
     assert excluded(request(is_attention_dp_dummy=True))
     assert excluded(request(prompt_embedding_table=object()))
-
-
-# --- units ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", [8, 16, 32, 64])
-@pytest.mark.parametrize("block", [8, 16, 64])
-def test_units_against_one_token_at_a_time(page: int, block: int) -> None:
-    group = LayerGroup(0, page, (0,))
-    pages = [7, -1, 3, 9, 1][: -(-192 // page)]
-    start, stop, begin = 1, 3, block + 8
-    table = unit_table(group, pages, block, start, stop, begin)
-    unit = table.unit_tokens
-    found = table.array().reshape(-1)
-    for i, position in enumerate(range(start * block, stop * block, unit)):
-        inside = position // page
-        place = pages[inside] if inside < len(pages) else -1
-        expected = place * (page // unit) + position % page // unit
-        assert found[i] == (SKIP if place < 0 or position < begin else expected)
 
 
 # --- the leader -------------------------------------------------------------------------------

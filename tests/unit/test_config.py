@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.config import (
+    AdapterConfig,
     Config,
     explicit_settings,
     format_size,
@@ -350,3 +351,14 @@ def test_settings_are_values() -> None:
     assert load({"host": {"pin": False}}) != Config()
     with pytest.raises(ValueError, match="frozen"):
         Config().host.pin = False
+
+
+@pytest.mark.parametrize(("table", "engine"), [("vllm", "vLLM"), ("trtllm", "TensorRT-LLM")])
+def test_adapters_share_their_settings(table: str, engine: str) -> None:
+    made: AdapterConfig = getattr(Config(), table)
+    assert (made.min_load_tokens, made.save_decode, made.layerwise) == (64, True, True)
+    assert f"beyond what {engine} holds" in str(
+        type(made).model_fields["min_load_tokens"].description
+    )
+    with pytest.raises(ConfigError, match=f"{table}.min_load_tokens"):
+        load_config(overrides={table: {"min_load_tokens": -1}}, env={})

@@ -107,9 +107,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             self._side = refusing_worker_side(self._facts.world_size, _names.allgather)
         releases: list[Callable[[], None]] = []
         if self._rank == 0 and memory is not None:
-            leader, backings = build_leader(self._config, memory, self._side)
-            self._meeting.leader = leader
-            releases = [found.prepared.release for found in backings]
+            self._meeting.leader, releases = build_leader(self._config, memory, self._side)
         self._finalizer = weakref.finalize(self, _close, self._side, releases)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:

@@ -7,18 +7,16 @@ setting: the engine may have changed them, as it does for FlashMLA.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcore.block import fingerprint_files, model_fingerprint
+from kvcore.adapting.identity import rope_length, weights_identity
+from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
+from kvcore.block import model_fingerprint
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.layout import BlockShape
-
-_log = logging.getLogger("kvcore.trtllm")
 
 ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}
 """Inner order of a page by attention backend."""
@@ -46,41 +44,15 @@ class ModelFacts:
         return self.kv_factor == 1
 
     def head_range(self, rank: int) -> tuple[int, int]:
-        """KV heads [start, stop) of ``rank``; with more ranks than heads, neighbours share one."""
-        if self.kv_heads >= self.world_size:
-            return rank * self.kv_heads // self.world_size, (
-                rank + 1
-            ) * self.kv_heads // self.world_size
-        head = rank * self.kv_heads // self.world_size
-        return head, head + 1
+        """KV heads [start, stop) of ``rank``."""
+        return head_range(self.kv_heads, self.world_size, rank)
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers that share one page table: canonical layer indices in memory order."""
+class Description(ModelDescription):
+    """The model as both halves see it, and the facts that it was made of."""
 
-    index: int
-    page_tokens: int
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ModelDescription:
-    """The model as both halves see it. ``shape`` is the whole model's canonical block."""
-
-    shape: BlockShape
-    groups: tuple[LayerGroup, ...]
-    fingerprint: bytes
     facts: ModelFacts
-
-    @property
-    def world_size(self) -> int:
-        return self.facts.world_size
-
-    def rank_shape(self, rank: int) -> BlockShape:
-        """The canonical block of one rank's heads."""
-        start, stop = self.facts.head_range(rank)
-        return self.shape.with_heads(stop - start)
 
 
 # -- settings -------------------------------------------------------------------------------
@@ -155,11 +127,13 @@ def describe(llm_args: Any) -> ModelFacts:
         page_tokens=int(llm_args.kv_cache_config.tokens_per_block),
         kv_dtype=kv_dtype,
         identity=_identity(llm_args, config),
-        weights=_weights(folder or str(llm_args.model), getattr(llm_args, "revision", None)),
+        weights=weights_identity(
+            folder or str(llm_args.model), getattr(llm_args, "revision", None)
+        ),
     )
 
 
-def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) -> ModelDescription:
+def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) -> Description:
     """The description of a model whose pages are laid out in ``groups``."""
     shape = BlockShape(
         layers=facts.layers,
@@ -170,7 +144,7 @@ def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) 
         dtype=facts.kv_dtype,
     )
     fingerprint = model_fingerprint(facts.identity, facts.weights, f"torch.{facts.kv_dtype}")
-    return ModelDescription(shape, groups, fingerprint, facts)
+    return Description(shape, groups, fingerprint, facts.world_size, facts)
 
 
 def _checkpoint(llm_args: Any) -> tuple[dict[str, Any], str]:
@@ -246,29 +220,7 @@ def _identity(llm_args: Any, config: Mapping[str, Any]) -> dict[str, object]:
     algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
     return {
         **config,
-        "kvcore_max_model_len": _rope_length(llm_args, config),
+        "kvcore_max_model_len": rope_length(config, getattr(llm_args, "max_seq_len", None)),
         "kvcore_quantization": None if algorithm is None else str(algorithm),
         "kvcore_compute_dtype": f"torch.{_compute_dtype(llm_args, config)}",
     }
-
-
-def _rope_length(llm_args: Any, config: Mapping[str, Any]) -> int | None:
-    """The served length counts only where the rope's frequencies depend on it."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    return getattr(llm_args, "max_seq_len", None) if kind in ("dynamic", "longrope") else None
-
-
-@functools.lru_cache(maxsize=4)
-def _weights(model: str, revision: str | None) -> bytes:
-    """Digest of the weights: their content for a folder, name and revision for a hub model."""
-    folder = Path(model)
-    if folder.is_dir():
-        return fingerprint_files(folder)
-    if revision is None:
-        _log.warning(
-            "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
-            "hub serves under that name; give a revision or a local folder",
-            model,
-        )
-    return f"{model}@{revision or 'main'}".encode()

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcore_trtllm.describe import FLASH_MLA_PAGE, LayerGroup, ModelFacts
+from kvcore_trtllm.describe import FLASH_MLA_PAGE, ModelFacts
 
+from kvcore.adapting.model import LayerGroup
 from kvcore.errors import UnsupportedError
 from kvcore.layout import ITEM_BYTES, Axis, BlockShape, KVLayout, KVView, Plane, trtllm_layout
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcore.block import Extra, KeyChain, Namespace, fingerprint_files
+from kvcore.adapting.identity import Namespaces, lora_identity
+from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.index import Pin
-
-NAMESPACES_KEPT = 4096
 
 
 @dataclass
@@ -85,49 +83,28 @@ def extras(request: Any) -> list[Extra]:
     ]
 
 
-class Namespaces:
+class RequestNamespaces:
     """Namespaces by LoRA and tenant. The engine knows LoRA weights by a number that means nothing
     to another process: without their folder, their KV is found by this engine only."""
 
     def __init__(self, config: Config, fingerprint: bytes) -> None:
-        self._config = config.namespace
-        self._fingerprint = fingerprint
+        self._namespaces = Namespaces(config.namespace, fingerprint)
         self._epoch = secrets.token_hex(16)
-        self._known: dict[tuple[str, str], Namespace] = {}
 
     def of(self, request: Any) -> Namespace:
-        lora, salt = self._lora(request), self._salt(request)
-        found = self._known.get((lora, salt))
-        if found is None:
-            if len(self._known) >= NAMESPACES_KEPT:
-                self._known.clear()
-            secret = self._config.secret
-            found = self._known[lora, salt] = Namespace(
-                self._fingerprint,
-                lora=lora,
-                cache_salt=salt,
-                secret=secret.encode() if secret else b"",
-            )
-        return found
+        return self._namespaces.of(self._lora(request), _salt(request))
 
     def _lora(self, request: Any) -> str:
         path = getattr(request, "py_lora_path", None)
         if path:
-            return lora_identity(str(path))
+            return lora_identity(Path(path).name, str(path))
         number = getattr(request, "lora_task_id", None)
         return "" if number is None else f"{self._epoch}:{number}"
 
-    def _salt(self, request: Any) -> str:
-        salt = getattr(request, "cache_salt", None)
-        if salt is None:
-            number = getattr(request, "cache_salt_id", None)
-            salt = None if number is None else f"id:{number}"
-        return salt or self._config.salt or ""
 
-
-@functools.lru_cache(maxsize=256)
-def lora_identity(path: str) -> str:
-    """Stable name of LoRA weights: the digest of the adapter's files where they are local."""
-    folder = Path(path)
-    content = fingerprint_files(folder).hex() if folder.is_dir() else path
-    return f"{folder.name}:{content}"
+def _salt(request: Any) -> str | None:
+    salt: str | None = getattr(request, "cache_salt", None)
+    if salt is not None:
+        return salt
+    number = getattr(request, "cache_salt_id", None)
+    return None if number is None else f"id:{number}"

@@ -20,21 +20,24 @@ its fence, and the workers let it end before the step touches the page.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from kvcore_trtllm.describe import ModelDescription
+from kvcore_trtllm.describe import Description
 from kvcore_trtllm.messages import StepPlan
-from kvcore_trtllm.pages import NO_PAGE, Pages, has_gap, page_deltas, pages_of, places, unit_table
-from kvcore_trtllm.requests import Namespaces, Promise, Tracked, excluded, extras
+from kvcore_trtllm.pages import NO_PAGE, page_deltas, places
+from kvcore_trtllm.requests import Promise, RequestNamespaces, Tracked, excluded, extras
 
+from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
 from kvcore.block import KeyChain
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, KVManager, Readiness, Source
 from kvcore.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph, UnitTable
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
@@ -47,50 +50,11 @@ Lane = Callable[[TransferGraph], None]
 """Hands a graph to the only rank at once."""
 
 
-class Outbox:
-    """The manager's transport: graphs leave with the next plan, reports are delivered to it.
-
-    ``pump`` lets the only rank work for some seconds and deliver its reports; None with more ranks,
-    which cannot be reached between two steps.
-    """
-
-    def __init__(self, pump: Callable[[float], None] | None = None) -> None:
-        self.pump = pump
-        self.graphs: list[TransferGraph] = []
-        self.cancelled: list[int] = []
-        self.forgotten: list[tuple[str, list[int]]] = []
-        self._ready: list[OpReport] = []
-
-    def submit(self, graph: TransferGraph) -> None:
-        self.graphs.append(graph)
-
-    def cancel(self, graph_id: int) -> None:
-        self.cancelled.append(graph_id)
-
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
-        self.forgotten.append((tier, list(slots)))
-
-    def wait_report(self, timeout: float) -> bool:
-        """Block until the only rank has a report; with more there is nothing to block on."""
-        if self.pump is not None:
-            self.pump(timeout)
-        return bool(self._ready)
-
-    def poll(self) -> Sequence[OpReport]:
-        ready, self._ready = self._ready, []
-        return ready
-
-    def deliver(self, reports: Iterable[OpReport]) -> None:
-        """Reports that speak for all ranks."""
-        self._ready += reports
-
-
 @dataclass
 class _Use:
-    """Pages that a graph in flight reads or writes; ``left`` counts its ops on the device."""
+    """A graph in flight that reads or writes pages; ``left`` counts its ops on the device."""
 
     request_id: int
-    pages: list[int]
     left: int
     writes: bool
 
@@ -104,7 +68,7 @@ class Leader:
     def __init__(
         self,
         config: Config,
-        model: ModelDescription,
+        model: Description,
         manager: KVManager,
         outbox: Outbox,
         metrics: Metrics,
@@ -118,11 +82,12 @@ class Leader:
         self._outbox = outbox
         self._lane = lane
         self._block = config.block.tokens
-        self._namespaces = Namespaces(config, model.fingerprint)
+        self._namespaces = RequestNamespaces(config, model.fingerprint)
+        self._paging = Paging(model.groups, self._block, no_page=NO_PAGE, place=of_its_group)
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
-        self._using: dict[int, _Use] = {}  # graph -> the pages it uses
-        self._users: dict[int, set[int]] = {}  # page -> graphs that use it
+        self._using: dict[int, _Use] = {}
+        self._users = PageUsers()  # graphs of ``_using``, and their pages
         self._fresh: set[int] = set()  # pages this step may write to
         self._shared: set[int] = set()  # pages this step reads what others computed from
         self._here: set[int] = set()  # saves of what this step computes
@@ -187,7 +152,7 @@ class Leader:
         start = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         if self.manager.can_load(hit, start, last) is not Readiness.READY:
             return None
-        units = [unit_table(group, (), self._block, start, last) for group in self._model.groups]
+        units = self._paging.no_units(start, last)
         try:
             graph = self.manager.launch_load(
                 hit, start, last, units, deadline_s=self._config.transfer.load_deadline_s
@@ -210,7 +175,7 @@ class Leader:
         elif any(source.tier != HOST for source in hit.sources):
             self.metrics.looked_up({}, tokens, MissReason.PENDING)
 
-    def allocated(self, request: Any, pages: Pages) -> None:
+    def allocated(self, request: Any, pages: PageTables) -> None:
         """The request has its pages. If it parks, its load is planned now."""
         computed = self._asked.get(request.request_id, 0)
         held = computed // self._model.facts.page_tokens
@@ -229,15 +194,12 @@ class Leader:
         if parked:
             self._plan.lost_loads.append(request_id)
 
-    def _load(self, tracked: Tracked, pages: Pages) -> TransferGraph:
+    def _load(self, tracked: Tracked, pages: PageTables) -> TransferGraph:
         promise = tracked.promise
         assert promise is not None
         self._check_pages(promise, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
-        units = [
-            unit_table(group, pages[group.index], self._block, first, last, promise.start_token)
-            for group in self._model.groups
-        ]
+        units = self._paging.units(pages, first, last, promise.start_token)
         hit = Hit(tracked.chain.keys, tracked.chain.namespace.digest, (Source(HOST, 0, last),))
         graph = self.manager.launch_load(
             hit, first, last, units, layers=() if promise.parked else self._layer_steps
@@ -257,7 +219,7 @@ class Leader:
         )
         return graph
 
-    def _check_pages(self, promise: Promise, pages: Pages) -> None:
+    def _check_pages(self, promise: Promise, pages: PageTables) -> None:
         """Raise CapacityError unless there is a page for every promised token."""
         for group in self._model.groups:
             first = promise.start_token // group.page_tokens
@@ -337,19 +299,12 @@ class Leader:
         if graph is not None:
             self._here.add(graph.graph_id)
 
-    def _save(self, tracked: Tracked, blocks: int, pages: Pages) -> TransferGraph | None:
+    def _save(self, tracked: Tracked, blocks: int, pages: PageTables) -> TransferGraph | None:
         keys = tracked.chain.keys
         blocks = min(blocks, len(keys))
         if self._aside or blocks <= 0:
             return None
-
-        def units_of(start: int, stop: int) -> list[UnitTable] | None:
-            tables = [
-                unit_table(group, pages[group.index], self._block, start, stop)
-                for group in self._model.groups
-            ]
-            return None if any(map(has_gap, tables)) else tables
-
+        units_of = partial(self._paging.whole_units, pages)
         digest = tracked.chain.namespace.digest
         graph = self.manager.launch_save(keys, digest, blocks, units_of)
         if graph is not None:
@@ -371,8 +326,8 @@ class Leader:
         here = {graph.graph_id for _, graph in plan.async_loads}
         here |= {graph.graph_id for graph in plan.sync_loads} | self._here
         fence: set[int] = set()
-        for page in (self._fresh | self._shared) & self._users.keys():
-            for graph_id in self._users[page] - here:
+        for page, users in self._users.among(self._fresh | self._shared):
+            for graph_id in users - here:
                 writes = self._using[graph_id].writes
                 if page in self._fresh or writes:
                     fence.add(graph_id)
@@ -401,7 +356,8 @@ class Leader:
         """Take in what ended on all ranks, and what they counted."""
         for delta in counted:
             self.metrics.absorb(delta)
-        self._outbox.deliver(reports)
+        for report in reports:
+            self._outbox.deliver(report)
         for report in self._outbox.poll():
             self.manager.complete(report)
             self._after(report)
@@ -419,11 +375,7 @@ class Leader:
         if use.left:
             return
         del self._using[report.graph_id]
-        for page in use.pages:
-            users = self._users[page]
-            users.discard(report.graph_id)
-            if not users:
-                del self._users[page]
+        self._users.drop(report.graph_id)
         tracked = self._requests.get(use.request_id)
         if tracked is not None and tracked.load == report.graph_id:
             tracked.load = None
@@ -458,7 +410,7 @@ class Leader:
 
     # -- a request goes ---------------------------------------------------------------------
 
-    def finished(self, request: Any, pages: Pages) -> bool:
+    def finished(self, request: Any, pages: PageTables) -> bool:
         """Save the last blocks; whether saves under way still read the request's pages."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or self._aside:
@@ -508,12 +460,10 @@ class Leader:
     def check_integrity(self) -> None:
         """Index and flights are sound; every page in use is of a graph in flight."""
         self.manager.check_integrity()
-        pages = {page for use in self._using.values() for page in use.pages}
-        assert pages == set(self._users), "pages in use and their graphs differ"
+        self._users.check_integrity()
+        assert self._users.graphs == self._using.keys(), "graphs in use and their pages differ"
 
     def _use(self, graph: TransferGraph, request_id: int, *, writes: bool) -> None:
-        pages = pages_of(graph.units, self._model.groups)
         left = sum(op.path.touches_device for op in graph.ops)
-        self._using[graph.graph_id] = _Use(request_id, pages, left, writes)
-        for page in pages:
-            self._users.setdefault(page, set()).add(graph.graph_id)
+        self._using[graph.graph_id] = _Use(request_id, left, writes)
+        self._users.add(graph.graph_id, self._paging.pages_of(graph.units))

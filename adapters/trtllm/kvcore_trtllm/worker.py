@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 from kvcore_trtllm.messages import StepNews, StepPlan
 
-from kvcore.errors import KVCoreError, TierUnavailable, TransferError
+from kvcore.adapting.outbox import Quorum
+from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
+from kvcore.errors import TransferError
 from kvcore.metrics import Data, Metrics
-from kvcore.tiers.base import Tier
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore.worker import DeadTier, KVWorker, RefusingWorker, refuse
+from kvcore.worker import KVWorker, RefusingWorker, refuse
 
 _log = logging.getLogger("kvcore.trtllm.worker")
 
@@ -45,12 +46,13 @@ class Tally:
     def __init__(self, ranks: int, allgather: Allgather) -> None:
         self._ranks = ranks
         self._allgather = allgather
-        self._open: dict[tuple[int, int], tuple[int, dict[int, RowError]]] = {}
+        self._open: set[tuple[int, int]] = set()
+        self._quorum = Quorum(ranks)
 
     def expect(self, graph: TransferGraph) -> None:
         """Ops of ``graph`` are open from now on; call it on all ranks."""
         for op in graph.ops:
-            self._open[graph.graph_id, op.op_id] = (0, {})
+            self._open.add((graph.graph_id, op.op_id))
 
     def exchange(self, news: StepNews) -> tuple[list[OpReport], list[Data]] | None:
         """Gather news of all ranks: the ops that ended on all of them, and all counts.
@@ -66,18 +68,9 @@ class Tally:
         for payload in everyone:
             theirs = _news_decoder.decode(payload)
             counted.append(theirs.counted)
-            ended += [whole for report in theirs.reports if (whole := self._add(report))]
+            ended += [whole for report in theirs.reports if (whole := self._quorum.add(report))]
+        self._open.difference_update((report.graph_id, report.op_id) for report in ended)
         return ended, counted
-
-    def _add(self, report: OpReport) -> OpReport | None:
-        place = (report.graph_id, report.op_id)
-        ranks, failed = self._open.get(place, (0, {}))
-        ranks, failed = ranks + 1, {**failed, **report.failed}
-        if ranks < self._ranks:
-            self._open[place] = (ranks, failed)
-            return None
-        self._open.pop(place, None)
-        return OpReport(report.graph_id, report.op_id, failed)
 
 
 _news_decoder = msgspec.msgpack.Decoder(StepNews)
@@ -116,7 +109,7 @@ class WorkerSide:
         layers: int,
         layerwise: bool,
         metrics: Metrics,
-        open_tier: Callable[[str, dict[str, Any]], Tier],
+        open_tier: TierOpener,
     ) -> None:
         self._worker = worker
         self._tally = tally
@@ -171,13 +164,7 @@ class WorkerSide:
 
     def open(self, tiers: dict[str, dict[str, Any]]) -> None:
         """Open tiers with what the leader was told of them. One that cannot be had fails reads."""
-        for name, told in tiers.items():
-            try:
-                tier = self._open_tier(name, told)
-            except KVCoreError as error:
-                _log.error("tier %s cannot be opened here: %s", name, error)
-                tier = DeadTier(TierUnavailable(str(error)))
-            self._worker.open_tier(name, tier)
+        open_tiers(self._worker, self._open_tier, tiers)
 
     def _expect_save(self, request_id: int, graph: TransferGraph) -> None:
         self._tally.expect(graph)
@@ -349,8 +336,4 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish saves in flight and flush them; nothing that was saved is lost."""
-        try:
-            if not self._worker.close():
-                _log.warning("transfers still hung at shutdown; what they wrote is not published")
-        except KVCoreError as error:
-            _log.error("shutdown: %s", error)
+        close_worker(self._worker)

@@ -9,60 +9,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from kvcore_vllm.blending import Blends, RefusingBlends
-from kvcore_vllm.describe import ModelDescription
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
-from kvcore_vllm.scheduler import Outbox, SchedulerSide
+from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
-from kvcore.backing import BackingOpener, prepare_backings
+from kvcore.adapting.build import WorkerParts, build_leader, build_worker
+from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.rank import refuse_tier
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.segments import Segments
-from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape, KVView
-from kvcore.manager import HOST, KVManager
+from kvcore.manager import KVManager
 from kvcore.metrics import Metrics
-from kvcore.ops import HeadRange, select_ops
-from kvcore.plugins import PluginManager
-from kvcore.tiers.base import Tier
-from kvcore.tiers.disk import Geometry
-from kvcore.tiers.host import HostArena, slot_bytes
+from kvcore.ops import HeadRange
+from kvcore.tiers.host import HostArena
 from kvcore.transfer.graph import Span
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import DeviceGroup, KVWorker, RefusingWorker
+from kvcore.worker import RefusingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _log = logging.getLogger("kvcore.vllm")
-
-
-def host_slots(config: Config, model: ModelDescription) -> tuple[int, int]:
-    """(slots of the index, staging slots behind them) in every rank's arena.
-
-    Both sides compute this from the same numbers; all ranks together stay below host.capacity.
-    """
-    per_slot = slot_bytes(rank_shape(model, 0)) * model.world_size
-    total = config.host.capacity // per_slot
-    if total < 1:
-        raise UnsupportedError(
-            f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
-        )
-    staging = min(2 * config.transfer.batch_blocks, total // 4)
-    return total - staging, staging
-
-
-def rank_shape(model: ModelDescription, rank: int) -> BlockShape:
-    """The canonical block of one rank's heads."""
-    start, stop = model.head_range(rank)
-    return model.shape.with_heads(stop - start)
-
-
-def geometry(model: ModelDescription) -> Geometry:
-    heads = tuple(model.head_range(rank) for rank in range(model.world_size))
-    return Geometry(model.shape, model.fingerprint, heads)
 
 
 # -- leader ---------------------------------------------------------------------------------
@@ -72,50 +44,24 @@ def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
 ) -> SchedulerSide:
     """The leader. A tier that cannot be used is named in the log and left out."""
-    plugins = _plugins(config)
-    plugins.check(config)
-    slots, staging = host_slots(config, model)
-    backings = prepare_backings(config, geometry(model), plugins)
-    host = TierSpec(HOST, slots, plugins.policy(config.host.policy), config.host.policy_options)
-    index = BlockIndex([host, *(found.spec for found in backings)])
-    for found in backings:
-        lost = index.restore(found.spec.name, found.prepared.records)
-        _log.info(
-            "tier restored name=%s blocks=%d dropped=%d slots=%d",
-            found.spec.name,
-            index.num_used(found.spec.name),
-            len(lost),
-            found.spec.num_slots,
-        )
-    metrics = Metrics("leader", enabled=config.metrics.enabled)
     outbox = Outbox(model.world_size)
     side: SchedulerSide
     steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []
-    manager = KVManager(
-        index,
+    parts = build_leader(
+        config,
+        model,
         outbox,
-        backing=[found.backing for found in backings],
-        staging_slots=range(slots, slots + staging),
-        batch_blocks=config.transfer.batch_blocks,
-        metrics=metrics,
         on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
     )
     side = SchedulerSide(
         config,
         model,
-        manager,
+        parts.manager,
         outbox,
-        metrics,
-        open_tiers={found.spec.name: dict(found.prepared.told) for found in backings},
-        on_close=[found.prepared.release for found in backings],
-        fusion=_fusion_leader(config, vllm_config, model, manager, steps),
-    )
-    _log.info(
-        "kvcore leads: block_tokens=%d block_bytes=%d host_blocks=%d tiers=%s",
-        config.block.tokens,
-        model.shape.nbytes,
-        slots,
-        ",".join(index.tiers),
+        parts.metrics,
+        open_tiers=parts.open_tiers,
+        on_close=parts.releases,
+        fusion=_fusion_leader(config, vllm_config, model, parts.manager, steps),
     )
     return side
 
@@ -156,10 +102,6 @@ def _segments(config: Config, model: ModelDescription) -> Segments:
     return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
-def _plugins(config: Config) -> PluginManager:
-    return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
-
-
 def _wants_events(vllm_config: VllmConfig) -> bool:
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events
@@ -177,48 +119,18 @@ def build_worker_side(
     """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
     right: nothing may be stored then."""
     rank = vllm_config.parallel_config.rank % model.world_size
-    shape = rank_shape(model, rank)
+    shape = model.rank_shape(rank)
     views = [group_view(vllm_config, kv_caches, group, shape) for group in model.groups]
-    device = views[0].tensors[0].device
-    slots, staging = host_slots(config, model)
-    arena = HostArena(
-        shape,
-        slots + staging,
-        arrangement=config.host.arrangement,
-        huge_pages=config.host.huge_pages,
-        pin=config.host.pin and device.type == "cuda",
-    )
-    arena_view = KVView(arena.layout(), [arena.tensor()])
-    plugins = _plugins(config)
-    ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
-    if device.type == "cpu":
+    if views[0].tensors[0].device.type == "cpu":
         _verify(vllm_config, model, views, shape)
-    metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
-    worker = KVWorker(
-        arena=arena,
-        arena_view=arena_view,
-        groups=[DeviceGroup(g.layers, v) for g, v in zip(model.groups, views, strict=True)],
-        ops=ops,
-        device=device,
-        copy_threads=config.transfer.copy_threads,
-        queue_depth=config.transfer.queue_depth,
-        metrics=metrics,
-    )
-    _log.info(
-        "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
-        rank,
-        arena.nbytes,
-        arena.huge_pages,
-        arena.pinned,
-        ops.name,
-    )
+    parts = build_worker(config, model, rank, views)
     return WorkerSide(
-        worker,
-        blends=_blends(config, vllm_config, model, worker, shape, plugins),
+        parts.worker,
+        blends=_blends(config, vllm_config, model, parts, shape),
         layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
-        metrics=metrics,
-        open_tier=BackingOpener(config, geometry(model), rank, plugins),
+        metrics=parts.metrics,
+        open_tier=parts.open_tier,
     )
 
 
@@ -226,9 +138,8 @@ def _blends(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
-    worker: KVWorker,
+    parts: WorkerParts,
     shape: BlockShape,
-    plugins: PluginManager,
 ) -> Blends | RefusingBlends | None:
     """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
     if not config.fusion.enabled:
@@ -241,18 +152,14 @@ def _blends(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return RefusingBlends(page_tokens)
-    selector = plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    return Blends(config, worker, layers, ropes, shape, selector, page_tokens)
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens)
 
 
 def refusing_worker_side() -> WorkerSide:
     """A worker that takes no work, so that the leader learns of it and stands aside."""
-
-    def open_tier(name: str, options: dict[str, Any]) -> Tier:
-        raise UnsupportedError(f"tier {name!r} is not opened: this worker stores nothing")
-
     return WorkerSide(
-        RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=open_tier
+        RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=refuse_tier
     )
 
 

@@ -15,7 +15,7 @@ from kvcore_vllm.build import (
     build_worker_side,
     refusing_worker_side,
 )
-from kvcore_vllm.describe import ModelDescription, describe
+from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcore import log
+from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config, load_config
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
 

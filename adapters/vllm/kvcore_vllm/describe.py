@@ -6,10 +6,6 @@ configs, so that they agree on canonical layer order, block shape and slots with
 
 from __future__ import annotations
 
-import functools
-import logging
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -21,7 +17,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvcore.block import fingerprint_files, model_fingerprint
+from kvcore.adapting.identity import rope_length, weights_identity
+from kvcore.adapting.model import LayerGroup, ModelDescription
+from kvcore.block import model_fingerprint
 from kvcore.errors import UnsupportedError
 from kvcore.layout import BlockShape
 
@@ -29,51 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_log = logging.getLogger("kvcore.vllm")
-
 _SERVED_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that share one block table in vLLM.
-
-    ``layers`` are canonical layer indices and ``names`` the engine's names, in the same order.
-    ``page_tokens`` is the scheduler's block size for this group, in tokens.
-    """
-
-    index: int
-    page_tokens: int
-    layers: tuple[int, ...]
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ModelDescription:
-    """One model as kvcore sees it.
-
-    ``shape`` is the whole model's canonical block; a rank holds heads ``head_range(rank)`` of it.
-    """
-
-    shape: BlockShape
-    groups: tuple[LayerGroup, ...]
-    fingerprint: bytes
-    world_size: int
-
-    @property
-    def single_group(self) -> bool:
-        return len(self.groups) == 1
-
-    def head_range(self, rank: int) -> tuple[int, int]:
-        """KV heads [start, stop) that tensor-parallel ``rank`` holds.
-
-        With more ranks than KV heads, consecutive ranks hold the same head.
-        """
-        heads, ranks = self.shape.kv_heads, self.world_size
-        if heads >= ranks:
-            return rank * heads // ranks, (rank + 1) * heads // ranks
-        head = rank * heads // ranks
-        return head, head + 1
 
 
 def describe(
@@ -189,36 +143,7 @@ def _fingerprint(vllm_config: VllmConfig, spec: AttentionSpec) -> bytes:
     model = vllm_config.model_config
     config = model.hf_text_config.to_dict()
     config["kvcore_quantization"] = model.quantization
-    config["kvcore_max_model_len"] = _rope_length(config, model.max_model_len)
+    config["kvcore_max_model_len"] = rope_length(config, model.max_model_len)
     config["kvcore_compute_dtype"] = str(model.dtype)
-    return model_fingerprint(config, _weights(model.model, model.revision), str(spec.dtype))
-
-
-def _rope_length(config: dict[str, Any], max_model_len: int) -> int | None:
-    """The served length counts only where the rope's frequencies depend on it."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    return max_model_len if kind in ("dynamic", "longrope") else None
-
-
-@functools.lru_cache(maxsize=4)
-def _weights(model: str, revision: str | None) -> bytes:
-    """Digest of the weights: their content for a folder, name and revision for a hub model."""
-    folder = Path(model)
-    if folder.is_dir():
-        return fingerprint_files(folder)
-    if revision is None:
-        _log.warning(
-            "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
-            "hub serves under that name; pass --revision or a local folder",
-            model,
-        )
-    return f"{model}@{revision or 'main'}".encode()
-
-
-@functools.lru_cache(maxsize=256)
-def lora_identity(name: str, path: str) -> str:
-    """Stable name of LoRA weights: the digest of the adapter's files where they are local."""
-    folder = Path(path)
-    content = fingerprint_files(folder).hex() if folder.is_dir() else path
-    return f"{name}:{content}"
+    weights = weights_identity(model.model, model.revision)
+    return model_fingerprint(config, weights, str(spec.dtype))

@@ -24,8 +24,9 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 
 if TYPE_CHECKING:
-    from kvcore_vllm.describe import ModelDescription
     from vllm.config import VllmConfig
+
+    from kvcore.adapting.model import ModelDescription
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

@@ -17,8 +17,9 @@ from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
 
 if TYPE_CHECKING:
-    from kvcore_vllm.describe import LayerGroup
     from vllm.config import VllmConfig
+
+    from kvcore.adapting.model import LayerGroup
 
 _CPU_ISAS = ("vec", "vec16", "amx")
 

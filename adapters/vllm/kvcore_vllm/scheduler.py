@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import gcd
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from kvcore_vllm.describe import LayerGroup, ModelDescription, lora_identity
 from kvcore_vllm.fusing import Fusing, FusionLeader
 from kvcore_vllm.messages import (
     BlendOrder,
@@ -34,19 +31,16 @@ from kvcore_vllm.messages import (
     StepPlan,
 )
 
+from kvcore.adapting.identity import Namespaces, lora_identity
+from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Event, Hit, KVManager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import (
-    SKIP,
-    OpReport,
-    Priority,
-    RowError,
-    TransferGraph,
-    UnitTable,
-)
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 
 if TYPE_CHECKING:
@@ -84,47 +78,6 @@ class _Tracked:
         return exact // block_tokens
 
 
-class Outbox:
-    """The manager's transport: graphs leave with the next step plan, reports come with outputs.
-
-    A report is passed on once all ``ranks`` have ended the op.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self.graphs: list[TransferGraph] = []
-        self.cancelled: list[int] = []
-        self.forgotten: list[tuple[str, list[int]]] = []
-        self._partial: dict[tuple[int, int], tuple[int, OpReport]] = {}
-        self._ready: list[OpReport] = []
-
-    def submit(self, graph: TransferGraph) -> None:
-        self.graphs.append(graph)
-
-    def cancel(self, graph_id: int) -> None:
-        self.cancelled.append(graph_id)
-
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
-        self.forgotten.append((tier, list(slots)))
-
-    def wait_report(self, timeout: float) -> bool:
-        """Reports only come with the engine's outputs; there is nothing to block on."""
-        return bool(self._ready)
-
-    def poll(self) -> Sequence[OpReport]:
-        ready, self._ready = self._ready, []
-        return ready
-
-    def deliver(self, report: OpReport, ranks: int) -> None:
-        place = (report.graph_id, report.op_id)
-        seen, earlier = self._partial.pop(place, (0, OpReport(*place)))
-        merged = OpReport(*place, {**earlier.failed, **report.failed})
-        if seen + ranks >= self._ranks:
-            self._ready.append(merged)
-        else:
-            self._partial[place] = (seen + ranks, merged)
-
-
 class SchedulerSide:
     """One per engine core. Called from vLLM's scheduling loop only; no call does I/O."""
 
@@ -147,15 +100,14 @@ class SchedulerSide:
         self._block = config.block.tokens
         self._events: list[Event] = []
         self._requests: dict[str, _Tracked] = {}
-        self._namespaces: dict[tuple[str, str], Namespace] = {}
+        self._namespaces = Namespaces(config.namespace, model.fingerprint)
+        self._paging = Paging(model.groups, self._block, no_page=NULL_PAGE)
         self._plan = StepPlan(open_tiers=open_tiers)
         self._on_close = on_close
-        self._reading: dict[int, set[int]] = {}  # page -> saves that read it
-        self._pages_of: dict[int, list[int]] = {}
+        self._saving = PageUsers()  # saves, and the pages that they read
         self._load_pages: list[int] = []
         self._late: set[int] = set()
         self._aside = False
-        self._epoch = ""
         self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
         self._fusion = fusion
         self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
@@ -253,11 +205,7 @@ class SchedulerSide:
         start_token = tracked.matched_tokens - external
         first, last = start_token // self._block, -(-tracked.matched_tokens // self._block)
         in_step = self._loads_in_step(tracked.hit, first, last)
-        pages = blocks.get_block_ids()
-        units = [
-            _units(group, pages[group.index], self._block, first, last, start_token)
-            for group in self._model.groups
-        ]
+        units = self._paging.units(blocks.get_block_ids(), first, last, start_token)
         tracked.load_attempts += 1
         try:
             graph = self._manager.launch_load(
@@ -281,7 +229,7 @@ class SchedulerSide:
         else:
             self._plan.async_loads.append((request.request_id, graph))
             tracked.load = graph.graph_id
-        self._load_pages += _pages(units, self._model.groups)
+        self._load_pages += self._paging.pages_of(units)
         self._count_hit(tracked, tracked.hit, start_token)
 
     def _launch_blend(
@@ -296,11 +244,11 @@ class SchedulerSide:
         computed = plan.stop - external
         if plan.exact > computed:
             first, last = computed // self._block, -(-plan.exact // self._block)
-            units = [_units(group, pages, self._block, first, last, computed)]
+            units = self._paging.units(blocks.get_block_ids(), first, last, computed)
             graph = self._manager.launch_load(tracked.hit, first, last, units, layers=self._steps)
             self._outbox.graphs.remove(graph)
             self._plan.sync_loads.append(graph)
-            self._load_pages += _pages(units, self._model.groups)
+            self._load_pages += self._paging.pages_of(units)
         order = fusion.order(tracked.request, fusing, pages, self._outbox.graphs.remove)
         self._plan.blends.append(order)
         tracked.reused = {"blend": plan.reused}
@@ -401,14 +349,7 @@ class SchedulerSide:
         self._hash(tracked)
         keys = tracked.chain.keys
         blocks = min(blocks, len(keys))
-
-        def units_of(start: int, stop: int) -> list[UnitTable] | None:
-            tables = [
-                _units(group, pages[group.index], self._block, start, stop)
-                for group in self._model.groups
-            ]
-            return None if any((t.array() == SKIP).any() for t in tables) else tables
-
+        units_of = partial(self._paging.whole_units, pages)
         graph = self._manager.launch_save(keys, tracked.chain.namespace.digest, blocks, units_of)
         if self._fusion is not None and tracked.fusing is not None and not tracked.extras:
             if graph is None:
@@ -417,9 +358,7 @@ class SchedulerSide:
                 self._learning[graph.graph_id] = (tracked, tracked.saved_blocks, blocks)
         tracked.saved_blocks = blocks
         if graph is not None:
-            pages_read = self._pages_of[graph.graph_id] = _pages(graph.units, self._model.groups)
-            for page in pages_read:
-                self._reading.setdefault(page, set()).add(graph.graph_id)
+            self._saving.add(graph.graph_id, self._paging.pages_of(graph.units))
         return graph
 
     def _learn(self, tracked: _Tracked, start: int, stop: int) -> None:
@@ -438,7 +377,7 @@ class SchedulerSide:
 
     def _fences(self, output: SchedulerOutput) -> list[int]:
         """Saves that read a page which this step, or a load in it, may write to."""
-        if not self._reading:
+        if not self._saving.graphs:
             self._load_pages.clear()
             return []
         fresh = set(self._load_pages)
@@ -448,7 +387,7 @@ class SchedulerSide:
         for block_ids in output.scheduled_cached_reqs.new_block_ids:
             if block_ids is not None:
                 fresh.update(itertools.chain.from_iterable(block_ids))
-        ids = {i for page in fresh & self._reading.keys() for i in self._reading[page]}
+        ids = {graph_id for _, saves in self._saving.among(fresh) for graph_id in saves}
         return sorted(ids - self._late)
 
     # -- a step has ended -------------------------------------------------------------------
@@ -481,11 +420,7 @@ class SchedulerSide:
             return
         if (saved := self._learning.pop(report.graph_id, None)) is not None:
             self._learn(*saved)
-        for page in self._pages_of.pop(report.graph_id, ()):
-            readers = self._reading[page]
-            readers.discard(report.graph_id)
-            if not readers:
-                del self._reading[page]
+        self._saving.drop(report.graph_id)
 
     def _blended(self, report: BlendReport) -> None:
         tracked = self._requests.get(report.request_id)
@@ -575,10 +510,9 @@ class SchedulerSide:
         again, a restarted one does not. Requests that are running keep nothing more.
         """
         self._manager.clear()
-        self._namespaces.clear()
+        self._namespaces.renew()
         if self._fusion is not None:
             self._fusion.forget()
-        self._epoch = secrets.token_hex(16)
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
 
@@ -639,53 +573,4 @@ class SchedulerSide:
     def _namespace(self, request: Request) -> Namespace:
         lora = request.lora_request
         name = lora_identity(lora.lora_name, lora.lora_path) if lora is not None else ""
-        salt = request.cache_salt or self._config.namespace.salt or ""
-        found = self._namespaces.get((name, salt))
-        if found is None:
-            if len(self._namespaces) > 4096:
-                self._namespaces.clear()
-            secret = self._config.namespace.secret
-            found = self._namespaces[name, salt] = Namespace(
-                self._model.fingerprint,
-                lora=name,
-                cache_salt=salt,
-                extra={"epoch": self._epoch} if self._epoch else {},
-                secret=secret.encode() if secret else b"",
-            )
-        return found
-
-
-def _units(
-    group: LayerGroup,
-    pages: Sequence[int],
-    block_tokens: int,
-    start: int,
-    stop: int,
-    from_token: int = 0,
-) -> UnitTable:
-    """Device units of blocks [start, stop) of a request whose pages are ``pages``.
-
-    Units before ``from_token`` (the engine holds them), in dropped pages, or beyond the pages given
-    are SKIP.
-    """
-    unit = gcd(group.page_tokens, block_tokens)
-    per_page, per_block = group.page_tokens // unit, block_tokens // unit
-    positions = np.arange(start * per_block, stop * per_block, dtype=np.int64)
-    table = np.asarray(pages, dtype=np.int64)
-    page = positions // per_page
-    inside = page < len(table)
-    ids = np.full(len(positions), NULL_PAGE, dtype=np.int64)
-    ids[inside] = table[page[inside]]
-    units = ids * per_page + positions % per_page
-    units[(ids == NULL_PAGE) | (positions * unit < from_token)] = SKIP
-    return UnitTable.of(units.reshape(stop - start, per_block), unit)
-
-
-def _pages(units: Iterable[UnitTable], groups: Sequence[LayerGroup]) -> list[int]:
-    """Every page of which a unit is copied. vLLM's groups draw their pages from one pool."""
-    pages: set[int] = set()
-    for table, group in zip(units, groups, strict=True):
-        flat = table.array().ravel()
-        per_page = group.page_tokens // table.unit_tokens
-        pages.update(np.unique(flat[flat != SKIP] // per_page).tolist())
-    return sorted(pages)
+        return self._namespaces.of(name, request.cache_salt)

@@ -10,21 +10,15 @@ get_finished         async loads that ended; an empty step waits briefly for one
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
 from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
 
-from kvcore.errors import KVCoreError, TierUnavailable
+from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.metrics import Metrics
-from kvcore.tiers.base import Tier
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
-from kvcore.worker import DeadTier, KVWorker, RefusingWorker, refuse
-
-_log = logging.getLogger("kvcore.vllm.worker")
+from kvcore.worker import KVWorker, RefusingWorker, refuse
 
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for a transfer to end, instead of spinning."""
@@ -48,7 +42,7 @@ class WorkerSide:
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
         metrics: Metrics,
-        open_tier: Callable[[str, dict[str, Any]], Tier],
+        open_tier: TierOpener,
         blends: Blends | RefusingBlends | None = None,
     ) -> None:
         self._worker = worker
@@ -95,8 +89,7 @@ class WorkerSide:
         self._begin_blends(plan)
 
     def _tend_tiers(self, plan: StepPlan) -> None:
-        for name, options in plan.open_tiers.items():
-            self._open(name, options)
+        open_tiers(self._worker, self._open_tier, plan.open_tiers)
         for name, slots in plan.forget:
             self._worker.forget(name, slots)
 
@@ -121,14 +114,6 @@ class WorkerSide:
     def _wait_for_canonical(self, layer: int) -> None:
         for graph_id in self._sync:
             self._worker.wait_layer(graph_id, layer)
-
-    def _open(self, name: str, options: dict[str, Any]) -> None:
-        try:
-            tier = self._open_tier(name, options)
-        except KVCoreError as error:
-            _log.error("tier %s cannot be opened here: %s", name, error)
-            tier = DeadTier(TierUnavailable(str(error)))
-        self._worker.open_tier(name, tier)
 
     def _submit(self, graph: TransferGraph) -> None:
         for report in self._worker.submit(graph):
@@ -190,11 +175,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish saves in flight and flush them; nothing that was saved is lost."""
-        try:
-            if not self._worker.close():
-                _log.warning("transfers still hung at shutdown; what they wrote is not published")
-        except KVCoreError as error:
-            _log.error("shutdown: %s", error)
+        close_worker(self._worker)
 
     # -- reports ----------------------------------------------------------------------------
 

@@ -1,0 +1,217 @@
+"""Leader and worker of an engine, put together from a config.
+
+    config + model ── build_leader ──▶ LeaderParts   index, backing tiers, manager
+    config + model ── build_worker ──▶ WorkerParts   arena, copies, tiers to open     (each rank)
+             pages ──┘
+
+Both compute the size of the arena from the same numbers, so that a slot of the leader's index is a
+slot of every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvcore.adapting.model import ModelDescription
+from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
+from kvcore.config import Config
+from kvcore.errors import UnsupportedError
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.layout import KVView
+from kvcore.manager import HOST, Event, KVManager, Transport
+from kvcore.metrics import Metrics
+from kvcore.ops import select_ops
+from kvcore.plugins import PluginManager
+from kvcore.tiers.disk import Geometry
+from kvcore.tiers.host import HostArena, slot_bytes
+from kvcore.worker import DeviceGroup, KVWorker
+
+__all__ = [
+    "HostSlots",
+    "LeaderParts",
+    "WorkerParts",
+    "build_leader",
+    "build_worker",
+    "geometry",
+    "host_slots",
+    "load_plugins",
+]
+
+_log = logging.getLogger("kvcore.adapting")
+
+
+class HostSlots(NamedTuple):
+    """Slots of every rank's arena: ``indexed`` ones, and behind them those for ``staging``."""
+
+    indexed: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        return self.indexed + self.staging
+
+
+def host_slots(config: Config, model: ModelDescription) -> HostSlots:
+    """How many slots every rank's arena has; all ranks together stay below ``host.capacity``.
+
+    Raises UnsupportedError where not one block fits.
+    """
+    per_slot = sum(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
+    total = config.host.capacity // per_slot
+    if total < 1:
+        raise UnsupportedError(
+            f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
+        )
+    staging = min(2 * config.transfer.batch_blocks, total // 4)
+    return HostSlots(total - staging, staging)
+
+
+def geometry(model: ModelDescription) -> Geometry:
+    """What a stored block of the model is, and which heads each rank keeps of it."""
+    heads = tuple(model.head_range(rank) for rank in range(model.world_size))
+    return Geometry(model.shape, model.fingerprint, heads)
+
+
+def load_plugins(config: Config) -> PluginManager:
+    """Plugins as ``[plugins]`` wants them."""
+    return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+
+
+# -- leader ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeaderParts:
+    """A leader's manager, over tiers that are restored. ``slots`` are the host arena's."""
+
+    manager: KVManager
+    metrics: Metrics
+    slots: HostSlots
+    backings: Sequence[PreparedBacking]
+
+    @property
+    def open_tiers(self) -> dict[str, dict[str, Any]]:
+        """What every worker must hear before any graph: tiers by name, with what they told."""
+        return {found.spec.name: dict(found.prepared.told) for found in self.backings}
+
+    @property
+    def releases(self) -> list[Callable[[], None]]:
+        """Called once, when the workers have closed: let go of the backing tiers."""
+        return [found.prepared.release for found in self.backings]
+
+
+def build_leader(
+    config: Config,
+    model: ModelDescription,
+    transport: Transport,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+) -> LeaderParts:
+    """The leader's part of a model. Does I/O: a disk tier scans its records.
+
+    A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
+    that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
+    """
+    plugins = load_plugins(config)
+    plugins.check(config)
+    slots = host_slots(config, model)
+    backings = prepare_backings(config, geometry(model), plugins)
+    host = TierSpec(
+        HOST, slots.indexed, plugins.policy(config.host.policy), config.host.policy_options
+    )
+    index = BlockIndex([host, *(found.spec for found in backings)])
+    for found in backings:
+        _restore(index, found)
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    manager = KVManager(
+        index,
+        transport,
+        backing=[found.backing for found in backings],
+        staging_slots=range(slots.indexed, slots.total),
+        batch_blocks=config.transfer.batch_blocks,
+        metrics=metrics,
+        on_event=on_event,
+    )
+    _log.info(
+        "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
+        config.block.tokens,
+        model.shape.nbytes,
+        ",".join(str(group.page_tokens) for group in model.groups),
+        slots.indexed,
+        ",".join(index.tiers),
+    )
+    return LeaderParts(manager, metrics, slots, backings)
+
+
+def _restore(index: BlockIndex, found: PreparedBacking) -> None:
+    """Put what a backing tier still holds into the index."""
+    lost = index.restore(found.spec.name, found.prepared.records)
+    _log.info(
+        "tier restored name=%s blocks=%d dropped=%d slots=%d",
+        found.spec.name,
+        index.num_used(found.spec.name),
+        len(lost),
+        found.spec.num_slots,
+    )
+
+
+# -- worker ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """A rank's worker, and what opens the tiers that the leader names."""
+
+    worker: KVWorker
+    metrics: Metrics
+    open_tier: BackingOpener
+    plugins: PluginManager
+
+
+def build_worker(
+    config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
+) -> WorkerParts:
+    """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups.
+
+    Allocates the arena (touched when first used). Raises UnsupportedError or LayoutError where KV
+    cannot be moved right: nothing may be stored then.
+    """
+    device = views[0].tensors[0].device
+    slots = host_slots(config, model)
+    arena = HostArena(
+        model.rank_shape(rank),
+        slots.total,
+        arrangement=config.host.arrangement,
+        huge_pages=config.host.huge_pages,
+        pin=config.host.pin and device.type == "cuda",
+    )
+    arena_view = KVView(arena.layout(), [arena.tensor()])
+    plugins = load_plugins(config)
+    ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
+    metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
+    worker = KVWorker(
+        arena=arena,
+        arena_view=arena_view,
+        groups=[
+            DeviceGroup(group.layers, view) for group, view in zip(model.groups, views, strict=True)
+        ],
+        ops=ops,
+        device=device,
+        copy_threads=config.transfer.copy_threads,
+        queue_depth=config.transfer.queue_depth,
+        metrics=metrics,
+    )
+    _log.info(
+        "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
+        rank,
+        arena.nbytes,
+        arena.huge_pages,
+        arena.pinned,
+        ops.name,
+    )
+    return WorkerParts(
+        worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
+    )

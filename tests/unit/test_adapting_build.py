@@ -1,0 +1,229 @@
+"""Leader and worker put together from a config, and the room they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from kvcore.adapting.build import (  # noqa: E402  # after the skip
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_worker,
+    geometry,
+    host_slots,
+)
+from kvcore.adapting.model import LayerGroup, ModelDescription  # noqa: E402
+from kvcore.adapting.outbox import Outbox  # noqa: E402
+from kvcore.adapting.paging import Paging  # noqa: E402
+from kvcore.adapting.rank import close_worker, open_tiers  # noqa: E402
+from kvcore.block import KeyChain, Namespace  # noqa: E402
+from kvcore.config import Config, load_config  # noqa: E402
+from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402
+from kvcore.layout import BlockShape, KVView, from_strides  # noqa: E402
+from kvcore.manager import HOST, Event  # noqa: E402
+from kvcore.tiers.host import slot_bytes  # noqa: E402
+
+PAGE, BLOCK, PAGES = 32, 16, 6
+
+
+def model(kv_heads: int = 2, ranks: int = 1) -> ModelDescription:
+    shape = BlockShape(layers=2, kv_heads=kv_heads, head_dim=8, block_tokens=BLOCK, dtype="float32")
+    return ModelDescription(shape, (LayerGroup(0, PAGE, (0, 1)),), bytes(16), ranks)
+
+
+def settings(**tables: dict[str, object]) -> Config:
+    overrides: dict[str, dict[str, object]] = {"host": {"capacity": "1MiB", "huge_pages": False}}
+    return load_config(overrides={**overrides, **tables}, env={})
+
+
+# --- room -------------------------------------------------------------------------------------
+
+
+@given(
+    kv_heads=st.integers(1, 16),
+    ranks=st.integers(1, 16),
+    capacity=st.integers(1, 1 << 24),
+    batch=st.integers(1, 64),
+)
+def test_all_ranks_together_stay_below_the_capacity(
+    kv_heads: int, ranks: int, capacity: int, batch: int
+) -> None:
+    config = settings(host={"capacity": capacity}, transfer={"batch_blocks": batch})
+    whole = model(kv_heads, ranks)
+    one = sum(slot_bytes(whole.rank_shape(rank)) for rank in range(ranks))
+    if capacity < one:
+        with pytest.raises(UnsupportedError, match="does not hold one block"):
+            host_slots(config, whole)
+        return
+    slots = host_slots(config, whole)
+    assert slots.total * one <= capacity < (slots.total + 1) * one
+    assert slots.indexed >= 1
+    assert 0 <= slots.staging <= 2 * batch
+    assert slots.staging <= slots.total // 4
+
+
+@given(kv_heads=st.integers(1, 16), ranks=st.integers(1, 16), capacity=st.integers(0, 1 << 22))
+def test_room_grows_with_the_capacity(kv_heads: int, ranks: int, capacity: int) -> None:
+    whole = model(kv_heads, ranks)
+    assume(capacity >= sum(slot_bytes(whole.rank_shape(rank)) for rank in range(ranks)))
+    less = host_slots(settings(host={"capacity": capacity}), whole)
+    more = host_slots(settings(host={"capacity": 2 * capacity}), whole)
+    assert more.indexed > less.indexed
+    assert more.staging >= less.staging
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "heads"),
+    [(4, 2, ((0, 2), (2, 4))), (1, 2, ((0, 1), (0, 1))), (2, 1, ((0, 2),))],
+)
+def test_stored_blocks_say_which_heads_a_rank_keeps(
+    kv_heads: int, ranks: int, heads: tuple[tuple[int, int], ...]
+) -> None:
+    whole = model(kv_heads, ranks)
+    found = geometry(whole)
+    assert (found.shape, found.model, found.heads) == (whole.shape, whole.fingerprint, heads)
+
+
+# --- leader and worker ------------------------------------------------------------------------
+
+
+def pages() -> KVView:
+    """Pages of a rank with random KV: ``[pages, heads, tokens, K|V]``, a tensor for each layer."""
+    torch.manual_seed(0)
+    tensors = [torch.rand(PAGES, 2, PAGE, 16) for _ in range(2)]
+    return KVView(from_strides(tensors, model().shape), tensors)
+
+
+class Halves:
+    """A leader and its only rank, which speak to each other at once."""
+
+    def __init__(self, config: Config, view: KVView) -> None:
+        self.events: list[Event] = []
+        self.outbox = Outbox(pump=self._pump)
+        self.leader: LeaderParts = build_leader(
+            config, model(), self.outbox, on_event=self.events.append
+        )
+        self.rank: WorkerParts = build_worker(config, model(), 0, [view])
+        open_tiers(self.rank.worker, self.rank.open_tier, self.leader.open_tiers)
+
+    def _pump(self, timeout: float) -> None:
+        graphs, self.outbox.graphs = self.outbox.graphs, []
+        for graph in graphs:
+            self.rank.worker.submit(graph)
+        self.rank.worker.wait_report(timeout)
+        for report in self.rank.worker.poll():
+            self.outbox.deliver(report)
+
+    def close(self) -> None:
+        close_worker(self.rank.worker)
+        for release in self.leader.releases:
+            release()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Config:
+    return settings(disk={"path": str(tmp_path), "capacity": "1MiB"})
+
+
+@pytest.fixture
+def halves(disk: Config) -> Iterator[Halves]:
+    made = Halves(disk, pages())
+    yield made
+    made.close()
+
+
+TOKENS = 3 * BLOCK
+DIGEST = Namespace(bytes(16)).digest
+PAGING = Paging(model().groups, BLOCK, no_page=-1)
+
+
+def keys() -> list[bytes]:
+    return KeyChain(Namespace(bytes(16)), BLOCK).extend(range(TOKENS))
+
+
+def save(halves: Halves, table: list[int]) -> None:
+    manager = halves.leader.manager
+    graph = manager.launch_save(
+        keys(), DIGEST, 3, lambda start, stop: PAGING.whole_units([table], start, stop)
+    )
+    assert graph is not None
+    assert manager.wait(graph.graph_id, 30)
+
+
+def load(halves: Halves, table: list[int]) -> dict[str, int]:
+    """Load what is held into ``table``; blocks by tier."""
+    manager = halves.leader.manager
+    hit = manager.get_match(keys(), DIGEST)
+    graph = manager.launch_load(hit, 0, hit.depth, PAGING.units([table], 0, hit.depth))
+    assert manager.wait(graph.graph_id, 30)
+    return hit.blocks_by_tier()
+
+
+def kv(view: KVView, table: list[int]) -> list[torch.Tensor]:
+    """KV of the tokens in ``table``, a layer each: ``[heads, tokens, K|V]``."""
+    return [
+        torch.cat([tensor[page] for page in table], dim=1)[:, :TOKENS].clone()
+        for tensor in view.tensors
+    ]
+
+
+def test_what_is_saved_is_loaded_again(disk: Config, halves: Halves) -> None:
+    view = halves.rank.worker.groups[0].view
+    before = kv(view, [4, 1])
+    save(halves, [4, 1])
+    assert load(halves, [0, 3]) == {HOST: 3}
+    assert all(map(torch.equal, kv(view, [0, 3]), before))
+    assert halves.events[0].stored
+    assert halves.events[0].tier == HOST
+    slots = host_slots(disk, model())
+    assert halves.leader.slots == slots
+    assert halves.rank.worker.arena.num_slots == slots.total
+    manager = halves.leader.manager
+    assert manager.index.num_slots(HOST) == slots.indexed
+    assert manager._staging == list(range(slots.indexed, slots.total))
+
+
+def test_a_second_engine_finds_what_the_first_left_on_disk(
+    disk: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvcore.adapting")
+    first = Halves(disk, pages())
+    before = kv(first.rank.worker.groups[0].view, [4, 1])
+    save(first, [4, 1])
+    first.close()
+    second = Halves(disk, pages())
+    assert "tier restored name=disk blocks=3" in caplog.text
+    view = second.rank.worker.groups[0].view
+    for tensor in view.tensors:
+        tensor.fill_(float("nan"))
+    assert load(second, [2, 5]) == {"disk": 3}
+    assert all(map(torch.equal, kv(view, [2, 5]), before))
+    second.close()
+
+
+def test_metrics_are_named_by_their_half_and_may_be_off(disk: Config, halves: Halves) -> None:
+    save(halves, [4, 1])
+    assert halves.rank.metrics.delta()
+    silent = build_leader(settings(metrics={"enabled": False}), model(), Outbox())
+    silent.metrics.looked_up({}, 1)
+    assert not silent.metrics.delta()
+
+
+def test_a_rank_holds_its_own_heads_only() -> None:
+    whole = model(kv_heads=4, ranks=2)
+    parts = build_worker(settings(), whole, 1, [pages()])
+    assert parts.worker.arena.shape == whole.rank_shape(1)
+    assert parts.worker.arena.nbytes <= settings().host.capacity // 2
+    close_worker(parts.worker)
+
+
+def test_settings_that_name_no_plugin_are_refused() -> None:
+    with pytest.raises(ConfigError, match="nobody"):
+        build_leader(settings(host={"policy": "nobody"}), model(), Outbox())
