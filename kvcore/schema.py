@@ -37,11 +37,11 @@ __all__ = [
     "OpsConfig",
     "PluginsConfig",
     "SchemaModel",
+    "SglangConfig",
     "Size",
     "Source",
     "TierConfig",
     "TransferConfig",
-    "SglangConfig",
     "TrtllmConfig",
     "VllmConfig",
     "format_size",
@@ -473,12 +473,7 @@ class TrtllmConfig(AdapterConfig):
 class SglangConfig(SchemaModel):
     """The SGLang adapter."""
 
-    min_load_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="Fewest tokens worth loading beyond what SGLang holds itself; fewer are "
-        "recomputed.",
-    )
+    min_load_tokens: int = _min_load_tokens("SGLang")
     layerwise: bool = Field(
         default=True,
         description="Load layer by layer under the forward. Otherwise a batch waits for its loads "

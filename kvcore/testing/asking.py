@@ -38,6 +38,7 @@ SMALL_SGLANG: dict[str, Any] = {
     "random_seed": 0,
     "dtype": "float32",
     "sleep_on_idle": True,
+    "start_method": "fork",
 }
 """SGLang's arguments for a small model on a CPU."""
 

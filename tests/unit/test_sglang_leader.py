@@ -425,5 +425,3 @@ def test_k_and_v_of_unlike_width(rigs: list[Rig]) -> None:
     tokens = text(300, 11)
     rig.keep(tokens)
     assert rig.load("wide", tokens, 0, rig.lookup("wide", tokens))
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcore_sglang.describe import Served
@@ -11,6 +12,7 @@ from kvcore_sglang.worker import Fence, RankWorker
 
 from kvcore.adapting.build import build_leader, build_worker
 from kvcore.config import Config
+from kvcore.metrics import Data
 
 
 @dataclass
@@ -32,12 +34,14 @@ class Parts:
             self.leader.close()
 
 
-def build(config: Config, served: Served, fence: Fence) -> Parts:
-    """This rank's parts. Blocks until all ranks are there."""
+def build(
+    config: Config, served: Served, fence: Fence, publish: Callable[[Data], None] | None = None
+) -> Parts:
+    """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it."""
     rank, model = served.rank, served.model
-    parts = build_worker(config, model, rank.index, [served.pool.view])
+    parts = build_worker(config, model, rank.number, [served.pool.view])
     worker = RankWorker(parts.worker, parts.open_tier, fence)
-    if rank.index:
+    if rank.number:
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLines(), None, follower)
     lines: Lines = NoLines() if rank.group is None else open_lines(rank)
@@ -48,5 +52,6 @@ def build(config: Config, served: Served, fence: Fence) -> Parts:
         lines,
         lambda outbox: build_leader(config, model, outbox),
         parts.metrics,
+        publish,
     )
     return Parts(served, worker, lines, leader, None)

@@ -24,8 +24,8 @@ SERVED_COMPONENTS = frozenset({"FULL"})
 class Rank(NamedTuple):
     """One rank of those that share the model's heads; ``group`` is None where it is alone."""
 
-    index: int
-    count: int
+    number: int
+    ranks: int
     group: Any
 
 
@@ -39,9 +39,7 @@ class Served(NamedTuple):
     vocabulary: int
 
 
-def describe(
-    server_args: Any, params: Any, components: Iterable[Any], block_tokens: int
-) -> Served:
+def describe(server_args: Any, params: Any, components: Iterable[Any], block_tokens: int) -> Served:
     """Describe the model, or raise UnsupportedError saying what kvcore does not serve and why."""
     _check_components(components)
     _check_arguments(server_args, params)
@@ -52,14 +50,14 @@ def describe(
     page_tokens = int(params.page_size)
     pool = read_pool(params.token_to_kv_pool_allocator.get_kvcache(), page_tokens)
     mla = pool.v_dim is None
-    if mla and rank.count > 1:
+    if mla and rank.ranks > 1:
         raise UnsupportedError(
-            f"MLA on {rank.count} tensor-parallel ranks: each holds the same latent; use 1"
+            f"MLA on {rank.ranks} tensor-parallel ranks: each holds the same latent; use 1"
         )
     heads = 1 if mla else int(config.get_total_num_kv_heads())
-    if max(heads // rank.count, 1) != pool.heads:
+    if max(heads // rank.ranks, 1) != pool.heads:
         raise UnsupportedError(
-            f"{pool.heads} KV heads a rank with {heads} heads over {rank.count} ranks: kvcore "
+            f"{pool.heads} KV heads a rank with {heads} heads over {rank.ranks} ranks: kvcore "
             "expects heads split evenly over tensor-parallel ranks"
         )
     shape = BlockShape(
@@ -75,7 +73,7 @@ def describe(
         shape,
         (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
         _fingerprint(server_args, config, pool.dtype),
-        rank.count,
+        rank.ranks,
     )
     return Served(model, rank, pool, page_tokens, int(config.vocab_size))
 
@@ -85,8 +83,8 @@ def find_rank(params: Any) -> Rank:
     group = params.attn_tp_cache_group or params.tp_cache_group
     if group is None:
         return Rank(0, 1, None)
-    count = torch.distributed.get_world_size(group=group)
-    return Rank(torch.distributed.get_rank(group=group), count, group if count > 1 else None)
+    ranks = torch.distributed.get_world_size(group=group)
+    return Rank(torch.distributed.get_rank(group=group), ranks, group if ranks > 1 else None)
 
 
 def _check_components(components: Iterable[Any]) -> None:

@@ -59,9 +59,17 @@ class Driver:
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
-        self, model: str, kvcore: dict[str, Any] | None, **engine_args: Any
+        self,
+        model: str,
+        kvcore: dict[str, Any] | None,
+        start_method: str = "spawn",
+        **engine_args: Any,
     ) -> dict[str, Any]:
-        """Build the engine; blocks this process's loop until it takes requests."""
+        """Build the engine; blocks this process's loop until it takes requests.
+
+        With the ``start_method`` "fork" its processes do not import SGLang again, each in 15 s of
+        a core: on a CPU alone, a GPU's state does not survive a fork.
+        """
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
         import torch
@@ -73,6 +81,8 @@ class Driver:
             _import_one_model(Path(model))
         import sglang
 
+        if start_method == "fork" and on_cpu:
+            _fork_processes()
         if kvcore is not None:
             from kvcore_sglang.plugin import engine_settings
 
@@ -226,6 +236,14 @@ class _Collected:
             "kvcore": kvcore,
             "logprobs": [logprob for logprob, *_ in logprobs],
         }
+
+
+def _fork_processes() -> None:
+    """Make this process's children forks of it, although SGLang asks to spawn them."""
+    import multiprocessing
+
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **options: None
 
 
 def _import_one_model(folder: Path) -> None:

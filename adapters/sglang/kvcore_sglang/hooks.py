@@ -1,13 +1,12 @@
 """Where kvcore steps into SGLang, beside the linker's own interface. Checked against 0.5.23.
 
-    UnifiedCacheLinkerWrapper.match                    the linker's lookup gets page hashes; kvcore's
-                                                       keys need the tokens they are of
-    UnifiedRadixCache.insert                           so do saves
-    UnifiedRadixCache.finish_external_linker_loads     requests whose load failed are told apart
-    Scheduler.handle_generate_request                  and computed again, as if they had just come,
-    SchedulerOutputStreamer.stream_output              in place of the answer that would have been
-    Scheduler.send_abort_output                        an error
-    Scheduler.get_internal_state                       what kvcore says of itself, on /server_info
+    UnifiedCacheLinkerWrapper.match                 lookups get page hashes, and kvcore's keys
+    UnifiedRadixCache.insert                        need the tokens; so do saves
+    UnifiedRadixCache.finish_external_linker_loads  requests whose load failed are told apart
+    Scheduler.handle_generate_request               and computed again, as if they had just come,
+    SchedulerOutputStreamer.stream_output           in place of being answered with an error
+    Scheduler.send_abort_output
+    Scheduler.get_internal_state                    what kvcore says of itself, on /server_info
 
 Every hook is around the original and passes through unless the cache's linker is kvcore's. One
 whose signature is not the one known here is not registered, and the linker then stands aside.
@@ -161,9 +160,7 @@ HOOKS = (
         ("self", "reqs", "return_logprob", "skip_req"),
         around_stream_output,
     ),
-    Hook(
-        f"{_SCHEDULER}.send_abort_output", ("self", "abort_req", "req"), around_send_abort_output
-    ),
+    Hook(f"{_SCHEDULER}.send_abort_output", ("self", "abort_req", "req"), around_send_abort_output),
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), around_internal_state),
 )
 

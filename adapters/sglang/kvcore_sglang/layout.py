@@ -65,12 +65,10 @@ def _dtype(pool: Any) -> str:
     return name
 
 
-def _check_buffer(
-    buffer: torch.Tensor, slots: torch.Size, dtype: str, page_tokens: int
-) -> None:
+def _check_buffer(buffer: torch.Tensor, slots: torch.Size, dtype: str, page_tokens: int) -> None:
     fits = buffer.dim() == 3 and buffer.shape[:2] == slots and buffer.shape[0] % page_tokens == 0
     if not fits or buffer.dtype != getattr(torch, dtype):
         raise UnsupportedError(
-            f"a KV buffer of {buffer.dtype} and shape {tuple(buffer.shape)}; kvcore expects {dtype} "
-            f"and [{slots[0]} slots, {slots[1]} heads, dim], whole pages of {page_tokens} tokens"
+            f"a KV buffer of {buffer.dtype} and shape {tuple(buffer.shape)}; kvcore expects {dtype}"
+            f" and [{slots[0]} slots, {slots[1]} heads, dim], whole pages of {page_tokens} tokens"
         )

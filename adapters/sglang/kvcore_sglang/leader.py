@@ -35,7 +35,7 @@ from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, KVManager, Readiness
-from kvcore.metrics import Metrics, MissReason
+from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 
@@ -47,6 +47,8 @@ ASKED_KEPT = 1024
 SERVED_KEPT = 1024
 """Requests of which it can be asked what they reused."""
 STAGE_POLL_S = 0.02
+PUBLISH_S = 1.0
+"""How often counts are handed to the engine's metrics."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -60,6 +62,7 @@ class Asked:
     device_tokens: int
     tokens: int
     stop: int = 0
+    counted: bool = False
     sources: dict[str, int] = field(default_factory=dict)
 
 
@@ -79,7 +82,7 @@ class Leader:
     """One per engine. Called from the scheduler's thread only.
 
     ``local`` is this rank's own worker, which counts in ``counted_here``; ``lines`` reach the
-    others.
+    others. ``publish`` takes what was counted since the last time, now and then.
     """
 
     def __init__(
@@ -90,12 +93,15 @@ class Leader:
         lines: Lines,
         build: Callable[[Outbox], LeaderParts],
         counted_here: Metrics,
+        publish: Callable[[Data], None] | None = None,
     ) -> None:
         self._config = config
         self._settings = config.sglang
         self._model = model
         self._local = local
         self._counted_here = counted_here
+        self._publish = publish
+        self._publish_at = 0.0
         self._lines = lines
         self._outbox = Outbox(model.world_size, self._work)
         parts = build(self._outbox)
@@ -121,9 +127,7 @@ class Leader:
     def namespace(self, lora: str, salt: str | None) -> Namespace:
         return self._namespaces.of(lora, salt)
 
-    def lookup(
-        self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace
-    ) -> int:
+    def lookup(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> int:
         """Tokens beyond ``device_tokens`` that can be loaded now, a multiple of the page.
 
         ``tokens`` are those the engine would reuse, so at least one more is computed. Blocks while
@@ -143,9 +147,7 @@ class Leader:
         asked.stop = stop
         return gain
 
-    def _ask(
-        self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace
-    ) -> Asked:
+    def _ask(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> Asked:
         """The request's keys; hashed once however often it is looked up."""
         before = self._asked.pop(rid, None)
         same = before is not None and before.tokens == len(tokens)
@@ -218,6 +220,9 @@ class Leader:
         return next((s.stop for s in hit.sources if s.tier == HOST), 0)
 
     def _count_miss(self, asked: Asked, gain: int, hit: Hit) -> None:
+        if asked.counted:  # a request is looked up again and again while it waits
+            return
+        asked.counted = True
         tokens = asked.tokens - asked.device_tokens
         if gain > 0 or tokens < self._block:
             self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
@@ -296,7 +301,11 @@ class Leader:
         return offer
 
     def inserted(
-        self, tokens: Tokens, namespace: Namespace, slots: npt.NDArray[np.int64], offers: list[Offer]
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        slots: npt.NDArray[np.int64],
+        offers: list[Offer],
     ) -> Order:
         """Save the blocks of ``tokens`` that are not held; ``slots`` are theirs, one a token.
 
@@ -380,6 +389,17 @@ class Leader:
             self._complete(report)
         self.manager.maintain()
         self._tell(self._now())
+        if (now := time.monotonic()) >= self._publish_at:
+            self._publish_at = now + PUBLISH_S
+            self._show()
+
+    def _show(self) -> None:
+        """Bring the gauges up to date, and hand the counts to the engine."""
+        index, nbytes = self.manager.index, self._model.shape.nbytes
+        for tier in index.tiers:
+            self.metrics.tier(tier, index.num_used(tier) * nbytes, index.num_slots(tier) * nbytes)
+        if self._publish is not None:
+            self._publish(self.metrics.delta())
 
     def _complete(self, report: OpReport) -> None:
         self.manager.complete(report)
@@ -422,6 +442,7 @@ class Leader:
     def state(self) -> dict[str, Any]:
         """What can be asked of kvcore through the engine: plain data."""
         self._pump()
+        self._show()
         return {
             "aside": self._aside,
             "in_flight": self.manager.in_flight,

@@ -16,73 +16,40 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from kvcore_sglang import hooks
 from kvcore_sglang.build import Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
+from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.leader import Leader, Offer, Tokens
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import agree
-from kvcore_sglang.worker import RankWorker
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvcore import log
 from kvcore.block import Namespace
 from kvcore.config import Config, load_config
 from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.metrics import Data, PrometheusSink
 from kvcore.transfer.graph import TransferGraph
 
 _log = logging.getLogger("kvcore.sglang")
+_T = TypeVar("_T")
 
 SETTLE_S = 30.0
 """How long a flush of the cache waits for copies that are under way."""
 
 
-class LayerGate:
-    """What the KV pool asks before it reads a layer: blocks until its loads have landed.
-
-    ``consumer_index`` is the batch whose forward runs; -1 or an unknown one waits for nothing.
-    Not ``layerwise``, a batch waits for all of its loads before its forward.
-    """
-
-    def __init__(self, worker: RankWorker | None, *, layerwise: bool) -> None:
-        self._worker = worker
-        self._layerwise = layerwise
-        self._batches: dict[int, list[int]] = {}
-        self._count = 0
-        self.consumer_index = -1
-
-    def start(self, graphs: Sequence[TransferGraph]) -> int:
-        """Begin the loads of a batch; its index, -1 where there are none."""
-        if not graphs or self._worker is None:
-            return -1
-        self._count += 1
-        self._batches[self._count] = [graph.graph_id for graph in graphs]
-        self._worker.start_loads(graphs)
-        return self._count
-
-    def set_consumer(self, index: int) -> None:
-        self.consumer_index = index
-        if not self._layerwise:
-            self.wait_until(0)  # such a load is one copy of all layers
-
-    def wait_until(self, layer: int) -> None:
-        graph_ids = self._batches.get(self.consumer_index)
-        if graph_ids and self._worker is not None:
-            self._worker.wait_layer(graph_ids, layer)
-
-    def finish(self, index: int) -> bool:
-        """Block until a batch's loads write no more; whether all of them landed."""
-        graph_ids = self._batches.pop(index, None)
-        return True if not graph_ids or self._worker is None else self._worker.finish(graph_ids)
-
-    def reset(self) -> None:
-        for index in list(self._batches):
-            self.finish(index)
-        self.consumer_index = -1
+def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
+    """Shows counts among the engine's own Prometheus metrics, where it has any."""
+    if not params.enable_metrics:
+        return None
+    sink = PrometheusSink(("model_name",))
+    name = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
+    return lambda counted: sink.apply(counted, (name,))
 
 
 class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's class, unknown to mypy
@@ -129,7 +96,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
             return None
         try:
-            return build(self._config, served, self._fence)
+            return build(self._config, served, self._fence, _publisher(server_args, params))
         except (UnsupportedError, LayoutError) as error:  # of the sizes: on all ranks alike
             _log.warning("kvcore stands aside, the model runs without it: %s", error)
             return None
@@ -142,7 +109,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         """Copies begin after what the schedule and the forward have put on the device."""
         if not torch.cuda.is_available():
             return contextlib.nullcontext()
-        stream = torch.cuda.Stream()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         if self.forward_stream is not None:
             stream.wait_stream(self.forward_stream)
@@ -187,7 +154,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             return []
         if self._parts.leader is None:
             return list(range(1, pages + 1))
-        return self._guarded([], lambda leader: self._lookup(leader, rid))
+        nothing: list[int] = []
+        return self._guarded(nothing, lambda leader: self._lookup(leader, rid))
 
     def _lookup(self, leader: Leader, rid: str) -> list[int]:
         if self._asking is None:
@@ -281,7 +249,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     def num_completed_offloads(self) -> int:
         if self.leader is None:
             return self._offered
-        return self._guarded(0, lambda leader: leader.done_offers())
+        return self._guarded(0, Leader.done_offers)
 
     def pop_completed_offload(self) -> bool:
         """Always False: the tree then offers the node again, and kvcore knows what it holds."""
@@ -301,7 +269,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self._parts.lines.tell(order)
         return order
 
-    def _guarded(self, neutral: Any, decide: Callable[[Leader], Any]) -> Any:
+    def _guarded(self, neutral: _T, decide: Callable[[Leader], _T]) -> _T:
         """Nothing may be raised into the schedule of one rank: the others would wait for it.
 
         An error is logged, kvcore stands aside from then on, and ``neutral`` is answered.
@@ -329,6 +297,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self.layer_done_counter.reset()
         self._queued.clear()
         self._offered = 0
+        if self._parts is not None and not self._parts.worker.quiesce(SETTLE_S):
+            _log.error("copies under way when the cache was flushed did not end")
         if self.leader is None:
             return
         if not self.leader.settle(SETTLE_S):

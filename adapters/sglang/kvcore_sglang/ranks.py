@@ -69,7 +69,9 @@ class SocketLines:
         self._news: deque[News] = deque()
         for connection in connections:
             name = "kvcore-news"
-            threading.Thread(target=self._listen, args=(connection,), name=name, daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(connection,), name=name, daemon=True
+            ).start()
 
     def tell(self, order: Order) -> None:
         data = encode(order)
@@ -146,7 +148,7 @@ def agree(rank: Rank, word: str) -> list[str]:
     """Every rank's ``word``, in order of rank. A collective: all ranks call it."""
     if rank.group is None:
         return [word]
-    words: list[Any] = [None] * rank.count
+    words: list[Any] = [None] * rank.ranks
     torch.distributed.all_gather_object(words, word, group=rank.group)
     return words
 
@@ -154,9 +156,9 @@ def agree(rank: Rank, word: str) -> list[str]:
 def open_lines(rank: Rank) -> SocketLines:
     """The leader's lines to the others, which call `join` meanwhile. Blocks for them."""
     key = secrets.token_bytes(16)
-    with Listener(family="AF_UNIX", backlog=rank.count, authkey=key) as listener:
+    with Listener(family="AF_UNIX", backlog=rank.ranks, authkey=key) as listener:
         _share(rank, {"address": listener.address, "key": key})
-        return SocketLines([listener.accept() for _ in range(rank.count - 1)])
+        return SocketLines([listener.accept() for _ in range(rank.ranks - 1)])
 
 
 def join(rank: Rank) -> Callable[[RankWorker, Metrics], Follower]:
@@ -168,7 +170,7 @@ def join(rank: Rank) -> Callable[[RankWorker, Metrics], Follower]:
 
 def _share(rank: Rank, value: dict[str, Any] | None) -> dict[str, Any]:
     """Rank 0's value, on all ranks."""
-    values: list[Any] = [None] * rank.count
+    values: list[Any] = [None] * rank.ranks
     torch.distributed.all_gather_object(values, value, group=rank.group)
     found: dict[str, Any] = values[0]
     return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from kvcore_sglang.messages import Order
 
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore.worker import KVWorker, RefusingWorker
+from kvcore.worker import KVWorker
 
 _log = logging.getLogger("kvcore.sglang.worker")
 
@@ -52,7 +53,7 @@ class RankWorker:
 
     def __init__(
         self,
-        worker: KVWorker | RefusingWorker,
+        worker: KVWorker,
         open_tier: TierOpener,
         fence: Fence = contextlib.nullcontext,
     ) -> None:
@@ -160,6 +161,15 @@ class RankWorker:
         if load.failed:
             self._failed.add(load.graph.graph_id)
         self._reports += load.reports
+
+    def quiesce(self, timeout: float) -> bool:
+        """Block until nothing is under way on this rank; False after ``timeout`` seconds."""
+        limit = time.monotonic() + timeout
+        while self._worker.engine.in_flight:
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(RETRY_WAIT_S / 10)
+        return True
 
     def close(self) -> None:
         """Finish saves in flight and flush them. Blocks."""

@@ -5,17 +5,21 @@ The tier is the naive one, slow and failing as told. The selector fails every se
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
 before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
 ``die_after`` n: after n blocks read, every call fails.
+
+The device operations fail every load into the engine's pages while there is the file that
+``FAULTY_OPS`` names.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvcore.errors import TierError, TierUnavailable
-from kvcore.plugins import SelectorPlugin, TierContext, TierPlugin, hookimpl
+from kvcore.plugins import OpsPlugin, SelectorPlugin, TierContext, TierPlugin, hookimpl
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.memory import MemoryTier
 
@@ -79,3 +83,24 @@ def faulty_selector() -> Any:
 @hookimpl
 def kvcore_selectors() -> list[SelectorPlugin]:
     return [SelectorPlugin("faulty", faulty_selector)]
+
+
+def faulty_ops() -> Any:
+    from kvcore.ops.reference import ReferenceOps
+
+    class FaultyOps(ReferenceOps):
+        name = "faulty"
+        priority = -1
+
+        def copy(self, src: Any, *args: Any, **options: Any) -> None:
+            from_arena = len(src.tensors) == 1
+            if from_arena and os.path.exists(os.environ.get("FAULTY_OPS", "")):
+                raise OSError("a copy that fails, as asked")
+            super().copy(src, *args, **options)
+
+    return FaultyOps()
+
+
+@hookimpl
+def kvcore_ops() -> list[OpsPlugin]:
+    return [OpsPlugin("faulty", faulty_ops)]
