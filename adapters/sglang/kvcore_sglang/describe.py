@@ -115,9 +115,33 @@ def _check_arguments(server_args: Any, params: Any) -> None:
 
 def _fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
     """Equal to that of the other engines' adapters for the same model."""
-    text = dict(config.hf_text_config.to_dict())
+    text = _checkpoint_config(server_args, config)
     text["kvcore_quantization"] = config.quantization
     text["kvcore_max_model_len"] = rope_length(text, config.context_len)
     text["kvcore_compute_dtype"] = str(config.dtype)
+    overrides = str(getattr(server_args, "json_model_override_args", None) or "{}")
+    text["kvcore_overrides"] = None if overrides.strip() == "{}" else overrides
     weights = weights_identity(str(config.model_path), getattr(server_args, "revision", None))
     return model_fingerprint(text, weights, f"torch.{dtype}")
+
+
+def _checkpoint_config(server_args: Any, config: Any) -> dict[str, Any]:
+    """The text model's config as its checkpoint has it: SGLang writes settings of its own into the
+    one it works with, and an older name beside the rope's type into every one that is read."""
+    import transformers
+
+    hf: Any = transformers
+    try:
+        loaded = hf.AutoConfig.from_pretrained(
+            str(config.model_path),
+            revision=getattr(server_args, "revision", None),
+            trust_remote_code=bool(getattr(server_args, "trust_remote_code", False)),
+        ).get_text_config()
+    except (OSError, ValueError):  # not a checkpoint of Hugging Face's: then kvcore's own identity
+        loaded = config.hf_text_config
+    found = dict(loaded.to_dict())
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = found.get(name)
+        if isinstance(rope, dict) and rope.get("type") == rope.get("rope_type"):
+            found[name] = {key: value for key, value in rope.items() if key != "type"}
+    return found
