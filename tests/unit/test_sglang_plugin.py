@@ -144,6 +144,7 @@ def test_an_insert_that_offers_nodes_is_ended_with_their_slots() -> None:
 class Req:
     def __init__(self, rid: str, *, finished: bool = True) -> None:
         self.rid = rid
+        self.finished_output = False
         self._finished = finished
 
     def finished(self) -> bool:
@@ -182,7 +183,8 @@ def test_a_request_whose_load_failed_is_computed_and_not_answered(way: str) -> N
         hooks.around_send_abort_output(lambda *a: sent.append(a), scheduler, None, fine)
         assert len(sent) == 1
     assert [req.rid for req in scheduler.waiting_queue] == ["a"]
-    hooks.around_stream_output(lambda s, reqs, lp: sent.append(reqs), None, [failed], 0)
+    assert failed.finished_output, "with overlap it is offered for output twice"
+    hooks.around_stream_output(lambda s, reqs, lp: None, None, [failed], 0)
     assert len(scheduler.waiting_queue) == 1, "computed a third time"
 
 

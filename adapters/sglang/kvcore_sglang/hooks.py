@@ -128,6 +128,7 @@ def _compute_again(req: Any) -> None:
     """Let the scheduler have the request anew. The old one is finished and was not answered."""
     scheduler, source = getattr(req, SOURCE)
     setattr(req, AGAIN, False)
+    req.finished_output = True  # with overlap it comes by once more, and is passed over then
     living = scheduler()
     if living is not None:
         _log.warning("computed_again", request=req.rid, reason="its KV could not be loaded")
