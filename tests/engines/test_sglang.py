@@ -252,9 +252,9 @@ def test_eviction_retraction_and_chunked_prefill(
     with engine(
         model,
         kvcore,
+        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},  # as if out of memory
         max_total_tokens=2600,
         chunked_prefill_size=256,
-        schedule_conservativeness=0.0,
     ) as process:
         for _ in range(2):
             futures = [process.submit(d, ANSWER if i % 3 else 150) for i, d in enumerate(asked)]
