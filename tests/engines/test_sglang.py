@@ -90,10 +90,9 @@ def test_the_engine_agrees_with_itself(
 
 
 def reusable(document: Sequence[int], page: int) -> int:
-    """Tokens of a document that kvcore must bring back once it was answered: whole blocks of whole
-    pages, and one token less than all."""
-    kept = (len(document) + ANSWER - 1) // page * page // BLOCK * BLOCK
-    found = min(kept, len(document) - 1) // page * page
+    """Tokens of a document that kvcore must bring back once it was answered: whole blocks and whole
+    pages of all tokens but the last, which SGLang looks up."""
+    found = (len(document) - 1) // BLOCK * BLOCK // page * page
     return found if found >= 64 else 0
 
 
