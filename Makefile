@@ -5,15 +5,16 @@
 PYTHON ?= python3
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
-CODE := kvcore adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm demo tools/env.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm demo tools/env.py
 
-.PHONY: help env demo test test-unit lint bench docs clean clean-env
+.PHONY: help env demo test test-unit test-kernels lint bench docs clean clean-env
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        a real vLLM with and without kvcore: times, tiers, equal answers (minutes)"
 	@echo "make test        the environment, the engines and all tests (minutes)"
 	@echo "make test-unit   the fast tests, no engine"
+	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make bench       the measurements the project promises"
 	@echo "make docs        write the pages that are generated"
@@ -28,10 +29,15 @@ demo: env
 
 test: env
 	$(RUN) -m kvcore.testing.models smollm2
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -m pytest --ignore=tests/kernels -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
+	$(RUN) -m pytest --ignore=tests/kernels -m whole_machine $(PYTEST)
+	$(RUN) -m pytest tests/kernels -n 2 --dist loadscope $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -m "not engine" tests/unit $(PYTEST)
+
+test-kernels: env
+	$(RUN) -m pytest tests/kernels $(PYTEST)
 
 lint: env
 	$(RUN) -m ruff check .

@@ -5,12 +5,14 @@ from __future__ import annotations
 import runpy
 import sys
 
-ALL = ("control_plane", "copies", "disk", "vllm_ttft")
+ALL = ("control_plane", "copies", "disk", "chunk_find", "fusion_overlap", "vllm_ttft")
+APART = ("fusion_quality", "fusion_gate", "kernels")
+"""Hours on a small machine, or in want of a GPU: run when named."""
 
 
 def main() -> None:
     chosen = sys.argv[1:] or list(ALL)
-    unknown = [name for name in chosen if name not in ALL]
+    unknown = [name for name in chosen if name not in ALL + APART]
     if unknown:
         raise SystemExit(f"no benchmark {', '.join(unknown)}; there are {', '.join(ALL)}")
     for name in chosen:

@@ -32,7 +32,7 @@ from benchmarks._fusion_methods import Corrected, SecondLook
 from benchmarks._fusion_tasks import TASKS, Prompt, f1, rouge_l
 from benchmarks._report import Report, Row
 from kvcore.fusion import select
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan, Prefix
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan, Prefix, Segment
 from kvcore.fusion.reference import Blended, Blender, Context, Decoder, precompute, prefill
 from kvcore.fusion.reference import question_mass as look
 from kvcore.fusion.rope import rope_of
@@ -84,8 +84,8 @@ class Method:
 ASKED = select.QuestionDeviation()
 
 
-def in_runs(reach: int) -> Method:
-    return Method(select.Smoothed(ASKED, reach), spread=0.5, pool=squared)
+def in_runs(reach: int, **other: Any) -> Method:
+    return Method(select.Smoothed(ASKED, reach), **{"spread": 0.5, "pool": squared, **other})
 
 
 METHODS = {
@@ -111,7 +111,14 @@ METHODS = {
     "runs (2) of question*key, gradual": Method(select.Smoothed(ASKED, reach=2), spread=0.5),
     "runs of squared look*key, gradual": in_runs(1),
     "runs (2) of squared look*key, gradual": in_runs(2),
+    "runs (3) of squared look*key, gradual": in_runs(3),
     "runs (4) of squared look*key, gradual": in_runs(4),
+    "runs (2), spread .25": in_runs(2, spread=0.25),
+    "runs (2), spread .75": in_runs(2, spread=0.75),
+    "runs (2), 3 full": in_runs(2, full_layers=3),
+    "runs (2), behind the lead": in_runs(2, behind=True),
+    "runs (2), behind the lead, spread .75": in_runs(2, behind=True, spread=0.75),
+    "runs (4), behind the lead": in_runs(4, behind=True),
     "runs (8) of squared look*key, gradual": in_runs(8),
     "key, behind the lead": Method(select.KeyDeviation(), behind=True),
     "question*key, gradual, behind the lead": Method(ASKED, spread=0.5, behind=True),
@@ -153,8 +160,12 @@ class Case:
         key = method.behind, method.kind
         if key not in self._blenders:
             self._blenders.clear()  # one placed cache at a time: some 70 MB
-            chunks = [Cached(chunk) for chunk in self.chunks(method.behind)]
-            plan = Plan([Prefix(self.lead), *chunks, Fresh(self.prompt.question)])
+            first, *others = self.chunks(method.behind)
+            start: list[Segment] = [Prefix(self.lead), Cached(first)]
+            if method.behind and not self.prompt.lead:  # as `kvcore.adapting.chunks` has it
+                start = [Fresh(first.tokens[:1]), Cached(first.part(1, len(first.tokens)))]
+            chunks = [Cached(chunk) for chunk in others]
+            plan = Plan([*start, *chunks, Fresh(self.prompt.question)])
             self._blenders[key] = method.kind(self.decoder, plan, self.ropes)
         return self._blenders[key]
 

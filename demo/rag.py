@@ -1,8 +1,9 @@
 """`python -m demo.rag`: documents in ever new orders, answered by fusion.
 
-Pages of Python's language reference are warmed once, each on its own. Then questions come, each
-behind the pages in another order, so that a prefix cache knows the first page at most. Every prompt
-is answered in full by the same engine without kvcore, and then blended at several ratios.
+Pages of Python's language reference, with a fact in the middle of each, are warmed once, each on
+its own. Then questions for the facts come, each behind the pages in another order, so that a prefix
+cache knows the first page at most. Every prompt is answered in full by the same engine without
+kvcore, and then blended at several ratios.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -27,17 +28,23 @@ from kvcore.errors import KVCoreError
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import smollm2
 
-RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
-QUESTIONS = (
-    "Which statement does the text name first, and what does it do?",
-    "What does the text say about exceptions?",
-    "Name two special methods that the text describes.",
-    "When is a name local to a block?",
-    "What is evaluated first in an assignment?",
-    "What does an import statement do to the namespace?",
-)
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange")
+THINGS = ("vault", "gate", "cellar", "tower", "archive", "workshop", "cabinet", "lift")
 FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
+
+
+Bar = Callable[[str, int], None]
+"""Says what is being done, and how many more steps are."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Pages and a question, as token ids, and what the pages say to it."""
+
+    tokens: list[int]
+    code: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class Answer:
     reused_tokens: int
     share: float
     """Of rows x layers of the prompt's context: what was computed."""
+    found: bool
+    """Whether the answer names what a page says."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class Row:
     ttft_s: float
     speed_up: float
     share: float
+    found: float
+    """Share of the answers that name what a page says."""
     agreement: float
     """Mean share of the answer's tokens before the first that is not the full prefill's."""
 
@@ -97,6 +108,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--chunks", type=int, default=4, help="pages in a prompt (4)")
     add("--tokens", type=int, default=480, help="length of a page (480)")
     add("--prompts", type=int, default=4, help="questions asked (4)")
+    add("--gate", type=float, help="also with this bound of the quality gate (fusion.gate)")
     add("--answer-tokens", type=int, default=24, help="length of an answer (24)")
     add("--results", type=Path, default=Path("results"), help="for table, plot and JSON (results)")
     options = parser.parse_args(arguments)
@@ -106,19 +118,32 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def prompts(tokenizer: Any, options: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """(the pages, the prompts made of them), as token ids."""
+def prompts(tokenizer: Any, options: argparse.Namespace) -> tuple[list[list[int]], list[Prompt]]:
+    """(the pages, the prompts made of them). In the middle of each page stands a fact."""
+
+    def ids(words: str) -> list[int]:
+        return list(tokenizer.encode(words, add_special_tokens=False))
+
     text: list[int] = []
     for name, body in sorted(topics.items(), key=lambda item: -len(item[1])):
-        text += tokenizer.encode(f"# {name}\n\n{body}\n\n", add_special_tokens=False)
-    size, count = options.tokens, 2 * options.chunks
-    pages = [text[i * size : (i + 1) * size] for i in range(count)]
-    picks, made = random.Random(1), []
-    for number in range(options.prompts):
-        chosen = picks.sample(range(count), options.chunks)
-        question = QUESTIONS[number % len(QUESTIONS)]
-        asked = tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:", add_special_tokens=False)
-        made.append([token for page in chosen for token in pages[page]] + list(asked))
+        text += ids(f"# {name}\n\n{body}\n\n")
+    count, draw = 2 * options.chunks, random.Random(1)
+    codes = draw.sample(range(1000, 10000), count)
+    names = draw.sample([f"{c} {t}" for c in COLOURS for t in THINGS], count)
+    pages = []
+    for number, (code, name) in enumerate(zip(codes, names, strict=True)):
+        fact = ids(f"\n\nThe code of the {name} is {code}.\n\n")
+        size = max(options.tokens - len(fact), 2)
+        page = text[number * size : (number + 1) * size]
+        pages.append([*page[: size // 2], *fact, *page[size // 2 :]])
+    made = []
+    for _ in range(options.prompts):
+        chosen = draw.sample(range(count), options.chunks)
+        wanted = draw.choice(chosen[1:] or chosen)  # the first page is a plain prefix
+        name, code = names[wanted], codes[wanted]
+        ask = f"Question: What is the code of the {name}?\nAnswer: The code of the {name} is"
+        tokens = [token for page in chosen for token in pages[page]]
+        made.append(Prompt(tokens + ids(ask), str(code)))
     return pages, made
 
 
@@ -127,53 +152,73 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
 
     model = options.model or smollm2()
     pages, asked = prompts(AutoTokenizer.from_pretrained(model), options)
-    longest = max(map(len, asked)) + options.answer_tokens
+    longest = max(len(prompt.tokens) for prompt in asked) + options.answer_tokens
     args = {
         "dtype": "auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
         "max_model_len": longest,
         "max_num_batched_tokens": max(longest, 2048),
     }
-    ways = 2 + len(RATIOS)
+    engines = 1 if options.gate is None else 2
+    steps = (1 + len(RATIOS) + engines) * len(asked) + engines * len(pages)
     with Progress(console=console) as progress:
-        bar = progress.add_task("answering in full", total=ways * len(asked) + len(pages))
+        task = progress.add_task("answering in full", total=steps)
+
+        def bar(doing: str, done: int) -> None:
+            progress.update(task, description=doing, advance=done)
+
         with EngineProcess(model, log=options.results / "engine-rag-full.log", **args) as engine:
             engine.generate([list(range(100, 400))], max_tokens=2)
             for number, prompt in enumerate(asked):
                 engine.reset_prefix_cache()
-                [got] = engine.generate([prompt], options.answer_tokens)
-                yield _answer(FULL, number, got, len(prompt))
-                progress.advance(bar)
-        config = {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True}}
-        progress.update(bar, description="warming pages")
-        log = options.results / "engine-rag.log"
-        with EngineProcess(model, kvcore=config, log=log, **args) as engine:
-            for page in pages:
-                engine.generate([page], max_tokens=1)
-                progress.advance(bar)
-            progress.update(bar, description="blending")
-            for number, prompt in enumerate(asked):
-                for way, wishes in _wishes():
-                    engine.reset_prefix_cache()
-                    [got] = engine.generate([prompt], options.answer_tokens, fusion=wishes)
-                    yield _answer(way, number, got, len(prompt))
-                    progress.advance(bar)
+                [got] = engine.generate([prompt.tokens], options.answer_tokens)
+                yield _answer(FULL, number, got, prompt)
+                bar("answering in full", 1)
+        blends = [(_way(r), {"ratio": r}) for r in RATIOS]
+        # The exact way comes last: it leaves the whole prompt in the cache.
+        ways: list[tuple[str, dict[str, Any]]] = [*blends, (PREFIX, {"enabled": False})]
+        yield from _blended(model, pages, asked, ways, {}, options, args, bar)
+        if options.gate is not None:
+            ways = [(f"{_way(0.15)}, gate {options.gate}", {"ratio": 0.15})]
+            settings = {"gate": options.gate}
+            yield from _blended(model, pages, asked, ways, settings, options, args, bar)
 
 
-def _wishes() -> list[tuple[str, dict[str, Any]]]:
-    """The exact way comes last: it leaves the whole prompt in the cache."""
-    blends: list[tuple[str, dict[str, Any]]] = [(_way(r), {"ratio": r}) for r in RATIOS]
-    return [*blends, (PREFIX, {"enabled": False})]
+def _blended(
+    model: Any,
+    pages: list[list[int]],
+    asked: list[Prompt],
+    ways: list[tuple[str, dict[str, Any]]],
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    args: dict[str, Any],
+    bar: Bar,
+) -> Iterator[Answer]:
+    """Every prompt, every way, by an engine that has seen the pages and nothing else."""
+    config = {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
+    log = options.results / "engine-rag.log"
+    with EngineProcess(model, kvcore=config, log=log, **args) as engine:
+        bar("warming pages", 0)
+        for page in pages:
+            engine.generate([page], max_tokens=1)
+            bar("warming pages", 1)
+        for number, prompt in enumerate(asked):
+            for way, wishes in ways:
+                engine.reset_prefix_cache()
+                [got] = engine.generate([prompt.tokens], options.answer_tokens, fusion=wishes)
+                yield _answer(way, number, got, prompt)
+                bar("blending", 1)
 
 
 def _way(ratio: float) -> str:
     return f"blend, {ratio:.0%} recomputed" if ratio else "pure reuse"
 
 
-def _answer(way: str, number: int, got: Generation, tokens: int) -> Answer:
+def _answer(way: str, number: int, got: Generation, prompt: Prompt) -> Answer:
     fusion = got.kvcore.get("fusion", {})
     made = fusion.get("recomputed_share")
-    share = 1 - got.cached_tokens / tokens if made is None else made
-    return Answer(way, number, got.ttft_s, got.token_ids, got.reused_tokens, share)
+    share = 1 - got.cached_tokens / len(prompt.tokens) if made is None else made
+    found = prompt.code in got.text
+    return Answer(way, number, got.ttft_s, got.token_ids, got.reused_tokens, share, found)
 
 
 def summary(answers: Sequence[Answer]) -> list[Row]:
@@ -190,6 +235,7 @@ def summary(answers: Sequence[Answer]) -> list[Row]:
                 seconds,
                 cold / seconds,
                 statistics.mean(a.share for a in mine),
+                statistics.mean(a.found for a in mine),
                 statistics.mean(_agreement(a.token_ids, right[a.prompt]) for a in mine),
             )
         )
@@ -209,7 +255,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     """For the terminal."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
-    for heading in ("TTFT, ms", "faster", "computed", "same tokens until"):
+    for heading in ("TTFT, ms", "faster", "computed", "fact found", "same tokens until"):
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(
@@ -217,34 +263,38 @@ def table(title: str, rows: Sequence[Row]) -> Table:
             f"{row.ttft_s * 1000:.0f}",
             f"{row.speed_up:.1f}x",
             f"{row.share:.0%}",
+            f"{row.found:.0%}",
             f"{row.agreement:.0%} of the answer",
         )
     return result
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Agreement with the full prefill against time to first token."""
+    """Facts found, and agreement with the full prefill, against time to first token."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    blends = [row for row in rows if row.way not in (FULL, PREFIX)]
-    line = [row.ttft_s for row in blends], [row.agreement for row in blends]
-    axes.plot(*line, "o-", color="#2a7f62", label="blend")
+    blends = [row for row in rows if row.way in map(_way, RATIOS)]
+    seconds = [row.ttft_s for row in blends]
+    axes.plot(seconds, [row.found for row in blends], "o-", color="#2a7f62", label="fact found")
+    agreement = [row.agreement for row in blends]
+    axes.plot(seconds, agreement, "o--", color="#b07aa1", label="same tokens as in full")
     for row in blends:
-        axes.annotate(row.way, (row.ttft_s, row.agreement), fontsize=7, xytext=(4, -10),
+        short = row.way.removeprefix("blend, ").removesuffix(" recomputed")
+        axes.annotate(short, (row.ttft_s, row.found), fontsize=7, xytext=(4, -10),
                       textcoords="offset points")  # fmt: skip
     for way, colour in ((FULL, "#808080"), (PREFIX, "#404040")):
         for row in rows:
             if row.way == way:
-                axes.plot(row.ttft_s, row.agreement, "s", color=colour, label=way)
+                axes.plot(row.ttft_s, row.found, "s", color=colour, label=f"{way}: fact found")
     axes.set_xlabel("time to first token, s")
-    axes.set_ylabel("share of the answer that is the full prefill's")
+    axes.set_ylabel("share of answers, share of tokens")
     axes.set_ylim(-0.05, 1.08)
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

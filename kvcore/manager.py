@@ -24,7 +24,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvcore.breaker import Breaker
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Evicted, Eviction, Pin, Reservation
 from kvcore.metrics import Metrics, SaveSkip
 from kvcore.policy.admission import AdmissionFilter, Always
@@ -178,6 +178,11 @@ class KVManager:
 
     # -- lookup -----------------------------------------------------------------------------
 
+    @property
+    def backings(self) -> tuple[Backing, ...]:
+        """The tiers below the host arena, nearest first."""
+        return tuple(self._backing.values())
+
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
         """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
         match = self.index.match(keys)
@@ -221,15 +226,17 @@ class KVManager:
         """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
 
         ``units`` has a row for each of the blocks. Blocks that come from a backing tier are kept
-        in the host tier where there is room, else they pass through the staging slots. Raises
-        CapacityError when there are neither; nothing is pinned or reserved then.
+        in the host tier where there is room, else they pass through the staging slots.
+
+        Raises CapacityError when there are neither, and another KVCoreError when ``hit`` is no
+        longer true; nothing is pinned or reserved then.
         """
         flight = _Flight(_EMPTY, hit.keys, start, {})
         if on_end is not None:
             flight.on_end.append(on_end)
         try:
             graph = self._plan_load(flight, hit, Span(start, stop), units, layers, deadline_s)
-        except CapacityError:
+        except KVCoreError:
             self._release(flight)
             raise
         self._launch(flight, graph)

@@ -212,7 +212,7 @@ class Metrics:
         self._add("kvcore_save_skipped_total", blocks, reason)
 
     def blend(self, outcome: str) -> None:
-        """A prompt was blended, or for a reason that ``outcome`` names it was not."""
+        """What became of a prompt with chunks: "blended", "failed", or "declined" as too slow."""
         self._add("kvcore_blends_total", 1, outcome)
 
     def blended(self, tokens: int, share: float, seconds: Mapping[str, float]) -> None:

@@ -331,6 +331,16 @@ class FusionConfig(SchemaModel):
         description="Share of the reused tokens that is recomputed; 0 reuses all of them as they "
         "are, 1 recomputes everything. A request may ask for another.",
     )
+    adaptive: bool = Field(
+        default=True,
+        description="Decide request by request, from measured rates: blend only where that is "
+        "clearly faster than computing what stands behind the prefix, and recompute as much as "
+        "hides behind loading, from `ratio` to `ratio_max`. A request that asks for a ratio gets "
+        "it.",
+    )
+    ratio_max: Share = Field(
+        default=0.5, description="Most that is recomputed because it is free; see `adaptive`."
+    )
     spread: Share = Field(
         default=0.5,
         description="The share falls over the layers from `ratio * (1 + spread)` to "
@@ -394,8 +404,9 @@ class OpsConfig(SchemaModel):
 
     backend: Name = Field(
         default="auto",
-        description='Implementation of the copies: "auto" takes the fastest that supports the '
-        'layout, "native" (C), "reference" (torch), or the name of a plugin\'s.',
+        description="Implementation of the copies and of what a blend does beside the model: "
+        '"auto" takes the fastest that serves the memory, "native" (C; torch blends), "reference" '
+        '(torch), or the name of a plugin\'s ("triton").',
     )
 
 
@@ -403,6 +414,16 @@ class MetricsConfig(SchemaModel):
     """Counters and timings."""
 
     enabled: bool = Field(default=True, description="Collect metrics and give them to the engine.")
+
+
+class TraceConfig(SchemaModel):
+    """Timelines of transfers and blends."""
+
+    path: FolderPath | None = Field(
+        default=None,
+        description="Folder for one file a worker, to be opened in Perfetto or Chrome: which bytes "
+        "moved while which layers computed. Unset: no trace.",
+    )
 
 
 class LogConfig(SchemaModel):
@@ -515,6 +536,7 @@ class Config(SchemaModel):
     ops: OpsConfig = OpsConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
     sglang: SglangConfig = SglangConfig()

@@ -28,6 +28,7 @@ from kvcore.metrics import Metrics
 from kvcore.ops.base import DeviceOps
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.tiers.host import HostArena
+from kvcore.trace import Tracer
 from kvcore.transfer.engine import OpTiming, TransferEngine
 from kvcore.transfer.graph import (
     SKIP,
@@ -254,6 +255,7 @@ class KVWorker:
         io_queues: int = 2,
         queue_depth: int = 16384,
         metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.arena = arena
         self.tiers: dict[str, Tier] = {}
@@ -261,6 +263,7 @@ class KVWorker:
         self.groups = tuple(groups)
         self._elsewhere: dict[int, Sequence[DeviceGroup]] = {}
         self._metrics = metrics or Metrics(enabled=False)
+        self.tracer = tracer or Tracer()
         cuda = device is not None and device.type == "cuda"
         self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
         read, write = _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
@@ -285,6 +288,15 @@ class KVWorker:
         share = 1.0 if span is None else span.size / layers
         moved = (timing.rows - timing.failed) * self.arena.shape.nbytes * share
         self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
+        self.tracer.span(
+            timing.op.path.value,
+            "all layers" if span is None else f"layers {span.start}..{span.stop}",
+            timing.started,
+            timing.started + timing.seconds,
+            graph=timing.graph_id,
+            nbytes=int(moved),
+            failed=timing.failed,
+        )
 
     def submit(
         self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
@@ -344,6 +356,7 @@ class KVWorker:
             _close_tier(name, tier)
         if ended:
             self.arena.close()
+        self.tracer.close()
         return ended
 
 

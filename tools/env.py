@@ -212,7 +212,7 @@ ENGINES = ("vllm", "sglang")
 
 
 def _kvcore(env: Environment) -> None:
-    env.pip("install", "--editable", f"{ROOT}[dev,bench]")
+    env.pip("install", "--editable", f"{ROOT}[dev,bench,kernels]")
 
 
 # --- stamps -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     identity  who made KV: weights, LoRA, tenant; the namespaces of requests
     paging    an engine's pages as the device units of transfer graphs; which graphs use a page
     outbox    the manager's transport, where graphs leave with the engine's own messages
+    chunks    what of a prompt is stored at another place, for blends
     build     leader and worker of an engine, put together from a config
     rank      what a worker does to its tiers at the start and at the end
 

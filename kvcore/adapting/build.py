@@ -27,6 +27,7 @@ from kvcore.ops import select_ops
 from kvcore.plugins import PluginManager
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
+from kvcore.trace import FileTracer, Tracer
 from kvcore.worker import DeviceGroup, KVWorker
 
 __all__ = [
@@ -91,6 +92,7 @@ class LeaderParts:
     metrics: Metrics
     slots: HostSlots
     backings: Sequence[PreparedBacking]
+    plugins: PluginManager
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
@@ -143,7 +145,7 @@ def build_leader(
         slots.indexed,
         ",".join(index.tiers),
     )
-    return LeaderParts(manager, metrics, slots, backings)
+    return LeaderParts(manager, metrics, slots, backings, plugins)
 
 
 def _restore(index: BlockIndex, found: PreparedBacking) -> None:
@@ -203,6 +205,7 @@ def build_worker(
         copy_threads=config.transfer.copy_threads,
         queue_depth=config.transfer.queue_depth,
         metrics=metrics,
+        tracer=_tracer(config, rank),
     )
     _log.info(
         "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
@@ -215,3 +218,14 @@ def build_worker(
     return WorkerParts(
         worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
     )
+
+
+def _tracer(config: Config, rank: int) -> Tracer:
+    """Where this rank's spans go; nowhere when no folder is set or it cannot be written."""
+    if config.trace.path is None:
+        return Tracer()
+    try:
+        return FileTracer(config.trace.path, f"rank{rank}")
+    except OSError as error:
+        _log.warning("no trace is written: %s", error)
+        return Tracer()

@@ -6,16 +6,27 @@ Every engine computes these the same way: what one of them stored is found by th
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcore.block import Namespace, fingerprint_files
 from kvcore.config import NamespaceConfig
 
-__all__ = ["NAMESPACES_KEPT", "Namespaces", "lora_identity", "rope_length", "weights_identity"]
+if TYPE_CHECKING:
+    from kvcore.plugins.manager import Found
+
+__all__ = [
+    "NAMESPACES_KEPT",
+    "Namespaces",
+    "hooked",
+    "lora_identity",
+    "rope_length",
+    "weights_identity",
+]
 
 _log = logging.getLogger("kvcore.adapting")
 
@@ -60,6 +71,20 @@ def rope_length(config: Mapping[str, Any], served_length: int | None) -> int | N
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     return served_length if kind in ("dynamic", "longrope") else None
+
+
+def hooked(fingerprint: bytes, hooks: Iterable[Found]) -> bytes:
+    """The fingerprint of a model whose attention plugins may change; the model's own without any.
+
+    What a hook changes in one layer is in the KV of all that follow, so engines with other hooks,
+    or none, must not find it. Which hooks there are is told by the plugins' names and versions.
+    """
+    names = sorted(f"{h.origin.distribution}=={h.origin.version}:{h.name}" for h in hooks)
+    if not names:
+        return fingerprint
+    return hashlib.blake2b(
+        "\0".join(names).encode(), key=fingerprint[:64], digest_size=len(fingerprint)
+    ).digest()
 
 
 class Namespaces:

@@ -165,6 +165,61 @@ def warm_chunks(
     warming.run(files, target, effective, longest, Console())
 
 
+@app.command("conformance")
+def check_conformance(
+    engines: Annotated[
+        list[str] | None, typer.Option("--engine", help="Engine to try; may be given again.")
+    ] = None,
+    partners: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="Engine to exchange KV with, beside the others given."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of a Llama; else a tiny one is made.")
+    ] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="GLOB", help="Only cases or sections of such a name."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the cases, run nothing.")] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", help="Markdown to write, with all results so far (.json beside)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try an adapter: the same cases as for every engine. Exit code 1 where one fails."""
+    from kvcore.cli import conformance
+
+    if show:
+        Console().print(conformance.listing())
+        return
+    log.configure("error")
+    progress = Console(stderr=True)
+    record = conformance.run_engines(
+        engines or ["reference"],
+        partners or [],
+        model,
+        cases or [],
+        lambda engine, result: progress.print(
+            f"{engine} {result.section} {result.case}: {result.outcome} {result.why}",
+            markup=False,
+            highlight=False,
+        ),
+    )
+    if page is not None:
+        beside = page.with_suffix(".json")
+        everything = conformance.merged(beside, record)
+        beside.write_text(conformance.as_json(everything))
+        page.write_text(conformance.page(everything))
+    if as_json:
+        typer.echo(conformance.as_json(record), nl=False)
+    else:
+        Console().print(conformance.as_table(record))
+    if conformance.failures(record):
+        raise typer.Exit(1)
+
+
 def _load(file: Path | None, assignments: list[str] | None) -> Config:
     overrides: dict[str, Any] = {}
     for text in assignments or []:

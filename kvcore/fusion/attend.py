@@ -69,29 +69,34 @@ def look_rows(
     values: Tensor,
     attention: Attention,
     asking: Tensor,
-    sharpness: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """`attend_rows`, and what the most interested of the ``asking`` rows gives each key.
+    interest: Tensor,
+) -> Tensor:
+    """`attend_rows`, noting what the most interested of the ``asking`` rows gives each key.
 
-    ``asking`` is [rows] bool. The second result is [tokens] float32: probabilities to the power of
-    ``sharpness``, summed over heads (`select.attention_mass`); 0 where no asking row sees.
+    ``asking`` is [rows] bool. ``interest`` [heads, tokens] float32, zeros at first, is raised to
+    the probability that each head gives each key; rows may come in several calls.
     """
     _check(queries, positions, keys, values)
     k, v = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
     heads, group = len(k), queries.shape[1] // len(k)
     out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
-    highest = torch.zeros(heads, group, len(keys), device=keys.device)
+    highest = interest.view(heads, group, len(keys))
     for start, stop in _tiles(positions):
         seen, rows = int(positions[stop - 1]) + 1, slice(start, stop)
-        mask = _visible(positions[rows], 0, seen, attention.window)
         scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
-        weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1)
+        # Keys up to the first row are seen by all of them: nothing to hide there.
+        first = 0 if attention.window is not None else int(positions[start]) + 1
+        mask = _visible(positions[rows], first, seen, attention.window)
+        scores[..., first:].masked_fill_(~mask, float("-inf"))
+        weights = scores.softmax(dim=-1)
         flat = weights.to(v.dtype).view(heads, -1, seen) @ v[:, :seen]
         out[rows] = flat.view(heads * group, stop - start, -1).transpose(0, 1)
-        if bool(asking[rows].any()):
-            best = weights[:, :, asking[rows]].amax(dim=2)
-            highest[:, :, :seen] = torch.maximum(highest[:, :, :seen], best)
-    return out, highest.pow_(sharpness).sum(dim=(0, 1))
+        asked = asking[rows]
+        if bool(asked.any()):
+            interested = weights if bool(asked.all()) else weights[:, :, asked]
+            best = highest[:, :, :seen]
+            torch.maximum(best, interested.amax(dim=2), out=best)
+    return out
 
 
 def naive_attend_rows(

@@ -18,18 +18,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
+from kvcore.ops.fusion import FusionOps, TorchFusion
+from kvcore.trace import Tracer
 
 __all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
 
@@ -44,10 +48,24 @@ class State(NamedTuple):
     hidden: Tensor
     residual: Tensor | None
 
-    def of(self, rows: Tensor) -> State:
-        """The state of some rows: a boolean mask or indices."""
+    def of(self, rows: Tensor | slice) -> State:
+        """The state of some rows: a boolean mask, indices, or a view of consecutive ones."""
         residual = None if self.residual is None else self.residual[rows]
         return State(self.hidden[rows], residual)
+
+    def copy(self) -> State:
+        """One of its own memory."""
+        return State(self.hidden.clone(), None if self.residual is None else self.residual.clone())
+
+
+def _joined(states: Sequence[State]) -> State:
+    """Of all their rows."""
+    if len(states) == 1:
+        return states[0]
+    residuals = [state.residual for state in states if state.residual is not None]
+    return State(
+        torch.cat([state.hidden for state in states]), torch.cat(residuals) if residuals else None
+    )
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -57,11 +75,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class DecoderLayers(ABC):
     """An engine's decoder, as far as a blend needs it. One rank's share of the heads.
 
-    ``layers`` is how many there are, ``attention`` what each one's attention computes.
+    ``layers`` is how many there are, ``attention`` what each one's attention computes. A call is of
+    ``max_rows`` rows at most, None for any number: engines have memory for one batch.
     """
 
     layers: int
     attention: tuple[Attention, ...]
+    max_rows: int | None = None
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -71,7 +91,8 @@ class DecoderLayers(ABC):
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
         """One layer, with ``attend`` in the place of its attention.
 
-        What ``attend`` raises passes through, and the layer is as it was before.
+        The state given may be overwritten: engines add residuals in place. What ``attend`` raises
+        passes through, and the layer is as it was before.
         """
 
     def reduce(self, scores: Tensor) -> Tensor:
@@ -173,6 +194,52 @@ class _Done(Exception):
     """K and V of the last layer are merged; its output is not wanted."""
 
 
+class _Pieces:
+    """Layers over any number of rows, in calls of as many as they take at once.
+
+    Rows ascend, so what a piece's rows see of other pieces was computed before it.
+    """
+
+    def __init__(self, layers: DecoderLayers) -> None:
+        self.layers = layers
+
+    def of(self, count: int) -> list[slice]:
+        most = self.layers.max_rows or max(count, 1)
+        return [slice(i, min(i + most, count)) for i in range(0, max(count, 1), most)]
+
+    def embed(self, tokens: Tensor) -> State:
+        parts = [self.layers.embed(tokens[piece]) for piece in self.of(len(tokens))]
+        return State(torch.cat(parts) if len(parts) > 1 else parts[0], None)
+
+    def run(
+        self,
+        layer: int,
+        rows: Tensor,
+        state: State,
+        attend: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
+    ) -> State:
+        """``attend`` is told which of the rows a call is of."""
+        return _joined(
+            [
+                self.layers.run(layer, rows[piece], state.of(piece), partial(attend, piece))
+                for piece in self.of(len(rows))
+            ]
+        )
+
+    def project(self, layer: int, rows: Tensor, state: State) -> LayerKV:
+        """K and V of the rows alone; the state stays as it is."""
+        found: list[LayerKV] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found.append(LayerKV(k, v))
+            raise _Done
+
+        for piece in self.of(len(rows)):
+            with suppress(_Done):
+                self.layers.run(layer, rows[piece], state.of(piece).copy(), attend)
+        return LayerKV(torch.cat([kv.keys for kv in found]), torch.cat([kv.values for kv in found]))
+
+
 class _Over(Exception):
     """The walk starts over, with more rows."""
 
@@ -185,10 +252,19 @@ class _Fewer(Exception):
 
 
 class Fusor:
-    """Blends prompts through one engine's layers. One owner; holds no state between blends."""
+    """Blends prompts through one engine's layers. One owner; holds no state between blends.
 
-    def __init__(self, layers: DecoderLayers) -> None:
+    Each layer of a blend is a span of ``tracer``. ``ops`` work on the device of the KV; torch's
+    where none are given.
+    """
+
+    def __init__(
+        self, layers: DecoderLayers, tracer: Tracer | None = None, ops: FusionOps | None = None
+    ) -> None:
         self.layers = layers
+        self._pieces = _Pieces(layers)
+        self.tracer = tracer or Tracer()
+        self.ops = ops or TorchFusion()
 
     @torch.inference_mode()
     def blend(
@@ -207,10 +283,10 @@ class Fusor:
         reuse = budget.is_reuse
         question = None
         if selector.needs_question and not reuse:
-            started = time.perf_counter()
+            started = time.monotonic()
             question = self.look(job, placed, selector.sharpness)
-            outcome.look_s = time.perf_counter() - started
-        walk = _Walk(self.layers, job, placed, selector, budget, question)
+            outcome.look_s = time.monotonic() - started
+        walk = _Walk(self._pieces, self.ops, job, placed, selector, budget, question)
         walk.watch(gate if len(job.chunks) and not reuse else None)
         while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
             outcome.abandoned += outcome.layers
@@ -218,9 +294,34 @@ class Fusor:
         outcome.verdicts = walk.verdicts
         return outcome
 
+    @torch.inference_mode()
+    def compute(self, tokens: Tensor) -> State:
+        """Run every layer over a prompt [rows] of which nothing is cached: what comes out of the
+        last. Nothing is written; what a blend's layers cost is measured with it."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        state = self._pieces.embed(tokens)
+        for layer in range(self.layers.layers):
+            attention = self.layers.attention[layer]
+            made: list[LayerKV] = []
+
+            def attend(
+                piece: slice,
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                attention: Attention = attention,
+                made: list[LayerKV] = made,
+            ) -> Tensor:
+                made.append(LayerKV(k, v))
+                kv = LayerKV(*map(torch.cat, zip(*made, strict=True)))
+                return self.ops.attend(q, rows[piece], kv, attention)
+
+            state = self._pieces.run(layer, rows, state, attend)
+        return state
+
     def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
         """Walk through all layers; False where the gate wants to start over."""
-        state = State(self.layers.embed(walk.job.tokens[rows]), None)
+        state = self._pieces.embed(walk.job.tokens[rows])
         for layer in range(self.layers.layers):
             try:
                 rows, state, timing = walk.layer(layer, rows, state)
@@ -228,6 +329,10 @@ class Fusor:
                 outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
                 return False
             outcome.layers.append(timing)
+            stop = time.monotonic()
+            landed = stop - timing.compute_s
+            self.tracer.span("wait", f"layer {layer}", landed - timing.wait_s, landed)
+            self.tracer.span("recompute", f"layer {layer}", landed, stop, rows=timing.rows)
         outcome.chosen = rows[torch.isin(rows, walk.job.chunks)]
         return True
 
@@ -243,29 +348,34 @@ class Fusor:
         mass = torch.zeros(len(job.tokens), device=job.tokens.device)
         if not len(rows):
             return mass
-        state = State(self.layers.embed(job.tokens[rows]), None)
+        state = self._pieces.embed(job.tokens[rows])
         for layer in range(self.layers.layers):
+            started = time.monotonic()
             kv, attention = placed.layer(layer), self.layers.attention[layer]
+            landed = time.monotonic()
+            self.tracer.span("wait", f"layer {layer}", started, landed)
+            interest: list[Tensor] = []
 
             def attend(
+                piece: slice,
                 q: Tensor,
                 k: Tensor,
                 v: Tensor,
                 kv: LayerKV = kv,
                 attention: Attention = attention,
-                last: bool = layer == self.layers.layers - 1,
+                interest: list[Tensor] = interest,
             ) -> Tensor:
-                kv.keys[rows], kv.values[rows] = k, v
-                out, looked = look_rows(q, rows, kv.keys, kv.values, attention, asking, sharpness)
-                mass.add_(looked)
-                if last:
-                    raise _Done
-                return out
+                if not interest:
+                    interest.append(torch.zeros(q.shape[1], len(mass), device=q.device))
+                self.ops.merge(kv, rows[piece], LayerKV(k, v))
+                return look_rows(
+                    q, rows[piece], kv.keys, kv.values, attention, asking[piece], interest[0]
+                )
 
-            try:
-                state = self.layers.run(layer, rows, state, attend)
-            except _Done:
-                break
+            state = self._pieces.run(layer, rows, state, attend)
+            mass.add_(interest[0].pow_(sharpness).sum(dim=0))
+            now = time.monotonic()
+            self.tracer.span("look", f"layer {layer}", landed, now, rows=len(rows))
         return self.layers.reduce(mass)
 
 
@@ -274,14 +384,17 @@ class _Walk:
 
     def __init__(
         self,
-        layers: DecoderLayers,
+        pieces: _Pieces,
+        ops: FusionOps,
         job: Job,
         placed: Placed,
         selector: Selector,
         budget: Budget,
         question: Tensor | None,
     ) -> None:
-        self.layers = layers
+        self.layers = pieces.layers
+        self.pieces = pieces
+        self.ops = ops
         self.job = job
         self.placed = placed
         self.selector = selector
@@ -315,45 +428,67 @@ class _Walk:
 
     def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""
-        started = time.perf_counter()
+        started = time.monotonic()
         kv = self.placed.layer(layer)
-        landed = time.perf_counter()
+        landed = time.monotonic()
         if not len(rows):  # pure reuse without a gap: there is nothing to compute
             self.placed.write(layer, kv)
-            return rows, state, LayerTiming(landed - started, time.perf_counter() - landed, 0)
+            return rows, state, LayerTiming(landed - started, time.monotonic() - landed, 0)
+        if len(self.pieces.of(len(rows))) > 1:
+            going, state = self._in_pieces(layer, rows, state, kv)
+        else:
+            going, state = self._at_once(layer, rows, state, kv)
+        timing = LayerTiming(landed - started, time.monotonic() - landed, len(rows))
+        return rows[going], state, timing
+
+    def _at_once(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> tuple[Tensor, State]:
+        """(which rows go on [rows] bool, their state): decided inside the layer's one call."""
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
         going = torch.empty(0)
+        # Rows may leave at this layer, which is then run again from the state it began with.
+        given = state.copy() if layer + 1 >= self.budget.full_layers and not last else state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal going
             going = self.going(layer, rows, k, v, kv)
-            kv.keys[rows], kv.values[rows] = k, v
+            self.ops.merge(kv, rows, LayerKV(k, v))
             self.placed.write(layer, kv)
             if last:
                 raise _Done
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
                 raise _Fewer(going)
-            return attend_rows(q, rows, kv.keys, kv.values, attention)
+            return self.ops.attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
-        except _Done:
-            state = state.of(going)
+        except _Done:  # nothing goes on from here
+            pass
         except _Fewer as fewer:
-            state = self._again(layer, rows[fewer.going], state.of(fewer.going), kv)
-        timing = LayerTiming(landed - started, time.perf_counter() - landed, len(rows))
-        return rows[going], state, timing
+            state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
+        return going, state
+
+    def _in_pieces(
+        self, layer: int, rows: Tensor, state: State, kv: LayerKV
+    ) -> tuple[Tensor, State]:
+        """`_at_once` for more rows than a call takes: K and V of all first, then who goes on."""
+        new = self.pieces.project(layer, rows, state)
+        going = self.going(layer, rows, new.keys, new.values, kv)
+        self.ops.merge(kv, rows, new)
+        self.placed.write(layer, kv)
+        if layer < self.layers.layers - 1:
+            state = self._again(layer, rows[going], state.of(going), kv)
+        return going, state
 
     def _again(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> State:
         attention = self.layers.attention[layer]
         if not len(rows):
             return state
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_rows(q, rows, kv.keys, kv.values, attention)
+        def attend(piece: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.ops.attend(q, rows[piece], kv, attention)
 
-        return self.layers.run(layer, rows, state, attend)
+        return self.pieces.run(layer, rows, state, attend)
 
     def going(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, kv: LayerKV) -> Tensor:
         """[rows] bool: which rows the next layer computes too."""
@@ -369,7 +504,15 @@ class _Walk:
             self.offset_of[chunk_rows],
             None if self.question is None else self.question[chunk_rows],
             self.layers.reduce,
+            self.ops.deviation,
         )
         self._judge(seen)
-        kept = narrow(self.selector, self.budget, seen, self.layers.layers, len(self.job.chunks))
+        kept = narrow(
+            self.selector,
+            self.budget,
+            seen,
+            self.layers.layers,
+            len(self.job.chunks),
+            self.ops.keep_top,
+        )
         return ~candidate | torch.isin(rows, kept)

@@ -114,6 +114,7 @@ class Seen:
             None unless the selector `needs_question`.
         reduce: adds [n] scores up over tensor-parallel ranks. A collective: every rank calls it
             equally often.
+        distance: `deviation`, on the device of these rows.
     """
 
     layer: int
@@ -125,16 +126,17 @@ class Seen:
     offsets: Tensor
     question: Tensor | None = None
     reduce: Callable[[Tensor], Tensor] = field(default=_same, repr=False)
+    distance: Callable[[Tensor, Tensor], Tensor] = field(default=deviation, repr=False)
 
     @property
     def key_deviation(self) -> Tensor:
         """[n], over the heads of all ranks."""
-        return self.reduce(deviation(self.keys, self.cached_keys))
+        return self.reduce(self.distance(self.keys, self.cached_keys))
 
     @property
     def value_deviation(self) -> Tensor:
         """[n], over the heads of all ranks."""
-        return self.reduce(deviation(self.values, self.cached_values))
+        return self.reduce(self.distance(self.values, self.cached_values))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -442,11 +444,19 @@ BUILTIN_SELECTORS: dict[str, Callable[..., Selector]] = {
 # the choice
 
 
-def narrow(selector: Selector, budget: Budget, seen: Seen, layers: int, tokens: int) -> Tensor:
+def narrow(
+    selector: Selector,
+    budget: Budget,
+    seen: Seen,
+    layers: int,
+    tokens: int,
+    keep: Callable[[Tensor, Tensor, int], Tensor] = keep_top,
+) -> Tensor:
     """Positions of the chunks' rows to compute at the layer after ``seen.layer``, ascending.
 
     ``tokens`` counts all tokens of the chunks, so a ratio keeps its meaning as rows leave. Scores
-    are computed only where rows must go. At most all of ``seen.rows`` are kept.
+    are computed only where rows must go. At most all of ``seen.rows`` are kept. ``keep`` is
+    `keep_top`, on the device of these rows.
     """
     target = seen.layer + 1
     if target < budget.full_layers or target >= layers:
@@ -461,4 +471,4 @@ def narrow(selector: Selector, budget: Budget, seen: Seen, layers: int, tokens: 
     count = budget.rows_at(target, layers, tokens, scored)
     if count >= len(seen.rows):
         return seen.rows
-    return keep_top(seen.rows, scored(), count)
+    return keep(seen.rows, scored(), count)

@@ -11,7 +11,6 @@ the same reports as any load, and layer i + 1 lands while layer i is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.layout import Axis, BlockShape, KVLayout, KVView, Plane
 from kvcore.ops.base import DeviceOps
+from kvcore.ops.fusion import FusionOps, Place, TorchFusion
 from kvcore.worker import DeviceGroup
 
 __all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]
@@ -108,21 +108,12 @@ class PrefixReader:
         values[: self._tokens] = self._scratch[1, : self._tokens]
 
 
-class Place(NamedTuple):
-    """Tokens [first, first + length) of the staging stand at ``position`` of the prompt, and were
-    computed ``distance`` positions earlier (later where negative)."""
-
-    first: int
-    length: int
-    position: int
-    distance: int
-
-
 class PlacedChunks(Placed):
     """The cached KV of one prompt of ``tokens`` tokens, out of a staging and a prefix.
 
     ``ropes`` has one a layer, None where nothing rotates. ``landed(layer)`` blocks until the
-    staging holds a layer; ``sink(layer, kv)`` takes what was merged.
+    staging holds a layer; ``sink(layer, kv)`` takes what was merged. ``ops`` rotates and places.
+    Where layers are read ``again``, K is rotated at the first reading and the staging keeps it so.
     """
 
     def __init__(
@@ -134,6 +125,8 @@ class PlacedChunks(Placed):
         prefix: PrefixReader,
         landed: Callable[[int], None],
         sink: Callable[[int, LayerKV], None],
+        ops: FusionOps | None = None,
+        again: bool = False,
     ) -> None:
         self._tokens = tokens
         self._staging = staging
@@ -142,6 +135,8 @@ class PlacedChunks(Placed):
         self._prefix = prefix
         self._landed = landed
         self._sink = sink
+        self._ops = ops or TorchFusion()
+        self._again = again
         self._turned: set[int] = set()
         staged = staging.tensor
         size = (tokens, *staged.shape[3:])
@@ -151,24 +146,21 @@ class PlacedChunks(Placed):
 
     def layer(self, layer: int) -> LayerKV:
         self._landed(layer)
-        staged, kv = self._staging.tensor[layer], self._kv
-        if layer not in self._turned:
-            self._turned.add(layer)
-            self._turn(layer, staged[0])
+        kv = self._kv
         self._prefix.read(layer, kv.keys, kv.values)
-        for place in self._places:
-            there = slice(place.position, place.position + place.length)
-            here = slice(place.first, place.first + place.length)
-            kv.keys[there], kv.values[there] = staged[0, here], staged[1, here]
+        staged = LayerKV(*self._staging.tensor[layer])
+        turned = layer in self._turned
+        self._ops.place(staged, kv, self._places, None if turned else self._ropes[layer])
+        if self._again and not turned:
+            self._keep(staged, kv)
+            self._turned.add(layer)
         return kv
 
-    def _turn(self, layer: int, keys: Tensor) -> None:
-        """Rotate the staged K of a layer to where it will stand; bit for bit where it stays."""
-        rope = self._ropes[layer]
+    def _keep(self, staged: LayerKV, kv: LayerKV) -> None:
         for place in self._places:
-            if rope is not None and place.distance:
-                part = keys[place.first : place.first + place.length]
-                part.copy_(rope.shift(part.transpose(0, 1), place.distance).transpose(0, 1))
+            if place.distance:
+                here = slice(place.first, place.first + place.length)
+                staged.keys[here] = kv.keys[place.position : place.position + place.length]
 
     def write(self, layer: int, kv: LayerKV) -> None:
         self._sink(layer, kv)

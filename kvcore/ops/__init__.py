@@ -1,4 +1,7 @@
-"""Device operations: copies of KV between layouts, and the choice among their implementations."""
+"""Device operations: copies of KV between layouts, and the choice among their implementations.
+
+What a blend does on a device is in `kvcore.ops.fusion`, which imports torch.
+"""
 
 from __future__ import annotations
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import LayoutError
 from kvcore.layout import KVView
+
+if TYPE_CHECKING:
+    from kvcore.ops.fusion import FusionOps
 
 Units = npt.NDArray[np.int64]
 
@@ -33,6 +36,10 @@ class DeviceOps(ABC):
     @abstractmethod
     def supports(self, src: KVView, dst: KVView) -> bool:
         """Whether this can copy between the devices and dtypes of these views."""
+
+    def fusion(self) -> FusionOps | None:
+        """What these operations bring for blends; None: they only copy, and torch blends."""
+        return None
 
     @abstractmethod
     def copy(
@@ -71,12 +78,12 @@ class DeviceOps(ABC):
         span = HeadRange(0, 0, src.layout.kv_heads) if heads is None else heads
         a = np.ascontiguousarray(src_units, dtype=np.int64).ravel()
         b = np.ascontiguousarray(dst_units, dtype=np.int64).ravel()
-        _check(src, a, dst, b, chosen, tokens, span)
+        check_copy(src, a, dst, b, chosen, tokens, span)
         if len(a) and len(chosen):
             self.copy(src, a, dst, b, chosen, tokens, span)
 
 
-def _check(
+def check_copy(
     src: KVView,
     src_units: Units,
     dst: KVView,
@@ -85,6 +92,7 @@ def _check(
     tokens: int,
     heads: HeadRange,
 ) -> None:
+    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory."""
     a, b = src.layout, dst.layout
     if len(src_units) != len(dst_units):
         raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")

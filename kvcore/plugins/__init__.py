@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcore.plugins.hookspecs import (
+    AttentionPlugin,
     EngineSpec,
     OpsPlugin,
     PolicyPlugin,
@@ -16,6 +17,7 @@ from kvcore.plugins.hookspecs import (
 from kvcore.plugins.manager import PluginManager
 
 __all__ = [
+    "AttentionPlugin",
     "EngineSpec",
     "OpsPlugin",
     "PluginManager",

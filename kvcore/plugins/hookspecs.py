@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pluggy
 
 if TYPE_CHECKING:
+    from kvcore.attention import AttentionHook
     from kvcore.fusion.select import Selector
+    from kvcore.layout import BlockShape
     from kvcore.ops.base import DeviceOps
     from kvcore.policy.base import EvictionPolicy
     from kvcore.schema import Config
@@ -154,6 +156,19 @@ class SelectorPlugin:
     factory: Callable[..., Selector]
 
 
+@dataclass(frozen=True)
+class AttentionPlugin:
+    """A hook around every layer's attention, called from when the engine's model is loaded.
+
+    ``factory(shape, rank)`` gives it for a rank, whose heads and layers ``shape`` tells, or raises
+    UnsupportedError where it is not for this model. Registering is asking for it: an attention
+    plugin that is not wanted is named in ``plugins.disable``.
+    """
+
+    name: str
+    factory: Callable[[BlockShape, int], AttentionHook]
+
+
 @hookspec
 def kvcore_engines() -> Sequence[EngineSpec]:
     """Engines this plugin adapts."""
@@ -181,4 +196,10 @@ def kvcore_ops() -> Sequence[OpsPlugin]:
 @hookspec
 def kvcore_selectors() -> Sequence[SelectorPlugin]:
     """Selectors of rows for fusion."""
+    raise NotImplementedError
+
+
+@hookspec
+def kvcore_attention() -> Sequence[AttentionPlugin]:
+    """Hooks around the attention of the engine's layers."""
     raise NotImplementedError

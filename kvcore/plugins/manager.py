@@ -25,6 +25,7 @@ from kvcore.log import get_logger
 from kvcore.plugins import builtin, hookspecs
 from kvcore.plugins.hookspecs import (
     PROJECT,
+    AttentionPlugin,
     EngineSpec,
     OpsPlugin,
     PolicyPlugin,
@@ -33,7 +34,9 @@ from kvcore.plugins.hookspecs import (
 )
 
 if TYPE_CHECKING:
+    from kvcore.attention import AttentionHook
     from kvcore.fusion.select import Selector
+    from kvcore.layout import BlockShape
     from kvcore.ops.base import DeviceOps
     from kvcore.policy.base import EvictionPolicy
     from kvcore.schema import Config
@@ -50,6 +53,7 @@ _HOOKS: dict[str, tuple[str, type[Any]]] = {
     "kvcore_policies": ("policy", PolicyPlugin),
     "kvcore_ops": ("ops", OpsPlugin),
     "kvcore_selectors": ("selector", SelectorPlugin),
+    "kvcore_attention": ("attention", AttentionPlugin),
 }
 
 
@@ -151,6 +155,12 @@ class PluginManager:
         made = (_make_ops(found) for found in self.found("ops"))
         return [ops for ops in made if ops is not None]
 
+    def attention(self, shape: BlockShape, rank: int) -> list[AttentionHook]:
+        """Every hook around attention that is for this model. One that cannot be made is logged
+        and left out."""
+        made = (_make_attention(found, shape, rank) for found in self.found("attention"))
+        return [hook for hook in made if hook is not None]
+
     def check(self, config: Config) -> None:
         """Raises ConfigError for a setting that names something no plugin offers."""
         names = [
@@ -244,10 +254,27 @@ def _check_names(offers: Iterable[Found], found: Mapping[tuple[str, str], Found]
 def _make_ops(found: Found) -> DeviceOps | None:
     try:
         ops: DeviceOps = found.item.factory()
-    except Exception as error:  # noqa: BLE001 - another's code, or no compiled library: named
+    except UnsupportedError as error:
+        # No GPU, say: no fault, and others serve. But the native copies are missed where they lack.
+        tell = _log.warning if found.origin.plugin == BUILTIN else _log.info
+        tell("ops_left_out", ops=found.name, error=reason(error))
+        return None
+    except Exception as error:  # noqa: BLE001 - another's code: named
         _log.warning("ops_left_out", ops=found.name, error=reason(error))
         return None
     return ops
+
+
+def _make_attention(found: Found, shape: BlockShape, rank: int) -> AttentionHook | None:
+    try:
+        hook: AttentionHook = found.item.factory(shape, rank)
+    except UnsupportedError as error:
+        _log.info("attention_hook_left_out", hook=found.name, error=reason(error))
+        return None
+    except Exception as error:  # noqa: BLE001 - another's code: named, and the engine runs
+        _log.warning("attention_hook_left_out", hook=found.name, error=reason(error))
+        return None
+    return hook
 
 
 def _distinct(

@@ -49,12 +49,14 @@ class Executor(Protocol):
 
 
 class OpTiming(NamedTuple):
-    """What the observer of an engine is told when an op ends."""
+    """What the observer of an engine is told when an op ends; ``started`` is of the clock."""
 
     op: TransferOp
     rows: int
     failed: int
     seconds: float
+    graph_id: int
+    started: float
 
 
 class _Run:
@@ -324,7 +326,8 @@ class TransferEngine:
                 self._forget_if_ended(run)
                 self._changed.notify_all()
             if self._observer is not None:
-                self._observer(OpTiming(op, len(rows), len(failed), seconds))
+                graph_id = run.graph.graph_id
+                self._observer(OpTiming(op, len(rows), len(failed), seconds, graph_id, started))
 
     def _take(self, path: Path) -> tuple[_Run, int] | None:
         """Block until an op of ``path`` is ready; None when the engine closes."""

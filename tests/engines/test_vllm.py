@@ -300,6 +300,7 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
         assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
 
 
+@pytest.mark.whole_machine
 def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None:
     """TP=2 saves and loads its own heads; TP=1 then reads what TP=2 wrote, from disk."""
     tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)

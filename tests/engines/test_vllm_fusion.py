@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan
+from kvcore.fusion.reference import Blender, Decoder, precompute
+from kvcore.fusion.rope import rope_of
+from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
 from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import tiny_lora, tiny_model
 from kvcore.testing.prompts import windows
+from kvcore.trace import read_trace
 
 pytestmark = pytest.mark.engine
 
@@ -45,9 +52,15 @@ def chunks(model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def process(model: Path) -> Iterator[EngineProcess]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def process(model: Path, traces: Path) -> Iterator[EngineProcess]:
     """One engine for what can share one; steps are short, so that prompts are cut."""
-    with engine(model, config(), max_num_batched_tokens=512) as made:
+    settings = {**config(), "trace": {"path": str(traces)}}
+    with engine(model, settings, max_num_batched_tokens=512) as made:
         yield made
 
 
@@ -95,6 +108,69 @@ def test_everything_recomputed_is_the_engines_own_answer(
         settled(warmed)
 
 
+def test_a_share_recomputed_is_what_the_reference_makes_of_it(
+    model: Path, warmed: EngineProcess
+) -> None:
+    """The engine's answers over blends are those of `kvcore.fusion.reference` over the same model,
+    at the same ratio; answers at another ratio are not."""
+    texts = windows(model, 5, 160, 160, seed=71)
+    warm(warmed, texts)
+    own = windows(model, 4 * 8, 5, 40, seed=72)
+    orders = [random.Random(number).sample(range(5), 3) for number in range(8)]
+    plans = [
+        Plan(
+            [
+                Fresh(tuple(gaps[0])),
+                *(
+                    part
+                    for gap, chunk in zip(gaps[1:], order, strict=True)
+                    for part in (Cached(reference_chunk(model, texts[chunk])), Fresh(tuple(gap)))
+                ),
+            ]
+        )
+        for order, gaps in zip(orders, (own[i : i + 4] for i in range(0, 32, 4)), strict=True)
+    ]
+    expected: dict[float, list[list[int]]] = {}
+    for ratio in (0.0, 0.2, 0.6):
+        expected[ratio] = [reference_answer(model, plan, ratio) for plan in plans]
+        asked = [plan.tokens.tolist() for plan in plans]
+        spans = [
+            [[at, at + len(part.tokens)] for at, part in plan.placed() if isinstance(part, Cached)]
+            for plan in plans
+        ]
+        got = [
+            answers(warmed, [prompt], fusion={"ratio": ratio, "chunks": chunks})[0]
+            for prompt, chunks in zip(asked, spans, strict=True)
+        ]
+        assert blended(got) == [480] * len(plans)
+        assert [a.token_ids for a in got] == expected[ratio]
+        settled(warmed)
+    for one, other in itertools.combinations(expected.values(), 2):
+        assert sum(a != b for a, b in zip(one, other, strict=True)) >= 2, "nothing is told apart"
+
+
+@cache
+def decoder(model: Path) -> Decoder:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
+    return Decoder(made.eval())
+
+
+def reference_chunk(model: Path, text: Sequence[int]) -> ChunkKV:
+    return precompute(decoder(model), text)
+
+
+def reference_answer(model: Path, plan: Plan, ratio: float) -> list[int]:
+    """What the default selector, budget and rope make of a prompt, layer by layer in plain code."""
+    own = decoder(model)
+    settings = own.config.to_dict()
+    ropes = [rope_of(settings, layer) for layer in range(own.layers)]
+    made = Blender(own, plan, ropes).blend(BUILTIN_SELECTORS["runs"](), Ratio(ratio, spread=0.5))
+    return made.context.greedy(made.logits, ANSWER)
+
+
 def test_blends_side_by_side_share_nothing(
     model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
@@ -112,16 +188,46 @@ def test_blends_side_by_side_share_nothing(
 def test_a_prefix_that_is_computed_in_the_same_step(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
-    """vLLM shares pages before they are computed; a blend must not read them then."""
-    own = windows(model, 1, 400, 400, seed=41)[0]
-    rest = windows(model, 1, 300, 300, seed=42)[0]
-    asked = [own + rest, *([*own, *chunk, 7, 8] for chunk in chunks[:3])]
-    for _ in range(3):
+    """vLLM shares pages before they are computed; a blend must not read them then.
+
+    A first prompt fills a step, so that the others have come when the next one is planned.
+    """
+    for round_ in range(3):
+        [filling] = windows(model, 1, 500, 500, seed=40 + round_)
+        [own] = windows(model, 1, 400, 400, seed=43 + round_)
+        [rest] = windows(model, 1, 60, 60, seed=46 + round_)
+        asked = [filling, own + rest, *([*own, *chunk, 7, 8] for chunk in chunks[:3])]
         got = answers(warmed, asked, batch=len(asked), fusion=ALL)
         same(got, reference(asked))
-        assert min(blended(got)[1:]) >= 100
-        warmed.reset_prefix_cache(connector=True)
-        warm(warmed, chunks)
+        assert min(blended(got)[2:]) >= 100
+
+
+def test_no_layer_computes_before_it_has_landed(
+    model: Path, chunks: list[list[int]], warmed: EngineProcess, traces: Path
+) -> None:
+    """By the trace of a prompt that is blended alone: every layer's loads, by the graphs of its
+    chunks, have ended when it is looked at or recomputed."""
+    [path] = traces.glob("rank0-*.json")
+    before = len(list(read_trace(path)))
+    [prompt] = prompts(model, chunks, 1, seed=15)
+    [got] = answers(warmed, [prompt], fusion={"ratio": 0.2})
+    assert blended([got])[0] >= 400
+    found = list(read_trace(path))[before:]
+    loads = [e for e in found if e["track"] == "h2d"]
+    steps = [e for e in found if e["track"] in ("look", "recompute")]
+    assert [e["name"] for e in steps] == [f"layer {n}" for n in (0, 1, 2, 3)] * 2
+    graphs = {e["args"]["graph"] for e in loads}
+    assert len(graphs) >= 3
+    for step in steps:
+        layer = int(step["name"].split()[1])
+        own = [e for e in loads if _covers(e["name"], layer)]
+        assert {e["args"]["graph"] for e in own} == graphs
+        assert all(e["ts"] + e["dur"] <= step["ts"] + 1 for e in own)
+
+
+def _covers(name: str, layer: int) -> bool:
+    first, stop = map(int, name.removeprefix("layers ").split(".."))
+    return first <= layer < stop
 
 
 def test_wishes_that_make_no_sense(
@@ -246,6 +352,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
         assert "exact prefixes only" in process.log.read_text()
 
 
+@pytest.mark.whole_machine
 def test_tensor_parallel_ranks_choose_the_same_rows(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
@@ -276,6 +383,7 @@ def test_adapters(
     adapter = tiny_lora(tmp_path / "lora", model, seed=3)
     asked = prompts(model, chunks, 3, seed=9)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    lora["max_num_batched_tokens"] = 256  # blends go through the adapter's layers in pieces
     with engine(model, config(), **lora) as process:
         warm(process, chunks, lora=adapter)
         got = answers(process, asked[:1], fusion=ALL)
@@ -304,11 +412,41 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         warm(process, chunks)
         got = answers(process, asked, fusion={"ratio": 0.999})
         right = reference(asked)
-        failed = [
-            i for i, a in enumerate(got) if "recomputed_share" not in a.kvcore.get("fusion", {})
-        ]
-        assert 3 <= len(failed) < len(got), [a.kvcore for a in got]
+        told = [a.kvcore.get("fusion", {}) for a in got]
+        failed = [i for i, fusion in enumerate(told) if "recomputed_share" not in fusion]
+        assert 3 <= len(failed) < len(got), told
+        tried = sum("blend failed" in fusion.get("error", "") for fusion in told)
+        assert tried >= 3
+        assert counted(process, "kvcore_blends_total", outcome="failed") == tried
+        assert not any("blend" in got[i].kvcore["tiers"] for i in failed)
         same([got[i] for i in failed], [right[i] for i in failed])
         settled(process)
         same(answers(process, asked, fusion=EXACT), right)
         assert "exact prefixes only" in process.log.read_text()
+
+
+def test_blends_are_made_where_they_pay() -> None:
+    """A blend that recomputes next to nothing is chosen, one that recomputes next to everything is
+    declined with a reason once it was tried; who asks for a ratio gets it either way."""
+    deep = tiny_model("llama", layers=12, heads=8, kv_heads=2, head_dim=64)
+    texts = windows(deep, 6, 300, 300, seed=81)
+    asked = prompts(deep, texts, 8, seed=82)
+    with engine(deep, config(ratio=0.02)) as process:
+        warm(process, texts)
+        got = answers(process, asked)
+        assert sum(map(bool, blended(got))) >= 6, [a.kvcore for a in got]
+    with engine(deep, config(ratio=0.97, ratio_max=0.97)) as process:
+        warm(process, texts)
+        got = answers(process, asked)
+        declined = [a.kvcore.get("fusion", {}).get("declined", "") for a in got]
+        assert "the prefix alone" in declined[-1], [a.kvcore for a in got]
+        refused = sum(map(bool, declined))
+        assert counted(process, "kvcore_blends_total", outcome="declined") == refused
+        process.reset_prefix_cache(connector=True)
+        right = answers(process, asked, fusion=EXACT)
+        plain = [(a, b) for a, b, why in zip(got, right, declined, strict=True) if why]
+        same([a for a, _ in plain], [b for _, b in plain])
+        process.reset_prefix_cache(connector=True)
+        warm(process, texts)
+        [wanted] = answers(process, asked[:1], fusion=ALL)
+        assert blended([wanted])[0] >= 600

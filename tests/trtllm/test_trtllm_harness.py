@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 
 from kvcore.errors import ConfigError, UnsupportedError  # after the skip
 from kvcore.testing.models import tiny_model
+from kvcore.testing.page_table import PageTable
 from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, State, installed
 from kvcore.testing.trtllm.model import load
-from kvcore.testing.trtllm.pages import PageTable
 from kvcore.testing.trtllm.standins import (
     MODULES,
     KvCacheConnectorScheduler,

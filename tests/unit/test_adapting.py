@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.adapting import identity
-from kvcore.adapting.identity import Namespaces, lora_identity, rope_length, weights_identity
+from kvcore.adapting.identity import (
+    Namespaces,
+    hooked,
+    lora_identity,
+    rope_length,
+    weights_identity,
+)
 from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
 from kvcore.adapting.outbox import Outbox, Quorum
 from kvcore.adapting.rank import close_worker, open_tiers, refuse_tier
@@ -20,6 +26,7 @@ from kvcore.block import Namespace
 from kvcore.config import NamespaceConfig
 from kvcore.errors import TierUnavailable, TransferError, UnsupportedError
 from kvcore.layout import BlockShape
+from kvcore.plugins.manager import Found, Origin
 from kvcore.tiers.base import BlockRead, Tier
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import RefusingWorker
@@ -263,3 +270,20 @@ def test_an_end_that_hangs_or_fails_is_named(caplog: pytest.LogCaptureFixture) -
     assert "still hung" in caplog.text
     close_worker(Holder(ends=TransferError("a thread died")))
     assert "a thread died" in caplog.text
+
+
+def test_kv_made_under_hooks_around_attention_is_kept_apart() -> None:
+    def found(name: str, version: str = "1") -> Found:
+        return Found("attention", name, Origin("plugin", "package", version), None)
+
+    own = b"f" * 32
+    assert hooked(own, []) == own
+    one, other = [found("a")], [found("b")]
+    kinds = [
+        own,
+        *(hooked(own, hooks) for hooks in (one, other, [*one, *other], [found("a", "2")])),
+    ]
+    assert len(set(kinds)) == 5
+    assert {len(kind) for kind in kinds} == {32}
+    assert hooked(own, [*one, *other]) == hooked(own, [*other, *one])
+    assert hooked(b"g" * 32, one) != hooked(own, one)

@@ -23,7 +23,7 @@ from kvcore.fusion.attend import (  # noqa: E402
 from kvcore.fusion.fusor import Attend, Fusor, Job, State  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Plan, Prefix  # noqa: E402
-from kvcore.fusion.reference import Decoder  # noqa: E402
+from kvcore.fusion.reference import Decoder, prefill  # noqa: E402
 from kvcore.fusion.select import (  # noqa: E402
     BUILTIN_SELECTORS,
     Ratio,
@@ -84,7 +84,17 @@ def test_scattered_rows_against_the_twin(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend, "TILE_SCORES", scores)
         got = attend_rows(queries, positions, keys, values, attention)
-        also, looked = look_rows(queries, positions, keys, values, attention, asking, 2.0)
+        interest = torch.zeros(kv_heads * group, tokens)
+        cut = len(positions) // 2
+        also = torch.cat(
+            [
+                look_rows(
+                    queries[part], positions[part], keys, values, attention, asking[part], interest
+                )
+                for part in (slice(0, cut), slice(cut, None))
+            ]
+        )
+        looked = interest.square().sum(dim=0)
     expected = naive_attend_rows(queries, positions, keys, values, attention)
     close(got, expected, 1e-5)
     close(also, expected, 1e-5)
@@ -182,12 +192,19 @@ def test_any_plan(
 LLAMA = World(Decoder(make_model("llama")))
 
 
-def agree(world: World, plan: Plan, selector: Any, budget: Any, gate: Gate | None = None) -> None:
+def agree(
+    world: World,
+    plan: Plan,
+    selector: Any,
+    budget: Any,
+    gate: Gate | None = None,
+    layers: type[ReferenceLayers] = ReferenceLayers,
+) -> None:
     """The same rows computed at every layer, and the same KV left."""
     blender, job = world.make(plan), job_of(plan)
     placed = ReferencePlaced(blender)
     expected = blender.blend(selector, budget, gate=gate)
-    outcome = Fusor(ReferenceLayers(world.decoder)).blend(job, placed, selector, budget, gate)
+    outcome = Fusor(layers(world.decoder)).blend(job, placed, selector, budget, gate)
     assert [v[:2] for v in outcome.verdicts] == [v[:2] for v in expected.verdicts]
     made = slice(job.exact, job.stop)
     for layer, rows in enumerate(expected.computed):
@@ -210,6 +227,57 @@ def test_the_gate_is_heeded_as_in_the_reference(bound: float, depth: float) -> N
     plan = LLAMA.plan()
     gate = Gate(bound, larger=(0.3, 0.6), depth=depth)
     agree(LLAMA, plan, BUILTIN_SELECTORS["runs"](), Ratio(0.15, spread=0.5), gate)
+
+
+def test_a_prompt_of_nothing_cached_is_a_prefill(world: World) -> None:
+    tokens = torch.tensor(words(40, 5))
+    state = Fusor(ReferenceLayers(world.decoder)).compute(tokens)
+    assert state.residual is None
+    close(state.hidden, prefill(world.decoder, tokens.tolist())[1], 2e-4)
+
+
+class Overwriting(ReferenceLayers):
+    """As engines do it: what a layer is given is spoilt by the time it asks for attention."""
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        own = state.copy()
+        for given_state in state:
+            if given_state is not None:
+                given_state.fill_(torch.nan)
+        return super().run(layer, positions, own, attend)
+
+
+@pytest.mark.parametrize("most", [1, 7, 16])
+@pytest.mark.parametrize("budget", [*BUDGETS, Ratio(0.9, spread=0.1)], ids=str)
+def test_layers_that_take_few_rows_at_once(most: int, budget: Any) -> None:
+    """The same blend in pieces, and no call of more rows than may be."""
+    plan = LLAMA.plan()
+
+    class Small(Overwriting):
+        max_rows = most
+
+        def embed(self, tokens: Tensor) -> Tensor:
+            assert len(tokens) <= most
+            return super().embed(tokens)
+
+        def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+            assert len(positions) == len(state.hidden) <= most
+            return super().run(layer, positions, state, attend)
+
+    threshold = isinstance(budget, Threshold)
+    selector = RelativeDeviation() if threshold else BUILTIN_SELECTORS["runs"]()
+    agree(LLAMA, plan, selector, budget, layers=Small)
+    if not threshold and not budget.is_reuse:
+        agree(LLAMA, plan, selector, budget, Gate(0.05, larger=(0.95,)), layers=Small)
+    tokens = torch.tensor(words(40, 5))
+    got = Fusor(Small(LLAMA.decoder)).compute(tokens).hidden
+    close(got, prefill(LLAMA.decoder, tokens.tolist())[1], 2e-4)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_layers_may_overwrite_the_state(ratio: float) -> None:
+    budget = Ratio(ratio, spread=0.5)
+    agree(LLAMA, LLAMA.plan(), BUILTIN_SELECTORS["runs"](), budget, layers=Overwriting)
 
 
 def test_ranks_choose_by_the_sum_of_their_scores() -> None:

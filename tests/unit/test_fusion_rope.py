@@ -442,3 +442,32 @@ def test_one_rotation_loses_less_than_two() -> None:
     at_zero = rope.shift(stored, torch.tensor(-(old + tokens)))
     twice = loss(rope.shift(at_zero, torch.tensor(new + tokens)))
     assert 1.3 < twice / once < 1.7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("start", "distance"), [(500, 1000), (4000, -3500)])
+def test_keeping_chunks_with_their_offset_loses_less_than_turning_them_to_zero(
+    dtype: torch.dtype, start: int, distance: int
+) -> None:
+    """An engine's K comes rotated and rounded; each further rounding adds to what is lost."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    }
+    rope = rope_of(config, 0)
+    assert rope is not None
+    plain = torch.randn(3, 256, 64, dtype=torch.float64, generator=torch.manual_seed(0))
+    truth = rope.shift(plain, start + distance)
+    stored = rope.shift(plain, start).to(dtype)
+
+    def lost(keys: torch.Tensor) -> float:
+        return float((keys.double() - truth).norm() / truth.norm())
+
+    moved, through_zero = rope.shift(stored, distance), rope.shift(stored, -start)
+    assert lost(truth.to(dtype)) < lost(moved)
+    assert lost(moved) < 0.9 * lost(rope.shift(through_zero, start + distance))

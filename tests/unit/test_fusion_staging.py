@@ -18,6 +18,7 @@ from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging  # noqa: E402
 from kvcore.layout import Axis, BlockShape, KVLayout, KVView, Plane, arena_layout  # noqa: E402
+from kvcore.ops.fusion import TorchFusion  # noqa: E402
 from kvcore.ops.reference import ReferenceOps  # noqa: E402
 from kvcore.testing.fusion import (  # noqa: E402
     DIM,
@@ -76,9 +77,10 @@ def paged(layers: tuple[LayerKV, ...], tokens: int, pages: list[int]) -> KVView:
     prefix=st.integers(0, 20),
     cuts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20), st.integers(0, 6)), max_size=3),
     seed=st.integers(0, 3),
+    again=st.booleans(),
 )
 def test_chunks_stand_where_the_reference_places_them(
-    prefix: int, cuts: list[tuple[int, int, int]], seed: int
+    prefix: int, cuts: list[tuple[int, int, int]], seed: int, again: bool
 ) -> None:
     """Chunks cut at any token of their blocks, between fresh tokens, behind a prefix."""
     segments: list[Any] = [Prefix(WORLD.chunk(9, prefix))] if prefix else []
@@ -112,6 +114,7 @@ def test_chunks_stand_where_the_reference_places_them(
         PrefixReader(OPS, view, SHAPE, pages, prefix),
         waited.append,
         lambda layer, kv: written.append((layer, kv)),
+        again=again,
     )
     expected = WORLD.make(plan).placed
     known = torch.cat([plan.rows(Prefix), plan.rows(Cached)])
@@ -125,6 +128,30 @@ def test_chunks_stand_where_the_reference_places_them(
     assert waited == [0, 1, LAYERS - 1, 0]
     placed.write(3, kv)
     assert written[0][0] == 3
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_layers_read_again_are_rotated_once(again: bool) -> None:
+    class Counting(TorchFusion):
+        turned = 0
+
+        def place(self, staged: LayerKV, into: LayerKV, places: Any, rope: Any) -> None:
+            self.turned += rope is not None
+            super().place(staged, into, places, rope)
+
+    chunk, ops = WORLD.chunk(1, 16), Counting()
+    staging = Staging(SHAPE, 4, torch.device("cpu"))
+    OPS.copy_blocks(arena_of(chunk, 4), np.arange(4), staging.groups[0].view, np.arange(4))
+    empty = PrefixReader(OPS, paged(chunk.layers, 0, [0]), SHAPE, [], 0)
+    places = [Place(2, 10, 5, 3)]
+    placed = PlacedChunks(
+        16, staging, places, ROPES, empty, lambda _: None, lambda layer, kv: None, ops, again
+    )
+    first = [placed.layer(layer).keys.clone() for layer in range(LAYERS)]
+    second = [placed.layer(layer).keys.clone() for layer in range(LAYERS)]
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one, two)
+    assert ops.turned == (LAYERS if again else 2 * LAYERS)
 
 
 def test_a_chunk_at_its_own_place_keeps_its_bits() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcore.breaker import Breaker, BreakerState
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import HOST, Backing, Event, KVManager, Readiness, WritePolicy
 from kvcore.metrics import Metrics
@@ -296,6 +297,25 @@ def test_a_load_larger_than_the_host_tier_passes_through_staging() -> None:
     rig.drain(5)
     assert rig.loaded(graph) == keys[:depth]
     rig.manager.check_integrity()
+
+
+def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
+    """The first source is still there and is pinned; the second has left its tier."""
+    rig = Rig(host=4, disk=16)
+    old = chain(1, 2, 3, 4)
+    rig.save(old)
+    rig.drain()
+    rig.save(chain(7, 8))
+    rig.drain()
+    hit = rig.manager.get_match(old, NAMESPACE)
+    assert hit.blocks_by_tier() == {HOST: 2, "disk": 2}
+    stale = replace(hit, keys=(*old[:3], b"gone" * 4))
+    with pytest.raises(KVCoreError, match="not published"):
+        rig.manager.launch_load(stale, 0, 4, rig.units(4))
+    assert rig.manager.in_flight == 0
+    rig.save(chain(21, 22, 23, 24))  # needs every slot, so none may be pinned
+    rig.drain()
+    assert rig.manager.get_match(chain(21, 22, 23, 24), NAMESPACE).blocks_by_tier() == {HOST: 4}
 
 
 def test_a_rotten_block_is_quarantined_with_all_that_stands_on_it() -> None:

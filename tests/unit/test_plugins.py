@@ -98,6 +98,28 @@ def test_operations_that_cannot_be_made_are_left_out(
     assert "ops=sad" in caplog.text
 
 
+def test_operations_that_do_not_serve_this_machine_are_no_warning(
+    plugin: MakePlugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        from kvcore.errors import UnsupportedError
+        from kvcore.plugins import OpsPlugin, hookimpl
+
+        def make():
+            raise UnsupportedError("no such device")
+
+        @hookimpl
+        def kvcore_ops():
+            return [OpsPlugin("elsewhere", make)]
+    """
+    caplog.set_level(logging.INFO)
+    manager = PluginManager(entry_points=[plugin("speed", source)])
+    assert "reference" in [ops.name for ops in manager.ops()]
+    (line,) = [record for record in caplog.records if "ops=elsewhere" in record.getMessage()]
+    assert line.levelno == logging.INFO
+    assert "no such device" in line.getMessage()
+
+
 BROKEN = {
     "raises_on_import": ("raise RuntimeError('no such luck')", "no such luck"),
     "import_error": ("import surely_not_installed", "surely_not_installed"),
@@ -344,3 +366,31 @@ def test_registering_never_raises_into_vllm(
     assert line.startswith("connector_not_registered connector=KVCoreConnector")
     assert "supported=" in line
     assert str(version) in line or version == "0.32.0"
+
+
+def test_hooks_around_attention_are_made_for_a_model_or_left_out(
+    plugin: Callable[[str, str], EntryPoint],
+) -> None:
+    source = """
+        from kvcore.attention import AttentionHook
+        from kvcore.errors import UnsupportedError
+        from kvcore.plugins import AttentionPlugin, hookimpl
+
+        class Hook(AttentionHook):
+            def __init__(self, shape, rank):
+                self.name = f"{shape} of rank {rank}"
+
+        def declines(shape, rank):
+            raise UnsupportedError("not for this model")
+
+        def breaks(shape, rank):
+            raise RuntimeError("broken")
+
+        @hookimpl
+        def kvcore_attention():
+            return [AttentionPlugin(f.__name__, f) for f in (Hook, declines, breaks)]
+    """
+    manager = PluginManager(entry_points=[plugin("hooks", source)])
+    shape: Any = "a shape"
+    assert [hook.name for hook in manager.attention(shape, 3)] == ["a shape of rank 3"]
+    assert PluginManager(entry_points=[]).attention(shape, 0) == []

@@ -10,12 +10,14 @@ computes them itself.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from kvcore_vllm.fusion import VllmLayers
+from kvcore_vllm.fusion import Served, VllmLayers
 from kvcore_vllm.messages import BlendOrder, BlendReport
+from kvcore_vllm.pacing import FULL_LAYERS
 
 from kvcore.config import Config
 from kvcore.fusion.fusor import Fusor, Job, Outcome
@@ -25,11 +27,12 @@ from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
+from kvcore.ops.fusion import FusionOps
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 
-FULL_LAYERS = 2
-"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
+PROFILED_ROWS = (16, 64, 256)
+"""Rows that the layers are timed with at start."""
 
 _log = logging.getLogger("kvcore.vllm.fusion")
 
@@ -47,11 +50,15 @@ class RefusingBlends:
         return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
+        """The pages of every order: none was filled."""
         return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
 
     def take_reports(self) -> list[BlendReport]:
         orders, self._orders = self._orders, []
         return [BlendReport(order.request_id, ok=False) for order in orders]
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        return []
 
 
 def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:
@@ -71,10 +78,12 @@ class Blends:
         shape: BlockShape,
         selector: Selector,
         page_tokens: int,
+        ops: FusionOps,
     ) -> None:
         self._worker = worker
         self._layers = layers
-        self._fusor = Fusor(layers)
+        self._ops = ops
+        self._fusor = Fusor(layers, worker.tracer, ops)
         self._ropes = ropes
         self._shape = shape
         self._selector = selector
@@ -84,18 +93,30 @@ class Blends:
         self._page_tokens = page_tokens
         self._view = worker.groups[0].view
         self._device = self._view.tensors[0].device
-        self._orders: list[tuple[BlendOrder, Staging]] = []
+        self._orders: list[tuple[BlendOrder, Staging | None]] = []
         self._reports: list[BlendReport] = []
+        self._profile = self._profiled() if config.fusion.adaptive else []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Start the copies of chunks into staging; returns reports of graphs that were refused."""
         refused: list[OpReport] = []
         for order in orders:
-            staging = Staging(self._shape, max(order.blocks, 1), self._device)
+            staging = self._stage(order)
             self._orders.append((order, staging))
             for chunk in order.chunks:
-                refused += self._worker.submit(chunk.graph, staging.groups)
+                if staging is None:
+                    refused += refuse(chunk.graph, RowError.CANCELLED)
+                else:
+                    refused += self._worker.submit(chunk.graph, staging.groups)
         return refused
+
+    def _stage(self, order: BlendOrder) -> Staging | None:
+        """Memory for the chunks of an order; None where there is none left."""
+        try:
+            return Staging(self._shape, max(order.blocks, 1), self._device)
+        except (RuntimeError, MemoryError) as error:  # how torch says it, on a device and on a CPU
+            _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
+            return None
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
         """Carry out the orders; returns vLLM's pages that a failed blend left unfilled.
@@ -105,14 +126,22 @@ class Blends:
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            if not self._done(order, staging, landed):
+            if not self._ready(staging) or not self._done(order, staging, landed):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += pages_made(order, self._page_tokens)
             for chunk in order.chunks:
                 self._worker.release(chunk.graph.graph_id)
         return failed
 
-    def _done(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> bool:
+    def _ready(self, staging: Staging | None) -> bool:
+        """Whether every rank has what it needs: layers are collectives, so all walk or none."""
+        lacking = self._layers.reduce(torch.tensor([float(staging is None)], device=self._device))
+        return not lacking.item()
+
+    def _done(
+        self, order: BlendOrder, staging: Staging | None, landed: Callable[[int], None]
+    ) -> bool:
+        assert staging is not None
         try:
             self._blend(order, staging, landed)
         except Exception:  # noqa: BLE001 - others' layers and selectors: vLLM computes instead
@@ -124,6 +153,34 @@ class Blends:
         """What became of the blends since the last call."""
         reports, self._reports = self._reports, []
         return reports
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        """(rows, seconds) of the layers, timed when this was made. Told once."""
+        profile, self._profile = self._profile, []
+        return profile
+
+    @torch.inference_mode()
+    def _profiled(self) -> list[tuple[int, float]]:
+        """Time the layers over some rows behind nothing. A collective; nothing is written.
+
+        The first run, which may compile something, is not counted. Layers that fail here leave the
+        controller to its guesses, and blends to fail one by one.
+        """
+        nowhere = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        try:
+            with self._layers.serving(Served("profile", nowhere, self._page_tokens)):
+                self._seconds(PROFILED_ROWS[0])
+                return [(rows, self._seconds(rows)) for rows in PROFILED_ROWS]
+        except Exception:  # noqa: BLE001 - others' layers: the engine must start all the same
+            _log.exception("the model's layers could not be timed")
+            return []
+
+    def _seconds(self, rows: int) -> float:
+        started = time.perf_counter()
+        self._fusor.compute(torch.zeros(rows, dtype=torch.int64, device=self._device))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
     @torch.inference_mode()
     def _blend(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> None:
@@ -144,12 +201,24 @@ class Blends:
             for chunk in order.chunks
         ]
         placed = PlacedChunks(
-            len(job.tokens), staging, places, self._ropes, self._prefix(order), wait, sink
+            len(job.tokens),
+            staging,
+            places,
+            self._ropes,
+            self._prefix(order),
+            wait,
+            sink,
+            self._ops,
+            again=self._selector.needs_question or self._gate is not None,
         )
         budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
-        with self._layers.adapted(order.lora):
+        with self._layers.serving(self._served(order)):
             outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
         self._report(order, job, outcome)
+
+    def _served(self, order: BlendOrder) -> Served:
+        pages = torch.tensor([order.pages], device=self._device)
+        return Served(order.request_id, pages, self._page_tokens, order.lora)
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:
         """Token slots of positions [exact, stop)."""

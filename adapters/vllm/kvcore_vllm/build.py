@@ -8,26 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kvcore_vllm.attention import install
 from kvcore_vllm.blending import Blends, RefusingBlends
+from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
+from kvcore_vllm.pacing import Pace, make_pace
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
-from kvcore.adapting.build import WorkerParts, build_leader, build_worker
+from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.rank import refuse_tier
+from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape, KVView
-from kvcore.manager import KVManager
+from kvcore.manager import HOST
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
+from kvcore.ops.fusion import select_fusion
 from kvcore.tiers.host import HostArena
-from kvcore.transfer.graph import Span
+from kvcore.transfer.graph import Path, Span
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 
@@ -61,7 +66,7 @@ def build_scheduler_side(
         parts.metrics,
         open_tiers=parts.open_tiers,
         on_close=parts.releases,
-        fusion=_fusion_leader(config, vllm_config, model, parts.manager, steps),
+        fusion=_fusion_leader(config, vllm_config, model, parts, steps),
     )
     return side
 
@@ -70,7 +75,7 @@ def _fusion_leader(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
-    manager: KVManager,
+    parts: LeaderParts,
     steps: Sequence[Span],
 ) -> FusionLeader | None:
     """None where fusion is off, or the model is not one it is right for."""
@@ -81,15 +86,29 @@ def _fusion_leader(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return None
-    limit = vllm_config.scheduler_config.max_num_batched_tokens
     return FusionLeader(
         config,
         model.shape,
-        manager,
+        parts.manager,
         _segments(config, model),
         steps,
         model.groups[0].page_tokens,
-        limit if vllm_config.lora_config is not None else None,
+        _pace(config, vllm_config, model, parts) if config.fusion.adaptive else None,
+    )
+
+
+def _pace(
+    config: Config, vllm_config: VllmConfig, model: ModelDescription, parts: LeaderParts
+) -> Pace:
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    paths = {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in parts.manager.backings}
+    return make_pace(
+        config.fusion,
+        vllm_config,
+        model.shape.layers,
+        model.world_size,
+        paths,
+        selector.needs_question,
     )
 
 
@@ -124,9 +143,11 @@ def build_worker_side(
     if views[0].tensors[0].device.type == "cpu":
         _verify(vllm_config, model, views, shape)
     parts = build_worker(config, model, rank, views)
+    _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
     return WorkerSide(
         parts.worker,
         blends=_blends(config, vllm_config, model, parts, shape),
+        clock=ForwardClock(views[0].tensors[0].device),
         layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         metrics=parts.metrics,
@@ -140,11 +161,11 @@ def _blends(
     model: ModelDescription,
     parts: WorkerParts,
     shape: BlockShape,
-) -> Blends | RefusingBlends | None:
+) -> Blends | RefusingBlends:
     """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
-    if not config.fusion.enabled:
-        return None
     page_tokens = model.groups[0].page_tokens
+    if not config.fusion.enabled:
+        return RefusingBlends(page_tokens)  # the leader has the same setting: there are no orders
     try:
         ropes = ropes_of(vllm_config, model)
         names = model.groups[0].names
@@ -153,13 +174,49 @@ def _blends(
         _log.warning("exact prefixes only: %s", error)
         return RefusingBlends(page_tokens)
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens)
+    device = parts.worker.groups[0].view.tensors[0].device
+    ops = select_fusion(device, parts.plugins.ops(), config.ops.backend)
+    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
 
 
-def refusing_worker_side() -> WorkerSide:
-    """A worker that takes no work, so that the leader learns of it and stands aside."""
+def _hook_attention(
+    vllm_config: VllmConfig, model: ModelDescription, hooks: Sequence[AttentionHook]
+) -> None:
+    """Set plugins' hooks around the layers of a model with one group of pages."""
+    if not hooks:
+        return
+    context = vllm_config.compilation_config.static_forward_context
+    [group, *others] = model.groups
+    try:
+        graphs = vllm_config.compilation_config.cudagraph_mode
+        if graphs is not None and graphs.has_full_cudagraphs():
+            raise UnsupportedError("full CUDA graphs replay without them: use piecewise ones")
+        if others or model.shape.kv_factor != 2:
+            raise UnsupportedError("attention hooks are for K and V of one group of pages")
+        runner = find_worker(vllm_config).model_runner
+        if not hasattr(getattr(runner, "input_batch", None), "req_ids"):
+            raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
+        layers = [context[name] for name in group.names]
+        install(layers, hooks, lambda: runner.input_batch.req_ids, group.page_tokens)
+    except UnsupportedError as error:
+        names = ", ".join(hook.name for hook in hooks)
+        _log.warning("attention hooks are left out: %s: %s", names, error)
+
+
+def refusing_worker_side(model: ModelDescription) -> WorkerSide:
+    """A worker that takes no work, so that the leader learns of it and stands aside.
+
+    What was planned before it learns is reported page by page: the engine computes it.
+    """
+    page_tokens = tuple(group.page_tokens for group in model.groups)
     return WorkerSide(
-        RefusingWorker(), layer_of={}, page_tokens=(), metrics=Metrics(), open_tier=refuse_tier
+        RefusingWorker(),
+        blends=RefusingBlends(page_tokens[0]),
+        clock=ForwardClock(torch.device("cpu")),
+        layer_of={},
+        page_tokens=page_tokens,
+        metrics=Metrics(),
+        open_tier=refuse_tier,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore_vllm.build import (
@@ -32,6 +33,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcore import log
+from kvcore.adapting.build import load_plugins
+from kvcore.adapting.identity import hooked
 from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config, load_config
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
@@ -89,10 +92,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _describe(self) -> ModelDescription | None:
         try:
-            return describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
+            model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
         except UnsupportedError as error:
             self._stand_aside(error)
             return None
+        hooks = load_plugins(self._config).found("attention")
+        return replace(model, fingerprint=hooked(model.fingerprint, hooks))
 
     def _stand_aside(self, error: KVCoreError) -> None:
         _log.warning("kvcore stands aside, the model runs without it: %s", error)
@@ -106,8 +111,14 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Waiting for a layer inside the forward cannot be captured into a full graph."""
-        return bool(extra_config.get("vllm", {}).get("layerwise") is True)
+        """Neither waiting for a layer inside the forward nor a plugin's hook around attention can
+        be captured into a full graph."""
+        if extra_config.get("vllm", {}).get("layerwise") is True:
+            return True
+        config = load_config(
+            overrides=dict(extra_config), overrides_from="kv_connector_extra_config"
+        )
+        return bool(load_plugins(config).found("attention"))
 
     # -- worker -----------------------------------------------------------------------------
 
@@ -120,7 +131,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except (UnsupportedError, LayoutError) as error:
             self._stand_aside(error)
-            self._worker = refusing_worker_side()
+            self._worker = refusing_worker_side(self._model)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before vLLM touches a page: start the step's plan here."""

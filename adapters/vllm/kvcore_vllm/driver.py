@@ -45,6 +45,8 @@ class Driver:
 
         if current_platform.is_cpu():
             engine_args.setdefault("enforce_eager", True)
+            # By itself vLLM takes nearly all memory, and does not start beside anything else.
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
             _bind_threads(int(engine_args.get("tensor_parallel_size", 1)))
         if kvcore is not None:
             self._asks = True
@@ -250,3 +252,6 @@ async def _run(descriptor: int) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # engine core and workers have ended; tearing down the modules would take seconds

@@ -16,16 +16,19 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
+from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad, StepNews
+from kvcore_vllm.pacing import Pace, parts_of
 
-from kvcore.block import KeyChain, Namespace, pack_tokens
+from kvcore.adapting.chunks import BlendPlan, Chunks
+from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
-from kvcore.errors import CapacityError, ConfigError, KVCoreError
+from kvcore.errors import ConfigError, KVCoreError
+from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
@@ -42,20 +45,6 @@ MAX_FAILURES = 3
 
 MAX_FETCH = 8
 """Blocks brought to host memory for one block of a chunk, at most."""
-
-
-@dataclass(frozen=True)
-class BlendPlan:
-    """What a request's blend is made of: KV for [exact, stop), ``chunks`` ascending."""
-
-    exact: int
-    stop: int
-    ratio: float
-    chunks: tuple[Reusable, ...]
-
-    @property
-    def reused(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
 
 
 @dataclass
@@ -78,7 +67,14 @@ class Fusing:
     hashes: list[Any] | None = None
     hasher: Any = None
     report: BlendReport | None = None
+    decision: Decision | None = None
     refused: str = ""
+
+    @property
+    def declined(self) -> str | None:
+        """Why its chunks were not worth a blend; None where they were, or nobody asked."""
+        found = self.decision
+        return found.reason if found is not None and found.mode is Mode.PREFIX else None
 
     @property
     def ratio(self) -> float:
@@ -95,9 +91,11 @@ class Fusing:
         if self.refused:
             return {"error": self.refused}
         if self.plan is None or self.approximate_from is None:
-            return {}
+            return {} if self.declined is None else {"declined": self.declined}
+        if self.report is not None and not self.report.ok:
+            return {"error": "the blend failed: the engine computed the prompt"}
         told: dict[str, Any] = {"blended_tokens": self.plan.reused, "ratio": self.plan.ratio}
-        if self.report is not None and self.report.ok:
+        if self.report is not None:
             told["ratio"] = self.report.ratio
             told["recomputed_share"] = round(self.report.share, 4)
             if self.report.verdicts:
@@ -116,35 +114,35 @@ class FusionLeader:
         segments: Segments,
         layer_steps: Sequence[Span],
         page_tokens: int,
-        batch_limit: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._settings = config.fusion
         self._block = config.block.tokens
         self._shape = shape
         self._manager = manager
-        self._segments = segments
+        self.chunks = Chunks(config.fusion, config.block.tokens, shape.nbytes, manager, segments)
         self._layer_steps = tuple(layer_steps)
         self._page_tokens = page_tokens
-        self._batch_limit = batch_limit
+        self._pace = pace
         self._staged = 0
         self._failures = 0
         self._marked: list[tuple[Request, Fusing]] = []
 
-    # -- what is stored ---------------------------------------------------------------------
+    # -- what was measured ------------------------------------------------------------------
 
-    def learn(self, chain: KeyChain, start: int, stop: int, tokens: Sequence[int]) -> None:
-        """Blocks [start, stop) of a chain were saved; ``tokens`` are those of the request."""
-        self._segments.add(chain.namespace.digest, chain.keys[:stop], start, tokens)
+    def time(self, scheduled: Iterable[tuple[int, Any]]) -> int:
+        """`StepPlan.timed` of a step with (tokens, request) in it."""
+        return 0 if self._pace is None else self._pace.time(parts_of(scheduled))
 
-    def forget(self) -> None:
-        """Nothing of what was learned is stored any more."""
-        self._segments.clear()
+    def learn_times(self, news: StepNews) -> None:
+        """Take in what the workers measured."""
+        if self._pace is not None:
+            self._pace.learn(news)
 
-    def close(self) -> None:
-        self._segments.close()
-
-    def judge(self, report: BlendReport) -> None:
+    def judge(self, report: BlendReport, plan: BlendPlan | None) -> None:
         """Take in what became of a blend: when they fail one after another, no more are made."""
+        if self._pace is not None and plan is not None:
+            self._pace.blended(report, plan.exact)
         self._failures = 0 if report.ok else self._failures + 1
         if self._failures == MAX_FAILURES:
             _log.error(
@@ -167,102 +165,41 @@ class FusionLeader:
         return fusing
 
     def plan(
-        self, request: Request, fusing: Fusing, namespace: Namespace, exact: int
+        self, request: Request, fusing: Fusing, namespace: Namespace, exact: int, hit: Hit
     ) -> BlendPlan | None:
-        """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
+        """What to blend of a prompt whose first ``exact`` tokens are held exactly, and of them
+        those of ``hit`` by the tiers; None where it is not worth it."""
         if not fusing.options.enabled or self._failures >= MAX_FAILURES:
             return None
         if fusing.report is not None and not fusing.report.ok:
             return None
-        tokens = request._all_token_ids
         if fusing.found is None:
-            fusing.found = self._find(tokens, fusing.options, namespace, exact)
-        usable = self._usable(fusing.found, exact, request.num_tokens - 1)
-        if sum(chunk.length for chunk in usable) < self._settings.min_tokens:
+            tokens = request._all_token_ids
+            fusing.found = self.chunks.find(tokens, fusing.options, namespace, exact)
+        limit, ratio = request.num_tokens - 1, self._settings.ratio
+        plan = self.chunks.plan(fusing.found, exact, limit, ratio, self._staged)
+        if plan is None:
             return None
-        ratio = fusing.options.ratio
-        stop = usable[-1].prompt_start + usable[-1].length
-        if self._batch_limit is not None and request.num_tokens - exact > self._batch_limit:
-            return None  # vLLM's LoRA layers have room for the rows of one batch
-        return BlendPlan(
-            exact, stop, self._settings.ratio if ratio is None else ratio, tuple(usable)
-        )
-
-    def _find(
-        self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
-    ) -> list[Reusable]:
-        spans = self._spans(tokens) if options.chunks is None else options.chunks
-        found = [r for a, b in spans if (r := self._marked_chunk(tokens, namespace, a, b))]
-        if not self._settings.unmarked or options.chunks is not None:
-            return found
-        stops = [*(r.prompt_start for r in found), len(tokens)]
-        starts = [exact, *(r.prompt_start + r.length for r in found)]
-        for start, stop in zip(starts, stops, strict=True):
-            if stop - start >= self._settings.min_tokens:
-                found += self._segments.find(
-                    namespace.digest, tokens, self._held, max(start, exact), stop
-                )
-        return sorted(found)
-
-    def _held(self, key: bytes) -> bool:
-        return key in self._manager.index
-
-    def _spans(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Stretches between separators; empty without one configured."""
-        mark = self._settings.separator
-        if not mark:
-            return []
-        line = np.asarray(tokens, dtype=np.int64)
-        if len(line) < len(mark):
-            return []
-        windows = np.lib.stride_tricks.sliding_window_view(line, len(mark))
-        spans, start = [], 0
-        for at in np.flatnonzero((windows == np.asarray(mark)).all(axis=1)).tolist():
-            if at > start:
-                spans.append((start, at))
-            start = max(start, at + len(mark))
-        return spans
-
-    def _marked_chunk(
-        self, tokens: Sequence[int], namespace: Namespace, start: int, stop: int
-    ) -> Reusable | None:
-        """A marked text, if it was computed on its own behind what is configured."""
-        behind = self._settings.behind
-        chain = KeyChain(namespace, self._block)
-        chain.extend([*behind, *tokens[start:stop]])
-        depth = self._manager.get_match(chain.keys, namespace.digest).depth
-        length = min(depth * self._block - len(behind), stop - start)
-        if length < self._settings.min_tokens:
+        if fusing.options.ratio is not None:  # as was asked, whatever it costs
+            return replace(plan, ratio=fusing.options.ratio)
+        if self._pace is None:
+            return plan
+        if fusing.decision is None:
+            fusing.decision = self._decide(self._pace, request, plan, hit)
+        if fusing.decision.mode is Mode.PREFIX:
             return None
-        last = (len(behind) + length - 1) // self._block
-        return Reusable(start, length, len(behind), chain.keys[last])
+        return replace(plan, ratio=fusing.decision.ratio)
 
-    def _usable(self, found: Iterable[Reusable], exact: int, limit: int) -> list[Reusable]:
-        """What of the chunks lies in [exact, limit), is held still and fits the staging."""
-        usable = []
-        left = self._settings.staging_max - self._staged
-        for chunk in found:
-            a = max(chunk.prompt_start, exact)
-            b = min(chunk.prompt_start + chunk.length, limit)
-            moved = chunk.source_start + a - chunk.prompt_start
-            nbytes = self._shape.nbytes * len(self._blocks(moved, b - a))
-            if b - a < self._settings.min_tokens or nbytes > left or not self._held(chunk.last_key):
-                continue
-            last = self._last_block_key(chunk, moved + b - a)
-            usable.append(Reusable(a, b - a, moved, last))
-            left -= nbytes
-        return usable
-
-    def _blocks(self, start: int, length: int) -> range:
-        """Blocks of a chain that hold tokens [start, start + length)."""
-        return range(start // self._block, -(-(start + length) // self._block))
-
-    def _last_block_key(self, chunk: Reusable, stop: int) -> bytes:
-        """Key of the block with the token before ``stop``, when the chunk was cut at its end."""
-        whole = chunk.source_start + chunk.length
-        if (stop - 1) // self._block == (whole - 1) // self._block:
-            return chunk.last_key
-        return self._manager.index.path(chunk.last_key)[(stop - 1) // self._block]
+    def _decide(self, pace: Pace, request: Request, plan: BlendPlan, hit: Hit) -> Decision:
+        exact = {tier: n * self._shape.nbytes for tier, n in hit.blocks_by_tier().items()}
+        chunks: dict[str, int] = {}
+        for chunk in plan.chunks:
+            source, start, stop = self.chunks.source(chunk)
+            for tier, blocks in source.blocks_by_tier(start, stop).items():
+                chunks[tier] = chunks.get(tier, 0) + blocks * self._shape.nbytes
+        decision = pace.decide(request.num_tokens, plan.exact, plan.reused, exact, chunks)
+        _log.debug("request=%s %s: %s", request.request_id, decision.mode.value, decision.reason)
+        return decision
 
     # -- bringing blocks to host memory ---------------------------------------------------------
 
@@ -280,7 +217,7 @@ class FusionLeader:
         fusing.fetched = True
         fusing.give_up_at = time.monotonic() + deadline_s
         wanted = [(exact_hit, computed // self._block, -(-plan.exact // self._block))]
-        wanted += [(*self._source(chunk),) for chunk in plan.chunks]
+        wanted += [self.chunks.source(chunk) for chunk in plan.chunks]
         graphs = []
         for hit, start, stop in wanted:
             if start >= stop or set(hit.blocks_by_tier(start, stop)) <= {HOST}:
@@ -299,7 +236,7 @@ class FusionLeader:
                 graph = self._manager.launch_load(
                     hit, start, stop, [skip], deadline_s=deadline_s, on_end=end
                 )
-            except CapacityError as error:
+            except KVCoreError as error:  # no room, or an earlier fetch has moved its blocks
                 _log.info("chunk stays where it is: %s", error)
                 continue
             ended.append(graph.graph_id)
@@ -313,25 +250,6 @@ class FusionLeader:
             _log.warning("chunks have not arrived from their tier in time, computing instead")
             fusing.fetching.clear()
         return bool(fusing.fetching)
-
-    def in_host(self, plan: BlendPlan) -> BlendPlan | None:
-        """The plan with the chunks that are in host memory; None when too little is left."""
-        chunks = []
-        for chunk in plan.chunks:
-            hit, start, stop = self._source(chunk)
-            if hit.depth >= stop and set(hit.blocks_by_tier(start, stop)) <= {HOST}:
-                chunks.append(chunk)
-        if sum(chunk.length for chunk in chunks) < self._settings.min_tokens:
-            return None
-        stop = chunks[-1].prompt_start + chunks[-1].length
-        return BlendPlan(plan.exact, stop, plan.ratio, tuple(chunks))
-
-    def _source(self, chunk: Reusable) -> tuple[Hit, int, int]:
-        """A chunk's chain as the tiers hold it, and its blocks there."""
-        chain = self._manager.index.path(chunk.last_key)
-        blocks = self._blocks(chunk.source_start, chunk.length)
-        namespace = self._manager.index.namespace_of(chunk.last_key)
-        return self._manager.get_match(chain, namespace), blocks.start, blocks.stop
 
     # -- vLLM's own prefix cache ------------------------------------------------------------------
 
@@ -381,7 +299,7 @@ class FusionLeader:
         chunks, row = [], 0
         for chunk in plan.chunks:
             try:
-                hit, start, stop = self._source(chunk)
+                hit, start, stop = self.chunks.source(chunk)
                 units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
                 graph = self._manager.launch_load(
                     hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps

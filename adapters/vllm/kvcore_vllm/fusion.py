@@ -3,7 +3,7 @@
 A vLLM decoder layer is called as ``layer(positions, hidden_states, residual)`` and its `Attention`
 gets q, k and v after RoPE. So a blend needs no copy of a model's code: for the length of a call the
 attention of one layer is answered by kvcore, and everything else of the layer is vLLM's own.
-Nothing is patched outside such a call.
+Nothing is patched outside such a call (`kvcore_vllm.attention`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import gc
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from kvcore_vllm.attention import check_module, lent
 from torch import Tensor
 
+from kvcore.attention import AttentionCall, AttentionHook, Batch
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, DecoderLayers, State
@@ -39,7 +41,6 @@ ARCHITECTURES = (
 """Models of vLLM 0.32 whose forward is: embed, then every layer, with nothing in between."""
 
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
-_ATTENTION_ARGUMENTS = ["self", "query", "key", "value", "output_shape", "output_dtype"]
 _NO_WINDOW = (None, -1, (-1, -1))
 
 
@@ -77,6 +78,28 @@ def find_worker(vllm_config: VllmConfig) -> Any:
     raise UnsupportedError("the worker of this process was not found: fusion needs its model")
 
 
+class Served(NamedTuple):
+    """The request that layers are run for: ``pages`` [1, n] of vLLM's, ``lora`` its adapter's
+    number there, 0 for none."""
+
+    request_id: str
+    pages: Tensor
+    page_tokens: int
+    lora: int = 0
+
+
+class _Answering(AttentionHook):
+    """A blend's answer in the place of a layer's attention."""
+
+    name = "fusion"
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def before(self, call: AttentionCall) -> Tensor:
+        return self._attend(call.query, call.key, call.value)
+
+
 class VllmLayers(DecoderLayers):
     """The decoder of a loaded model on one rank. Used from the model runner's thread only.
 
@@ -84,11 +107,7 @@ class VllmLayers(DecoderLayers):
     """
 
     def __init__(self, vllm_config: VllmConfig, worker: Any, names: Sequence[str]) -> None:
-        from vllm.model_executor.layers.attention import Attention as VllmAttention
-
-        found = list(inspect.signature(VllmAttention.forward).parameters)
-        if found != _ATTENTION_ARGUMENTS:
-            raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
+        check_module()
         context = vllm_config.compilation_config.static_forward_context
         self._attention: list[Any] = [context[name] for name in names]
         decoder: Any = worker.get_model().model
@@ -97,7 +116,9 @@ class VllmLayers(DecoderLayers):
         self.layers = len(names)
         self.attention = tuple(_attention(layer) for layer in self._attention)
         self._loras = _lora_manager(vllm_config, worker)
-        self._adapter = 0
+        # What vLLM has measured its memory for, and what its LoRA layers have room for.
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self._served: Served | None = None
         self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
         if len(self._modules) != self.layers:
             raise UnsupportedError(
@@ -108,27 +129,34 @@ class VllmLayers(DecoderLayers):
             raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
 
     @contextmanager
-    def adapted(self, lora: int) -> Iterator[None]:
-        """Run layers with an adapter of vLLM's (0: none) in this block. It must be active."""
-        if self._loras is None:
-            yield
-            return
-        steps = self._loras._last_mapping
-        self._adapter = lora
+    def serving(self, served: Served) -> Iterator[None]:
+        """Run layers for one request in this block. Its adapter must be active."""
+        steps = None if self._loras is None else self._loras._last_mapping
+        self._served = served
         try:
             yield
         finally:
+            self._served = None
             if steps is not None:
                 self._loras.set_adapter_mapping(steps)
 
     def _adapt(self, rows: int) -> None:
         """Tell vLLM's LoRA layers of how many rows the next call is."""
-        if self._loras is None:
+        if self._loras is None or self._served is None:
             return
         from vllm.lora.layers import LoRAMapping
 
-        mapping = LoRAMapping((self._adapter,) * rows, (self._adapter,), is_prefill=True)
+        lora = self._served.lora
+        mapping = LoRAMapping((lora,) * rows, (lora,), is_prefill=True)
         self._loras.set_adapter_mapping(mapping)
+
+    def _batch(self, positions: Tensor) -> Batch:
+        """These rows of the request that is served, of which there is at least one."""
+        assert self._served is not None
+        rows = len(positions)
+        starts = torch.arange(0, rows + 1, rows, device=positions.device)
+        served = self._served
+        return Batch((served.request_id,), starts, positions, served.pages, served.page_tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
         self._adapt(len(tokens))
@@ -137,7 +165,7 @@ class VllmLayers(DecoderLayers):
 
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
         self._adapt(len(positions))
-        with _redirected(self._attention[layer], attend):
+        with lent(self._attention[layer], layer, _Answering(attend), self._batch(positions)):
             hidden, residual = self._modules[layer](positions, state.hidden, state.residual)
         return State(hidden, residual)
 
@@ -153,31 +181,6 @@ class VllmLayers(DecoderLayers):
         """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
         attention = self._attention[layer]
         attention.impl.do_kv_cache_update(attention, kv.keys, kv.values, attention.kv_cache, slots)
-
-
-@contextmanager
-def _redirected(attention: Any, attend: Attend) -> Iterator[None]:
-    """Answer calls of one attention layer with ``attend``, in this block."""
-
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output_shape: torch.Size | None = None,
-        output_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        out = attend(
-            query.view(-1, attention.num_heads, attention.head_size),
-            key.view(-1, attention.num_kv_heads, attention.head_size),
-            value.view(-1, attention.num_kv_heads, attention.head_size_v),
-        )
-        return out.reshape(len(out), -1)
-
-    attention.forward = forward  # on the instance: hides the class's method
-    try:
-        yield
-    finally:
-        del attention.forward
 
 
 def _lora_manager(vllm_config: VllmConfig, worker: Any) -> Any:

@@ -86,7 +86,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     this very step, ``late_saves`` read what this step's forward computes. ``open_tiers`` comes
     once, before any graph that names those tiers: what their `prepare` told. ``forget`` are slots
     of tiers to make unreadable before any graph of this step. ``fetches`` bring blocks to host
-    memory, ``blends`` are carried out before the forward.
+    memory, ``blends`` are carried out before the forward. ``timed`` asks for the seconds of the
+    forward, under this number; 0 does not.
     """
 
     fence: list[int] = []
@@ -102,6 +103,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     forget: list[tuple[str, list[int]]] = []
     fetches: list[TransferGraph] = []
     blends: list[BlendOrder] = []
+    timed: int = 0
 
     @property
     def idle(self) -> bool:
@@ -118,6 +120,7 @@ class StepPlan(msgspec.Struct, array_like=True):
             or self.forget
             or self.fetches
             or self.blends
+            or self.timed
         )
 
 
@@ -129,11 +132,17 @@ class RankReport(msgspec.Struct, array_like=True):
 
 
 class StepNews(msgspec.Struct, array_like=True):
-    """What ended on the workers since their last news, and what they counted."""
+    """What ended on the workers since their last news, and what they counted.
+
+    ``forwards`` are (`StepPlan.timed`, seconds). ``profile`` comes once: (rows, seconds) of the
+    model's layers as a blend runs them, behind nothing.
+    """
 
     reports: list[RankReport] = []
     counted: dict[str, dict[str, Any]] = {}
     blends: list[BlendReport] = []
+    forwards: list[tuple[int, float]] = []
+    profile: list[tuple[int, float]] = []
 
     def merge(self, other: StepNews) -> StepNews:
         """News of two ranks as one: reports of the same op add up, counters too."""
@@ -147,7 +156,25 @@ class StepNews(msgspec.Struct, array_like=True):
         for report in other.blends:
             if report.request_id not in blends or not report.ok:
                 blends[report.request_id] = report
-        return StepNews(list(merged.values()), counted, list(blends.values()))
+        return StepNews(
+            list(merged.values()),
+            counted,
+            list(blends.values()),
+            _slowest(self.forwards, other.forwards),
+            _slowest(self.profile, other.profile),
+        )
+
+
+def _slowest(
+    mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
+) -> list[tuple[int, float]]:
+    """Ranks wait for each other, so what the slowest says is what it took."""
+    if len(mine) == len(theirs) and [n for n, _ in mine] == [n for n, _ in theirs]:
+        return [(n, max(a, b)) for (n, a), (_, b) in zip(mine, theirs, strict=True)]
+    slowest: dict[int, float] = {}
+    for number, seconds in (*mine, *theirs):
+        slowest[number] = max(seconds, slowest.get(number, 0.0))
+    return list(slowest.items())
 
 
 def _add(a: RankReport, b: RankReport) -> RankReport:

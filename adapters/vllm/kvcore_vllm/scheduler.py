@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -153,7 +153,10 @@ class SchedulerSide:
         if fusion.waits(fusing):
             return None
         exact = max(computed, tracked.hit.depth * self._block)
-        plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact)
+        undecided = fusing.decision is None
+        plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact, tracked.hit)
+        if undecided and fusing.declined is not None:
+            self._metrics.blend("declined")
         if plan is None:
             return False
         deadline = self._config.transfer.load_deadline_s
@@ -163,7 +166,7 @@ class SchedulerSide:
                 self._outbox.graphs.remove(graph)
             self._plan.fetches += fetches
             return None
-        plan = fusion.in_host(plan)
+        plan = fusion.chunks.in_host(plan)
         first, last = computed // self._block, -(-exact // self._block)
         if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
             return False
@@ -298,9 +301,16 @@ class SchedulerSide:
         if self._fusion is not None:
             self._limit_reading(plan.blends, output)
             self._fusion.settle()
+            plan.timed = self._fusion.time(self._scheduled(output))
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
         return KVCoreMetadata.of(plan)
+
+    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, Request]]:
+        """Tokens of this step and their request."""
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if (tracked := self._requests.get(request_id)) is not None:
+                yield tokens, tracked.request
 
     def _limit_reading(self, blends: Sequence[BlendOrder], output: SchedulerOutput) -> None:
         """Keep blends off pages that this very step computes.
@@ -365,7 +375,7 @@ class SchedulerSide:
         """Remember which tokens blocks of a request hold, for fusion."""
         assert self._fusion is not None
         tokens = tracked.request._all_token_ids
-        self._fusion.learn(tracked.chain, start, stop, tokens)
+        self._fusion.chunks.learn(tracked.chain, start, stop, tokens)
 
     def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
         if graph.priority is Priority.SPILL:
@@ -404,6 +414,8 @@ class SchedulerSide:
 
     def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
+        if self._fusion is not None:
+            self._fusion.learn_times(news)
         for told in news.blends:
             self._blended(told)
         for ranked in news.reports:
@@ -424,11 +436,14 @@ class SchedulerSide:
 
     def _blended(self, report: BlendReport) -> None:
         tracked = self._requests.get(report.request_id)
+        plan = None
         if tracked is not None and tracked.fusing is not None:
-            tracked.fusing.report = report
+            plan, tracked.fusing.report = tracked.fusing.plan, report
+            if not report.ok:
+                tracked.reused.pop("blend", None)
             self._count_blend(tracked.fusing, report)
         if self._fusion is not None:
-            self._fusion.judge(report)
+            self._fusion.judge(report, plan)
 
     def _count_blend(self, fusing: Fusing, report: BlendReport) -> None:
         self._metrics.blend("blended" if report.ok else "failed")
@@ -512,14 +527,14 @@ class SchedulerSide:
         self._manager.clear()
         self._namespaces.renew()
         if self._fusion is not None:
-            self._fusion.forget()
+            self._fusion.chunks.forget()
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
 
     def close(self) -> None:
         """Let go of what the leader holds; the workers finish what is in flight themselves."""
         if self._fusion is not None:
-            self._fusion.close()
+            self._fusion.chunks.close()
         for release in self._on_close:
             release()
 

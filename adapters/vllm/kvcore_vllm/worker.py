@@ -13,6 +13,7 @@ import itertools
 from collections import deque
 
 from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
+from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
 
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
@@ -43,7 +44,8 @@ class WorkerSide:
         page_tokens: tuple[int, ...],
         metrics: Metrics,
         open_tier: TierOpener,
-        blends: Blends | RefusingBlends | None = None,
+        blends: Blends | RefusingBlends,
+        clock: ForwardClock,
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of
@@ -62,6 +64,7 @@ class WorkerSide:
         self._tainted = 0
         self._failing: set[int] = set()
         self._chunks: dict[int, BlendOrder] = {}  # this step's blends by the graphs they read
+        self._clock = clock
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -87,6 +90,8 @@ class WorkerSide:
         for graph in itertools.chain(plan.fetches, plan.spills):
             self._submit(graph)
         self._begin_blends(plan)
+        if not plan.blends:  # without loads vLLM's next call comes when the forward is launched
+            self._start_clock()
 
     def _tend_tiers(self, plan: StepPlan) -> None:
         open_tiers(self._worker, self._open_tier, plan.open_tiers)
@@ -94,8 +99,6 @@ class WorkerSide:
             self._worker.forget(name, slots)
 
     def _begin_blends(self, plan: StepPlan) -> None:
-        if self._blends is None:
-            return
         self._chunks = {
             chunk.graph.graph_id: order for order in plan.blends for chunk in order.chunks
         }
@@ -103,13 +106,18 @@ class WorkerSide:
             self._take(report)
 
     def blend(self) -> None:
-        """Carry out the step's blends. Blocks; the forward may start afterwards."""
-        if self._blends is None or not self._plan.blends:
-            return
-        pages = self._blends.run(self._wait_for_canonical)
-        if pages:
-            self._tainted = TAINTED_STEPS
-            self._bad_pages.update(pages)
+        """Carry out the step's blends. Blocks; the forward starts afterwards."""
+        if self._plan.blends:
+            pages = self._blends.run(self._wait_for_canonical)
+            if pages:
+                self._tainted = TAINTED_STEPS
+                self._bad_pages.update(pages)
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        """The forward is next, if this is not a step in which computing waits for loads."""
+        if self._plan.timed and not self._sync:
+            self._clock.start(self._plan.timed)
 
     def _wait_for_canonical(self, layer: int) -> None:
         for graph_id in self._sync:
@@ -137,6 +145,7 @@ class WorkerSide:
 
     def end_forward(self) -> None:
         """Start the saves of what the forward computed, unless it computed on a failed load."""
+        self._clock.stop()
         self.wait_for_loads()
         self._collect()
         self._sync.clear()
@@ -166,12 +175,13 @@ class WorkerSide:
     def take_news(self) -> StepNews | None:
         """What ended since the last call, for the scheduler; None when there is nothing to say."""
         self._collect()
-        blends = self._blends.take_reports() if self._blends is not None else []
-        if not self._reports and not blends:
+        blends, forwards = self._blends.take_reports(), self._clock.take()
+        profile = self._blends.take_profile()
+        if not (self._reports or blends or forwards or profile):
             return None
-        news = StepNews([RankReport(r) for r in self._reports], self._metrics.delta(), blends)
+        reports = [RankReport(r) for r in self._reports]
         self._reports.clear()
-        return news
+        return StepNews(reports, self._metrics.delta(), blends, forwards, profile)
 
     def close(self) -> None:
         """Finish saves in flight and flush them; nothing that was saved is lost."""

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvcore.errors import CapacityError, ConfigError
+from kvcore.testing.page_table import PageTable
+from kvcore.testing.ranks import Ranks
 from kvcore.testing.trtllm import standins
 from kvcore.testing.trtllm.model import PagedModel, Rows
-from kvcore.testing.trtllm.pages import PageTable
-from kvcore.testing.trtllm.ranks import Ranks
 from kvcore.testing.trtllm.requests import LlmRequest, State
 
 __all__ = ["Call", "Executor", "Limits"]

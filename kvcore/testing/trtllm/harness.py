@@ -11,10 +11,10 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from kvcore.errors import TransferError
+from kvcore.testing.page_table import PageTable
+from kvcore.testing.ranks import Ranks
 from kvcore.testing.trtllm.executor import Call, Executor, Limits
 from kvcore.testing.trtllm.model import PagedModel, load
-from kvcore.testing.trtllm.pages import PageTable
-from kvcore.testing.trtllm.ranks import Ranks
 from kvcore.testing.trtllm.requests import LlmRequest, State
 
 __all__ = ["Harness", "HarnessArgs"]

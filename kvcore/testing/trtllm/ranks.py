@@ -1,103 +1,33 @@
-"""Ranks of one engine as threads of this process, with the collectives a connector may use."""
+"""The collectives that a connector may use, among the ranks of its harness."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvcore.errors import UnsupportedError
+from kvcore.testing.ranks import Ranks, here
 
-__all__ = ["Ranks", "allgather", "rank"]
+__all__ = ["allgather", "rank"]
 
 _T = TypeVar("_T")
-_here = threading.local()
-
-STALL_S = 600.0
-"""How long a collective waits for the other ranks before the harness calls it a stall."""
 
 
-class Ranks:
-    """``size`` threads that act as ranks. Calls on them block; close it when done."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.collectives = 0
-        self._barrier = threading.Barrier(size, timeout=STALL_S)
-        self._slots: list[Any] = [None] * size
-        self._work: list[queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]] = [
-            queue.SimpleQueue() for _ in range(size)
-        ]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(n,), name=f"trtllm-rank-{n}", daemon=True)
-            for n in range(size)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def on(self, number: int, call: Callable[[], _T]) -> _T:
-        """``call()`` on one rank."""
-        return self._start(number, call).result()
-
-    def each(self, call: Callable[[int], _T]) -> list[_T]:
-        """``call(rank)`` on all ranks at once; raises what the first failing rank raised."""
-        running = [self._start(n, lambda n=n: call(n)) for n in range(self.size)]  # type: ignore[misc]
-        errors = [error for future in running if (error := future.exception()) is not None]
-        # A rank that fails breaks the collective for the others: tell of the cause, not of that.
-        causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-        if errors:
-            raise (causes or errors)[0]
-        return [future.result() for future in running]
-
-    def close(self) -> None:
-        for work in self._work:
-            work.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _start(self, number: int, call: Callable[[], _T]) -> Future[_T]:
-        future: Future[_T] = Future()
-        self._work[number].put((call, future))
-        return future
-
-    def _serve(self, number: int) -> None:
-        _here.ranks, _here.number = self, number
-        while (item := self._work[number].get()) is not None:
-            call, future = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - handed to who asked
-                self._barrier.abort()
-                future.set_exception(error)
-
-    def gather(self, number: int, value: _T) -> list[_T]:
-        self._slots[number] = value
-        if self._barrier.wait() == 0:
-            self.collectives += 1
-        found = list(self._slots)
-        self._barrier.wait()  # nobody writes again before everybody has read
-        return found
-
-
-def _ranks() -> Ranks:
-    ranks: Ranks | None = getattr(_here, "ranks", None)
-    if ranks is None:
+def _place() -> tuple[Ranks, int]:
+    found = here()
+    if found is None:
         raise UnsupportedError(
             "a stand-in for TensorRT-LLM was used outside its harness: it tests connectors and "
             "serves nothing. Install tensorrt_llm, or use kvcore.testing.trtllm.Harness"
         )
-    return ranks
+    return found
 
 
 def rank() -> int:
     """The rank this thread acts as; UnsupportedError outside a harness."""
-    _ranks()
-    number: int = _here.number
-    return number
+    return _place()[1]
 
 
 def allgather(value: _T) -> list[_T]:
     """Every rank's value, in order of rank. Blocks until all ranks have called it."""
-    return _ranks().gather(_here.number, value)
+    ranks, number = _place()
+    return ranks.gather(number, value)

@@ -1,8 +1,8 @@
-"""The engine's page table: allocation, reuse of full pages by prefix, eviction.
+"""An engine's page table: allocation, reuse of full pages by prefix, eviction.
 
-Does what TensorRT-LLM's block manager does with block reuse on and partial reuse off, in the
-simplest way: pages that nobody uses stay in a table of prefixes until their room is needed, the
-least recently used first.
+Does what the block managers of engines do, in the simplest way: pages that nobody uses stay in a
+table of prefixes until their room is needed, the least recently used first. Only full pages are
+reused. The engines of this package that run in-process have one each.
 """
 
 from __future__ import annotations

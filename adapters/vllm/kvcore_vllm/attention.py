@@ -1,0 +1,162 @@
+"""Where `kvcore.attention` meets vLLM's layers.
+
+    layer(positions, hidden, residual)
+      └▶ Attention.forward(q, k, v) ───────── answered here for a blend (`lent`), for one call
+           └▶ custom op ▶ impl.forward(...)── hooks of plugins around it (`install`), until the end
+
+A blend runs layers outside of any forward of vLLM, so there is no batch and no page table to be
+asked for: the attention module itself is answered. Plugins see vLLM's own forwards, where the
+custom op looks the implementation up at every call; that holds in a compiled model too. Both are
+set on the instances, so that classes stay as they are, and nothing is set where there is no hook.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcore.attention import AttentionCall, AttentionHook, Batch, Hooks
+from kvcore.errors import UnsupportedError
+
+_log = logging.getLogger("kvcore.vllm.attention")
+
+_MODULE_ARGUMENTS = ["self", "query", "key", "value", "output_shape", "output_dtype"]
+_IMPL_ARGUMENTS = ["layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"]
+_METADATA = ("num_actual_tokens", "query_start_loc", "seq_lens", "block_table")
+
+
+def check_module() -> None:
+    """Raises UnsupportedError where vLLM's Attention is not called as in 0.32."""
+    from vllm.model_executor.layers.attention import Attention
+
+    found = list(inspect.signature(Attention.forward).parameters)
+    if found != _MODULE_ARGUMENTS:
+        raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
+
+
+@contextmanager
+def lent(attention: Any, layer: int, hook: AttentionHook, batch: Batch) -> Iterator[None]:
+    """Answer calls of one attention module with ``hook.before``, in this block."""
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        call = AttentionCall(
+            layer,
+            query.view(-1, attention.num_heads, attention.head_size),
+            key.view(-1, attention.num_kv_heads, attention.head_size),
+            value.view(-1, attention.num_kv_heads, attention.head_size_v),
+            batch,
+        )
+        answer = hook.before(call)
+        assert answer is not None, "outside a forward of vLLM there is nothing else to answer"
+        return answer.reshape(len(answer), -1)
+
+    attention.forward = forward  # on the instance: hides the class's method
+    try:
+        yield
+    finally:
+        del attention.forward
+
+
+class Batches:
+    """vLLM's metadata of a step, as a `Batch`. Made once a step and layer group."""
+
+    def __init__(self, request_ids: Callable[[], Sequence[str]], page_tokens: int) -> None:
+        self._request_ids = request_ids
+        self._page_tokens = page_tokens
+        self._metadata: Any = None
+        self._batch: Batch | None = None
+
+    def of(self, metadata: Any, layer: int) -> Batch:
+        """Made anew at layer 0: vLLM may fill the same metadata again for the next step."""
+        if self._batch is None or layer == 0 or metadata is not self._metadata:
+            self._metadata, self._batch = metadata, self._make(metadata)
+        return self._batch
+
+    def _make(self, metadata: Any) -> Batch:
+        requests = tuple(self._request_ids())
+        starts = metadata.query_start_loc[: len(requests) + 1]
+        rows = metadata.num_actual_tokens
+        counts = starts.diff()
+        behind = metadata.seq_lens[: len(requests)] - counts - starts[:-1]
+        positions = torch.arange(rows, device=starts.device)
+        positions += behind.repeat_interleave(counts, output_size=rows)
+        pages = metadata.block_table[: len(requests)]
+        return Batch(requests, starts, positions, pages, self._page_tokens)
+
+
+def install(
+    layers: Sequence[Any],
+    hooks: Sequence[AttentionHook],
+    request_ids: Callable[[], Sequence[str]],
+    page_tokens: int,
+) -> Hooks:
+    """Call ``hooks`` around every forward of these attention layers, in canonical order.
+
+    Raises UnsupportedError, and sets nothing, where the attention of one is not called as in 0.32.
+    """
+    for layer in layers:
+        _check_impl(layer)
+    all_of_them = Hooks(hooks)
+    batches = Batches(request_ids, page_tokens)
+    for index, layer in enumerate(layers):
+        layer.impl.forward = _around(layer.impl.forward, index, all_of_them, batches)
+    names = ", ".join(hook.name for hook in hooks)
+    _log.info("attention hooks around %d layers: %s", len(layers), names)
+    return all_of_them
+
+
+def _check_impl(layer: Any) -> None:
+    taken = list(inspect.signature(layer.impl.forward).parameters)[: len(_IMPL_ARGUMENTS)]
+    if taken != _IMPL_ARGUMENTS:
+        raise UnsupportedError(f"{type(layer.impl).__name__}.forward takes {taken}")
+
+
+def _around(
+    plain: Callable[..., Any], index: int, hooks: Hooks, batches: Batches
+) -> Callable[..., Any]:
+    def forward(
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        engine = (layer, query, key, value, kv_cache, attn_metadata, output, *args)
+        if not hooks.active or not all(hasattr(attn_metadata, name) for name in _METADATA):
+            return plain(*engine, **options)  # vLLM's warm-up has no metadata
+        try:
+            batch = batches.of(attn_metadata, index)
+        except Exception:  # noqa: BLE001 - vLLM's metadata is not what it was: it goes on alone
+            hooks.give_up("the step's requests could not be told")
+            return plain(*engine, **options)
+        rows = len(batch.positions)
+        call = AttentionCall(index, query[:rows], key[:rows], value[:rows], batch)
+        made = output[:rows].view(rows, *query.shape[1:-1], -1)
+        answer = hooks.before(call)
+        result = output
+        if answer is None:
+            result = plain(*engine, **options)
+        else:
+            made.copy_(answer)
+        changed = hooks.after(call, made)
+        if changed is not made:
+            made.copy_(changed)
+        return result
+
+    return forward

@@ -1,0 +1,54 @@
+"""How long the engine's forwards take on a device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+
+class ForwardClock:
+    """Times forwards without waiting for them. One owner, on the model runner's thread.
+
+    On a CPU the forward has ended when vLLM says so. On a GPU it has only been launched then: two
+    events are put around it, and read when both have passed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._running: tuple[int, Any] | None = None
+        self._ended: deque[tuple[int, Any, Any]] = deque()
+
+    def start(self, number: int) -> None:
+        """The forward begins now; another that was not stopped is forgotten."""
+        self._running = (number, self._now())
+
+    def stop(self) -> None:
+        """The forward has ended, or been launched. Nothing where none was started."""
+        if self._running is not None:
+            self._ended.append((*self._running, self._now()))
+            self._running = None
+
+    def take(self) -> list[tuple[int, float]]:
+        """(number, seconds) of forwards that have ended since the last call. Does not block."""
+        done = []
+        while self._ended and self._is_over(self._ended[0][2]):
+            number, start, stop = self._ended.popleft()
+            done.append((number, self._seconds(start, stop)))
+        return done
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _is_over(self, mark: Any) -> bool:
+        return bool(mark.query()) if self._cuda else True
+
+    def _seconds(self, start: Any, stop: Any) -> float:
+        return float(start.elapsed_time(stop)) / 1e3 if self._cuda else float(stop - start)

@@ -1,0 +1,24 @@
+"""Imports every kernel: for tools and tests that want them decorated at one time."""
+
+from __future__ import annotations
+
+from kvcore_kernels.attend.kernel import attend_kernel
+from kvcore_kernels.choose.kernel import choose_kernel
+from kvcore_kernels.copy.kernel import copy_kernel
+from kvcore_kernels.deviation.kernel import deviation_kernel
+from kvcore_kernels.merge.kernel import merge_kernel
+from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
+from kvcore_kernels.shift.kernel import shift_kernel
+
+__all__ = ["KERNELS"]
+
+KERNELS = (
+    attend_kernel,
+    choose_kernel,
+    copy_kernel,
+    deviation_kernel,
+    merge_kernel,
+    pack_kernel,
+    shift_kernel,
+    unpack_kernel,
+)

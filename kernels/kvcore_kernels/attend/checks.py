@@ -1,0 +1,58 @@
+"""What both twins refuse."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.layout import KVView
+
+__all__ = ["DTYPES", "MIN_DIM", "check_rows"]
+
+MIN_DIM = 16
+"""Matrix units multiply tiles at least this wide."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_rows(
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    view: KVView,
+    layer: int,
+    page_table: torch.Tensor,
+    soft_cap: float,
+    window: int,
+    latent_dim: int,
+) -> None:
+    """Raise LayoutError or UnsupportedError for arguments that do not fit. Reads no memory."""
+    layout = view.layout
+    plane = layout.planes[layer][0]
+    if queries.dim() != 3 or queries.shape[1] % layout.kv_heads or not queries.shape[1]:
+        raise LayoutError(
+            f"queries of {tuple(queries.shape)}; supported is [rows, heads, dim] with a multiple "
+            f"of {layout.kv_heads} heads"
+        )
+    if queries.shape[2] != plane.head_dim or queries.stride(2) != 1:
+        raise LayoutError(
+            f"queries of dim {queries.shape[2]} and stride {queries.stride(2)} for keys of dim "
+            f"{plane.head_dim}: give contiguous rows of that dim"
+        )
+    if plane.head_dim < MIN_DIM:
+        raise UnsupportedError(f"keys of dim {plane.head_dim}; supported are {MIN_DIM} and more")
+    if positions.shape != queries.shape[:1] or page_table.dim() != 1:
+        raise LayoutError(
+            f"positions of {tuple(positions.shape)} and a page table of "
+            f"{tuple(page_table.shape)} for {len(queries)} rows; both are flat"
+        )
+    if queries.dtype not in DTYPES or view.tensors[plane.tensor].dtype != queries.dtype:
+        raise UnsupportedError(
+            f"attention of {queries.dtype} over {view.tensors[plane.tensor].dtype}; supported is "
+            "bfloat16, float16 or float32, the same for both"
+        )
+    if soft_cap < 0 or window < 0:
+        raise LayoutError(f"soft cap {soft_cap} and window {window}; 0 means none")
+    if (layout.kv_factor == 1) != (0 < latent_dim <= plane.head_dim):
+        raise LayoutError(
+            f"latent_dim {latent_dim} for KV of {layout.kv_factor} parts of dim {plane.head_dim}: "
+            "give the dims of a latent that are values (MLA: 512 of 576), and 0 for K and V"
+        )

@@ -1,0 +1,150 @@
+"""Launches attention of scattered rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcore.layout import Axis, KVView, Plane
+from kvcore_kernels.attend.checks import MIN_DIM, check_rows
+from kvcore_kernels.attend.kernel import attend_kernel
+from kvcore_kernels.planes import guard, power_of_two
+
+__all__ = ["AttendTile", "attend_rows", "constants", "tile_for"]
+
+
+class AttendTile(NamedTuple):
+    """Rows times query heads, and keys, of a program; warps and pipeline stages. Untuned: no GPU
+    was at hand. The largest of those tried whose builds for sm_80, sm_90, sm_100 and gfx942 spill
+    nothing and fit the shared memory."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attend_rows(
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    view: KVView,
+    layer: int,
+    page_table: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    latent_dim: int = 0,
+) -> torch.Tensor:
+    """Attention of some rows of one request over its KV of ``layer``, in paged memory.
+
+    ``queries`` is ``[rows, q_heads, head_dim]``, ``positions`` the true position of each row, and
+    ``page_table`` the request's pages in order (int32 or int64): token t lies in page
+    ``page_table[t // page_tokens]``. The row at position p sees keys 0..p, or the last ``window``
+    of them: all of these must be written, and finite. Pages between the windows of two rows may
+    hold anything, but must be pages. Rows may be in any order; sorted ones, whose
+    tiles span few positions, are fast. ``latent_dim`` is for MLA with absorbed weights: K is the
+    latent, V its first dims. ``soft_cap`` bounds the scores by c tanh(s / c).
+
+    Returns ``[rows, q_heads, v_dim]``, of the queries' dtype. Enqueued on the current stream; the
+    host does not wait, so positions beyond the page table cannot be refused: they see its tokens.
+    Raises LayoutError or UnsupportedError for arguments that do not fit each other.
+    """
+    check_rows(queries, positions, view, layer, page_table, soft_cap, window, latent_dim)
+    planes = view.layout.planes[layer]
+    key, value = planes[0], planes[-1]
+    v_dim = latent_dim or value.head_dim
+    out = queries.new_empty(*queries.shape[:2], v_dim)
+    if not len(queries):
+        return out
+    heads = view.layout.kv_heads
+    tile, fixed = constants(
+        queries.shape[1] // heads, view.layout.page_tokens, key, value, v_dim,
+        latent=bool(latent_dim), window=window, capped=soft_cap > 0,
+        full=queries.dtype == torch.float32,
+    )  # fmt: skip
+    with guard(queries.device):
+        packs = queries.shape[1] // fixed["GROUP"]
+        attend_kernel[(-(-len(queries) // (tile.rows // fixed["GROUP"])), packs)](
+            queries, out, positions, page_table,
+            _base(view, key), _base(view, value),
+            *_strides(key), *_strides(value),
+            len(queries), len(page_table) * view.layout.page_tokens,
+            queries.stride(0), queries.stride(1), scale, soft_cap,
+            **fixed, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out
+
+
+def constants(
+    group: int,
+    page_tokens: int,
+    key: Plane,
+    value: Plane,
+    v_dim: int,
+    *,
+    latent: bool,
+    window: int,
+    capped: bool,
+    full: bool,
+) -> tuple[AttendTile, dict[str, Any]]:
+    """The tile for these shapes and what the compiler sees of them; ``full`` is float32."""
+    dim = key.head_dim
+    main = max(16, 1 << (dim.bit_length() - 1))
+    tile = tile_for(dim, full=full, plain=not (window or capped))
+    pack = max(size for size in range(1, tile.rows + 1) if group % size == 0)
+    return tile, {
+        "GROUP": pack,
+        "SPLIT": group // pack,
+        "HEAD_DIM": dim,
+        "V_DIM": v_dim,
+        "PAGE": page_tokens,
+        "WINDOW": window,
+        "CAPPED": capped,
+        "LATENT": latent and v_dim == main,
+        "K_TOKEN_RUN": key.token.inner,
+        "K_DIM_RUN": _dim_run(key),
+        "V_TOKEN_RUN": value.token.inner,
+        "V_DIM_RUN": _dim_run(value),
+        "M": tile.rows,
+        "N": tile.keys,
+        "MAIN": main,
+        "TAIL": power_of_two(dim - main, MIN_DIM),
+        "V_TILE": power_of_two(v_dim, MIN_DIM),
+    }
+
+
+def tile_for(dim: int, *, full: bool, plain: bool) -> AttendTile:
+    """The tile for a head of ``dim``; ``plain`` is without a window or a cap on scores."""
+    if full:
+        return AttendTile(64, 32, 8, 2) if dim <= 128 else AttendTile(32, 16, 8, 1)
+    if dim > 256:
+        return AttendTile(32, 16, 8, 1)
+    if dim > 192 or (dim > 128 and not plain):
+        return AttendTile(64, 32, 8, 2)
+    if dim > 128:
+        return AttendTile(64, 64, 8, 2)
+    if plain and dim in (64, 128):
+        return AttendTile(128, 64, 8, 3)
+    return AttendTile(128, 32, 8, 2)
+
+
+def _strides(plane: Plane) -> tuple[int, ...]:
+    token, dim = plane.token, plane.dim
+    return (
+        plane.page, plane.head,
+        token.stride, token.inner_stride,
+        dim.stride, dim.inner_stride,
+    )  # fmt: skip
+
+
+def _dim_run(plane: Plane) -> int:
+    """Dims of a packed run, or 0 where they are contiguous and no offset need be computed."""
+    return 0 if plane.dim == Axis(1) else plane.dim.inner
+
+
+def _base(view: KVView, plane: Plane) -> torch.Tensor:
+    """The plane's memory from its first element on."""
+    tensor = view.tensors[plane.tensor]
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + plane.offset)

@@ -1,0 +1,236 @@
+"""The configurations that are compiled ahead of time: those a launch chooses for real models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvcore.fusion.rope import Pairing, Rope
+from kvcore.layout import Axis, Plane
+from kvcore_kernels.attend.kernel import attend_kernel
+from kvcore_kernels.attend.launch import constants
+from kvcore_kernels.choose import launch as choices
+from kvcore_kernels.choose.kernel import choose_kernel
+from kvcore_kernels.copy import launch as copies
+from kvcore_kernels.copy.kernel import copy_kernel
+from kvcore_kernels.deviation import launch as deviations
+from kvcore_kernels.deviation.kernel import deviation_kernel
+from kvcore_kernels.merge.kernel import merge_kernel
+from kvcore_kernels.pack import launch as packs
+from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
+from kvcore_kernels.planes import Words
+from kvcore_kernels.shift import launch as shifts
+from kvcore_kernels.shift.kernel import shift_kernel
+
+__all__ = ["Build", "shipped"]
+
+
+class Build(NamedTuple):
+    """One compilation. ``signature`` has a type for every argument, "constexpr" for constants.
+
+    ``unaligned`` names pointers that are not taken to be multiples of 16 bytes, and ``multiples``
+    integers that are taken to be multiples of 16. ``targets`` are those it is shipped for, all
+    where it is empty.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    unaligned: tuple[str, ...] = ()
+    multiples: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+
+def _build(
+    name: str,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    warps: int = 4,
+    stages: int = 3,
+    unaligned: tuple[str, ...] = (),
+    multiples: tuple[str, ...] = (),
+    targets: tuple[str, ...] = (),
+) -> Build:
+    """``types`` names the arguments that are not constants; others default to i32."""
+    signature = {
+        arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names
+    }
+    return Build(
+        name, kernel, signature, dict(constants), warps, stages, unaligned, multiples, targets
+    )
+
+
+def shipped() -> Iterator[Build]:
+    """Every build, op by op."""
+    yield from _copies()
+    yield from _shifts()
+    yield from _attentions()
+    yield from _deviations()
+    yield from _choices()
+    yield from _merges()
+    yield from _packs()
+
+
+def _tables(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "*i64")
+
+
+_COPY = ("sources", "targets", "src_units", "dst_units")
+
+
+def _copies() -> Iterator[Build]:
+    words = {
+        "wide": copies.tile_for(Words(8, 16), contiguous=True, cut=False, rows=128, dim=32),
+        "latent": copies.tile_for(Words(8, 16), contiguous=True, cut=False, rows=64, dim=144),
+        "8-byte": copies.tile_for(Words(8, 8), contiguous=True, cut=False, rows=128, dim=20),
+        "strided": copies.tile_for(Words(2, 2), contiguous=False, cut=False, rows=128, dim=128),
+        "packed": copies.tile_for(Words(2, 2), contiguous=False, cut=True, rows=128, dim=128),
+        "byte": copies.tile_for(Words(1, 1), contiguous=False, cut=True, rows=128, dim=128),
+    }
+    for name, tile in words.items():
+        yield _build(
+            f"copy {name}", copy_kernel, _tables(*_COPY), tile.constants(), unaligned=_COPY
+        )
+
+
+_SHIFT = ("sources", "targets", "ropes", "src_units", "dst_units", "turns")
+
+
+def _shifts() -> Iterator[Build]:
+    neox, gptj = (Rope(128, 128, pairing, 1e4) for pairing in (Pairing.NEOX, Pairing.GPTJ))
+    wide = partial(shifts.tile_for, total=1 << 20, width=16, contiguous=True, cut=False)
+    tiles = {
+        "bf16 128": wide("bfloat16", neox, 128),
+        "bf16 128 neighbours": wide("bfloat16", gptj, 128),
+        "bf16 80 partial": wide("bfloat16", Rope(80, 32, Pairing.NEOX, 1e4), 80),
+        "fp16 64": wide("float16", Rope(64, 64, Pairing.NEOX, 1e4), 64),
+        "fp32 256": wide("float32", Rope(256, 256, Pairing.NEOX, 1e4), 256),
+        "bf16 128 packed": shifts.tile_for(
+            "bfloat16", neox, 128, 1 << 20, width=2, contiguous=False, cut=True
+        ),
+    }
+    types = _tables(*_SHIFT) | dict.fromkeys(("cos", "sin"), "*fp32")
+    for name, tile in tiles.items():
+        # Angles follow the tables in one copy to the device, so they need not be aligned.
+        yield _build(
+            f"shift {name}", shift_kernel, types, tile.constants(), unaligned=(*_SHIFT, "sin")
+        )
+
+
+def _deviations() -> Iterator[Build]:
+    tiles = {
+        f"{short} {dim}": deviations.tile_for(name, dim, width=16, contiguous=True, cut=False)
+        for short, name, dim in (
+            ("bf16", "bfloat16", 128), ("fp16", "float16", 64),
+            ("fp32", "float32", 128), ("bf16", "bfloat16", 576),
+        )
+    }  # fmt: skip
+    tiles["bf16 128 packed"] = deviations.tile_for(
+        "bfloat16", 128, width=2, contiguous=False, cut=True
+    )
+    types = _tables("fresh", "cached", "slots") | {"out": "*fp32"}
+    for name, tile in tiles.items():
+        yield _build(
+            f"deviation {name}", deviation_kernel, types, tile.constants(),
+            unaligned=("fresh", "cached", "slots"),
+        )  # fmt: skip
+
+
+def _choices() -> Iterator[Build]:
+    types = _tables("rows", "out") | {"scores": "*fp32", "kept": "*i32", "bound": "fp32"}
+    for size in (512, 1 << 14):
+        block = {"BLOCK": choices.block_for(size)}
+        yield _build(f"choose {block['BLOCK']}", choose_kernel, types, block, warps=choices.WARPS)
+
+
+def _merges() -> Iterator[Build]:
+    tiles = {
+        "wide": copies.tile_for(Words(8, 16), contiguous=True, cut=False, rows=1 << 14, dim=32),
+        "latent": copies.tile_for(Words(8, 16), contiguous=True, cut=False, rows=1 << 11, dim=144),
+        "packed": copies.tile_for(Words(2, 2), contiguous=False, cut=True, rows=1 << 14, dim=128),
+    }
+    names = ("sources", "targets", "slots")
+    for name, tile in tiles.items():
+        yield _build(
+            f"merge {name}", merge_kernel, _tables(*names), tile.constants(), unaligned=names
+        )
+
+
+_PACK = ("sources", "targets", "places", "units", "blocks")
+
+
+def _packs() -> Iterator[Build]:
+    types = _tables(*_PACK) | {"scales": "*fp32"}
+    for name, packed, block, dim, native in (
+        ("e4m3 16", "float8_e4m3fn", 16, 128, False),
+        ("e4m3 16 native", "float8_e4m3fn", 16, 128, True),
+        ("e4m3 256", "float8_e4m3fn", 256, 128, False),
+        ("e4m3 256 native", "float8_e4m3fn", 256, 128, True),
+        ("e4m3 latent", "float8_e4m3fn", 64, 576, False),
+        ("int8 16", "int8", 16, 128, False),
+        ("int8 256", "int8", 256, 128, False),
+    ):
+        tile = packs.tile_for(
+            "bfloat16", packed, 1, block, dim,
+            width=16, packed_width=16, contiguous=True, cut=False, native=native,
+        )  # fmt: skip
+        targets = ("sm_90", "sm_100") if native else ()
+        for way, kernel, fixed in (
+            ("pack", pack_kernel, tile.constants() | tile.limits()),
+            ("unpack", unpack_kernel, tile.constants()),
+        ):
+            yield _build(f"{way} {name}", kernel, types, fixed, unaligned=_PACK, targets=targets)
+
+
+_HEADS = {
+    "bf16": {"64": (64, 64, 4), "80": (80, 80, 1), "128": (128, 128, 4), "192": (192, 128, 1),
+             "256": (256, 256, 2), "latent": (576, 512, 128)},
+    "fp32": {"64": (64, 64, 4), "128": (128, 128, 4)},
+}  # fmt: skip
+"""Head dim, value dim and query heads a KV head, by the dtype of queries and KV."""
+
+
+def _attentions() -> Iterator[Build]:
+    for dtype, shapes in _HEADS.items():
+        for name, (dim, v_dim, group) in shapes.items():
+            yield _attention(f"attend {dtype} {name}", dtype, dim, v_dim, group)
+    yield _attention("attend fp16 128", "fp16", 128, 128, 4)
+    yield _attention("attend bf16 128 rows", "bf16", 128, 128, 4, page=1)
+    yield _attention("attend bf16 128 window", "bf16", 128, 128, 4, window=4096)
+    yield _attention("attend bf16 256 capped", "bf16", 256, 256, 2, capped=True)
+    yield _attention("attend bf16 256 window capped", "bf16", 256, 256, 2, 4096, capped=True)
+
+
+def _attention(
+    name: str,
+    dtype: str,
+    dim: int,
+    v_dim: int,
+    group: int,
+    window: int = 0,
+    capped: bool = False,
+    page: int = 16,
+) -> Build:
+    key, value = (Plane(0, 0, 0, 0, Axis(1), Axis(1), d) for d in (dim, v_dim))
+    tile, fixed = constants(
+        group, page, key, value, v_dim,
+        latent=dim > 256, window=window, capped=capped, full=dtype == "fp32",
+    )  # fmt: skip
+    types = dict.fromkeys(("queries", "out", "keys", "values"), f"*{dtype}")
+    types |= {"positions": "*i64", "page_table": "*i32"}
+    types |= dict.fromkeys(("scale", "soft_cap"), "fp32")
+    return _build(
+        name, attend_kernel, types, fixed,
+        warps=tile.warps, stages=tile.stages, multiples=_STRIDES,
+    )  # fmt: skip
+
+
+_STRIDES = (
+    "query_row", "query_head", "k_page", "k_head", "k_token", "v_page", "v_head", "v_token",
+)  # fmt: skip

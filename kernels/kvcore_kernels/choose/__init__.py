@@ -1,0 +1,1 @@
+"""The rows of highest score, sorted by position, chosen without leaving the device."""

@@ -1,0 +1,82 @@
+"""The highest scores of a list, in one program."""
+
+# Triton compiles these bodies from their source; its types are not Python's.
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["choose_kernel"]
+
+
+@triton.jit
+def _number(scores, at, size):
+    """Scores as `torch.nan_to_num` has them, NaN as infinity; -infinity past the end."""
+    x = tl.load(scores + at, mask=at < size, other=0.0).to(tl.float32)
+    largest = 3.4028234663852886e38
+    x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+    x = tl.where(x == x, x, float("inf"))
+    return tl.where(at < size, x, float("-inf"))
+
+
+@triton.jit
+def _key(scores, at, size):
+    """An integer in [0, 2^32) that sorts as the score does, -0 with 0; -1 past the end."""
+    x = _number(scores, at, size)
+    x = tl.where(x == 0.0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(at < size, ordered.to(tl.int64) + 2147483648, -1)
+
+
+@triton.jit(do_not_specialize=["size", "room", "least", "most"])
+def choose_kernel(
+    rows,  # int64 [size]
+    scores,  # [size]
+    out,  # int64 [room]
+    kept,  # int32 [1]
+    size,
+    room,
+    bound,
+    least,
+    most,
+    BLOCK: tl.constexpr,
+):
+    """out = the k rows of highest score in their order, then -1; of equal scores the earlier ones
+
+    k = min(max(how many exceed bound, least), most), and kept[0] = k; most <= size. The k-th
+    highest score is found bit by bit, from the highest: 32 counts over the list, which stays in the
+    cache. One program, since counts of many would have to meet.
+    """
+    offsets = tl.arange(0, BLOCK)
+    above = 0
+    for start in range(0, size, BLOCK):
+        above += tl.sum((_number(scores, start + offsets, size) > bound).to(tl.int32), 0)
+    count = tl.minimum(tl.maximum(above, least), most)
+    tl.store(kept, count)
+    cut = tl.zeros([], tl.int64)
+    for bit in range(32):
+        candidate = cut + (tl.full([], 2147483648, tl.int64) >> bit)
+        reach = 0
+        for start in range(0, size, BLOCK):
+            reach += tl.sum((_key(scores, start + offsets, size) >= candidate).to(tl.int32), 0)
+        cut = tl.where(reach >= count, candidate, cut)
+    higher = 0
+    for start in range(0, size, BLOCK):
+        higher += tl.sum((_key(scores, start + offsets, size) > cut).to(tl.int32), 0)
+    taken = 0
+    equals = 0
+    for start in range(0, size, BLOCK):
+        key = _key(scores, start + offsets, size)
+        equal = (key == cut).to(tl.int32)
+        chosen = (key > cut) | ((key == cut) & (equals + tl.cumsum(equal, 0) <= count - higher))
+        place = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        row = tl.load(rows + start + offsets, mask=chosen, other=0)
+        tl.store(out + place, row, mask=chosen)
+        taken += tl.sum(chosen.to(tl.int32), 0)
+        equals += tl.sum(equal, 0)
+    for start in range(0, room, BLOCK):
+        at = start + offsets
+        tl.store(out + at, tl.full([BLOCK], -1, tl.int64), mask=(at >= count) & (at < room))

@@ -1,0 +1,24 @@
+"""The naive twin: torch's index operations, a plane at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.layout import KVView
+from kvcore.ops.base import HeadRange, Units
+from kvcore.ops.reference import ReferenceOps
+
+__all__ = ["copy_units"]
+
+
+def copy_units(
+    src: KVView,
+    src_units: Units,
+    dst: KVView,
+    dst_units: Units,
+    layers: Sequence[int],
+    unit_tokens: int,
+    heads: HeadRange,
+) -> None:
+    """As `kvcore_kernels.copy.launch.copy_units`, by kvcore's own reference."""
+    ReferenceOps().copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)

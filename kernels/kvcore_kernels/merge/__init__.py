@@ -1,0 +1,1 @@
+"""Computed rows of K and V into pages, at their slots."""

@@ -1,0 +1,23 @@
+"""What both twins refuse."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcore.errors import LayoutError
+from kvcore.layout import KVView
+from kvcore_kernels.rows import check_fresh
+
+__all__ = ["check_merge"]
+
+
+def check_merge(
+    keys: torch.Tensor, values: torch.Tensor | None, view: KVView, layer: int, slots: torch.Tensor
+) -> list[torch.Tensor]:
+    """K and V, or K alone; LayoutError for arguments that do not fit. Reads no memory."""
+    parts = check_fresh(keys, values, view, layer, slots)
+    for part, plane in zip(parts, view.layout.planes[layer], strict=True):
+        held = view.tensors[plane.tensor].dtype
+        if part.dtype != held:
+            raise LayoutError(f"rows of {part.dtype} for KV of {held}: convert them first")
+    return parts

@@ -1,0 +1,51 @@
+"""kvcore's device operations, in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from kvcore.layout import KVView
+from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore_kernels.copy.launch import copy_units
+from kvcore_kernels.fusion import TritonFusion
+
+__all__ = ["TritonOps"]
+
+
+class TritonOps(DeviceOps):
+    """One launch a copy, on the current stream, between device memory and device or pinned memory.
+
+    Returns when the copy is enqueued. Units and plane tables go to the device from pinned memory,
+    so nothing waits for the stream.
+    """
+
+    name: ClassVar[str] = "triton"
+    priority: ClassVar[int] = 20
+
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        """One GPU's memory on at least one side; all else of it too, or pinned host memory."""
+        tensors = [*src.tensors, *dst.tensors]
+        devices = {t.device for t in tensors if t.device.type == "cuda"}
+        return len(devices) == 1 and all(_reachable(t) for t in tensors)
+
+    def fusion(self) -> TritonFusion:
+        return TritonFusion()
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        copy_units(src, src_units, dst, dst_units, layers, unit_tokens, heads)
+
+
+def _reachable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" or (tensor.device.type == "cpu" and tensor.is_pinned())

@@ -1,0 +1,188 @@
+"""Launches packing and unpacking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvcore.layout import KVView
+from kvcore.ops.base import HeadRange, Units
+from kvcore_kernels.lang import float_type
+from kvcore_kernels.pack.checks import LARGEST, SMALLEST, check_pack
+from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
+from kvcore_kernels.planes import (
+    FIELDS,
+    HEAD_DIM,
+    common_width,
+    device_of,
+    guard,
+    is_contiguous,
+    plane_table,
+    power_of_two,
+    to_device,
+)
+
+__all__ = ["PackTile", "has_fp8", "pack_blocks", "tile_for", "unpack_blocks"]
+
+_TILE, _STRIDED = 4096, 2048
+"""Elements a program holds; fewer where each has its own address. Untuned: no GPU was at hand."""
+_WARPS = 4
+_FP8_FROM = (8, 9)
+"""NVIDIA's compute capability from which on e4m3 has instructions; others do it in integers."""
+
+
+class PackTile(NamedTuple):
+    """What the compiler sees of packing and unpacking. ``wide`` is the dtype of the wide side, and
+    ``width`` and ``packed_width`` are the bytes that addresses are multiples of."""
+
+    wide: str
+    packed: str
+    units: int
+    block: int
+    width: int
+    packed_width: int
+    contiguous: bool
+    cut: bool
+    native: bool
+    tokens: int
+    dim: int
+
+    def constants(self) -> dict[str, Any]:
+        """Without what only packing needs: `limits`."""
+        kind = float_type(self.wide)
+        return {
+            "FIELDS": FIELDS,
+            "UNITS": self.units,
+            "BLOCK": self.block,
+            "DTYPE": kind,
+            "WIDTH": self.width,
+            "MULTIPLE": self.width * 8 // kind.primitive_bitwidth,
+            "PACKED_WIDTH": self.packed_width,
+            "UNIT": self.contiguous,
+            "CUT": self.cut,
+            "FP8": self.packed != "int8",
+            "NATIVE": self.native,
+            "TOKENS": self.tokens,
+            "DIM": self.dim,
+        }
+
+    def limits(self) -> dict[str, float]:
+        return {"MOST": LARGEST[self.packed], "SMALLEST": SMALLEST}
+
+
+def pack_blocks(
+    src: KVView,
+    src_units: Units,
+    dst: KVView,
+    dst_blocks: Units,
+    scales: torch.Tensor,
+    layers: Sequence[int],
+    heads: HeadRange,
+) -> None:
+    """Gather units of ``src`` into packed blocks of ``dst``, ``layers`` in one launch.
+
+    ``dst`` is of dtype float8_e4m3fn or int8, and its page is a block; ``src`` is bfloat16, float16
+    or float32. ``src_units`` is ``[blocks, n]``: block ``dst_blocks[i]`` is made of its n units of
+    ``page_tokens / n`` tokens each. ``scales`` is float32 ``[slots, layers, parts, heads]`` of
+    ``dst``, contiguous: a code c of a block, layer, part and head stands for c times its scale,
+    which is what makes its largest value the format's. Where a value is not finite the scale is
+    NaN and the codes are 0. Units below 0 are left out and count for no scale, blocks below 0 too;
+    a block is packed whole, since packing the rest later would change its scale.
+
+    Writes the chosen blocks, the scales of ``heads`` and ``layers`` of them, and no other byte.
+    Memory is a GPU's or pinned. Enqueued on the current stream; the host does not wait.
+    Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit each other.
+    """
+    _launch(pack_kernel, src, src_units, dst, dst_blocks, scales, layers, heads)
+
+
+def unpack_blocks(
+    src: KVView,
+    src_blocks: Units,
+    scales: torch.Tensor,
+    dst: KVView,
+    dst_units: Units,
+    layers: Sequence[int],
+    heads: HeadRange,
+) -> None:
+    """Scatter packed blocks of ``src`` to units of ``dst``, ``layers`` in one launch.
+
+    The way back of `pack_blocks`, whose arguments these are; ``heads`` counts from ``src``, the
+    packed side. Units and blocks below 0 are left out.
+    """
+    flipped = HeadRange(heads.dst, heads.src, heads.size)
+    _launch(unpack_kernel, dst, dst_units, src, src_blocks, scales, layers, flipped)
+
+
+def _launch(
+    kernel: Any,
+    wide: KVView,
+    units: Units,
+    packed: KVView,
+    blocks: Units,
+    scales: torch.Tensor,
+    layers: Sequence[int],
+    heads: HeadRange,
+) -> None:
+    """Either kernel; ``heads`` counts from the wide side."""
+    tokens = check_pack(wide, units, packed, blocks, scales, layers, heads)
+    if not (units.size and len(layers) and heads.size):
+        return
+    wide_table, packed_table = (
+        plane_table(wide, layers, heads.src), plane_table(packed, layers, heads.dst)
+    )  # fmt: skip
+    packing = kernel is pack_kernel
+    device = device_of((wide, packed))
+    tables = [wide_table, packed_table]
+    tile = tile_for(
+        wide.layout.dtype, packed.layout.dtype, units.shape[1], packed.layout.page_tokens,
+        int(wide_table.rows[:, HEAD_DIM].max()),
+        width=common_width([wide_table], wide.layout.itemsize),
+        packed_width=common_width([packed_table], 1),
+        contiguous=is_contiguous(tables), cut=any(table.cut for table in tables),
+        native=has_fp8(device),
+    )  # fmt: skip
+    parts = packed.layout.kv_factor
+    places = (np.asarray(layers)[:, None] * parts + np.arange(parts)).ravel()
+    chosen = np.where((units >= 0).any(1), blocks, -1)
+    with guard(device):
+        rows = [table.rows for table in (tables if packing else reversed(tables))]
+        arrays = to_device((*rows, places, units, chosen), device)
+        kernel[(len(blocks), len(places), heads.size)](
+            *arrays, scales, heads.dst, packed.layout.layers * parts, packed.layout.kv_heads,
+            tokens, wide.layout.page_tokens // tokens,
+            **tile.constants(), **(tile.limits() if packing else {}), num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU converts e4m3 by an instruction that Triton uses."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _FP8_FROM
+
+
+def tile_for(
+    wide: str,
+    packed: str,
+    units: int,
+    block: int,
+    head_dim: int,
+    *,
+    width: int,
+    packed_width: int,
+    contiguous: bool,
+    cut: bool,
+    native: bool,
+) -> PackTile:
+    """The tile for blocks of ``block`` tokens, in ``units`` pieces, of heads of ``head_dim``."""
+    dim = power_of_two(head_dim)
+    area = _TILE if contiguous else _STRIDED
+    tokens = max(1, min(power_of_two(block), area // dim))
+    return PackTile(
+        wide, packed, units, block, width, packed_width, contiguous, cut,
+        native and packed != "int8", tokens, dim,
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""What both twins refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.fusion.rope import Rope
+from kvcore.layout import KVView
+from kvcore.ops.base import HeadRange, Units, check_copy
+
+__all__ = ["DTYPES", "check_shift"]
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_shift(
+    src: KVView,
+    src_units: Units,
+    dst: KVView,
+    dst_units: Units,
+    layers: Sequence[int],
+    unit_tokens: int,
+    heads: HeadRange,
+    ropes: Sequence[Rope | None],
+    distances: Units,
+) -> None:
+    """Raise LayoutError or UnsupportedError for arguments that do not fit. Reads no memory."""
+    check_copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)
+    layout = src.layout
+    if len(ropes) != len(layers) or distances.shape != src_units.shape:
+        raise LayoutError(
+            f"{len(ropes)} ropes for {len(layers)} layers and distances of {distances.shape} for "
+            f"units of {src_units.shape}: give one rope a layer and one distance a unit"
+        )
+    if layout.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"cannot rotate K of {layout.dtype}: supported are {', '.join(DTYPES)}; unpack it first"
+        )
+    rotating = [(layer, rope) for layer, rope in zip(layers, ropes, strict=True) if rope]
+    if rotating and layout.kv_factor != 2:
+        raise UnsupportedError("a latent (MLA) has its positions elsewhere: give no ropes for it")
+    for layer, rope in rotating:
+        if rope.head_dim != layout.planes[layer][0].head_dim:
+            raise LayoutError(
+                f"layer {layer}: a rope of head dim {rope.head_dim} for K of "
+                f"{layout.planes[layer][0].head_dim}"
+            )
+    if len({(rope.rotary_dim, rope.pairing) for _, rope in rotating}) > 1:
+        raise UnsupportedError(
+            "layers that pair or count their rotated dims differently: shift them in calls of "
+            "their own"
+        )

@@ -1,0 +1,164 @@
+"""Launches the copy that rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvcore.fusion.rope import Pairing, Rope
+from kvcore.layout import KVView
+from kvcore.ops.base import HeadRange, Units
+from kvcore_kernels.lang import float_type
+from kvcore_kernels.planes import (
+    FIELDS,
+    common_width,
+    device_of,
+    guard,
+    is_contiguous,
+    plane_table,
+    power_of_two,
+    to_device,
+)
+from kvcore_kernels.shift.checks import check_shift
+from kvcore_kernels.shift.kernel import shift_kernel
+
+__all__ = ["ShiftTile", "copy_shifted", "tile_for"]
+
+_TILE, _STRIDED = 4096, 2048
+"""Elements a program moves; fewer where each has its own address. Untuned: no GPU was at hand."""
+_WARPS = 4
+
+
+class ShiftTile(NamedTuple):
+    """What the compiler sees of a rotating copy. ``half`` is the number of pairs, ``tail`` whether
+    dims stand behind them."""
+
+    dtype: str
+    width: int
+    contiguous: bool
+    cut: bool
+    half: int
+    tail: bool
+    neighbours: bool
+    rows: int
+    dim: int
+
+    def constants(self) -> dict[str, Any]:
+        kind = float_type(self.dtype)
+        return {
+            "FIELDS": FIELDS,
+            "DTYPE": kind,
+            "MULTIPLE": self.width * 8 // kind.primitive_bitwidth,
+            "WIDTH": self.width,
+            "UNIT": self.contiguous,
+            "CUT": self.cut,
+            "HALF": self.half,
+            "TAIL": self.tail,
+            "PAIRS": power_of_two(self.half),
+            "NEIGHBOURS": self.neighbours,
+            "ROWS": self.rows,
+            "DIM": self.dim,
+        }
+
+
+class _Turns(NamedTuple):
+    """Every distance's angles, once: ``cos`` and ``sin`` are ``[ropes, distances, half]``.
+
+    ``units`` says which distance each unit moves by and ``planes`` which rope each plane has; -1
+    for none.
+    """
+
+    units: Units
+    planes: Units
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def copy_shifted(
+    src: KVView,
+    src_units: Units,
+    dst: KVView,
+    dst_units: Units,
+    layers: Sequence[int],
+    unit_tokens: int,
+    heads: HeadRange,
+    ropes: Sequence[Rope | None],
+    distances: Units,
+) -> None:
+    """As a copy of units from ``src`` to ``dst``, ``layers`` in one launch, with K moved.
+
+    K of ``layers[i]`` is rotated by ``ropes[i]`` (None: not at all), that of unit ``u`` by
+    ``distances[u]`` tokens, as `Rope.shift` does: in float32, rounded once, and bit for bit where
+    the distance is 0. V is copied. With units of one token every token has a distance of its own;
+    angles are worked out on the host, once for each different distance. The other arguments are
+    those of `kvcore.ops.base.DeviceOps.copy_blocks`.
+
+    Writes the chosen units of ``dst`` and no other byte. Enqueued on the current stream of the GPU;
+    the host does not wait. Units that repeat in ``dst_units`` are written in no set order.
+    Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit each other:
+    KV must be bfloat16 or wider, and the ropes must pair their dims in one way.
+    """
+    check_shift(src, src_units, dst, dst_units, layers, unit_tokens, heads, ropes, distances)
+    if not (len(src_units) and len(layers) and heads.size):
+        return
+    tables = [plane_table(src, layers, heads.src), plane_table(dst, layers, heads.dst)]
+    total = len(src_units) * heads.size * unit_tokens
+    rope = next((rope for rope in ropes if rope), None)
+    head_dim = max(plane.head_dim for layer in layers for plane in src.layout.planes[layer])
+    tile = tile_for(
+        src.layout.dtype, rope, head_dim, total,
+        width=common_width(tables, src.layout.itemsize),
+        contiguous=is_contiguous(tables), cut=any(table.cut for table in tables),
+    )  # fmt: skip
+    turns = _turns(ropes, distances, src.layout.kv_factor, tile.half)
+    device = device_of((src, dst))
+    with guard(device):
+        source, target, planes, a, b, units = to_device(
+            (tables[0].rows, tables[1].rows, turns.planes, src_units, dst_units, turns.units),
+            device,
+        )
+        cos, sin = to_device((turns.cos.numpy(), turns.sin.numpy()), device)
+        shift_kernel[(-(-total // tile.rows), len(turns.planes))](
+            source, target, planes, a, b, units, cos, sin,
+            len(src_units), heads.size, unit_tokens,
+            src.layout.page_tokens // unit_tokens, dst.layout.page_tokens // unit_tokens,
+            turns.cos.shape[1],
+            **tile.constants(), num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def tile_for(
+    dtype: str,
+    rope: Rope | None,
+    head_dim: int,
+    total: int,
+    *,
+    width: int,
+    contiguous: bool,
+    cut: bool,
+) -> ShiftTile:
+    """A tile for ``total`` rows of ``head_dim``; without a rope all of them are only copied."""
+    half = rope.rotary_dim // 2 if rope else 1
+    area = _TILE if contiguous else _STRIDED
+    dim = power_of_two(head_dim)
+    rows = max(1, min(power_of_two(total), area // dim))
+    tail = rope is not None and rope.rotary_dim < rope.head_dim
+    neighbours = rope is not None and rope.pairing is Pairing.GPTJ
+    return ShiftTile(dtype, width, contiguous, cut, half, tail, neighbours, rows, dim)
+
+
+def _turns(ropes: Sequence[Rope | None], distances: Units, kv_factor: int, half: int) -> _Turns:
+    moves = np.unique(distances[distances != 0])
+    units = np.where(distances == 0, -1, np.searchsorted(moves, distances))
+    distinct = list(dict.fromkeys(rope for rope in ropes if rope))
+    planes = np.full((len(ropes), kv_factor), -1)
+    for row, rope in zip(planes, ropes, strict=True):
+        if rope:
+            row[0] = distinct.index(rope)
+    angles = [rope.cos_sin(torch.from_numpy(moves)) for rope in distinct]
+    none = torch.zeros(1, len(moves), half)
+    cos, sin = (torch.stack([pair[i] for pair in angles]) if angles else none for i in (0, 1))
+    return _Turns(units, planes.ravel(), cos, sin)

@@ -1,0 +1,233 @@
+"""The conformance kit from the command line: a table, JSON, and the page of the docs."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from kvcore.errors import ConfigError, FormatError
+from kvcore.testing.conformance import CASES, Case, Kit, Result, find_driver, run
+from kvcore.testing.conformance.kit import in_order
+
+__all__ = ["as_json", "as_table", "failures", "listing", "merged", "page", "run_engines"]
+
+Record = dict[str, Any]
+"""``{engine: {"about", "date", "partners", "results": [...]}}``, plain data for JSON."""
+
+_MARKS = {"passed": "yes", "failed": "**NO**", "left out": "-"}
+_STYLES = {"passed": "green", "failed": "bold red", "left out": "dim"}
+
+
+def chosen(patterns: Sequence[str]) -> list[Case]:
+    """Cases whose section or name matches a pattern; all without one."""
+    found = [
+        one
+        for one in in_order(CASES)
+        if not patterns
+        or any(fnmatch.fnmatch(value, p) for value in (one.section, one.name) for p in patterns)
+    ]
+    if not found:
+        raise ConfigError(f"no case matches {', '.join(patterns)}; --list shows all")
+    return found
+
+
+def _case_column() -> Column:
+    """Names are what `--case` takes: they are never cut, however narrow the terminal."""
+    return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
+
+
+def listing() -> Table:
+    """Every case, and what it needs."""
+    table = Table("section", _case_column(), "", "needs", box=None, pad_edge=False)
+    for one in in_order(CASES):
+        needs = ", ".join(sorted(capability.value for capability in one.needs))
+        table.add_row(one.section, one.name, one.about, needs)
+    return table
+
+
+def run_engines(
+    engines: Sequence[str],
+    partners: Sequence[str],
+    model: Path | None,
+    patterns: Sequence[str],
+    told: Callable[[str, Result], None],
+) -> Record:
+    """Run the cases on every engine; each also exchanges KV with the others and ``partners``.
+
+    ``told`` hears of every result as it comes. Raises ConfigError for names that mean nothing.
+    """
+    cases, drivers = chosen(patterns), {name: find_driver(name) for name in engines}
+    found: Record = {}
+    for name, driver in drivers.items():
+        others = [other for other in dict.fromkeys([*engines, *partners]) if other != name]
+        with (
+            tempfile.TemporaryDirectory(prefix="kvcore-conformance-") as scratch,
+            Kit(
+                driver,
+                Path(scratch),
+                model=model,
+                partners=[find_driver(other) for other in others],
+            ) as kit,
+        ):
+            results = run(kit, cases, lambda result, name=name: told(name, result))  # type: ignore[misc]
+        found[name] = {
+            "about": driver.about(),
+            "date": date.today().isoformat(),
+            "partners": others,
+            "results": [result.to_dict() for result in results],
+        }
+    return found
+
+
+def failures(record: Record) -> int:
+    """Cases that failed, on any engine."""
+    return sum(r["outcome"] == "failed" for engine in record.values() for r in engine["results"])
+
+
+def as_table(record: Record) -> Table:
+    """Case x engine."""
+    table = Table("section", _case_column(), *record, box=None, pad_edge=False)
+    for section, name in _rows(record):
+        cells = []
+        for engine in record.values():
+            result = _result(engine, name)
+            said = "" if result is None else result["outcome"]
+            if result is not None and result["why"]:
+                said += f": {result['why']}"
+            style = "" if result is None else _STYLES[result["outcome"]]
+            cells.append(Text(said, style=style, overflow="fold"))
+        table.add_row(section, name, *cells)
+    return table
+
+
+def as_json(record: Record) -> str:
+    return json.dumps(record, indent=1) + "\n"
+
+
+def merged(path: Path, record: Record) -> Record:
+    """``record`` over what ``path`` holds: results of engines that were not run stay, and so do
+    cases of an engine that were not. Raises FormatError for a file that is no record."""
+    try:
+        before = json.loads(path.read_text()) if path.exists() else {}
+        for name, engine in record.items():
+            ran = {result["case"] for result in engine["results"]}
+            old = before.get(name, {"results": []})["results"]
+            kept = [result for result in old if result["case"] not in ran]
+            before[name] = {**engine, "results": [*kept, *engine["results"]]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{path} holds no results of the conformance kit: {error}") from error
+    return dict(sorted(before.items()))
+
+
+def _rows(record: Record) -> list[tuple[str, str]]:
+    """(section, case) of every case that some engine has a result for."""
+    ran = {result["case"] for engine in record.values() for result in engine["results"]}
+    return [(one.section, one.name) for one in in_order(CASES) if one.name in ran]
+
+
+def _result(engine: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    return next((result for result in engine["results"] if result["case"] == name), None)
+
+
+_HEAD = """\
+<!-- Made by `kvcore conformance --page`; do not edit: the words are in kvcore/cli/conformance.py,
+     the results beside this page in conformance.json. -->
+# Conformance
+
+"The same on every engine" is what these cases try. The very same code runs on each engine through a
+small driver; an engine without kvcore says what the answers are, and every case also counts what
+was reused, so that none passes because nothing was.
+
+    kvcore conformance --engine reference                   # a table; --json, --list, --case GLOB
+    kvcore conformance --engine vllm --with trtllm          # exchange KV with another engine
+    kvcore conformance --engine NAME --page docs/conformance.md
+
+"""
+
+_TAIL = """\
+
+## Bringing another engine
+
+An adapter package `kvcore_<engine>` has a module `conformance` with a function `driver()`. That is
+all: `kvcore conformance --engine <engine>` finds it by its name.
+
+```python
+class MyDriver(Driver):
+    name = "mine"
+    capabilities = frozenset({Capability.CHUNKED_PREFILL, Capability.SALT})
+
+    def start(self, setup: Setup) -> Engine: ...  # blocks until requests are taken
+
+class MyEngine(Engine):
+    def ask(self, asks, timeout_s=120.0): ...  # all at once, greedy, in float32 -> Answers
+    def settle(self): ...  # every save is published
+    def forget(self): ...  # the engine's own prefix cache is empty
+    def clear(self): ...  # and so are kvcore's tiers
+    def counted(self, name, **labels): ...  # one of kvcore's metrics
+    def check(self): ...  # AssertionError where something is left over
+    def stop(self): ...
+```
+
+- `kvcore.testing.conformance.reference` is the shortest driver, `kvcore_vllm.conformance` one of an
+  engine in a process of its own (`kvcore.testing.engine_process` carries the calls).
+- `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
+  answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
+- `Setup.path` are folders to search for plugins: the faults come as a tier plugin, which works in
+  any process.
+- What an engine cannot do is left out of its `capabilities`. The case is then left out by name, and
+  the matrix says so; a case is never passed by doing less.
+- Under pytest, subclass `kvcore.testing.conformance.suite.ConformanceSuite` and return the driver
+  from `make_driver`; every case is a test.
+
+## What keeps the kit honest
+
+Adapters with one mistake each are planted in the reference engine, and the cases must catch them
+(`tests/unit/test_conformance_mutations.py`): a slot off by one, blocks published before they are
+written, a salt left out, two layers swapped, K that is not rotated, and a row that sees the token
+after it.
+"""
+
+
+def page(record: Record) -> str:
+    """The page docs/conformance.md."""
+    lines = [_HEAD.rstrip("\n"), "", "## Engines", "", "| engine | | run on | KV exchanged with |"]
+    lines.append("|---|---|---|---|")
+    for name, engine in record.items():
+        partners = ", ".join(engine["partners"]) or "-"
+        lines.append(f"| {name} | {engine['about']} | {engine['date']} | {partners} |")
+    lines += ["", "## Matrix", ""]
+    lines.append("| case | " + " | ".join(record) + " | |")
+    lines.append("|---" * (len(record) + 2) + "|")
+    about = {one.name: one.about for one in CASES}
+    section = ""
+    for of, name in _rows(record):
+        if of != section:
+            section = of
+            lines.append(f"| **{of}** |" + " |" * (len(record) + 1))
+        marks = [_mark(_result(engine, name)) for engine in record.values()]
+        lines.append(f"| {name} | " + " | ".join(marks) + f" | {about[name]} |")
+    lines += ["", _left_out(record)]
+    return "\n".join(lines) + "\n" + _TAIL
+
+
+def _mark(result: Mapping[str, Any] | None) -> str:
+    return "not run" if result is None else _MARKS[result["outcome"]]
+
+
+def _left_out(record: Record) -> str:
+    """A line that explains every dash."""
+    said = {
+        f"{name}: {result['why']}": None
+        for name, engine in record.items()
+        for result in engine["results"]
+        if result["outcome"] == "left out"
+    }
+    return f"A dash is a case left out ({'; '.join(said)})." if said else "Nothing was left out."

@@ -1,0 +1,38 @@
+"""The conformance kit: the same cases on every engine that kvcore serves.
+
+    kvcore conformance --engine reference            a table, or JSON
+    class TestMine(ConformanceSuite): ...            the same under pytest (`.suite`)
+
+An engine is tried through a `Driver` (`docs/conformance.md` shows how to write one). Importing this
+registers the cases; it loads no engine and no pytest.
+"""
+
+from kvcore.testing.conformance import cases
+from kvcore.testing.conformance.driver import (
+    Answer,
+    Ask,
+    Capability,
+    Driver,
+    Engine,
+    Setup,
+    find_driver,
+)
+from kvcore.testing.conformance.kit import CASES, SECTIONS, Case, Kit, Result, case, run
+
+__all__ = [
+    "CASES",
+    "SECTIONS",
+    "Answer",
+    "Ask",
+    "Capability",
+    "Case",
+    "Driver",
+    "Engine",
+    "Kit",
+    "Result",
+    "Setup",
+    "case",
+    "cases",
+    "find_driver",
+    "run",
+]

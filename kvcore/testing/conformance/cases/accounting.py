@@ -1,0 +1,58 @@
+"""After all that: nothing is left over, nothing is larger than configured, the sums are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcore.testing.conformance.cases.equality import prompts
+from kvcore.testing.conformance.driver import Ask
+from kvcore.testing.conformance.kit import Kit, case
+
+
+@case("accounting")
+def nothing_left_over(kit: Kit) -> None:
+    """No page, slot, pin or transfer is held after a run with hits, misses and aborts."""
+    asks = prompts(kit, 3000)
+    with kit.engine() as engine:
+        kit.stored(engine, asks)
+        aborted = [Ask(ask.tokens, 30, abort_after=i % 3) for i, ask in enumerate(asks)]
+        engine.ask([*aborted, *asks])
+        engine.settle()
+        engine.check()
+
+
+@case("accounting")
+def metrics_add_up(kit: Kit) -> None:
+    """Tokens looked up are tokens asked; tokens hit are tokens reused."""
+    asks = prompts(kit, 3100, (40, 97, 150, 201))
+
+    def counted(result: str) -> float:
+        return engine.counted("kvcore_lookup_tokens_total", result=result)
+
+    with kit.engine() as engine:
+        before = {result: counted(result) for result in ("hit", "miss")}
+        kit.stored(engine, asks)
+        reused = 0
+        for ask in asks:
+            [answer] = engine.ask([ask])
+            reused += answer.reused_tokens
+        engine.settle()
+        hit, miss = counted("hit") - before["hit"], counted("miss") - before["miss"]
+        assert hit == reused > 0, f"{hit} tokens counted as hits, {reused} reused"
+        asked = 2 * sum(len(ask.tokens) for ask in asks)
+        assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} asked"
+
+
+@case("accounting")
+def budgets_held(kit: Kit) -> None:
+    """Host memory and disk hold no more than their capacity, however much is asked."""
+    disk = {**kit.disk(), "capacity": "8MiB"}
+    asks = prompts(kit, 3200, range(60, 300, 20))
+    with kit.fresh(kit.config(host={"capacity": "4MiB"}, disk=disk)) as engine:
+        for _ in range(2):
+            kit.same(engine.ask(asks), asks)
+            engine.settle()
+            engine.forget()
+        engine.check()
+    used = sum(file.stat().st_size for file in Path(disk["path"]).rglob("*") if file.is_file())
+    assert 1 << 20 < used <= 8 << 20, f"{used} bytes on disk, 8 MiB allowed"

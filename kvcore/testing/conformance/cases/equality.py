@@ -1,0 +1,276 @@
+"""With kvcore an engine answers as without, and what was there to be reused is reused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcore.testing.conformance.driver import Ask, Capability, Engine
+from kvcore.testing.conformance.kit import BLOCK, Kit, case
+from kvcore.testing.models import tiny_lora
+
+LENGTHS = (5, 40, 97, 150, 201, 260)
+
+
+def prompts(kit: Kit, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Ask]:
+    return [Ask(kit.words(seed + i, count)) for i, count in enumerate(lengths)]
+
+
+def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, ranks: int = 1) -> None:
+    """What was stored is reused, all of it, and the answers are right."""
+    engine.forget()
+    for ask in asks:
+        got = engine.ask([ask])
+        kit.same(got, [ask], ranks)
+        assert got[0].reused_tokens == kit.reusable(ask, block), (
+            f"{got[0].reused} of {len(ask.tokens)} tokens reused, "
+            f"{kit.reusable(ask, block)} were stored"
+        )
+
+
+@case("equality")
+def miss(kit: Kit) -> None:
+    """Nothing is stored: own answers, nothing reused."""
+    asks = prompts(kit, 100)
+    assert len({tuple(answer) for answer in kit.right(asks)}) > 3, "prompts are answered alike"
+    with kit.engine() as engine:
+        got = [engine.ask([ask])[0] for ask in asks]
+        kit.same(got, asks)
+        assert not any(answer.reused for answer in got), [answer.reused for answer in got]
+
+
+@case("equality")
+def host_hit(kit: Kit) -> None:
+    """What was asked before comes from host memory."""
+    asks = prompts(kit, 200)
+    with kit.engine() as engine:
+        kit.stored(engine, asks)
+        hits(kit, engine, asks)
+
+
+@case("equality")
+def partial_hit(kit: Kit) -> None:
+    """A prompt that leaves a stored one somewhere, on no border of anything."""
+    base = kit.words(300, 250)
+    asks = [Ask(base[:cut] + kit.words(301 + cut, 37)) for cut in (17, 60, 95, 130, 199)]
+    with kit.engine() as engine:
+        kit.stored(engine, [Ask(base)])
+        for ask in asks:
+            got = engine.ask([ask])
+            kit.same(got, [ask])
+            cut = len(ask.tokens) - 37
+            assert got[0].reused_tokens == cut // BLOCK * BLOCK, (got[0].reused, cut)
+            engine.forget()
+
+
+@case("equality")
+def page_borders(kit: Kit) -> None:
+    """Prompts that end on a border of blocks or pages, and a token before and after."""
+    asks = prompts(kit, 400, [n + d for n in (64, 96, 128, 256) for d in (-1, 0, 1)])
+    with kit.engine() as engine:
+        kit.stored(engine, asks)
+        hits(kit, engine, asks)
+
+
+@case("equality")
+def next_turn(kit: Kit) -> None:
+    """The answer's KV is found by the turn that follows it."""
+    first = Ask(kit.words(500, 100), max_tokens=40)
+    with kit.engine() as engine:
+        [answer] = engine.ask([first])
+        kit.same([answer], [first])
+        engine.settle()
+        engine.forget()
+        follow = Ask([*first.tokens, *answer.tokens, *kit.words(501, 20)])
+        got = engine.ask([follow])
+        kit.same(got, [follow])
+        assert got[0].reused_tokens >= (100 + 39) // BLOCK * BLOCK - BLOCK, got[0].reused
+
+
+@case("equality")
+def many_at_once(kit: Kit) -> None:
+    """Requests in one batch, cold and warm."""
+    asks = prompts(kit, 600, range(40, 280, 30))
+    with kit.engine() as engine:
+        for _ in range(2):
+            got = engine.ask(asks)
+            kit.same(got, asks)
+            engine.settle()
+            engine.forget()
+        assert all(answer.reused for answer in got), [answer.reused for answer in got]
+
+
+@case("equality")
+def shared_prefixes(kit: Kit) -> None:
+    """Requests in one batch that begin alike, cold and warm."""
+    shared = kit.words(700, 120)
+    asks = [Ask([*shared, *kit.words(701 + i, 10 + 7 * i)]) for i in range(8)]
+    with kit.engine() as engine:
+        for _ in range(2):
+            kit.same(engine.ask(asks), asks)
+            engine.settle()
+        engine.forget()
+        got = engine.ask(asks)
+        kit.same(got, asks)
+        assert max(answer.reused_tokens for answer in got) >= 112
+
+
+@case("equality")
+def asked_again_at_once(kit: Kit) -> None:
+    """The same prompt while its saves are under way: whatever is found is right."""
+    asks = prompts(kit, 800, (250, 260, 270))
+    with kit.engine() as engine:
+        for ask in asks:
+            kit.same(engine.ask([ask]), [ask])
+            engine.forget()
+            kit.same(engine.ask([ask]), [ask])
+
+
+@case("equality", Capability.SALT)
+def salts_kept_apart(kit: Kit) -> None:
+    """A tenant finds its own KV and nobody else's."""
+    tokens = kit.words(900, 100)
+    with kit.engine() as engine:
+        found = {}
+        for number, salt in enumerate(["a", "a", "b", None, None]):
+            ask = Ask(tokens, salt=salt)
+            [got] = engine.ask([ask])
+            kit.same([got], [ask])
+            found[number] = got.reused_tokens
+            engine.settle()
+            engine.forget()
+        assert found == {0: 0, 1: 96, 2: 0, 3: 0, 4: 96}, found
+
+
+@case("equality")
+def abort_while_saving(kit: Kit) -> None:
+    """Requests aborted when their first token has come; then the same asked again."""
+    asks = prompts(kit, 1000, (150, 200, 250))
+    with kit.engine() as engine:
+        engine.ask([Ask(ask.tokens, 40, abort_after=1) for ask in asks])
+        kit.same(engine.ask(asks), asks)
+        engine.settle()
+        engine.check()
+
+
+@case("equality")
+def abort_while_loading(kit: Kit) -> None:
+    """Requests aborted while their KV is on its way, and others in their pages."""
+    asks, others = prompts(kit, 1100, (150, 200, 250)), prompts(kit, 1200, (150, 200, 250))
+    with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
+        kit.stored(engine, asks)
+        engine.ask([Ask(ask.tokens, 40, abort_after=0) for ask in asks])
+        kit.same(engine.ask(others), others)
+        engine.forget()
+        got = engine.ask(asks)
+        kit.same(got, asks)
+        assert all(answer.reused for answer in got), [answer.reused for answer in got]
+        engine.settle()
+        engine.check()
+
+
+@case("equality")
+def large_loads(kit: Kit) -> None:
+    """Loads too large for a step: the requests wait for theirs, others run."""
+    asks = prompts(kit, 1300, (100, 180, 260))
+    with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
+        kit.stored(engine, asks)
+        got = engine.ask([*asks, Ask(kit.words(1310, 90))])
+        kit.same(got, [*asks, Ask(kit.words(1310, 90))])
+        assert [a.reused_tokens for a in got[:3]] == [kit.reusable(ask) for ask in asks]
+
+
+@case("equality", Capability.CHUNKED_PREFILL)
+def chunked_prefill(kit: Kit) -> None:
+    """Prompts cut over many steps: every piece is stored, and a hit may end in any of them."""
+    asks = prompts(kit, 1400, (150, 260, 333))
+    with kit.engine(step_tokens=64) as engine:
+        kit.same(engine.ask(asks), asks)
+        engine.settle()
+        hits(kit, engine, asks)
+
+
+@case("equality")
+def eviction_under_pressure(kit: Kit) -> None:
+    """Host memory for a fraction of what is asked, many requests at once, twice."""
+    asks = prompts(kit, 1500, range(60, 300, 30))
+    with kit.engine(kit.config(host={"capacity": "4MiB"})) as engine:
+        for _ in range(2):
+            kit.same(engine.ask(asks), asks)
+            engine.settle()
+            engine.forget()
+        assert engine.counted("kvcore_evictions_total", tier="host") > 0, "nothing was evicted"
+        engine.check()
+
+
+@case("equality", Capability.PREEMPTION)
+def preemption(kit: Kit) -> None:
+    """Memory for a fraction of what runs: requests lose their pages and start over."""
+    asks = [Ask(kit.words(1600 + i, 100), max_tokens=90) for i in range(6)]
+    with kit.engine(memory_tokens=640) as engine:
+        kit.same(engine.ask(asks), asks)
+        assert engine.preemptions > 0, "nothing was preempted"
+        engine.settle()
+        engine.check()
+
+
+@case("equality")
+def small_blocks(kit: Kit) -> None:
+    """Token blocks smaller than a page."""
+    asks = prompts(kit, 1700)
+    with kit.engine(kit.config(block={"tokens": 8})) as engine:
+        kit.stored(engine, asks)
+        hits(kit, engine, asks, block=8)
+
+
+@case("equality")
+def large_blocks(kit: Kit) -> None:
+    """Token blocks larger than a page, in an arena by layers."""
+    asks = prompts(kit, 1800)
+    layerwise = {"arrangement": "layerwise"}
+    with kit.engine(kit.config(block={"tokens": 64}, host=layerwise)) as engine:
+        kit.stored(engine, asks)
+        hits(kit, engine, asks, block=64)
+
+
+@case("equality", Capability.LORA)
+def lora_kept_apart(kit: Kit) -> None:
+    """KV of LoRA weights is theirs alone."""
+    weights: Path = tiny_lora(kit.new_folder() / "lora", kit.model, seed=3)
+    plain = Ask(kit.words(1900, 100))
+    adapted = Ask(plain.tokens, lora=weights)
+    with kit.engine(lora=True) as engine:
+        for ask in (plain, adapted):
+            got = engine.ask([ask])
+            kit.same(got, [ask])
+            assert not got[0].reused, got[0].reused
+            engine.settle()
+            engine.forget()
+        hits(kit, engine, [plain, adapted])
+
+
+@case("equality", Capability.RANKS)
+def two_ranks(kit: Kit) -> None:
+    """Each rank stores and loads its own heads."""
+    asks = prompts(kit, 2000)
+    with kit.engine(ranks=2) as engine:
+        for ask in asks:
+            kit.same(engine.ask([ask]), [ask], ranks=2)
+        engine.settle()
+        hits(kit, engine, asks, ranks=2)
+
+
+@case("equality")
+def disk_hit_after_restart(kit: Kit) -> None:
+    """What was written to disk is read by the engine that starts next."""
+    asks = prompts(kit, 2100)
+    config = kit.config(disk=kit.disk())
+    with kit.fresh(config) as engine:
+        kit.stored(engine, asks)
+    with kit.fresh(config) as engine:
+        for ask in asks:
+            got = engine.ask([ask])
+            kit.same(got, [ask])
+            assert got[0].reused_tokens == kit.reusable(ask), (got[0].reused, len(ask.tokens))
+        engine.settle()
+        hits(kit, engine, asks)

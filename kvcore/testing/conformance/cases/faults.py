@@ -1,0 +1,141 @@
+"""Media that corrupt, lose, hang and die: answers stay right, and requests end in time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcore.testing.conformance.cases.equality import prompts
+from kvcore.testing.conformance.driver import Ask, Engine
+from kvcore.testing.conformance.faults import NAME, write_plugin
+from kvcore.testing.conformance.kit import Kit, case
+
+IN_TIME_S = 60.0
+"""How long a request may take that a load has failed: far beyond its deadline of a second, for the
+machine may be busy, and far from for ever."""
+
+
+def data_files(folder: str) -> list[Path]:
+    return sorted(Path(folder).rglob("*.data"))
+
+
+def after(kit: Kit, damage: Callable[[list[Path]], None], seed: int) -> None:
+    """Store prompts on disk, damage the files between two engines, and ask again twice."""
+    asks, config = prompts(kit, seed), kit.config(disk=kit.disk())
+    with kit.fresh(config) as engine:
+        kit.stored(engine, asks)
+    damage(data_files(config["disk"]["path"]))
+    with kit.fresh(config) as engine:
+        for _ in range(2):
+            for ask in asks:
+                kit.same(engine.ask([ask], IN_TIME_S), [ask])
+            engine.settle()
+            engine.forget()
+        assert all(engine.ask([ask])[0].reused for ask in asks[1:]), "it does not heal"
+        engine.check()
+
+
+@case("faults")
+def corrupt_block(kit: Kit) -> None:
+    """Bytes on disk that are not those written are computed again."""
+
+    def rot(files: list[Path]) -> None:
+        picks = random.Random(5)
+        for path in files:
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                for _ in range(40):
+                    file.seek(picks.randrange(size))
+                    file.write(b"\xa5" * 64)
+
+    after(kit, rot, 4000)
+
+
+@case("faults")
+def vanished_block(kit: Kit) -> None:
+    """A file that lost its second half costs what was in it."""
+
+    def cut(files: list[Path]) -> None:
+        for path in files:
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size // 2 // 4096 * 4096)
+
+    after(kit, cut, 4100)
+
+
+@contextmanager
+def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[[str], None]]]:
+    """An engine whose lower tier obeys a word, and holds the first of ``asks`` alone."""
+    folder = write_plugin(kit.new_folder())
+    control = folder / "control"
+
+    def say(word: str) -> None:
+        made = control.with_suffix(".new")
+        made.write_text(word)
+        made.replace(control)
+
+    say("ok")
+    config = kit.config(
+        host={"capacity": "2MiB"},
+        tiers={
+            "faulty": {"plugin": NAME, "capacity": "64MiB", "options": {"control": str(control)}}
+        },
+        transfer={"load_deadline_s": 1.0},
+    )
+    try:
+        with kit.fresh(config, path=(folder,)) as engine:
+            kit.stored(engine, asks)
+            try:
+                yield engine, say
+            finally:
+                say("ok")  # before it stops
+    finally:
+        say("ok")
+
+
+def troubles(kit: Kit, word: str, seed: int) -> None:
+    asks = prompts(kit, seed, (150, 170, 190, 210))
+    with troubled(kit, asks) as (engine, say):
+        say(word)
+        for ask in asks:
+            kit.same(engine.ask([ask], IN_TIME_S), [ask])
+            engine.forget()
+        say("ok")
+        for ask in asks:
+            kit.same(engine.ask([ask], IN_TIME_S), [ask])
+        engine.settle()
+        engine.check()
+
+
+@case("faults")
+def a_load_that_hangs(kit: Kit) -> None:
+    """A read that does not come back is given up at its deadline."""
+    troubles(kit, "hang", 4200)
+
+
+@case("faults")
+def a_read_that_fails(kit: Kit) -> None:
+    """A block that is not to be had is computed."""
+    troubles(kit, "fail", 4300)
+
+
+@case("faults")
+def a_tier_that_is_down(kit: Kit) -> None:
+    """A store that is gone, for reads and writes, is done without."""
+    troubles(kit, "down", 4400)
+
+
+@case("faults")
+def a_tier_brings_back(kit: Kit) -> None:
+    """That tier, when nothing is wrong with it: what host memory lost comes from there."""
+    asks = prompts(kit, 4500, (150, 170, 190, 210))
+    with troubled(kit, asks) as (engine, _):
+        got = engine.ask(asks[:1])
+        engine.settle()
+        engine.forget()
+        got += engine.ask(asks[:1])  # an engine that cannot wait has it the second time
+        kit.same(got, asks[:1] * 2)
+        assert got[1].reused, "nothing came from the tier below"
+        assert engine.counted("kvcore_transfer_bytes_total", path="remote2h") > 0

@@ -1,0 +1,152 @@
+"""Blends: exact where all is recomputed, the oracle's where not, and never taken for exact."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcore.testing.conformance.driver import Ask, Capability
+from kvcore.testing.conformance.kit import BLOCK, Kit, case
+
+FUSED = {"enabled": True, "min_tokens": 32}
+CHUNKS = (96, 112, 128)
+"""Tokens of each; whole blocks, so that all of a chunk is stored."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A prompt of chunks between words of its own; ``spans`` are where the chunks stand."""
+
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+
+    def ask(self, ratio: float) -> Ask:
+        return Ask(self.tokens, fusion={"ratio": ratio, "chunks": self.spans})
+
+
+def chunks_of(kit: Kit, seed: int) -> list[list[int]]:
+    assert all(count % BLOCK == 0 for count in CHUNKS)
+    return [kit.words(seed + i, count) for i, count in enumerate(CHUNKS)]
+
+
+def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
+    """Prompts of two chunks each, in every order."""
+    made = []
+    pairs = [(a, b) for a in range(len(chunks)) for b in range(len(chunks)) if a != b]
+    for number, pair in enumerate(pairs):
+        tokens, spans = kit.words(seed + 10 * number, 9 + number), []
+        for place, chunk in enumerate(pair):
+            spans.append((len(tokens), len(tokens) + len(chunks[chunk])))
+            tokens = [*tokens, *chunks[chunk], *kit.words(seed + 10 * number + 1 + place, 7)]
+        made.append(Mixed(tokens, spans))
+    return made
+
+
+@functools.lru_cache(maxsize=2)
+def _decoder(model: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kvcore.fusion.reference import Decoder
+
+    hf: Any = AutoModelForCausalLM
+    return Decoder(hf.from_pretrained(str(model), dtype=torch.float32).eval())
+
+
+def oracle(kit: Kit, prompt: Mixed, ratio: float) -> list[int]:
+    """What `kvcore.fusion.reference` answers: chunks computed alone, rows chosen as configured."""
+    import torch
+
+    from kvcore.fusion.plan import Cached, Fresh, Plan, Segment
+    from kvcore.fusion.reference import blend, precompute
+    from kvcore.fusion.rope import rope_of
+    from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
+    from kvcore.schema import FusionConfig
+
+    decoder, settings = _decoder(kit.model), FusionConfig()
+    segments: list[Segment] = []
+    last = 0
+    for start, stop in prompt.spans:
+        segments.append(Fresh(tuple(prompt.tokens[last:start])))
+        segments.append(Cached(precompute(decoder, prompt.tokens[start:stop])))
+        last = stop
+    segments.append(Fresh(tuple(prompt.tokens[last:])))
+    config = decoder.config.to_dict()
+    ropes = [rope_of(config, layer) for layer in range(decoder.layers)]
+    with torch.inference_mode():
+        made = blend(
+            decoder,
+            Plan(segments),
+            ropes,
+            BUILTIN_SELECTORS[settings.selector](),
+            Ratio(ratio, settings.spread),
+        )
+        return made.context.greedy(made.logits, 8)
+
+
+@case("fusion", Capability.FUSION)
+def everything_recomputed(kit: Kit) -> None:
+    """At ratio 1 a blend is a full prefill, alone and in a batch, marked or found by search."""
+    chunks = chunks_of(kit, 5000)
+    asked = mixed(kit, chunks, 5100)
+    with kit.engine(kit.config(fusion=FUSED)) as engine:
+        kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
+        asks = [prompt.ask(1.0) for prompt in asked]
+        alone = [engine.ask([ask])[0] for ask in asks[:3]]
+        engine.forget()
+        found = engine.ask([Ask(prompt.tokens, fusion={"ratio": 1.0}) for prompt in asked[3:]])
+        kit.same([*alone, *found], asks)
+        blended = [answer.reused.get("blend", 0) for answer in (*alone, *found)]
+        assert min(blended) >= 192, blended
+
+
+@case("fusion", Capability.FUSION)
+def as_the_oracle(kit: Kit) -> None:
+    """At 15% and 50% the very answers of the oracle, whose rows see 0 to their own position."""
+    chunks = chunks_of(kit, 5200)
+    asked = mixed(kit, chunks, 5300)
+    for ratio in (0.15, 0.5):
+        with kit.engine(kit.config(fusion=FUSED)) as engine:
+            kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
+            got = engine.ask([prompt.ask(ratio) for prompt in asked])
+        assert all(answer.reused.get("blend", 0) >= 192 for answer in got), got
+        expected = [oracle(kit, prompt, ratio) for prompt in asked]
+        wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a.tokens != b]
+        assert not wrong, f"at {ratio} answers {wrong} of {len(asked)} are not the oracle's"
+
+
+@case("fusion", Capability.FUSION)
+def approximate_is_never_exact(kit: Kit) -> None:
+    """What was blended is not found by a request that wants exact KV, now or later."""
+    chunks = chunks_of(kit, 5400)
+    asked = mixed(kit, chunks, 5500)
+    exact = [Ask(prompt.tokens) for prompt in asked]
+    with kit.engine(kit.config(fusion=FUSED)) as engine:
+        kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
+        rough = engine.ask([prompt.ask(0.0) for prompt in asked])
+        right = kit.right(exact)
+        differ = sum(a.tokens != b for a, b in zip(rough, right, strict=True))
+        assert differ >= len(asked) // 2, "pure reuse is no different: the case shows nothing"
+        kit.same(engine.ask(exact[:3]), exact[:3])
+        engine.settle()
+        engine.forget()
+        kit.same(engine.ask(exact), exact)
+        turns = [
+            Ask([*ask.tokens, *answer.tokens, *kit.words(5600, 9)])
+            for ask, answer in zip(exact, rough, strict=True)
+        ]
+        kit.same(engine.ask(turns), turns)
+
+
+@case("fusion", Capability.FUSION, Capability.RANKS)
+def two_ranks_blend(kit: Kit) -> None:
+    """Ranks that hold other heads choose the same rows."""
+    chunks = chunks_of(kit, 5700)
+    asked = mixed(kit, chunks, 5800)
+    with kit.engine(kit.config(fusion=FUSED), ranks=2) as engine:
+        kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
+        got = engine.ask([prompt.ask(0.15) for prompt in asked])
+    assert [a.tokens for a in got] == [oracle(kit, prompt, 0.15) for prompt in asked]

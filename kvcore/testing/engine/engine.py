@@ -1,0 +1,416 @@
+"""`ReferenceEngine`: a serving engine small enough to be read, with kvcore in it or without.
+
+One step:
+
+    loads that arrived; admit while there are pages ──▶ lookup, pages, loads and blends begin
+    pages for the next tokens; the newest request is preempted where there are none
+    blends, then one forward over a budget of tokens: decodes, and pieces of prompts
+    requests whose KV did not come start over; the others take their token, blocks are saved
+
+Greedy. One thread drives it; tensor-parallel ranks are threads of their own, each with its heads,
+its pages and its kvcore worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvcore.adapting.build import WorkerParts, build_leader, build_worker
+from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
+from kvcore.adapting.rank import close_worker, open_tiers
+from kvcore.config import Config
+from kvcore.errors import CapacityError, ConfigError, TransferError
+from kvcore.fusion.options import FusionOptions
+from kvcore.fusion.segments import Segments
+from kvcore.layout import KVView
+from kvcore.testing.engine.fusing import FusionLeader, RankBlender
+from kvcore.testing.engine.leader import Leader
+from kvcore.testing.engine.model import Llama, RankModel, Rows
+from kvcore.testing.engine.requests import Request, State
+from kvcore.testing.engine.transport import DirectTransport
+from kvcore.testing.page_table import PageTable
+from kvcore.testing.ranks import Ranks
+from kvcore.transfer.plan import layer_steps
+
+__all__ = ["EngineArgs", "ReferenceEngine"]
+
+IDLE_WAIT_S = 0.002
+"""How long a step without tokens waits for a transfer to end, instead of spinning."""
+
+
+HUNG_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """``max_num_tokens`` bounds a step: longer prompts are cut. ``min_load_tokens`` are the fewest
+    worth bringing beyond what the engine's own prefix cache holds."""
+
+    ranks: int = 1
+    num_pages: int = 256
+    page_tokens: int = 16
+    max_num_tokens: int = 1024
+    max_batch: int = 8
+    prefix_cache: bool = True
+    min_load_tokens: int = 1
+
+
+class ReferenceEngine:
+    """One engine over ``model``; ``config`` None leaves kvcore out. Close it when done.
+
+    The class attributes are the parts that make it an adapter: a test of tests plants a broken one.
+    """
+
+    transport_type: ClassVar[type[DirectTransport]] = DirectTransport
+    leader_type: ClassVar[type[Leader]] = Leader
+    blender_type: ClassVar[type[RankBlender]] = RankBlender
+
+    def __init__(
+        self, model: Llama, args: EngineArgs | None = None, config: Config | None = None
+    ) -> None:
+        self.args = args = args or EngineArgs()
+        if model.spec.kv_heads % args.ranks:
+            raise ConfigError(
+                f"{model.spec.kv_heads} KV heads over {args.ranks} ranks; give a divisor"
+            )
+        self.model = model
+        self.preemptions = 0
+        self.table = PageTable(args.num_pages, args.page_tokens)
+        self._ids = itertools.count(1)
+        self._queue: list[Request] = []
+        self._running: list[Request] = []
+        self._ranks = Ranks(args.ranks)
+        self._parts = [self._rank_model(rank) for rank in range(args.ranks)]
+        self.leader: Leader | None = None
+        self.workers: list[WorkerParts] = []
+        self._blenders: list[RankBlender] = []
+        try:
+            if config is not None:
+                self._connect(config)
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    # -- putting it together ----------------------------------------------------------------
+
+    def _rank_model(self, rank: int) -> RankModel:
+        args, spec = self.args, self.model.spec
+        heads = range(*head_range(spec.kv_heads, args.ranks, rank))
+
+        def reduce(part: Tensor) -> Tensor:
+            if args.ranks == 1:
+                return part
+            first, *others = self._ranks.gather(rank, part)
+            total: Tensor = sum(others, first)
+            return total
+
+        return RankModel(self.model, args.num_pages, args.page_tokens, heads, reduce)
+
+    def describe(self, block_tokens: int) -> ModelDescription:
+        """The model as kvcore sees it."""
+        layers = tuple(range(self.model.spec.layers))
+        return ModelDescription(
+            self.model.block_shape(block_tokens),
+            (LayerGroup(0, self.args.page_tokens, layers),),
+            self.model.fingerprint,
+            self.args.ranks,
+        )
+
+    def view(self, part: RankModel) -> KVView:
+        """A rank's pages as they are told to kvcore."""
+        return part.view()
+
+    def _connect(self, config: Config) -> None:
+        """kvcore's halves: a worker a rank, and a leader that hands graphs to them directly."""
+        described = self.describe(config.block.tokens)
+        self.workers = [
+            build_worker(config, described, rank, [self.view(part)])
+            for rank, part in enumerate(self._parts)
+        ]
+        transport = self.transport_type([made.worker for made in self.workers])
+        built = build_leader(config, described, transport)
+        for made in self.workers:
+            open_tiers(made.worker, made.open_tier, built.open_tiers)
+        fusion = None
+        if config.fusion.enabled:
+            fusion = self._fusion(config, described, built.manager, transport)
+        self.leader = self.leader_type(
+            config,
+            described,
+            built.manager,
+            transport,
+            built.metrics,
+            min_load_tokens=self.args.min_load_tokens,
+            fusion=fusion,
+            on_close=built.releases,
+        )
+
+    def _fusion(
+        self, config: Config, described: ModelDescription, manager: Any, transport: DirectTransport
+    ) -> FusionLeader:
+        fusion = config.fusion
+        for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
+            selector = made.plugins.selector(fusion.selector, fusion.selector_options)
+            self._blenders.append(self.blender_type(config, rank, part, made.worker, selector))
+        return FusionLeader(
+            config,
+            manager,
+            transport,
+            Segments(config.block.tokens, min_tokens=fusion.min_tokens),
+            [described.rank_shape(rank) for rank in range(self.args.ranks)],
+            self.model.device,
+            layer_steps(described.shape.layers),
+        )
+
+    def __enter__(self) -> ReferenceEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is being saved, flush the tiers, and let go of everything."""
+        for made in self.workers:
+            close_worker(made.worker)
+        if self.leader is not None:
+            self.leader.close()
+        self.workers, self.leader = [], None
+        self._ranks.close()
+
+    # -- from outside -----------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        salt: str = "",
+        fusion: FusionOptions | None = None,
+    ) -> Request:
+        """Queue a request. Raises CapacityError for one that can never run."""
+        needed = self.table.pages_for(len(tokens) + max_tokens)
+        if needed > self.table.num_pages:
+            raise CapacityError(f"a request of {needed} pages; there are {self.table.num_pages}")
+        request = Request(next(self._ids), list(tokens), max_tokens, salt)
+        if fusion is not None:
+            request.fusion = fusion
+        self._queue.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now, as for a client that went away. Waits for copies under way."""
+        if request.state.ended:
+            return
+        (self._queue if request in self._queue else self._running).remove(request)
+        request.state = State.ABORTED
+        if self.leader is not None:
+            self.leader.abort(request)
+        self._release(request)
+
+    @property
+    def idle(self) -> bool:
+        """No request is queued or running."""
+        return not self._queue and not self._running
+
+    def run(self, timeout_s: float = 120.0) -> None:
+        """Step until idle. Raises TransferError when that takes longer than ``timeout_s``, and many
+        steps: a machine that stood still is no request that hangs."""
+        limit, steps = time.monotonic() + timeout_s, 0
+        while not self.idle:
+            steps += 1
+            if time.monotonic() > limit and steps > HUNG_STEPS:
+                states = [request.state.value for request in (*self._running, *self._queue)]
+                raise TransferError(f"not idle after {timeout_s} s: requests are {states}")
+            self.step()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **options: Any
+    ) -> list[list[int]]:
+        """Greedy answers, all prompts submitted at once; ``options`` as `submit` has."""
+        requests = [self.submit(prompt, max_tokens, **options) for prompt in prompts]
+        self.run()
+        return [request.answer for request in requests]
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Block until every save is published and every spill is done."""
+        limit, polls = time.monotonic() + timeout_s, 0
+        while self.leader is not None and self.leader.manager.in_flight:
+            polls += 1
+            if time.monotonic() > limit and polls > HUNG_STEPS:
+                raise TransferError(f"still saving after {timeout_s} s: {self.leader.leftovers}")
+            self.leader.wait(IDLE_WAIT_S)
+            self._restart(self.leader.pump())
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache."""
+        self.table.forget()
+
+    def check_integrity(self) -> None:
+        """Pages, index and flights are sound; when idle and settled, nothing is left over."""
+        self.table.check_integrity()
+        if self.leader is None:
+            return
+        self.leader.check_integrity()
+        if self.idle and not self.leader.manager.in_flight:
+            assert not self.leader.leftovers, self.leader.leftovers
+            assert self.table.available == self.table.num_pages, "pages of no request are in use"
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Advance every request that can be."""
+        if self.leader is not None:
+            self._restart(self.leader.pump())
+        self._admit()
+        self._grow()
+        batch = self._schedule()
+        self._blend()
+        if not batch and self.leader is not None:
+            self.leader.wait(IDLE_WAIT_S)
+        sampled = self._forward([rows for _, rows in batch]) if batch else []
+        if self.leader is not None:
+            self._restart(self.leader.settle())
+        for (request, rows), token in zip(batch, sampled, strict=True):
+            if request.state is State.RUNNING:
+                self._advance(request, rows, token)
+
+    # -- scheduling -------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        for request in list(self._queue):
+            if len(self._running) >= self.args.max_batch or not self._begin(request):
+                return
+
+    def _begin(self, request: Request) -> bool:
+        """Give a request its pages and start what fills them. False when there are none left."""
+        claimed = []
+        if self.args.prefix_cache:
+            claimed = self.table.claim(request.tokens, request.salt)
+        computed = len(claimed) * self.args.page_tokens
+        found = None if self.leader is None else self.leader.lookup(request, computed)
+        fresh = self.table.pages_for(len(request.tokens)) - len(claimed)
+        if (found is not None and found.wait) or fresh > self.table.available:
+            self.table.release(claimed)
+            return found is not None and found.wait
+        request.pages = claimed + self._allocate(fresh)
+        request.computed = request.cached_tokens = computed
+        request.state = State.RUNNING
+        self._queue.remove(request)
+        self._running.append(request)
+        if self.leader is not None and found is not None:
+            self.leader.start(request, found)
+        return True
+
+    def _allocate(self, count: int) -> list[int]:
+        """Fresh pages, which nothing under way reads or writes any more."""
+        pages = self.table.allocate(count)
+        if self.leader is not None:
+            self.leader.fence(pages)
+        return pages
+
+    def _grow(self) -> None:
+        """A page for the next token of every request, taken from the newest where there is none."""
+        for request in list(self._running):
+            missing = self.table.pages_for(len(request.tokens)) - len(request.pages)
+            while request.state is State.RUNNING and missing > self.table.available:
+                victims = [other for other in self._running if other.state is State.RUNNING]
+                self._preempt(victims[-1])
+            if request.state is State.RUNNING and missing > 0:
+                request.pages += self._allocate(missing)
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        self._requeue(request)
+        if self.leader is not None:
+            self.leader.preempted(request)
+
+    def _restart(self, requests: Sequence[Request]) -> None:
+        """Requests whose KV did not arrive, from the beginning."""
+        for request in requests:
+            if request in self._running:
+                self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        self._running.remove(request)
+        self._release(request)
+        request.restart()
+        self._queue.insert(0, request)
+
+    def _release(self, request: Request) -> None:
+        self.table.release(request.pages)
+        request.pages = []
+
+    def _schedule(self) -> list[tuple[Request, Rows]]:
+        """The step's rows: one for each request that decodes, the rest of the budget for others."""
+        ready = [request for request in self._running if request.state is State.RUNNING]
+        ready.sort(key=lambda request: not request.decoding)
+        batch, budget = [], self.args.max_num_tokens
+        for request in ready:
+            start = request.computed
+            tokens = request.tokens[start : start + budget]
+            if tokens:
+                batch.append((request, Rows(tokens, start, request.pages)))
+                budget -= len(tokens)
+        return batch
+
+    # -- computing --------------------------------------------------------------------------
+
+    def _blend(self) -> None:
+        if self.leader is None:
+            return
+        for order in self.leader.orders:
+            if order.request.state is not State.RUNNING:  # preempted since
+                for blender in self._blenders:
+                    blender.drop(order)
+                continue
+            done = self._ranks.each(
+                lambda rank, order=order: self._blenders[rank].blend(  # type: ignore[misc]
+                    order, lambda layer: self._wait_for(rank, layer)
+                )
+            )
+            if not all(done):
+                self.leader.failed(order.request)
+                self._restart([order.request])
+
+    def _forward(self, batch: Sequence[Rows]) -> list[int]:
+        sampled = self._ranks.each(
+            lambda rank: self._parts[rank].forward(batch, lambda layer: self._wait_for(rank, layer))
+        )
+        return sampled[0]
+
+    def _wait_for(self, rank: int, layer: int) -> None:
+        """Block until the step's loads have brought a layer to this rank."""
+        if self.leader is not None:
+            for graph_id in self.leader.sync:
+                self.workers[rank].worker.wait_layer(graph_id, layer)
+
+    def _advance(self, request: Request, rows: Rows, token: int) -> None:
+        request.computed = rows.stop
+        if rows.stop == len(request.tokens):
+            request.tokens.append(token)
+        page = self.args.page_tokens
+        if self.args.prefix_cache and rows.stop // page > rows.start // page:
+            self.table.store(request.tokens[: request.exact], request.salt, request.pages)
+        if self.leader is not None:
+            self.leader.save(request)
+        if len(request.answer) >= request.max_tokens:
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        request.state = State.DONE
+        self._running.remove(request)
+        if self.leader is not None:
+            self.leader.forget(request)
+        self._release(request)

@@ -1,0 +1,397 @@
+"""kvcore beside the reference engine's scheduler: what is looked up, loaded, blended and saved.
+
+One request, from here:
+
+    lookup     keys, what the tiers hold, what a blend could use     (nothing is promised yet)
+    start      its pages are known: the load, or the blend's copies, begin
+    settle     after the forward: loads that failed send their request back
+    save       blocks whose KV the forward has completed
+    forget     the request is gone
+
+Graphs go straight to the workers (`DirectTransport`), so the order of calls is the order of copies.
+Before a page changes hands the engine calls `fence`, which waits for the graphs that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvcore.adapting.identity import Namespaces
+from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.paging import PageUsers, Paging
+from kvcore.block import KeyChain, Namespace
+from kvcore.config import Config
+from kvcore.errors import CapacityError
+from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.metrics import Metrics, MissReason
+from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
+from kvcore.testing.engine.requests import Request, State
+from kvcore.testing.engine.transport import DirectTransport
+from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.plan import layer_steps
+
+__all__ = ["NO_PAGE", "Leader", "Lookup"]
+
+NO_PAGE = -1
+MAX_ATTEMPTS = 2
+"""Loads tried for a request; then it is computed. The first may find a block corrupt, and what is
+corrupt has left the index when the second is planned."""
+
+
+class Lookup(NamedTuple):
+    """KV of [start, stop) of a request can be brought. ``wait``: ask again in the next step."""
+
+    hit: Hit
+    start: int
+    stop: int
+    plan: BlendPlan | None = None
+    wait: bool = False
+
+
+@dataclass
+class _Tracked:
+    """A request as the leader knows it. ``fetching`` are loads of chunks into host memory."""
+
+    chain: KeyChain
+    saved_blocks: int = 0
+    attempts: int = 0
+    fetched: bool = False
+    fetching: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Load:
+    """A load of [.., ``stop``) under way."""
+
+    request: Request
+    stop: int
+    failed: bool = False
+
+
+class Leader:
+    """One per engine. Engine thread only. No call waits but `fence` and `abort`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        manager: KVManager,
+        transport: DirectTransport,
+        metrics: Metrics,
+        *,
+        min_load_tokens: int,
+        fusion: FusionLeader | None,
+        on_close: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.manager = manager
+        self.metrics = metrics
+        self.orders: list[Order] = []
+        self.sync: dict[int, TransferGraph] = {}
+        """Loads that the coming forward waits for layer by layer."""
+        self._config = config
+        self._model = model
+        self._transport = transport
+        self._min_load = min_load_tokens
+        self._fusion = fusion
+        self._on_close = on_close
+        self._block = config.block.tokens
+        self._paging = Paging(model.groups, self._block, no_page=NO_PAGE)
+        self._namespaces = Namespaces(config.namespace, model.fingerprint)
+        self._tracked: dict[int, _Tracked] = {}
+        self._loads: dict[int, _Load] = {}
+        self._using = PageUsers()
+        self._copying: dict[int, set[int]] = {}  # graph -> its ops that use pages, not ended
+        self._chunks: dict[int, Request] = {}  # copies into the staging of this step's blends
+        self._learning: dict[int, tuple[KeyChain, int, int, list[int]]] = {}
+        self._layer_steps = tuple(layer_steps(model.shape.layers))
+
+    # -- a request comes --------------------------------------------------------------------
+
+    def lookup(self, request: Request, computed: int) -> Lookup | None:
+        """What can be brought beyond the ``computed`` tokens that the engine holds itself."""
+        tracked = self._track(request)
+        tokens = len(request.tokens)
+        hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        # The last token is always computed: its logits are wanted.
+        stop = min(hit.depth * self._block, tokens - 1)
+        if self._fusion is not None:
+            blend = self._blend(self._fusion, request, tracked, hit, computed)
+            if blend is not None:
+                return blend
+        if tracked.attempts >= MAX_ATTEMPTS:
+            self.metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)
+            return None
+        if stop - computed < max(self._min_load, 1):
+            if not computed:
+                reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
+                self.metrics.looked_up({}, tokens, reason)
+            return None
+        ready = self.manager.can_load(hit, *self._blocks(computed, stop))
+        if ready is Readiness.NEVER:
+            self.metrics.looked_up({}, tokens, MissReason.BUSY)
+            return None
+        return Lookup(hit, computed, stop, wait=ready is Readiness.LATER)
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            chain = KeyChain(self.namespace_of(request), self._block)
+            tracked = self._tracked[request.request_id] = _Tracked(chain)
+        tracked.chain.extend(request.tokens[tracked.chain.num_tokens :])
+        return tracked
+
+    def namespace_of(self, request: Request) -> Namespace:
+        """Whose KV the request may share."""
+        return self._namespaces.of(salt=request.salt)
+
+    def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
+        return start_token // self._block, -(-stop_token // self._block)
+
+    def _blend(
+        self, fusion: FusionLeader, request: Request, tracked: _Tracked, hit: Hit, computed: int
+    ) -> Lookup | None:
+        """A blend of the request, if one is worth it; chunks on slower tiers are fetched once."""
+        if tracked.attempts:
+            return None
+        exact = max(computed, min(hit.depth * self._block, len(request.tokens) - 1))
+        plan = fusion.plan(request, tracked.chain, exact)
+        if plan is None:
+            return None
+        if not tracked.fetched:
+            tracked.fetched = True
+            wanted = [(hit, *self._blocks(computed, exact))]
+            wanted += [fusion.chunks.source(chunk) for chunk in plan.chunks]
+            for source, start, stop in wanted:
+                self._fetch(tracked, source, start, stop)
+        if tracked.fetching:
+            return Lookup(hit, computed, computed, wait=True)
+        in_host = fusion.chunks.in_host(plan)
+        first, last = self._blocks(computed, exact)
+        if in_host is None or not set(hit.blocks_by_tier(first, last)) <= {HOST}:
+            return None
+        return Lookup(hit, computed, in_host.stop, in_host)
+
+    def _fetch(self, tracked: _Tracked, hit: Hit, start: int, stop: int) -> None:
+        """Bring blocks into host memory, with those before them, behind which alone they stay."""
+        if set(hit.blocks_by_tier(start, stop)) <= {HOST}:
+            return
+        start = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+        ended: list[int] = []
+        try:
+            graph = self.manager.launch_load(
+                hit,
+                start,
+                stop,
+                self._paging.no_units(start, stop),
+                deadline_s=self._config.transfer.load_deadline_s,
+                on_end=lambda: tracked.fetching.difference_update(ended),
+            )
+        except CapacityError:
+            return
+        ended.append(graph.graph_id)
+        tracked.fetching.add(graph.graph_id)
+
+    def start(self, request: Request, found: Lookup) -> None:
+        """The request has its pages: load into them, or order the blend that fills them.
+
+        Sets what of the request counts as computed, or LOADING where it must wait for that.
+        """
+        stop = found.stop if found.plan is None else found.plan.exact
+        if stop > found.start:
+            self._load(request, found.hit, found.start, stop, in_step=found.plan is not None)
+        if found.plan is not None:
+            assert self._fusion is not None
+            order = self._fusion.order(request, found.plan)
+            self.orders.append(order)
+            self._chunks.update(dict.fromkeys(order.graphs, request))
+            request.computed = found.plan.stop
+            request.reused["blend"] = found.plan.reused
+        missed = len(request.tokens) - found.start - sum(request.reused.values())
+        self.metrics.looked_up(request.reused, missed)
+
+    def _load(self, request: Request, hit: Hit, start: int, stop: int, in_step: bool) -> None:
+        first, last = self._blocks(start, stop)
+        tiers = set(hit.blocks_by_tier(first, last))
+        small = (last - first) * self._model.shape.nbytes <= self._config.transfer.sync_load_max
+        in_step = in_step or (tiers <= {HOST} and small)
+        try:
+            graph = self.manager.launch_load(
+                hit,
+                first,
+                last,
+                self._paging.units([request.pages], first, last, start),
+                layers=self._layer_steps if in_step else (),
+                deadline_s=None if in_step else self._config.transfer.load_deadline_s,
+            )
+        except CapacityError:  # no room to pass it through: it is computed
+            assert not in_step, "a load from host memory needs no slots"
+            return
+        self._use(graph)
+        self._loads[graph.graph_id] = _Load(request, stop)
+        request.reused = self._by_tier(hit, start, stop)
+        if in_step:
+            self.sync[graph.graph_id] = graph
+            request.computed = stop
+        else:
+            request.state = State.LOADING
+
+    def _by_tier(self, hit: Hit, start: int, stop: int) -> dict[str, int]:
+        """Tokens of [start, stop) by the tier they come from."""
+        found = {}
+        for source in hit.sources:
+            a, b = max(source.start * self._block, start), min(source.stop * self._block, stop)
+            if b > a:
+                found[source.tier] = b - a
+        return found
+
+    # -- a step ends ------------------------------------------------------------------------
+
+    def settle(self) -> list[Request]:
+        """Take in the loads of the step. Returns the requests whose load failed: what was computed
+        for them is worth nothing."""
+        for graph_id in self.sync:
+            self._transport.wait_device(graph_id)
+        failed = self.pump()
+        self.sync.clear()
+        self.orders.clear()
+        self._chunks.clear()
+        return failed
+
+    def pump(self) -> list[Request]:
+        """Take in what has ended; requests whose load arrived run. Returns those of failed ones."""
+        self.manager.maintain()
+        failed = []
+        for report in self._transport.poll():
+            self.manager.complete(report)
+            request = self._take(report)
+            if request is not None and request not in failed:
+                failed.append(request)
+                self.failed(request)
+        return failed
+
+    def _take(self, report: OpReport) -> Request | None:
+        """Let go of pages when a graph uses them no more; the request whose KV did not come."""
+        if report.graph_id in self._chunks and report.failed:
+            return self._chunks[report.graph_id]
+        left = self._copying.get(report.graph_id, set())
+        load = self._loads.get(report.graph_id)
+        if report.op_id not in left:
+            return None
+        left.discard(report.op_id)
+        if load is not None:  # what failed on the way from a tier fails here too
+            load.failed = load.failed or bool(report.failed)
+        if left:
+            return None
+        del self._copying[report.graph_id]
+        self._using.drop(report.graph_id)
+        if (saved := self._learning.pop(report.graph_id, None)) is not None:
+            self._learn(*saved)
+        return None if load is None else self._arrived(self._loads.pop(report.graph_id))
+
+    def _arrived(self, load: _Load) -> Request | None:
+        request = load.request
+        if request.state.ended:
+            return None
+        if load.failed:
+            return request
+        if request.state is State.LOADING:
+            request.state, request.computed = State.RUNNING, load.stop
+        return None
+
+    def wait(self, timeout: float) -> bool:
+        """Block until something has ended, at most ``timeout`` seconds."""
+        return bool(self.manager.in_flight) and self._transport.wait_report(timeout)
+
+    def failed(self, request: Request) -> None:
+        """A load or a blend of the request failed: it is tried once more, then computed."""
+        if (tracked := self._tracked.get(request.request_id)) is not None:
+            tracked.attempts += 1
+
+    def save(self, request: Request) -> None:
+        """Save the blocks that are computed now. The forward that computed them has ended."""
+        tracked = self._track(request)
+        blocks = min(request.exact, len(request.tokens)) // self._block
+        if blocks <= tracked.saved_blocks:
+            return
+        pages = [request.pages]
+        graph = self.manager.launch_save(
+            tracked.chain.keys,
+            tracked.chain.namespace.digest,
+            blocks,
+            lambda start, stop: self._paging.whole_units(pages, start, stop),
+        )
+        learned = (tracked.chain, tracked.saved_blocks, blocks, list(request.tokens))
+        tracked.saved_blocks = blocks
+        if graph is None:
+            self._learn(*learned)
+        else:
+            self._use(graph)
+            self._learning[graph.graph_id] = learned
+
+    def _learn(self, chain: KeyChain, start: int, stop: int, tokens: list[int]) -> None:
+        if self._fusion is not None:
+            self._fusion.chunks.learn(chain, start, stop, tokens)
+
+    # -- pages change hands -----------------------------------------------------------------
+
+    def _use(self, graph: TransferGraph) -> None:
+        self._using.add(graph.graph_id, self._paging.pages_of(graph.units))
+        self._copying[graph.graph_id] = {op.op_id for op in graph.ops if op.path.touches_device}
+
+    def fence(self, pages: Sequence[int]) -> None:
+        """Block until no graph uses ``pages``: the engine gives them to another request."""
+        for _, graphs in list(self._using.among(set(pages))):
+            for graph_id in set(graphs):
+                self._transport.wait_device(graph_id)
+
+    def abort(self, request: Request) -> None:
+        """Drop what loads of the request have not begun; block until the rest is done."""
+        for graph_id, load in self._loads.items():
+            if load.request is request:
+                self.manager.cancel(graph_id)
+                self._transport.wait_device(graph_id)
+        self.forget(request)
+
+    def preempted(self, request: Request) -> None:
+        """The request lost its pages and will be looked up again."""
+        self._tracked[request.request_id].saved_blocks = 0
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._tracked.pop(request.request_id, None)
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every block of every tier."""
+        self.manager.clear()
+        if self._fusion is not None:
+            self._fusion.chunks.forget()
+
+    def check_integrity(self) -> None:
+        """Index, flights and pages in use agree with each other."""
+        self.manager.check_integrity()
+        self._using.check_integrity()
+        assert self._using.graphs == self._copying.keys(), "graphs that use pages differ"
+
+    @property
+    def leftovers(self) -> list[str]:
+        """What is still held or under way; empty when the engine is idle and all has settled."""
+        what = {
+            "graphs in flight": self.manager.in_flight,
+            "loads": len(self._loads),
+            "requests": len(self._tracked),
+            "graphs that use pages": len(self._using.graphs),
+            "blends": len(self.orders),
+        }
+        return [f"{count} {name}" for name, count in what.items() if count]
+
+    def close(self) -> None:
+        """Let go of what the leader holds. The workers have closed before."""
+        self.pump()
+        if self._fusion is not None:
+            self._fusion.chunks.close()
+        for release in self._on_close:
+            release()

@@ -1,0 +1,381 @@
+"""A Llama in plain torch over paged KV, split by heads over the ranks of one process.
+
+    rows of a step ──▶ norm ─▶ q k v of the rank's heads ─▶ rope ─▶ k, v into pages
+                         │                                            │
+                         │        attention of each request over its own pages
+                         ▼                                            │
+                    hidden + sum over ranks of o_proj ◀───────────────┘ ─▶ + MLP ─▶ next layer
+
+A rank's pages are one tensor a layer, [pages, tokens of a page, heads of the rank, 2 * dim], K
+beside V. They begin as NaN: KV that nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvcore.adapting.identity import weights_identity
+from kvcore.block import model_fingerprint
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.fusion.attend import Attention, attend_rows
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.rope import Rope, rope_of
+from kvcore.layout import BlockShape, KVView, from_strides
+
+__all__ = ["Llama", "RankModel", "Rows", "Spec", "load", "random_llama"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, dim]."""
+
+Hook = Callable[[int], None]
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Sizes of a Llama. ``config`` is the checkpoint's own, as Hugging Face writes it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    config: Mapping[str, Any]
+    epsilon: float = 1e-5
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Spec:
+        """Raises UnsupportedError for a config of another architecture."""
+        odd = [name for name in ("attention_bias", "mlp_bias") if config.get(name)]
+        if config.get("model_type") != "llama" or odd or config.get("hidden_act") != "silu":
+            raise UnsupportedError(
+                f"the reference engine runs Llama without biases, not {config.get('model_type')!r}"
+                f" with {odd or config.get('hidden_act')}"
+            )
+        heads = int(config["num_attention_heads"])
+        return cls(
+            layers=int(config["num_hidden_layers"]),
+            hidden=int(config["hidden_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            intermediate=int(config["intermediate_size"]),
+            vocabulary=int(config["vocab_size"]),
+            config=config,
+            epsilon=float(config["rms_norm_eps"]),
+        )
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """One for each layer. Raises UnsupportedError where it is not a fixed rotation."""
+        found = [rope_of(self.config, layer) for layer in range(self.layers)]
+        return tuple(rope for rope in found if rope is not None)
+
+    @property
+    def attention(self) -> Attention:
+        """What every layer's attention computes."""
+        return Attention(self.head_dim**-0.5)
+
+
+class LayerWeights(NamedTuple):
+    """One layer's matrices, [out, in] each, and the weights of its norms."""
+
+    norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+_NAMES = (
+    "input_layernorm",
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    "post_attention_layernorm",
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+"""What a checkpoint calls the fields of `LayerWeights`, in their order."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Weights on one device. ``identity`` names them: equal identities, equal weights."""
+
+    spec: Spec
+    layers: tuple[LayerWeights, ...]
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    identity: bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def block_shape(self, block_tokens: int) -> BlockShape:
+        """The canonical block of all heads."""
+        spec = self.spec
+        dtype = str(self.dtype).removeprefix("torch.")
+        return BlockShape(spec.layers, spec.kv_heads, spec.head_dim, block_tokens, dtype)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What every adapter makes of the same checkpoint computed in the same type."""
+        identity = {
+            **self.spec.config,
+            "kvcore_quantization": None,
+            "kvcore_max_model_len": None,
+            "kvcore_compute_dtype": str(self.dtype),
+        }
+        return model_fingerprint(identity, self.identity, str(self.dtype))
+
+
+def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
+    """The checkpoint in ``folder``. Raises UnsupportedError unless it is a Llama's."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    # transformers' own reading, with its defaults: what other engines make their identity of
+    spec = Spec.of(AutoConfig.from_pretrained(str(folder)).to_dict())
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file, device=device)
+
+    def take(name: str) -> Tensor:
+        return found[f"{name}.weight"].to(dtype)
+
+    layers = tuple(
+        LayerWeights(*(take(f"model.layers.{i}.{name}") for name in _NAMES))
+        for i in range(spec.layers)
+    )
+    embedding = take("model.embed_tokens")
+    tied = "lm_head.weight" not in found
+    head = embedding if tied else take("lm_head")
+    identity = weights_identity(str(folder), None)
+    return Llama(spec, layers, embedding, take("model.norm"), head, identity)
+
+
+def random_llama(
+    *,
+    layers: int = 2,
+    hidden: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    intermediate: int = 256,
+    vocabulary: int = 512,
+    theta: float = 10000.0,
+    max_positions: int = 131072,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Llama:
+    """Weights drawn from ``seed`` on ``device``; equal arguments give equal weights there.
+
+    The spread is that of `kvcore.testing.models`: greedy output depends on the whole prompt.
+    """
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(out: int, into: int, gain: float = 2.0) -> Tensor:
+        drawn = torch.empty(out, into, device=device, dtype=dtype)
+        return drawn.normal_(0.0, gain / into**0.5, generator=generator)
+
+    ones = torch.ones(hidden, device=device, dtype=dtype)
+    drawn = tuple(
+        LayerWeights(
+            norm=ones,
+            q=draw(heads * head_dim, hidden),
+            k=draw(kv_heads * head_dim, hidden),
+            v=draw(kv_heads * head_dim, hidden),
+            o=draw(hidden, heads * head_dim),
+            mlp_norm=ones,
+            gate=draw(intermediate, hidden),
+            up=draw(intermediate, hidden),
+            down=draw(hidden, intermediate),
+        )
+        for _ in range(layers)
+    )
+    embedding = draw(vocabulary, hidden, hidden**0.5)
+    identity = f"random {seed} on {torch.device(device).type}".encode()
+    return Llama(Spec.of(config), drawn, embedding, ones, draw(vocabulary, hidden), identity)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ..."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class RankModel:
+    """One rank's heads of ``model``, and its pages. Used by the rank's own thread.
+
+    ``reduce`` adds a tensor up over the ranks; it is a collective.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        num_pages: int,
+        page_tokens: int,
+        heads: range,
+        reduce: Reduce,
+    ) -> None:
+        self.model = model
+        self.page_tokens = page_tokens
+        self.kv_heads = len(heads)
+        self.reduce = reduce
+        spec = model.spec
+        if spec.heads % spec.kv_heads:
+            raise ConfigError(f"{spec.heads} query heads over {spec.kv_heads} KV heads")
+        dim, group = spec.head_dim, spec.heads // spec.kv_heads
+        q = slice(heads.start * group * dim, heads.stop * group * dim)
+        kv = slice(heads.start * dim, heads.stop * dim)
+        self._layers = [
+            layer._replace(q=layer.q[q], k=layer.k[kv], v=layer.v[kv], o=layer.o[:, q])
+            for layer in model.layers
+        ]
+        size = (num_pages, page_tokens, self.kv_heads, 2 * dim)
+        self._pages = [
+            torch.full(size, torch.nan, dtype=model.dtype, device=model.device)
+            for _ in range(spec.layers)
+        ]
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def view(self) -> KVView:
+        """The pages as kvcore copies them."""
+        shape = self.model.block_shape(self.page_tokens).with_heads(self.kv_heads)
+        tensors = [pages.transpose(1, 2) for pages in self._pages]  # [pages, heads, tokens, 2 dim]
+        return KVView(from_strides(tensors, shape), tensors)
+
+    def slots(self, pages: Sequence[int], positions: Tensor) -> Tensor:
+        """[positions]: where tokens of a request with these pages lie."""
+        table = torch.tensor(pages, device=positions.device)
+        return table[positions // self.page_tokens] * self.page_tokens + (
+            positions % self.page_tokens
+        )
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put K and V, [rows, kv_heads, dim] each, into ``slots`` of a layer."""
+        self._pages[layer].flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
+
+    def read(self, layer: int, slots: Tensor) -> LayerKV:
+        """K and V in ``slots``, [slots, kv_heads, dim] each."""
+        return LayerKV(*self._pages[layer].flatten(0, 1)[slots].chunk(2, dim=-1))
+
+    # -- computing --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[Rows], before: Hook) -> list[int]:
+        """The greedy next token of each request. ``before`` is called ahead of each layer."""
+        device = self.model.device
+        tokens = torch.tensor([token for rows in batch for token in rows.tokens], device=device)
+        parts = [torch.arange(rows.start, rows.stop, device=device) for rows in batch]
+        own = [self.slots(rows.pages, part) for rows, part in zip(batch, parts, strict=True)]
+        seen = [self.slots(r.pages, torch.arange(r.stop, device=device)) for r in batch]
+        positions, slots = torch.cat(parts), torch.cat(own)
+        attention = self.model.spec.attention
+        hidden = self.embed(tokens)
+        for layer in range(self.model.spec.layers):
+            before(layer)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
+                self.write(layer, slots, k, v)
+                queries = torch.split(q, [len(rows.tokens) for rows in batch])
+                own_rows = zip(batch, queries, seen, strict=True)
+                return torch.cat(
+                    [
+                        _causal(part, rows.start, self.read(layer, there), attention)
+                        for rows, part, there in own_rows
+                    ]
+                )
+
+            hidden = self.layer(layer, positions, hidden, attend)
+        last = torch.tensor([len(rows.tokens) for rows in batch], device=device).cumsum(0) - 1
+        chosen: list[int] = self.logits(hidden[last]).argmax(dim=-1).tolist()
+        return chosen
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[rows] int64 -> [rows, hidden]."""
+        return functional.embedding(tokens, self.model.embedding)
+
+    def layer(self, layer: int, positions: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """One decoder layer over rows at ``positions``; hidden states are [rows, hidden]."""
+        w, spec = self._layers[layer], self.model.spec
+        x = self._norm(hidden, w.norm)
+        heads = (len(x), -1, spec.head_dim)
+        rope = spec.ropes[layer]
+        cos, sin = rope.cos_sin(positions)
+        q = _rotated(functional.linear(x, w.q).view(heads), cos, sin, rope)
+        k = _rotated(functional.linear(x, w.k).view(heads), cos, sin, rope)
+        attended = attend(q, k, functional.linear(x, w.v).view(heads))
+        hidden = hidden + self.reduce(functional.linear(attended.flatten(1), w.o))
+        x = self._norm(hidden, w.mlp_norm)
+        gated = functional.silu(functional.linear(x, w.gate)) * functional.linear(x, w.up)
+        return hidden + functional.linear(gated, w.down)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] of the last layer's output."""
+        return functional.linear(self._norm(hidden, self.model.norm), self.model.head)
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        wide = hidden.float()
+        scale = (wide.square().mean(dim=-1, keepdim=True) + self.model.spec.epsilon).rsqrt()
+        return (wide * scale).to(hidden.dtype) * weight
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
+    """RoPE of [rows, heads, dim] by cos and sin [rows, dim / 2], halves paired."""
+    cos, sin = cos[:, None] * rope.scaling.magnitude, sin[:, None] * rope.scaling.magnitude
+    x, y = heads.float().chunk(2, dim=-1)
+    return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
+
+
+def _causal(queries: Tensor, start: int, kv: LayerKV, attention: Attention) -> Tensor:
+    """Attention of the rows at ``start``, ``start + 1`` ... over all keys up to each one's own."""
+    if start:
+        positions = torch.arange(start, len(kv.keys), device=queries.device)
+        return attend_rows(queries, positions, kv.keys, kv.values, attention)
+    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, kv.keys, kv.values))
+    out: Tensor = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,78 @@
+"""A request of the reference engine, from the queue to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvcore.fusion.options import FusionOptions
+
+__all__ = ["Request", "State"]
+
+
+class State(Enum):
+    """Where a request is.
+
+    WAITING ─▶ LOADING ─▶ RUNNING ─▶ DONE        ABORTED from anywhere before DONE
+       ▲           └─ failed ─┐  │
+       └──────────────────────┴──┘ preempted
+    """
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    DONE = "done"
+    ABORTED = "aborted"
+
+    @property
+    def ended(self) -> bool:
+        return self in (State.DONE, State.ABORTED)
+
+
+@dataclass(eq=False)
+class Request:
+    """``tokens`` are the prompt and the answer so far. KV of [0, ``computed``) is in ``pages``.
+
+    ``approximate_from`` is the first position whose KV a blend made: nothing from there on is
+    stored anywhere as if it were exact. ``reused`` are tokens that kvcore brought, by tier.
+    """
+
+    request_id: int
+    tokens: list[int]
+    max_tokens: int
+    salt: str = ""
+    fusion: FusionOptions = field(default_factory=lambda: FusionOptions(enabled=False))
+    prompt_len: int = 0
+    state: State = State.WAITING
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    cached_tokens: int = 0
+    approximate_from: int | None = None
+    reused: dict[str, int] = field(default_factory=dict)
+    blended_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token has no KV yet."""
+        return self.computed == len(self.tokens) - 1 and len(self.tokens) > self.prompt_len
+
+    @property
+    def exact(self) -> int:
+        """Tokens from the start that have the KV a full prefill gives."""
+        known = self.approximate_from
+        return self.computed if known is None else min(self.computed, known)
+
+    def restart(self) -> None:
+        """Nothing is computed any more; the answer so far stays."""
+        self.state = State.WAITING
+        self.pages = []
+        self.computed = self.cached_tokens = self.blended_tokens = 0
+        self.approximate_from = None
+        self.reused = {}

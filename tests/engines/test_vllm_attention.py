@@ -1,0 +1,82 @@
+"""Third parties' hooks around the attention of a real vLLM's layers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.testing.asking import answers, same, settled
+from kvcore.testing.asking import small_engine as engine
+from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.models import tiny_model
+from kvcore.testing.prompts import windows
+
+pytestmark = pytest.mark.engine
+
+WATCHING = Path(__file__).with_name("watching")
+CONFIG: dict[str, Any] = {"host": {"capacity": "64MiB"}}
+
+
+def environment(*hooks: str) -> dict[str, str]:
+    path = os.pathsep.join([str(WATCHING), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "WATCHING": ",".join(hooks)}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return tiny_model("llama", layers=3)
+
+
+@pytest.fixture(scope="module")
+def asked(model: Path) -> list[list[int]]:
+    return windows(model, 6, 30, 90, seed=5)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, asked: list[list[int]]) -> list[Generation]:
+    with engine(model, None, enable_prefix_caching=False) as process:
+        return answers(process, asked, batch=3)
+
+
+def answered(process: EngineProcess) -> list[int]:
+    """Lengths of the prompts that a hook computed the attention of."""
+    lines = process.log.read_text().splitlines()
+    return sorted(int(x.rsplit("rows=", 1)[1]) for x in lines if "answered request=" in x)
+
+
+def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
+    model: Path, asked: list[list[int]], plain: list[Generation]
+) -> None:
+    """Tokens stay, so q, k, v, positions and rows are what they are said to be."""
+    with engine(model, CONFIG, env=environment("answer", "fail")) as process:
+        alone = answers(process, asked[:3])
+        told = answered(process)
+        together = answers(process, asked[3:], batch=3)
+        log = process.log.read_text()
+    same([*alone, *together], plain)
+    assert told == sorted(map(len, asked[:3]))
+    assert log.count("'fail' failed at layer") == 1
+
+
+def test_a_hook_changes_what_attention_gives_in_a_compiled_model(
+    model: Path, asked: list[list[int]], plain: list[Generation], tmp_path: Path
+) -> None:
+    """It spoils what decodes give: the first token, of the prompt's rows, stays. What was stored
+    under it is not found by an engine without."""
+    wanted = environment("answer", "silence")
+    config = {**CONFIG, "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
+    with engine(model, config, env=wanted, enforce_eager=False) as process:
+        spoilt = answers(process, asked)
+        assert answered(process) == sorted(map(len, asked))
+        settled(process)
+        process.reset_prefix_cache()
+        assert sum(a.reused_tokens for a in answers(process, asked)) > 0
+    with engine(model, config) as process:
+        got = answers(process, asked)
+    same(got, plain)
+    assert sum(a.reused_tokens for a in got) == 0
+    assert [a.token_ids[0] for a in spoilt] == [a.token_ids[0] for a in plain]
+    assert all(a.token_ids != b.token_ids for a, b in zip(spoilt, plain, strict=True))

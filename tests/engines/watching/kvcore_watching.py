@@ -1,0 +1,34 @@
+"""A third party's hooks around attention, as a plugin of its own.
+
+Put this folder on PYTHONPATH and kvcore finds it by its entry point. ``WATCHING`` names the hooks
+wanted, with commas between them: ``answer`` computes whole prefills itself, ``silence`` spoils the
+last layer's output of decodes, ``fail`` raises at its 10th call.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvcore.plugins import AttentionPlugin, hookimpl
+
+if TYPE_CHECKING:
+    from kvcore.attention import AttentionHook
+    from kvcore.layout import BlockShape
+
+
+@hookimpl
+def kvcore_attention() -> list[AttentionPlugin]:
+    wanted = filter(None, os.environ.get("WATCHING", "").split(","))
+    return [AttentionPlugin(name, _maker(name)) for name in wanted]
+
+
+def _maker(name: str) -> Any:
+    def make(shape: BlockShape, rank: int) -> AttentionHook:
+        """Made when asked for: a plugin's module imports nothing heavy."""
+        import kvcore_watching_hooks
+
+        hook: AttentionHook = getattr(kvcore_watching_hooks, name.title())(shape)
+        return hook
+
+    return make

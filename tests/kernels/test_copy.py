@@ -1,0 +1,163 @@
+"""The Triton copy, in the interpreter, against the torch reference: every byte of both memories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcore_kernels.copy import launch, naive
+from kvcore_kernels.ops import TritonOps
+from kvcore_kernels.planes import Words, plane_table, widen
+from kvcore_kernels.testing import (
+    ENGINES,
+    ORDERS,
+    arena_view,
+    assert_same,
+    noise,
+    packed_view,
+    slot_view,
+    twin,
+    vllm_view,
+)
+
+from kvcore.layout import (
+    Axis,
+    BlockShape,
+    KVLayout,
+    KVView,
+    Plane,
+    arena_layout,
+    unit_tokens,
+)
+from kvcore.ops import HeadRange
+from kvcore.ops.base import DeviceOps
+from kvcore.ops.reference import ReferenceOps
+
+DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
+
+
+def check(src: KVView, dst: KVView, *args: object) -> None:
+    """Both ops from the same start: the same bytes after, in both memories."""
+    results = []
+    for ops in (TritonOps(), ReferenceOps()):
+        pair = twin(src), twin(dst)
+        units, targets, *rest = args
+        ops.copy_blocks(pair[0], units, pair[1], targets, *rest)  # type: ignore[arg-type]
+        results.append(pair)
+    for ours, naives in zip(*results, strict=True):
+        assert_same(ours, naives)
+    assert_same(results[0][0], src)
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_between_any_engine_and_canonical_blocks(data: st.DataObject) -> None:
+    block = data.draw(st.sampled_from([1, 8, 16, 63]))
+    page = data.draw(st.sampled_from([1, 16, 32, 63]))
+    shape = BlockShape(
+        layers=data.draw(st.integers(1, 3)),
+        kv_heads=data.draw(st.integers(1, 3)),
+        head_dim=data.draw(st.sampled_from([64, 80, 128, 256])),
+        block_tokens=block,
+        dtype=data.draw(st.sampled_from(DTYPES)),
+    )
+    view = ENGINES[data.draw(st.sampled_from(sorted(ENGINES)))](shape, 3, page)
+    arena = arena_view(shape, 3, data.draw(st.sampled_from(["blockwise", "layerwise"])))
+    unit = unit_tokens(page, block)
+    ours = data.draw(st.permutations(range(3 * page // unit)))
+    theirs = data.draw(st.permutations(range(3 * block // unit)))
+    count = data.draw(st.integers(0, min(len(ours), len(theirs), 6)))
+    a, b = np.array(ours[:count], np.int64), np.array(theirs[:count], np.int64)
+    a[data.draw(st.lists(st.booleans(), min_size=count, max_size=count))] = -1
+    layers = sorted(data.draw(st.sets(st.integers(0, shape.layers - 1))))
+    first = data.draw(st.integers(0, shape.kv_heads - 1))
+    heads = HeadRange(first, 0, data.draw(st.integers(0, shape.kv_heads - first)))
+    if data.draw(st.booleans()):
+        check(view, arena, a, b, layers, unit, heads)
+    else:
+        check(arena, view, b, a, layers, unit, heads)
+
+
+@pytest.mark.parametrize("count", [1, 63, 500])
+def test_many_units_in_one_launch(count: int) -> None:
+    shape = BlockShape(1, 2, 64, 4, "bfloat16", kv_factor=1)
+    view, arena = slot_view(shape, 500, 4), arena_view(shape, 500)
+    order = np.random.default_rng(count).permutation(500)[:count]
+    check(view, arena, order, np.arange(count))
+
+
+def test_a_latent_has_one_head() -> None:
+    shape = BlockShape(2, 1, 576, 8, "bfloat16", kv_factor=1)
+    check(slot_view(shape, 4, 8), arena_view(shape, 4), np.array([3, 1]), np.array([0, 2]))
+
+
+def test_k_and_v_of_unlike_dims() -> None:
+    shape = BlockShape(2, 2, 192, 8, "bfloat16", v_head_dim=128)
+    check(slot_view(shape, 4, 8), arena_view(shape, 4), np.array([3, 1]), np.array([0, 2]))
+
+
+def test_an_offset_beyond_2_to_31_elements_is_exact() -> None:
+    """By stride alone, in memory that is never touched between."""
+    far = (1 << 31) + 4096
+    memory = torch.empty(far + 4096, dtype=torch.uint8)
+    planes = ((Plane(0, 0, far, 0, Axis(64), Axis(1), 64),),)
+    view = KVView(KVLayout("uint8", 2, 16, 1, planes), [memory])
+    memory[far : far + 1024] = noise(1024, "uint8", 4)
+    arena = arena_view(BlockShape(1, 1, 64, 16, "uint8", kv_factor=1), 1)
+    TritonOps().copy_blocks(view, np.array([1]), arena, np.array([0]))
+    assert torch.equal(arena.tensors[0], memory[far : far + 1024])
+    arena.tensors[0].add_(1)
+    TritonOps().copy_blocks(arena, np.array([0]), view, np.array([1]))
+    assert torch.equal(arena.tensors[0], memory[far : far + 1024])
+
+
+@pytest.mark.parametrize("copy", [launch.copy_units, naive.copy_units])
+def test_nothing_to_copy_touches_nothing(copy: Callable[..., None]) -> None:
+    shape = BlockShape(2, 2, 64, 8, "bfloat16")
+    view, arena = vllm_view(shape, 2, 8, ORDERS[0]), arena_view(shape, 2)
+    before = twin(arena)
+    none = np.zeros(0, np.int64)
+    copy(view, none, arena, none, [0, 1], 8, HeadRange(0, 0, 2))
+    copy(view, np.array([0]), arena, np.array([0]), [], 8, HeadRange(0, 0, 2))
+    copy(view, np.array([0]), arena, np.array([0]), [0], 8, HeadRange(0, 0, 0))
+    assert_same(arena, before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "offset", "words"),
+    [
+        ("bfloat16", 64, 0, Words(8, 16)),
+        ("bfloat16", 68, 0, Words(8, 8)),
+        ("bfloat16", 66, 0, Words(4, 4)),
+        ("bfloat16", 64, 2, Words(4, 4)),
+        ("bfloat16", 65, 0, Words(2, 2)),
+        ("uint8", 64, 1, Words(1, 1)),
+        ("float32", 64, 0, Words(8, 16)),
+    ],
+)
+def test_words_are_as_wide_as_every_address_allows(
+    dtype: str, dim: int, offset: int, words: Words
+) -> None:
+    shape = BlockShape(1, 2, dim, 4, dtype)
+    memory = noise(shape.nbytes // shape.itemsize + offset, dtype)
+    assert memory.data_ptr() % 16 == 0
+    view = KVView(arena_layout(shape, 1), [memory[offset:]])
+    tables, found = widen([plane_table(view, [0], 0)], shape.itemsize)
+    assert found == words
+    assert tables[0].rows[0, 9] * found.size == dim * shape.itemsize
+
+
+def test_packed_memory_is_moved_by_the_element() -> None:
+    shape = BlockShape(1, 1, 64, 32, "bfloat16")
+    tables = [plane_table(v, [0], 0) for v in (packed_view(shape, 1, 32), arena_view(shape, 1))]
+    assert widen(tables, 2)[1] == Words(2, 2)
+
+
+def test_host_memory_alone_is_left_to_others() -> None:
+    view = arena_view(BlockShape(1, 1, 64, 8, "bfloat16"), 1)
+    ops: DeviceOps = TritonOps()
+    assert not ops.supports(view, view)
