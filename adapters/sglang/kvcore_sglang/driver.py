@@ -48,6 +48,7 @@ MODEL_MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
 }
 """Where SGLang has the architectures of small models."""
+MLA_ARCHITECTURES = frozenset({"DeepseekV2ForCausalLM"})
 
 
 class Driver:
@@ -78,11 +79,12 @@ class Driver:
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             engine_args = {**CPU_SETTINGS, **engine_args}
-            _import_one_model(Path(model))
+            _import_one_model(_architecture(model))
         import sglang
 
         if start_method == "fork" and on_cpu:
             _fork_processes()
+            _attend_latents_in_torch(_architecture(model))
         if kvcore is not None:
             from kvcore_sglang.plugin import engine_settings
 
@@ -139,15 +141,18 @@ class Driver:
         """What kvcore brought back for a request."""
         if self._kvcore is None:
             return {}
-        tiers = (await self._state())["requests"].get(request_id, {})
-        return {"reused_tokens": sum(tiers.values()), "tiers": tiers}
+        for replica, state in enumerate(await self._states()):
+            if request_id in state["requests"]:
+                tiers = state["requests"][request_id]
+                return {"reused_tokens": sum(tiers.values()), "tiers": tiers, "replica": replica}
+        return {"reused_tokens": 0, "tiers": {}}
 
-    async def _state(self) -> dict[str, Any]:
+    async def _states(self) -> list[dict[str, Any]]:
+        """What kvcore says of itself in each replica of the engine."""
         states = await self._engine.tokenizer_manager.get_internal_state()
-        if "kvcore" not in states[0]:
+        if any("kvcore" not in state for state in states):
             raise UnsupportedError("kvcore does not serve here: the engine's log says why")
-        found: dict[str, Any] = states[0]["kvcore"]
-        return found
+        return [state["kvcore"] for state in states]
 
     async def _abort_early(self, request_id: str) -> None:
         """Abort again and again until cancelled: the request may not have been added yet."""
@@ -176,11 +181,12 @@ class Driver:
             await asyncio.sleep(0.05)
 
     async def metrics(self) -> dict[str, float]:
-        """kvcore's Prometheus samples."""
+        """kvcore's Prometheus samples, of all replicas together."""
         if self._kvcore is None:
             return {}
         metrics, registry = Metrics("driver"), CollectorRegistry()
-        metrics.absorb((await self._state())["metrics"])
+        for state in await self._states():
+            metrics.absorb(state["metrics"])
         metrics.register(registry)
         return {
             _sample_name(sample.name, sample.labels): sample.value
@@ -197,7 +203,9 @@ class Driver:
             self._engine = engine
             with contextlib.suppress(UnsupportedError):
                 limit = time.monotonic() + SETTLE_S
-                while (await self._state())["in_flight"] and time.monotonic() < limit:
+                while time.monotonic() < limit:
+                    if not any(state["in_flight"] for state in await self._states()):
+                        break
                     await asyncio.sleep(0.05)
             self._engine = None
         engine.shutdown()
@@ -246,18 +254,35 @@ def _fork_processes() -> None:
     multiprocessing.set_start_method = lambda *args, **options: None
 
 
-def _import_one_model(folder: Path) -> None:
-    """Keep SGLang from importing all its models (10 s on a small CPU) where one is known to do."""
+def _architecture(model: str) -> str:
+    """What a folder's config says that it holds; empty where it says nothing."""
     try:
-        [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+        [name] = json.loads((Path(model) / "config.json").read_text())["architectures"]
     except (OSError, ValueError, KeyError):
-        return
+        return ""
+    return str(name)
+
+
+def _import_one_model(architecture: str) -> None:
+    """Keep SGLang from importing all its models (10 s on a small CPU) where one is known to do."""
     package = importlib.util.find_spec("sglang")
     if architecture not in MODEL_MODULES or package is None or package.origin is None:
         return
     models = (Path(package.origin).parent / "srt" / "models").glob("*.py")
     others = {path.stem for path in models} - {MODEL_MODULES[architecture]}
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+
+
+def _attend_latents_in_torch(architecture: str) -> None:
+    """Let attention in plain torch serve MLA, in this process and its forks: it can, and SGLang's
+    table of ways has no entry for it and takes the one for Triton."""
+    if architecture not in MLA_ARCHITECTURES:
+        return
+    from sglang.srt.models.deepseek_common import attention_backend_handler as ways
+
+    ways.AttentionBackendRegistry.register(
+        CPU_SETTINGS["attention_backend"], lambda layer, batch: ways.AttnForwardMethod.MLA
+    )
 
 
 def _sample_name(name: str, labels: dict[str, str]) -> str:
