@@ -17,6 +17,11 @@ from kvcore.testing.engine_process import EngineProcess, Generation
 ANSWER = 8
 """Tokens asked for: enough to show a wrong cache, and little beside the prompt."""
 
+SHARED = 8
+"""Prompts of a test begin alike for fewer tokens than this."""
+
+SETTLE_S = 200.0
+"""How long saves may take: on a machine that does much else, minutes."""
 
 SMALL: dict[str, Any] = {
     "max_model_len": 2048,
@@ -43,6 +48,18 @@ SMALL_SGLANG: dict[str, Any] = {
 """SGLang's arguments for a small model on a CPU."""
 
 _SMALL = {"vllm": (SMALL, SPACE), "sglang": (SMALL_SGLANG, {})}
+
+
+def sglang_tiers(folder: Path, **sglang: Any) -> dict[str, Any]:
+    """kvcore's config for SGLang with host memory and a disk tier in ``folder``. Lookups wait for
+    the disk, however slow the machine is, so that what is found is certain. ``sglang`` are settings
+    of its section."""
+    return {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(folder / "kv"), "capacity": "256MiB"},
+        "transfer": {"load_deadline_s": 600},
+        "sglang": {"keep_on_flush": True, "prefetch": "wait", **sglang},
+    }
 
 
 @contextmanager
@@ -92,7 +109,17 @@ def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
 def settled(process: EngineProcess) -> None:
     """Forget everything in the engine's own cache, with all saves published."""
     time.sleep(0.5)
-    process.reset_prefix_cache()
+    process.reset_prefix_cache(timeout_s=SETTLE_S)
+
+
+def all_from(tier: str, got: Sequence[Generation], tokens: Sequence[int]) -> None:
+    """AssertionError unless ``tokens`` of each prompt came from the tier and no more were reused,
+    but for a few that prompts have in common and that the engine's own cache therefore holds."""
+    for answer, count in zip(got, tokens, strict=True):
+        told = f"{count} tokens expected, {answer.cached_tokens} cached, {answer.kvcore}"
+        assert answer.tiers.keys() <= {tier}, told
+        assert count <= answer.cached_tokens < count + SHARED, told
+        assert count - SHARED < answer.reused_tokens <= count, told
 
 
 def counted(process: EngineProcess, name: str, **labels: str) -> float:

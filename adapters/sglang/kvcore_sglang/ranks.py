@@ -9,6 +9,7 @@ must be able to speak while the others wait for it in a collective, so it has a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -28,8 +29,9 @@ from kvcore.metrics import Metrics
 
 _log = logging.getLogger("kvcore.sglang.ranks")
 
-ORDER_TIMEOUT_S = 120.0
-"""How long a rank waits for the leader at a point of the schedule before it says what is wrong."""
+ORDER_TIMEOUT_S = 120
+"""How long a rank waits for the leader at a point of the schedule before it says what is wrong.
+Counted in seconds that the rank saw pass: while the machine is halted, its leader is too."""
 
 REPORT_WAIT_S = 0.05
 
@@ -109,12 +111,12 @@ class Follower:
 
     def next_order(self) -> Order:
         """The leader's order for this point of the schedule. Blocks until it is there."""
-        try:
-            return self._orders.get(timeout=ORDER_TIMEOUT_S)
-        except queue.Empty:
-            raise TransferError(
-                f"no word from the leading rank for {ORDER_TIMEOUT_S:.0f} s: look at its log"
-            ) from None
+        for _ in range(ORDER_TIMEOUT_S):
+            with contextlib.suppress(queue.Empty):
+                return self._orders.get(timeout=1.0)
+        raise TransferError(
+            f"no word from the leading rank for {ORDER_TIMEOUT_S} s: look at its log"
+        )
 
     def close(self) -> None:
         self._closed.set()
