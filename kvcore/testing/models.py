@@ -390,8 +390,17 @@ def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
     half a head. No layer has experts."""
     from transformers import DeepseekV2Config
 
-    dim = common.pop("head_dim")
+    dim, positions = common.pop("head_dim"), common["max_position_embeddings"]
+    yarn = {  # published ones have it, and SGLang on a CPU knows no other
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": positions // 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
     config = DeepseekV2Config(
+        rope_parameters=yarn,
         q_lora_rank=None,
         kv_lora_rank=2 * dim,
         qk_nope_head_dim=dim,

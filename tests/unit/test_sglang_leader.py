@@ -230,6 +230,22 @@ def test_a_prefix_is_found_and_a_like_text_is_not(rigs: list[Rig], page: int) ->
     assert rig.leader.lookup("tenant", np.array(tokens), 0, other) == 0
 
 
+def test_a_name_that_comes_again_with_another_prompt_finds_that_prompts_kv(
+    rigs: list[Rig],
+) -> None:
+    """Clients choose requests' names: as long a prompt under a name is not the same prompt."""
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    first, second = text(320, 20), text(320, 21)
+    assert rig.lookup("job", first) == 0
+    rig.keep(first)
+    assert rig.lookup("job", second) == 0, "the first prompt's KV was found for the second"
+    rig.keep(second)
+    gain = rig.lookup("job", second)
+    assert gain == 320
+    assert rig.load("job", second, 0, gain)
+
+
 def test_blocks_of_the_disk_are_staged_before_they_are_answered(
     rigs: list[Rig], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ leaves nothing behind.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import OrderedDict, deque
@@ -56,11 +57,16 @@ Tokens = npt.NDArray[np.int64]
 @dataclass
 class Asked:
     """A lookup: the prompt's chain, what the tree held, what was answered, and where it lay when
-    the request first asked."""
+    the request first asked.
+
+    ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
+    for another prompt.
+    """
 
     chain: KeyChain
     device_tokens: int
     tokens: int
+    text: bytes
     stop: int = 0
     counted: bool = False
     sources: dict[str, int] = field(default_factory=dict)
@@ -149,15 +155,16 @@ class Leader:
 
     def _ask(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> Asked:
         """The request's keys; hashed once however often it is looked up."""
+        text = hashlib.blake2b(tokens, digest_size=16).digest()
         before = self._asked.pop(rid, None)
-        same = before is not None and before.tokens == len(tokens)
+        same = before is not None and before.text == text
         if before is not None and same and before.chain.namespace is namespace:
             asked = before
             asked.device_tokens, asked.stop = device_tokens, 0
         else:
             chain = KeyChain(namespace, self._block)
             chain.extend(tokens)
-            asked = Asked(chain, device_tokens, len(tokens))
+            asked = Asked(chain, device_tokens, len(tokens), text)
         self._asked[rid] = asked
         if len(self._asked) > ASKED_KEPT:
             self._asked.popitem(last=False)
