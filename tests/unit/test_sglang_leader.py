@@ -246,6 +246,19 @@ def test_a_name_that_comes_again_with_another_prompt_finds_that_prompts_kv(
     assert rig.load("job", second, 0, gain)
 
 
+def test_a_request_that_was_answered_in_part_is_known_until_it_is_loaded(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    tokens = text(320, 22)
+    rig.keep(tokens)
+    assert not rig.leader.is_resumed("unknown")
+    for resumed in (True, False):
+        gain = rig.leader.lookup("r", np.array(tokens), 0, rig.namespace, resumed=resumed)
+        assert rig.leader.is_resumed("r") is resumed
+    assert rig.load("r", tokens, 0, gain)
+    assert not rig.leader.is_resumed("r")
+
+
 def test_blocks_of_the_disk_are_staged_before_they_are_answered(
     rigs: list[Rig], tmp_path: Path
 ) -> None:

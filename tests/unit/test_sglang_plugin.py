@@ -64,8 +64,8 @@ class Linker:
         self.state = {"in_flight": 0}
 
     @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int) -> Iterator[None]:
-        self.calls.append(("asking", key, device_tokens))
+    def asking(self, key: Any, device_tokens: int, *, resumed: bool) -> Iterator[None]:
+        self.calls.append(("asking", key, device_tokens, resumed))
         yield
         self.calls.append("asked")
 
@@ -100,7 +100,9 @@ def test_another_linker_or_none_is_passed_through() -> None:
         assert hooks.around_match(lambda *a: a[1:], wrapper, 1, 2, 3) == (1, 2, 3)
 
 
-def test_a_match_tells_the_linker_whose_tokens_are_looked_up() -> None:
+@pytest.mark.parametrize("answered", [[], [7]])
+def test_a_match_tells_the_linker_whose_tokens_are_looked_up(answered: list[int]) -> None:
+    """And whether the request was retracted with a part of its answer."""
     linker = Linker()
     wrapper = SimpleNamespace(cache=cache_of(linker))
     result = SimpleNamespace(device_prefix_len=32)
@@ -109,8 +111,9 @@ def test_a_match_tells_the_linker_whose_tokens_are_looked_up() -> None:
         linker.calls.append("lookup")
         return "matched"
 
-    assert hooks.around_match(match, wrapper, "key", SimpleNamespace(), result) == "matched"
-    assert linker.calls == [("asking", "key", 32), "lookup", "asked"]
+    req = SimpleNamespace(output_ids=answered)
+    assert hooks.around_match(match, wrapper, "key", req, result) == "matched"
+    assert linker.calls == [("asking", "key", 32, bool(answered)), "lookup", "asked"]
 
 
 def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept() -> None:
@@ -144,6 +147,7 @@ def test_an_insert_that_offers_nodes_is_ended_with_their_slots() -> None:
 class Req:
     def __init__(self, rid: str, *, finished: bool = True) -> None:
         self.rid = rid
+        self.output_ids: list[int] = []
         self.finished_output = False
         self._finished = finished
 
@@ -186,6 +190,22 @@ def test_a_request_whose_load_failed_is_computed_and_not_answered(way: str) -> N
     assert failed.finished_output, "with overlap it is offered for output twice"
     hooks.around_stream_output(lambda s, reqs, lp: None, None, [failed], 0)
     assert len(scheduler.waiting_queue) == 1, "computed a third time"
+
+
+def test_one_that_was_answered_in_part_does_not_fail_with_others_of_its_batch() -> None:
+    """Its load landed when it was planned, and computed again it would be answered twice."""
+    cache, fresh, resumed = cache_of(Linker()), Req("fresh"), Req("resumed")
+    resumed.output_ids = [7]
+    cache.linker.inflight_load_rids = ["fresh", "resumed", "aborted"]
+    cache.linker.private_load_indices = {"fresh": [1], "resumed": [2], "aborted": [3]}
+
+    def finish(cache: Any, reqs: list[Req]) -> list[Req]:
+        return [req for req in reqs if req.rid in cache.linker.inflight_load_rids]
+
+    assert hooks.around_finish_loads(finish, cache, [fresh, resumed]) == [fresh]
+    assert cache.linker.inflight_load_rids == ["fresh", "aborted"]
+    assert cache.linker.private_load_indices.keys() == {"fresh", "aborted"}
+    assert cache.linker.cache_linker.calls == [("refuse", ["fresh"])]
 
 
 def test_a_failed_request_that_cannot_be_made_again_is_answered_with_the_error() -> None:

@@ -138,10 +138,13 @@ class Driver:
         return got.reply(await self._reused(request_id))
 
     async def _reused(self, request_id: str) -> dict[str, Any]:
-        """What kvcore brought back for a request."""
-        if self._kvcore is None:
+        """What kvcore brought back for a request, and in which replica; empty where kvcore does not
+        serve."""
+        try:
+            states = await self._states()
+        except UnsupportedError:
             return {}
-        for replica, state in enumerate(await self._states()):
+        for replica, state in enumerate(states):
             if request_id in state["requests"]:
                 tiers = state["requests"][request_id]
                 return {"reused_tokens": sum(tiers.values()), "tiers": tiers, "replica": replica}
@@ -149,6 +152,8 @@ class Driver:
 
     async def _states(self) -> list[dict[str, Any]]:
         """What kvcore says of itself in each replica of the engine."""
+        if self._kvcore is None:
+            raise UnsupportedError("the engine was started without kvcore")
         states = await self._engine.tokenizer_manager.get_internal_state()
         if any("kvcore" not in state for state in states):
             raise UnsupportedError("kvcore does not serve here: the engine's log says why")

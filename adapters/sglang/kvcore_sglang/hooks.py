@@ -57,7 +57,7 @@ def around_match(original: Original, wrapper: Any, key: Any, req: Any, result: A
     if getattr(req, "positional_embed_overrides", None) is not None:
         req.skip_radix_cache_insert = True  # its tokens do not tell its KV
         return result
-    with linker.asking(key, result.device_prefix_len):
+    with linker.asking(key, result.device_prefix_len, resumed=bool(req.output_ids)):
         return original(wrapper, key, req, result)
 
 
@@ -98,13 +98,24 @@ def around_handle_generate_request(
 
 
 def around_finish_loads(original: Original, cache: Any, reqs: list[Any]) -> Any:
-    failed = original(cache, reqs)
     linker = kvcore_linker(cache)
+    if linker is not None:
+        _take_out_landed(cache.linker, reqs)
+    failed = original(cache, reqs)
     if failed and linker is not None:
         linker.refuse([req.rid for req in failed])
         for req in failed:
             setattr(req, AGAIN, hasattr(req, SOURCE))
     return failed
+
+
+def _take_out_landed(wrapper: Any, reqs: list[Any]) -> None:
+    """A batch's loads fail together. Those of requests that were answered in part landed when they
+    were planned, and the requests cannot be computed again."""
+    for req in reqs:
+        if req.output_ids and req.rid in wrapper.inflight_load_rids:
+            wrapper.inflight_load_rids.remove(req.rid)
+            wrapper.private_load_indices.pop(req.rid, None)
 
 
 def around_stream_output(

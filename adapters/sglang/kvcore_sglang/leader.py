@@ -60,7 +60,7 @@ class Asked:
     the request first asked.
 
     ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
-    for another prompt.
+    for another prompt. ``resumed``: some of them were its answer already.
     """
 
     chain: KeyChain
@@ -68,6 +68,7 @@ class Asked:
     tokens: int
     text: bytes
     stop: int = 0
+    resumed: bool = False
     counted: bool = False
     sources: dict[str, int] = field(default_factory=dict)
 
@@ -133,16 +134,26 @@ class Leader:
     def namespace(self, lora: str, salt: str | None) -> Namespace:
         return self._namespaces.of(lora, salt)
 
-    def lookup(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> int:
+    def lookup(
+        self,
+        rid: str,
+        tokens: Tokens,
+        device_tokens: int,
+        namespace: Namespace,
+        *,
+        resumed: bool = False,
+    ) -> int:
         """Tokens beyond ``device_tokens`` that can be loaded now, a multiple of the page.
 
         ``tokens`` are those the engine would reuse, so at least one more is computed. Blocks while
-        blocks come from lower tiers, as ``sglang.prefetch`` says.
+        blocks come from lower tiers, as ``sglang.prefetch`` says. ``resumed`` is what `is_resumed`
+        says of the request until it is loaded.
         """
         if self._aside or rid in self._refused:
             return 0
         self._pump()
         asked = self._ask(rid, tokens, device_tokens, namespace)
+        asked.resumed = resumed
         hit = self._hit(asked, namespace)
         host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         stop = min(host * self._block, len(tokens)) // self._page * self._page
@@ -155,7 +166,7 @@ class Leader:
 
     def _ask(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> Asked:
         """The request's keys; hashed once however often it is looked up."""
-        text = hashlib.blake2b(tokens, digest_size=16).digest()
+        text = hashlib.blake2b(tokens.data, digest_size=16).digest()
         before = self._asked.pop(rid, None)
         same = before is not None and before.text == text
         if before is not None and same and before.chain.namespace is namespace:
@@ -239,6 +250,11 @@ class Leader:
             self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
 
     # -- a request is scheduled -------------------------------------------------------------
+
+    def is_resumed(self, rid: str) -> bool:
+        """Whether the last lookup of ``rid`` was of a request that had been answered in part."""
+        asked = self._asked.get(rid)
+        return asked is not None and asked.resumed
 
     def load(self, rid: str, slots: npt.NDArray[np.int64]) -> TransferGraph | None:
         """Plan the load that the last lookup of ``rid`` answered into ``slots``, one a token.

@@ -77,7 +77,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self._parts = self._build(server_args, params, components)
         worker = self._parts.worker if self._parts else None
         self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
-        self._asking: tuple[Any, int] | None = None
+        self._asking: tuple[Any, int, bool] | None = None
         self._queued: dict[str, TransferGraph] = {}
         self._inserting: list[Offer] | None = None
         self._offered = 0
@@ -119,9 +119,10 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     # -- who asks ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int) -> Iterator[None]:
-        """While a match is under way: the key whose page hashes `lookup` is given."""
-        self._asking = key, device_tokens
+    def asking(self, key: Any, device_tokens: int, *, resumed: bool) -> Iterator[None]:
+        """While a match is under way: the key whose page hashes `lookup` is given. ``resumed``: the
+        request was retracted and has been answered in part."""
+        self._asking = key, device_tokens, resumed
         try:
             yield
         finally:
@@ -160,11 +161,12 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     def _lookup(self, leader: Leader, rid: str) -> list[int]:
         if self._asking is None:
             return []
-        key, device_tokens = self._asking
+        key, device_tokens, resumed = self._asking
         tokens = self._tokens(key)
         if tokens is None or self._parts is None:
             return []
-        gain = leader.lookup(rid, tokens, device_tokens, self._namespace(leader, key))
+        namespace = self._namespace(leader, key)
+        gain = leader.lookup(rid, tokens, device_tokens, namespace, resumed=resumed)
         return [gain // self._parts.served.page_tokens] if gain else []
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
@@ -172,13 +174,27 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         if self._parts is None:
             return False
         order = self._decide(lambda leader: self._plan(leader, rid, transfers[0]))
+        if order.at_once:
+            return self._load_at_once(self._parts, rid, order.graphs)
         for graph in order.graphs:
             self._queued[rid] = graph
         return bool(order.graphs)
 
     def _plan(self, leader: Leader, rid: str, transfer: Any) -> Order:
+        at_once = leader.is_resumed(rid)
         graph = leader.load(rid, transfer.device_indices.cpu().numpy())
-        return Order(graphs=[] if graph is None else [graph])
+        return Order() if graph is None else Order(graphs=[graph], at_once=at_once)
+
+    def _load_at_once(self, parts: Parts, rid: str, graphs: Sequence[TransferGraph]) -> bool:
+        """Load for a request that was answered in part: were it found after the forward that the
+        load failed, the request could not be computed again without answering twice. Blocks, and
+        all ranks end it together."""
+        parts.worker.start_loads(graphs)
+        landed = parts.worker.finish(graph.graph_id for graph in graphs)
+        if not any(agree(parts.served.rank, "" if landed else "failed")):
+            return True
+        self.refuse([rid])
+        return False
 
     def start_layer_wise_loading(self) -> int:
         graphs, self._queued = list(self._queued.values()), {}

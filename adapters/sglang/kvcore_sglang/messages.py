@@ -21,7 +21,7 @@ class Order(msgspec.Struct, array_like=True):
     """Work for a rank, taken in the order of the fields.
 
     ``open_tiers`` comes once, before any graph that names those tiers; ``forget`` are slots of
-    tiers to make unreadable.
+    tiers to make unreadable. ``at_once``: the graphs are loads to finish before anything else.
     """
 
     now: bool = False
@@ -29,6 +29,7 @@ class Order(msgspec.Struct, array_like=True):
     forget: list[tuple[str, list[int]]] = []
     cancel: list[int] = []
     graphs: list[TransferGraph] = []
+    at_once: bool = False
 
     @property
     def empty(self) -> bool:
