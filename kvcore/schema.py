@@ -37,6 +37,7 @@ __all__ = [
     "OpsConfig",
     "PluginsConfig",
     "SchemaModel",
+    "SglangConfig",
     "Size",
     "Source",
     "TierConfig",
@@ -490,6 +491,31 @@ class TrtllmConfig(AdapterConfig):
     )
 
 
+class SglangConfig(SchemaModel):
+    """The SGLang adapter."""
+
+    min_load_tokens: int = _min_load_tokens("SGLang")
+    layerwise: bool = Field(
+        default=True,
+        description="Load layer by layer under the forward. Otherwise a batch waits for its loads "
+        "before its forward.",
+    )
+    prefetch: Literal["best_effort", "timeout", "wait"] = Field(
+        default="timeout",
+        description="How long a lookup waits for blocks on their way from disk or a remote store "
+        "into host memory, before it answers with what is there: not at all, at most "
+        "`prefetch_timeout_s`, or until they are there (at most `transfer.load_deadline_s`).",
+    )
+    prefetch_timeout_s: Seconds = Field(
+        default=0.5, description='Seconds, for `prefetch = "timeout"`.'
+    )
+    keep_on_flush: bool = Field(
+        default=False,
+        description="Let SGLang's `/flush_cache` empty its own cache only. Otherwise it makes "
+        "kvcore forget every block in every tier too, which changing weights in place needs.",
+    )
+
+
 class Config(SchemaModel):
     """Every setting of kvcore. A value: equal settings compare equal, wherever they came from."""
 
@@ -513,6 +539,7 @@ class Config(SchemaModel):
     trace: TraceConfig = TraceConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
+    sglang: SglangConfig = SglangConfig()
 
     _sources: dict[tuple[str, ...], Source] = PrivateAttr(default_factory=dict)
 

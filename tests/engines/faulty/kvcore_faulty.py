@@ -7,6 +7,9 @@ file that ``KVCORE_TEST_FAIL_RANK`` names is there.
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
 before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
 ``die_after`` n: after n blocks read, every call fails.
+
+The device operations fail every load into the engine's pages while there is the file that
+``FAULTY_OPS`` names.
 """
 
 from __future__ import annotations
@@ -113,3 +116,24 @@ def kvcore_ops() -> list[OpsPlugin]:
 @hookimpl
 def kvcore_selectors() -> list[SelectorPlugin]:
     return [SelectorPlugin("faulty", faulty_selector)]
+
+
+def faulty_ops() -> Any:
+    from kvcore.ops.reference import ReferenceOps
+
+    class FaultyOps(ReferenceOps):
+        name = "faulty"
+        priority = -1
+
+        def copy(self, src: Any, *args: Any, **options: Any) -> None:
+            from_arena = len(src.tensors) == 1
+            if from_arena and os.path.exists(os.environ.get("FAULTY_OPS", "")):
+                raise OSError("a copy that fails, as asked")
+            super().copy(src, *args, **options)
+
+    return FaultyOps()
+
+
+@hookimpl
+def kvcore_ops() -> list[OpsPlugin]:
+    return [OpsPlugin("faulty", faulty_ops)]

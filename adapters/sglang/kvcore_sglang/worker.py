@@ -1,0 +1,176 @@
+"""The data plane of one rank: carries out orders around the engine's forward.
+
+    load   start ──▶ wait_layer(0) ... wait_layer(n - 1) ──▶ finish       (layer by layer)
+    save   submit at the insert; its pages stay locked in the tree until its copy has ended
+
+A load from host memory that fails is tried again before anything is computed from it. What became
+of it is reported once that is certain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from kvcore_sglang.messages import Order
+
+from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
+from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.worker import KVWorker
+
+_log = logging.getLogger("kvcore.sglang.worker")
+
+ATTEMPTS = 3
+"""How often a load from host memory is tried before its requests are computed again."""
+
+RETRY_WAIT_S = 0.02
+
+Fence = Callable[[], AbstractContextManager[object]]
+"""Context in which what is submitted is ordered after the engine's work so far."""
+
+
+@dataclass
+class _Load:
+    """A load under way. ``reports`` are held back until it is certain: a failed one is retried."""
+
+    graph: TransferGraph
+    left: int
+    attempt: int = 1
+    reports: list[OpReport] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return any(report.failed for report in self.reports)
+
+
+class RankWorker:
+    """One per rank. Thread-safe: the scheduler's thread and the one that speaks to the leader."""
+
+    def __init__(
+        self,
+        worker: KVWorker,
+        open_tier: TierOpener,
+        fence: Fence = contextlib.nullcontext,
+    ) -> None:
+        self._worker = worker
+        self._open_tier = open_tier
+        self._fence = fence
+        self._lock = threading.RLock()
+        self._loads: dict[int, _Load] = {}
+        self._failed: set[int] = set()
+        self._reports: list[OpReport] = []
+
+    # -- orders -----------------------------------------------------------------------------
+
+    def carry_out(self, order: Order) -> None:
+        """Everything of an order but loads. Does I/O only where it opens tiers or forgets."""
+        open_tiers(self._worker, self._open_tier, order.open_tiers)
+        for name, slots in order.forget:
+            self._worker.forget(name, slots)
+        for graph_id in order.cancel:
+            self._worker.cancel(graph_id)
+        if order.now:
+            self._submit(order.graphs)
+        elif order.graphs:
+            with self._fence():
+                self._submit(order.graphs)
+
+    def start_loads(self, graphs: Sequence[TransferGraph]) -> None:
+        """Begin copying into the engine's pages. Does not block."""
+        with self._lock:
+            for graph in graphs:
+                self._loads[graph.graph_id] = _Load(graph, len(graph.ops))
+        with self._fence():
+            self._submit(graphs)
+
+    def _submit(self, graphs: Iterable[TransferGraph]) -> None:
+        for graph in graphs:
+            refused = self._worker.submit(graph)
+            with self._lock:
+                for report in refused:
+                    self._take(report)
+
+    # -- loads ------------------------------------------------------------------------------
+
+    def wait_layer(self, graph_ids: Iterable[int], layer: int) -> None:
+        """Block until these loads have copied ``layer``, tried again where the copy failed."""
+        for graph_id in graph_ids:
+            self._worker.wait_layer(graph_id, layer)
+            self._collect()
+            load = self._loads.get(graph_id)
+            if load is not None and (load.failed or load.attempt > 1):
+                self._settle(graph_id)
+
+    def finish(self, graph_ids: Iterable[int]) -> bool:
+        """Block until these loads write no more; whether all of them landed."""
+        graph_ids = list(graph_ids)
+        for graph_id in graph_ids:
+            self._settle(graph_id)
+        with self._lock:
+            failed = self._failed.intersection(graph_ids)
+            self._failed -= failed
+        return not failed
+
+    def _settle(self, graph_id: int) -> None:
+        """Block until a load has ended for good."""
+        while graph_id in self._loads:
+            self._worker.wait_device(graph_id)
+            self._collect()
+            if graph_id in self._loads:
+                self._worker.wait_report(RETRY_WAIT_S)
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def wait_report(self, timeout: float) -> bool:
+        """Block until an op has ended, at most ``timeout`` seconds."""
+        return self._worker.wait_report(timeout)
+
+    def poll(self) -> list[OpReport]:
+        """Reports of the ops that ended since the last call. Does not block."""
+        self._collect()
+        with self._lock:
+            reports, self._reports = self._reports, []
+        return reports
+
+    def _collect(self) -> None:
+        with self._lock:
+            for report in self._worker.poll():
+                self._take(report)
+
+    def _take(self, report: OpReport) -> None:
+        load = self._loads.get(report.graph_id)
+        if load is None:
+            self._reports.append(report)
+            return
+        load.reports.append(report)
+        load.left -= 1
+        if load.left:
+            return
+        if load.failed and load.attempt < ATTEMPTS:
+            _log.warning("a load failed and is tried again graph=%d", load.graph.graph_id)
+            load.attempt += 1
+            load.left, load.reports = len(load.graph.ops), []
+            self._submit([load.graph])
+            return
+        del self._loads[load.graph.graph_id]
+        if load.failed:
+            self._failed.add(load.graph.graph_id)
+        self._reports += load.reports
+
+    def quiesce(self, timeout: float) -> bool:
+        """Block until nothing is under way on this rank; False after ``timeout`` seconds."""
+        limit = time.monotonic() + timeout
+        while self._worker.engine.in_flight:
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(RETRY_WAIT_S / 10)
+        return True
+
+    def close(self) -> None:
+        """Finish saves in flight and flush them. Blocks."""
+        close_worker(self._worker)
