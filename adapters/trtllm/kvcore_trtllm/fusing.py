@@ -17,21 +17,25 @@ from kvcore.adapting.chunks import BlendPlan, Chunks
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
+from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape
-from kvcore.manager import KVManager
+from kvcore.manager import HOST, Hit, KVManager
 from kvcore.metrics import Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.trtllm.fusion")
+
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
 
 MAX_FAILURES = 3
 """Blends that fail one after another before no more are made."""
 
 
 class FusionLeader:
-    """One per engine, on rank 0. Called from the executor's thread only; nothing waits."""
+    """One per engine, on rank 0. Called from the executor's thread only; only `in_host` waits."""
 
     def __init__(
         self,
@@ -61,6 +65,25 @@ class FusionLeader:
         ratio = self._settings.ratio if options.ratio is None else options.ratio
         # The last token is always computed: its logits are wanted.
         return self.chunks.plan(found, exact, len(tokens) - 1, ratio, self._staged)
+
+    def in_host(
+        self, plan: BlendPlan, bring: Callable[[list[tuple[Hit, int]]], object]
+    ) -> BlendPlan | None:
+        """What of a plan is in host memory, after ``bring`` was told which blocks of which chains
+        are not, as far as these are not many more than the plan needs: host memory keeps a block
+        only behind all those before it. None where too little is left."""
+        wanted = []
+        try:
+            for hit, start, stop in map(self.chunks.source, plan.chunks):
+                held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+                below = set(hit.blocks_by_tier(start, stop)) - {HOST}
+                if below and stop - held <= MAX_FETCH * (stop - start):
+                    wanted.append((hit, stop))
+            bring(wanted)
+            return self.chunks.in_host(plan)
+        except KVCoreError as error:
+            _log.debug("no blend, a chunk has gone: %s", error)
+            return None
 
     def promised(self, plan: BlendPlan) -> None:
         """The engine counts on the plan: its chunks will take room in this step's staging."""

@@ -40,13 +40,13 @@ from kvcore_trtllm.requests import (
 )
 from kvcore_trtllm.salt import Wish
 
-from kvcore.adapting.chunks import BlendPlan, Chunks
+from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
 from kvcore.block import KeyChain
 from kvcore.config import Config
-from kvcore.errors import CapacityError, KVCoreError
+from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, KVManager, Readiness, Source
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
@@ -57,9 +57,6 @@ _log = logging.getLogger("kvcore.trtllm.scheduler")
 FORGET_AFTER = 512
 """Steps without a word of a request after which it is taken for aborted. Taking a live one for
 aborted costs its later saves, nothing else."""
-
-MAX_FETCH = 8
-"""Blocks brought to host memory for one block of a chunk, at most."""
 
 Lane = Callable[[TransferGraph], None]
 """Hands a graph to the only rank at once."""
@@ -144,8 +141,8 @@ class Leader:
         hit = self._hit(chain, computed, most)
         held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         stop = min(held * self._block, most)
-        if wish is not None and (plan := self._blend(tracked, wish, stop)) is not None:
-            return self._promise_blend(tracked, plan), False
+        if wish is not None and (until := self._blend(tracked, wish, stop)):
+            return until, False
         return self._promise(tracked, stop, hit)
 
     def _promise(self, tracked: Tracked, stop: int, hit: Hit) -> tuple[int, bool]:
@@ -166,46 +163,34 @@ class Leader:
 
     # -- fusion -----------------------------------------------------------------------------
 
-    def _blend(self, tracked: Tracked, wish: Wish, exact: int) -> BlendPlan | None:
-        """A blend of a prompt of which the engine holds nothing and host memory ``exact`` tokens,
-        with the chunks that are in host memory by now."""
+    def _blend(self, tracked: Tracked, wish: Wish, exact: int) -> int:
+        """Promise a blend of a prompt of which the engine holds nothing and host memory ``exact``
+        tokens, where one is worth it; the token up to which KV is promised, 0 for none."""
         if self._fusion is None or tracked.tokens is None:
-            return None
+            return 0
         namespace = tracked.chain.namespace
         plan = self._fusion.plan(tracked.tokens, wish.options, namespace, exact)
         if plan is None:
-            return None
-        try:
-            self._bring_chunks(self._fusion.chunks, plan)
-            return self._fusion.chunks.in_host(plan)
-        except KVCoreError as error:
-            _log.debug("no blend, a chunk has gone: %s", error)
-            return None
+            return 0
+        if exact:  # pinned before chunks are brought, which takes room in host memory
+            last = self._blocks(0, exact)[1]
+            pin = self.manager.index.pin(HOST, tracked.chain.keys[last - 1])
+            tracked.promise = Promise(0, exact, False, pin)
+        plan = self._fusion.in_host(plan, self._bring)
+        if plan is not None:
+            return self._promise_blend(self._fusion, tracked, plan)
+        if tracked.promise is not None:
+            self.manager.index.unpin(tracked.promise.pin)
+            tracked.promise = None
+        return 0
 
-    def _bring_chunks(self, chunks: Chunks, plan: BlendPlan) -> None:
-        """Bring what of a plan is on other tiers into host memory, as far as that is not much more
-        than the plan needs: host memory keeps a block only behind all those before it."""
-        staged = []
-        for hit, start, stop in map(chunks.source, plan.chunks):
-            held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
-            below = set(hit.blocks_by_tier(start, stop)) - {HOST}
-            if below and stop - held <= MAX_FETCH * (stop - start):
-                staged.append(self._stage(hit, stop))
-        self._wait([graph_id for graph_id in staged if graph_id is not None])
-
-    def _promise_blend(self, tracked: Tracked, plan: BlendPlan) -> int:
+    def _promise_blend(self, fusion: FusionLeader, tracked: Tracked, plan: BlendPlan) -> int:
         """Promise [0, plan.stop): an exact prefix that is loaded, and a blend behind it."""
-        assert self._fusion is not None
         assert not tracked.device_tokens
-        self._fusion.promised(plan)
+        fusion.promised(plan)
         tracked.plan = plan
         tracked.approximate_from = plan.chunks[0].prompt_start
-        tracked.reused = {"blend": plan.reused}
-        if plan.exact:
-            last = self._blocks(0, plan.exact)[1]
-            pin = self.manager.index.pin(HOST, tracked.chain.keys[last - 1])
-            tracked.promise = Promise(0, plan.exact, False, pin)
-            tracked.reused[HOST] = plan.exact
+        tracked.reused = {HOST: plan.exact, "blend": plan.reused}
         return plan.stop
 
     def _order(self, tracked: Tracked) -> BlendOrder:
@@ -237,17 +222,20 @@ class Leader:
         below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
         if first >= last or not below or self._config.trtllm.min_load_tokens > most - computed:
             return hit
-        graph_id = self._stage(hit, last)
-        if graph_id is None or self._lane is None:
-            return hit
-        self._wait([graph_id])
-        return self.manager.get_match(chain.keys, digest)
+        waited = self._bring([(hit, last)])
+        return self.manager.get_match(chain.keys, digest) if waited else hit
 
-    def _wait(self, graphs: Iterable[int]) -> None:
-        """Block until these have ended, at most `trtllm.stage_wait_s` for all of them."""
+    def _bring(self, wanted: Iterable[tuple[Hit, int]]) -> bool:
+        """Bring blocks of each hit up to the one given into host memory, and wait for them at most
+        `trtllm.stage_wait_s` in all; whether there was anything to wait for."""
+        staged = [self._stage(hit, last) for hit, last in wanted]
+        graphs = [graph_id for graph_id in staged if graph_id is not None]
+        if self._lane is None:
+            return False
         limit = time.monotonic() + self._config.trtllm.stage_wait_s
-        for graph_id in graphs if self._lane is not None else ():
+        for graph_id in graphs:
             self.manager.wait(graph_id, max(limit - time.monotonic(), 0.0))
+        return bool(graphs)
 
     def _stage(self, hit: Hit, last: int) -> int | None:
         """Bring blocks up to ``last`` into host memory: a load that copies nothing further."""
