@@ -62,6 +62,8 @@ BLOCK = 16
 """Tokens of a block and of a page."""
 QUESTION = 2 * BLOCK
 """Tokens behind the chunks, at least."""
+SHORTEST = 64
+"""Tokens of the shortest chunk that is reused (`fusion.min_tokens`)."""
 PATIENCE_S = 600.0
 NO_BLEND = FusionOptions(enabled=False)
 
@@ -94,6 +96,10 @@ class Scale:
         tokens = min(2048, *self.tokens)
         step = min(self.step, tokens // 3)
         return replace(self, shape=shape, dtype=torch.float32, tokens=(tokens,), step=step)
+
+    def chunk(self, tokens: int) -> int:
+        """Tokens of a chunk, whole blocks, in a prompt of so many."""
+        return (tokens - BLOCK - QUESTION) // self.chunks // BLOCK * BLOCK
 
     @property
     def token_nbytes(self) -> int:
@@ -154,7 +160,7 @@ class Prompt(NamedTuple):
 def prompt_of(scale: Scale, tokens: int, seed: int) -> Prompt:
     """A prompt of ``tokens + 1`` tokens that no other seed begins like."""
     picks = random.Random(f"{tokens} {seed}")
-    length = (tokens - BLOCK - QUESTION) // scale.chunks // BLOCK * BLOCK
+    length = scale.chunk(tokens)
     every = [picks.randrange(1, scale.shape["vocabulary"]) for _ in range(tokens + 1)]
     chunks = [every[BLOCK + i * length :][:length] for i in range(scale.chunks)]
     return Prompt(every, chunks)
@@ -210,7 +216,11 @@ class Contest:
                 "disk": disk,
                 "ops": {"backend": setting.backend},
                 "transfer": {"batch_blocks": self.scale.batch, "load_deadline_s": PATIENCE_S},
-                "fusion": {"enabled": True, "staging_max": 2 * self.scale.kv_nbytes},
+                "fusion": {
+                    "enabled": True,
+                    "min_tokens": SHORTEST,
+                    "staging_max": 2 * self.scale.kv_nbytes,
+                },
             },
         )
 
@@ -446,6 +456,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = DRY if dry else FULL
     if options.tokens:
         scale = replace(scale, tokens=tuple(options.tokens))
+    if any(tokens % BLOCK or scale.chunk(tokens) < SHORTEST for tokens in scale.tokens):
+        parser.error(
+            f"--tokens {options.tokens}: give multiples of {BLOCK}, of which {scale.chunks} chunks "
+            f"have {SHORTEST} tokens or more"
+        )
     with tempfile.TemporaryDirectory(prefix="kvcore-", dir=options.disk) as folder:
         setting = Setting(
             torch.device("cpu" if dry else "cuda"),

@@ -68,6 +68,15 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "--dry-run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tokens", ["300", "288"])
+def test_lengths_that_do_not_divide_are_refused(
+    tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--dry-run", "--tokens", tokens])
+    assert f"--tokens [{tokens}]: give multiples of 16" in capsys.readouterr().err
+
+
 # --- mistakes that it has to see --------------------------------------------------------------
 
 
