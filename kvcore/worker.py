@@ -288,6 +288,7 @@ class KVWorker:
 
     def open_tier(self, name: str, tier: Tier) -> None:
         """Serve ops to and from ``tier`` from now on; it is closed with the worker."""
+        tier.attach(self.arena.memory)
         self.tiers[name] = tier
 
     def _observe(self, timing: OpTiming) -> None:

@@ -23,7 +23,12 @@ from kvcore.plugins.hookspecs import (
 )
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
-_STORES = {"memory-store": "memory", "objects": "objects", "redis": "redis"}
+_STORES = {
+    "memory-store": "memory",
+    "mooncake": "mooncake",
+    "objects": "objects",
+    "redis": "redis",
+}
 """Remote stores, and the modules of `kvcore.tiers.remote` that talk to them."""
 _SELECTORS = ("runs", "question", "key", "value", "key+value", "heads", "random")
 

@@ -153,8 +153,8 @@ def s3() -> Callable[[int], Sequence[str]]:
 S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 
-def make_bucket(server: Server, name: str = "kv") -> None:
+def make_bucket(server: Server, name: str = "kvcore-test") -> None:
     import urllib.request
 
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/{name}", method="PUT")
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/{name}", b"", method="PUT")
     urllib.request.urlopen(request, timeout=60).close()

@@ -65,6 +65,10 @@ class Tier(ABC):
     slot_nbytes: int
     """Bytes of a slot: a block, rounded up where the medium wants it."""
 
+    def attach(self, memory: memoryview) -> None:  # noqa: B027 - few media care
+        """Buffers will lie in ``memory``, the host arena, which outlives the tier. Called once, or
+        never, before the first operation."""
+
     @abstractmethod
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
         """Write blocks; None for each that is stored. Blocks until all have ended."""

@@ -41,7 +41,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connect(server: Server, **options: Any) -> ObjectStore:
     config = {"endpoint": f"http://127.0.0.1:{server.port}", "region": "us-east-1"}
-    return open_store(ObjectOptions(url="s3://kv/blocks", config=config, **options))
+    return open_store(ObjectOptions(url="s3://kvcore-test/blocks", config=config, **options))
 
 
 class TestS3(StoreContract):

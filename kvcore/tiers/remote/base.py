@@ -25,8 +25,9 @@ class Item(NamedTuple):
 class BlockStore(ABC):
     """Thread-safe. Names are ASCII: letters, digits, ``/ . _ -``, 200 characters at most.
 
-    A value is replaced whole or not at all: who reads it while it is written gets the old one, the
-    new one or none. A store may drop any value at any time. Opening one needs no server to be up:
+    A name stands for its content: a put of a name that has a value may replace it, whole, or let it
+    be. Who reads while it is written gets the old one, the new one or none. A store may drop any
+    value at any time. Opening one needs no server to be up:
     calls fail until it is, and work when it is back.
 
     Every call gives up by itself after the store's own timeout, and touches no memory of the caller
@@ -35,6 +36,10 @@ class BlockStore(ABC):
 
     `kvcore.testing.store_contract` tests all of this, for a third party's store as for ours.
     """
+
+    def attach(self, memory: memoryview) -> None:  # noqa: B027 - most clients copy
+        """Most parts will lie in ``memory``, which outlives the store: for those that read and
+        write without copying. Called before anything else, or never."""
 
     @abstractmethod
     def put(self, items: Sequence[Item]) -> list[TierError | None]:

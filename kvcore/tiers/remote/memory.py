@@ -60,4 +60,4 @@ def shared_store(name: str) -> MemoryStore:
     return _stores.setdefault(name, MemoryStore())  # atomic
 
 
-KIND = StoreKind(MemoryStoreOptions, lambda options: shared_store(options.name))
+KIND = StoreKind(MemoryStoreOptions, lambda options, rank: shared_store(options.name))

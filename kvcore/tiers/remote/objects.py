@@ -20,10 +20,9 @@ from kvcore.errors import (
     CorruptBlock,
     TierError,
     TierUnavailable,
-    UnsupportedError,
 )
 from kvcore.tiers.remote.base import BlockStore, Item, fill
-from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.options import StoreOptions, client_module
 from kvcore.tiers.remote.tier import StoreKind
 
 T = TypeVar("T")
@@ -53,9 +52,7 @@ class ObjectStore(BlockStore):
     ``requests`` at once; what of a call has not ended after ``timeout_s`` seconds has failed."""
 
     def __init__(self, store: Any, *, requests: int = 32, timeout_s: float = 5.0) -> None:
-        import obstore
-
-        self._obstore = obstore
+        self._obstore = client_module("obstore")
         self._store = store
         self._timeout = timeout_s
         self._loop = asyncio.new_event_loop()
@@ -156,14 +153,11 @@ def _take(item: Item, value: memoryview | TierError) -> TierError | None:
     return None
 
 
-def open_store(options: ObjectOptions) -> ObjectStore:
+def open_store(options: ObjectOptions, rank: int | None = None) -> ObjectStore:
     """Reaches nothing yet, but makes the folder of a ``file://`` URL."""
+    obstore = client_module("obstore")
     try:
-        import obstore.store
-    except ImportError as error:
-        raise UnsupportedError("obstore is not installed: pip install obstore") from error
-    try:
-        store = _client(obstore.store, options)
+        store = _client(client_module("obstore.store"), options)
     except (obstore.exceptions.BaseError, ValueError, OSError) as error:
         raise ConfigError(f"url {options.url}: {error}") from error
     return ObjectStore(store, requests=options.requests, timeout_s=options.timeout_s)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.schema import SchemaModel, Seconds
 from kvcore.schema_walk import supported
 
@@ -53,6 +54,15 @@ def read_options(kind: type[Options], context: TierContext) -> Options:
     except ValidationError as error:
         lines = [_explain(kind, item) for item in error.errors()]
         raise ConfigError(f"[tiers.{context.name}.options]: {'; '.join(lines)}") from error
+
+
+def client_module(name: str, package: str = "") -> Any:
+    """A store's client. Raises UnsupportedError, naming the package, where it cannot be used."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = package or name.partition(".")[0]
+        raise UnsupportedError(f"{error}: this store needs `pip install {package}`") from error
 
 
 def _explain(kind: type[StoreOptions], item: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,15 +15,11 @@ from kvcore.errors import (
     CorruptBlock,
     TierError,
     TierUnavailable,
-    UnsupportedError,
 )
 from kvcore.schema import FolderPath
 from kvcore.tiers.remote.base import BlockStore, Item, fill
-from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.options import StoreOptions, client_module
 from kvcore.tiers.remote.tier import StoreKind
-
-if TYPE_CHECKING:
-    import redis
 
 
 _UNLINK = 1000
@@ -53,12 +49,10 @@ class RedisStore(BlockStore):
     """One round trip a call. ``client`` has a pool of connections, each with a timeout, and makes
     new ones when the server is back."""
 
-    def __init__(self, client: redis.Redis, ttl_s: int = 0) -> None:
-        import redis
-
+    def __init__(self, client: Any, ttl_s: int = 0) -> None:
         self._client = client
         self._ttl = ttl_s or None
-        self._refused = (redis.RedisError, OSError)
+        self._refused = (client_module("redis").RedisError, OSError)
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
@@ -120,12 +114,9 @@ class RedisStore(BlockStore):
         return None
 
 
-def open_store(options: RedisOptions) -> RedisStore:
+def open_store(options: RedisOptions, rank: int | None = None) -> RedisStore:
     """Connects when first used."""
-    try:
-        import redis
-    except ImportError as error:
-        raise UnsupportedError("the redis client is not installed: pip install redis") from error
+    redis = client_module("redis")
     password = _password(options.password_file) if options.password_file else None
     try:
         client = redis.Redis.from_url(

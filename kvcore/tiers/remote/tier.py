@@ -44,18 +44,20 @@ class StoreKind(NamedTuple):
     """A kind of store: what it can be told, and how it is opened with that (a ``StoreOptions``).
 
     ``open`` raises ConfigError for settings that cannot be right, and UnsupportedError where its
-    client is not installed. It is called in the leader and in every rank.
+    client is not installed. It is called in every rank, and with None for a rank in the leader,
+    who only asks.
     """
 
     options: type[StoreOptions]
-    open: Callable[[Any], BlockStore]
+    open: Callable[[Any, int | None], BlockStore]
 
 
 def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     """A rank's tier over a store of ``kind``. Raises ConfigError, UnsupportedError."""
     options = read_options(kind.options, context)
     shard = Shard.of(context.geometry, context.rank, options.prefix)
-    return StoreTier(kind.open(options), shard, options, slot_nbytes=context.slot_nbytes)
+    store = kind.open(options, context.rank)
+    return StoreTier(store, shard, options, slot_nbytes=context.slot_nbytes)
 
 
 def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
@@ -64,7 +66,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     options = read_options(kind.options, context)
     shards = Shard.all_of(context.geometry, options.prefix)
     finder = Finder(
-        kind.open(options),
+        kind.open(options, None),
         lambda key: [shard.name(key) for shard in shards],
         name=context.name,
         lookup_s=options.lookup_s,
@@ -102,6 +104,9 @@ class StoreTier(Tier):
         self._pool = ThreadPoolExecutor(2 * options.parallel, thread_name_prefix="kvcore-store")
 
     # -- the contract -----------------------------------------------------------------------
+
+    def attach(self, memory: memoryview) -> None:
+        self.store.attach(memory)
 
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
         return self._each(
