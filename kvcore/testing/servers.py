@@ -8,6 +8,7 @@ REQUIRE_REMOTE_STORES set, as CI has it, that is a failure.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -26,7 +27,8 @@ __all__ = [
     "Server",
     "Start",
     "make_bucket",
-    "need_module",
+    "mooncake_master",
+    "need_client",
     "redis_like",
     "s3",
     "servers",
@@ -47,9 +49,12 @@ def lacking(what: str) -> None:
     pytest.skip(f"{what} is not installed", allow_module_level=True)
 
 
-def need_module(name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        lacking(f"the Python package {name}")
+def need_client(module: str) -> None:
+    """Skip the test or its whole file where a store's client cannot be imported."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        lacking(f"{module} ({error})")
 
 
 def program(name: str) -> str:
@@ -148,6 +153,12 @@ def s3() -> Callable[[int], Sequence[str]]:
     """Command line of a server that speaks S3. Its buckets are gone with it."""
     path = program("moto_server")
     return lambda port: [path, "-H", "127.0.0.1", "-p", str(port)]
+
+
+def mooncake_master() -> Callable[[int], Sequence[str]]:
+    """Command line of a Mooncake master. Values lie with its clients."""
+    path, metrics = program("mooncake_master"), free_port()
+    return lambda port: [path, f"--rpc_port={port}", f"--metrics_port={metrics}"]
 
 
 S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

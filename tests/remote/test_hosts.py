@@ -19,7 +19,8 @@ from kvcore.testing.servers import (
     Server,
     Start,
     make_bucket,
-    need_module,
+    mooncake_master,
+    need_client,
     redis_like,
     s3,
 )
@@ -37,7 +38,7 @@ class Store(NamedTuple):
 
 def _redis(program: str) -> Callable[[Start, Path], Store]:
     def make(start: Start, folder: Path) -> Store:
-        need_module("redis")
+        need_client("redis")
         server = start(redis_like(program))
         return Store(_tier("redis", url=f"redis://127.0.0.1:{server.port}/0"), server)
 
@@ -45,16 +46,23 @@ def _redis(program: str) -> Callable[[Start, Path], Store]:
 
 
 def _folder(start: Start, folder: Path) -> Store:
-    need_module("obstore")
+    need_client("obstore")
     return Store(_tier("objects", url=folder.as_uri()))
 
 
 def _s3(start: Start, folder: Path) -> Store:
-    need_module("obstore")
+    need_client("obstore")
     server = start(s3())
     make_bucket(server)
     config = {"endpoint": f"http://127.0.0.1:{server.port}", "region": "us-east-1"}
     return Store(_tier("objects", url="s3://kvcore-test", config=config), server)
+
+
+def _mooncake(start: Start, folder: Path) -> Store:
+    need_client("mooncake.store")
+    server = start(mooncake_master())
+    master = f"127.0.0.1:{server.port}"
+    return Store(_tier("mooncake", master=master, host="127.0.0.1", lend="64MiB"))
 
 
 def _tier(plugin: str, **options: Any) -> dict[str, Any]:
@@ -67,6 +75,7 @@ STORES = {
     "valkey": _redis("valkey-server"),
     "folder": _folder,
     "s3": _s3,
+    "mooncake": _mooncake,
 }
 
 

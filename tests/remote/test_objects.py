@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.testing.servers import S3_ENVIRONMENT, Server, Start, make_bucket, need_module, s3
+from kvcore.testing.servers import S3_ENVIRONMENT, Server, Start, make_bucket, need_client, s3
 from kvcore.testing.store_contract import StoreContract, fetch, put
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.objects import ObjectOptions, ObjectStore, open_store
 
-need_module("obstore")
+need_client("obstore")
 
 
 class TestFolder(StoreContract):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvcore.errors import BlockMissing, ConfigError, TierUnavailable
-from kvcore.testing.servers import Server, Start, need_module, redis_like
+from kvcore.testing.servers import Server, Start, need_client, redis_like
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.remote import Item
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.redis import RedisOptions, RedisStore, open_store
 
-need_module("redis")
+need_client("redis")
 
 BOTH = ["redis-server", "valkey-server"]
 

@@ -21,7 +21,6 @@ from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions, client_module
 from kvcore.tiers.remote.tier import StoreKind
 
-
 _UNLINK = 1000
 """Names in one command."""
 
