@@ -118,9 +118,7 @@ class StoreContract:
         with pytest.raises(CorruptBlock):
             fetch(store, name, self.nbytes + more)
 
-    def test_the_last_value_of_a_name_stands_or_the_first(
-        self, store: BlockStore, folder: str
-    ) -> None:
+    def test_one_value_of_a_name_stands(self, store: BlockStore, folder: str) -> None:
         [name] = self.names(folder, 1)
         for seed in range(3):
             put(store, {name: value(seed, self.nbytes)})

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcore.backing import prepare_backings
 from kvcore.breaker import Breaker, BreakerState
+from kvcore.config import load_config
 from kvcore.errors import (
     BlockMissing,
     ConfigError,
@@ -587,3 +592,30 @@ def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject
             leader.now += data.draw(st.sampled_from([0.1, 20]))
     finally:
         leader.finder.close()
+
+
+# -- the page -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["redis", "objects", "mooncake"])
+def test_the_page_names_every_option_with_its_default(module: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+    kind = import_module(f"kvcore.tiers.remote.{module}").KIND
+    for name, field in kind.options.model_fields.items():
+        rows = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert rows, name
+        default = field.get_default()
+        if isinstance(default, (float, str)) and not name.startswith("lend"):
+            shown = f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+            assert any(row.split("|")[2].strip() == shown for row in rows), (name, shown)
+
+
+def test_a_store_whose_client_is_missing_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    tiers = {"far": {"plugin": "redis", "capacity": "1MiB"}}
+    plugins = PluginManager(entry_points=[])
+    assert prepare_backings(load_config(None, {"tiers": tiers}), GEOMETRY, plugins) == []
+    assert "the tier far is off" in caplog.text
+    assert "pip install redis" in caplog.text

@@ -44,7 +44,7 @@ class MooncakeOptions(StoreOptions):
     )
     metadata: Annotated[str, Field(min_length=1)] = Field(
         default="P2PHANDSHAKE",
-        description="Metadata server of the transfer engine, if there is one.",
+        description="Metadata server of Mooncake's transfer engine.",
     )
     protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="How bytes travel.")
     devices: str = Field(default="", description="RDMA devices, separated by commas.")
