@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcore.config import BackingConfig, Config
-from kvcore.errors import TierError
+from kvcore.errors import TierError, UnsupportedError
 from kvcore.index import TierSpec
 from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
@@ -71,13 +71,13 @@ def prepare_backings(
         context = TierContext(name, geometry, settings.common.capacity, settings.options)
         try:
             prepared = _prepare(plugin, context)
-        except TierError as error:
+        except (TierError, UnsupportedError) as error:
             _log.error("the tier %s is off: %s", name, error)
             continue
         found.append(
             PreparedBacking(
                 _spec(name, settings.common, prepared, plugins),
-                _backing(name, settings.common, plugin),
+                _backing(name, settings.common, plugin, prepared),
                 prepared,
             )
         )
@@ -99,7 +99,9 @@ def _spec(
     )
 
 
-def _backing(name: str, common: BackingConfig, plugin: TierPlugin) -> Backing:
+def _backing(
+    name: str, common: BackingConfig, plugin: TierPlugin, prepared: PreparedTier
+) -> Backing:
     remote = plugin.medium == "remote"
     write = WritePolicy(common.write)
     selective = write is WritePolicy.SELECTIVE
@@ -109,6 +111,7 @@ def _backing(name: str, common: BackingConfig, plugin: TierPlugin) -> Backing:
         Path.H2REMOTE if remote else Path.H2DISK,
         write,
         OnNthUse(common.admit_after) if selective else Always(),
+        prepared.finder,
     )
 
 

@@ -231,7 +231,8 @@ class BackingConfig(SchemaModel):
         default=parse_size("32GiB"),
         gt=0,
         description="Bytes the tier may hold, the total over all ranks; for a folder on disk, over "
-        "all models in it.",
+        "all models in it. A remote store has a limit of its own: this is how much of it the "
+        "engine keeps in mind.",
     )
     policy: Name = Field(default="lru", description="Eviction policy: any registered one.")
     policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import (
+    BlockMissing,
     CapacityError,
     CorruptBlock,
     TierError,
@@ -155,9 +156,15 @@ def _errors(
     failed: dict[int, RowError] = {}
     for row, error in zip(rows, results, strict=True):
         if error is not None:
-            failed[row] = RowError.CORRUPT if isinstance(error, CorruptBlock) else RowError.IO
+            failed[row] = _row_error(error)
             _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, error)
     return failed
+
+
+def _row_error(error: TierError) -> RowError:
+    if isinstance(error, CorruptBlock):
+        return RowError.CORRUPT
+    return RowError.MISSING if isinstance(error, BlockMissing) else RowError.IO
 
 
 class _Stream:
@@ -281,6 +288,7 @@ class KVWorker:
 
     def open_tier(self, name: str, tier: Tier) -> None:
         """Serve ops to and from ``tier`` from now on; it is closed with the worker."""
+        tier.attach(self.arena.memory)
         self.tiers[name] = tier
 
     def _observe(self, timing: OpTiming) -> None:

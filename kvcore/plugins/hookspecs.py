@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvcore.schema import Config
     from kvcore.tiers.base import BlockRecord, Tier
     from kvcore.tiers.disk.format import Geometry
+    from kvcore.tiers.remote import Finder, StoreKind
 
 PROJECT = "kvcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -99,7 +100,8 @@ class PreparedTier:
 
     ``records`` are the blocks that every rank holds whole. ``told`` goes to each rank and is plain
     data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
-    that records may lie in slots beyond ``num_slots``, which are read and never written.
+    that records may lie in slots beyond ``num_slots``, which are read and never written. A store
+    that other hosts write to has a ``finder``, which asks it what it holds.
     """
 
     num_slots: int
@@ -107,6 +109,7 @@ class PreparedTier:
     told: Mapping[str, Any] = field(default_factory=dict)
     release: Callable[[], None] = _nothing
     foreign: bool = False
+    finder: Finder | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,25 @@ class TierPlugin:
     medium: str
     factory: Callable[[TierContext], Tier]
     prepare: Callable[[TierContext], PreparedTier] | None = None
+
+
+def store_plugin(name: str, kind: Callable[[], StoreKind]) -> TierPlugin:
+    """A remote store as a tier: `kvcore.tiers.remote` does all but talk to it.
+
+    ``kind`` imports the store's client; it is called in the leader and in each rank.
+    """
+
+    def factory(context: TierContext) -> Tier:
+        from kvcore.tiers.remote import open_tier
+
+        return open_tier(context, kind())
+
+    def prepare(context: TierContext) -> PreparedTier:
+        from kvcore.tiers.remote import prepare
+
+        return prepare(context, kind())
+
+    return TierPlugin(name, "remote", factory, prepare)
 
 
 @dataclass(frozen=True)

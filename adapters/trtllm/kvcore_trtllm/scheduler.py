@@ -218,6 +218,10 @@ class Leader:
         """What is held of the chain, after as much of it as possible was brought to host memory."""
         digest = chain.namespace.digest
         hit = self.manager.get_match(chain.keys, digest)
+        if self.manager.ask_stores(hit, computed // self._block):
+            # The engine knows no "ask me later": what comes too late serves the same prompt again.
+            self.manager.wait_stores(self._config.trtllm.stage_wait_s)
+            hit = self.manager.get_match(chain.keys, digest)
         first, last = self._blocks(computed, min(hit.depth * self._block, most))
         below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
         if first >= last or not below or self._config.trtllm.min_load_tokens > most - computed:

@@ -117,6 +117,8 @@ class SchedulerSide:
             return 0, False
         self._hash(tracked)
         hit = self._manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        if self._manager.ask_stores(hit, computed // self._block):
+            return None, False
         # The last token is always computed: its logits are wanted.
         matched = min(hit.depth * self._block, request.num_tokens - 1)
         tracked.hit, tracked.matched_tokens = hit, matched

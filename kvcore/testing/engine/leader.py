@@ -114,6 +114,8 @@ class Leader:
         tracked = self._track(request)
         tokens = len(request.tokens)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        if self.manager.ask_stores(hit, computed // self._block):
+            return Lookup(hit, computed, computed, wait=True)
         # The last token is always computed: its logits are wanted.
         stop = min(hit.depth * self._block, tokens - 1)
         if self._fusion is not None:
@@ -304,7 +306,9 @@ class Leader:
 
     def wait(self, timeout: float) -> bool:
         """Block until something has ended, at most ``timeout`` seconds."""
-        return bool(self.manager.in_flight) and self._transport.wait_report(timeout)
+        if not self.manager.in_flight:
+            return self.manager.wait_stores(timeout)
+        return self._transport.wait_report(timeout)
 
     def failed(self, request: Request) -> None:
         """A load or a blend of the request failed: it is tried once more, then computed."""
