@@ -369,7 +369,7 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
     asked = prompts(model, chunks, 8, seed=7)
     single = answers(warmed, asked[:4], fusion={"ratio": 0.2})
     fail = tmp_path / "fail"
-    env = {**with_faulty(), "KVCORE_TEST_FAIL_RANK": str(fail)}
+    env = {**with_faulty(), "FAULTY_RANK": str(fail)}
     kvcore = {**config(), "ops": {"backend": "faulty"}}
     with engine(model, kvcore, env=env, tensor_parallel_size=2) as process:
         warm(process, chunks)

@@ -1,15 +1,14 @@
 """A third party's tier, selector and device operations, as a plugin of its own.
 
-The tier is the naive one, slow and failing as told. The selector fails every second time. The
-operations blend as torch does, but that the second rank's attention fails now and then while the
-file that ``KVCORE_TEST_FAIL_RANK`` names is there.
+The tier is the naive one, slow and failing as told. The selector fails every second time.
 
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
 before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
 ``die_after`` n: after n blocks read, every call fails.
 
 The device operations fail every load into the engine's pages while there is the file that
-``FAULTY_OPS`` names.
+``FAULTY_OPS`` names, and a blend's attention on the second rank now and then while there is the one
+that ``FAULTY_RANK`` names.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def faulty_ops() -> Any:
             self._calls = itertools.count()
 
         def attend(self, *args: Any) -> Any:
-            failing = os.path.exists(os.environ.get("KVCORE_TEST_FAIL_RANK", ""))
+            failing = os.path.exists(os.environ.get("FAULTY_RANK", ""))
             if failing and torch.distributed.get_rank() == 1 and next(self._calls) % 3 == 2:
                 raise RuntimeError("no memory on this rank")
             return super().attend(*args)
@@ -101,6 +100,12 @@ def faulty_ops() -> Any:
     class FaultyOps(NativeOps):
         name = "faulty"
         priority = -1
+
+        def copy(self, src: Any, *args: Any, **options: Any) -> None:
+            from_arena = len(src.tensors) == 1
+            if from_arena and os.path.exists(os.environ.get("FAULTY_OPS", "")):
+                raise OSError("a copy that fails, as asked")
+            super().copy(src, *args, **options)
 
         def fusion(self) -> Any:
             return FaultyFusion()
@@ -116,24 +121,3 @@ def kvcore_ops() -> list[OpsPlugin]:
 @hookimpl
 def kvcore_selectors() -> list[SelectorPlugin]:
     return [SelectorPlugin("faulty", faulty_selector)]
-
-
-def faulty_ops() -> Any:
-    from kvcore.ops.reference import ReferenceOps
-
-    class FaultyOps(ReferenceOps):
-        name = "faulty"
-        priority = -1
-
-        def copy(self, src: Any, *args: Any, **options: Any) -> None:
-            from_arena = len(src.tensors) == 1
-            if from_arena and os.path.exists(os.environ.get("FAULTY_OPS", "")):
-                raise OSError("a copy that fails, as asked")
-            super().copy(src, *args, **options)
-
-    return FaultyOps()
-
-
-@hookimpl
-def kvcore_ops() -> list[OpsPlugin]:
-    return [OpsPlugin("faulty", faulty_ops)]
