@@ -1,8 +1,9 @@
 # Every target makes the environment first; when it is there already, that takes no time.
-#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
+#   make demo [ENGINE=sglang] [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make test [PYTEST="-k restart"]
 
 PYTHON ?= python3
+ENGINE ?= vllm
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm demo tools/env.py
@@ -11,7 +12,7 @@ CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo        a real vLLM with and without kvcore: times, tiers, equal answers (minutes)"
+	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make test        the environment, the engines and all tests (minutes)"
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
@@ -23,9 +24,10 @@ help:
 env:
 	@$(PYTHON) tools/env.py vllm
 
-demo: env
-	$(RUN) -m demo $(if $(MODEL),--model "$(MODEL)") $(DEMO)
-	$(RUN) -m demo.rag $(if $(MODEL),--model "$(MODEL)") $(RAG)
+demo:
+	@$(PYTHON) tools/env.py $(ENGINE)
+	.venvs/$(ENGINE)/bin/python -m demo --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(DEMO)
+	.venvs/$(ENGINE)/bin/python -m demo.rag --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(RAG)
 
 test: env
 	$(RUN) -m kvcore.testing.models smollm2
