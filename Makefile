@@ -1,8 +1,9 @@
 # Every target makes the environment first; when it is there already, that takes no time.
-#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
+#   make demo [ENGINE=sglang] [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make test [PYTEST="-k restart"]
 
 PYTHON ?= python3
+ENGINE ?= vllm
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
@@ -13,7 +14,7 @@ CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo        a real vLLM with and without kvcore: times, tiers, equal answers (minutes)"
+	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
@@ -29,9 +30,10 @@ env:
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
 
-demo: env
-	$(RUN) -m demo $(if $(MODEL),--model "$(MODEL)") $(DEMO)
-	$(RUN) -m demo.rag $(if $(MODEL),--model "$(MODEL)") $(RAG)
+demo:
+	@$(PYTHON) tools/env.py $(ENGINE)
+	.venvs/$(ENGINE)/bin/python -m demo --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(DEMO)
+	.venvs/$(ENGINE)/bin/python -m demo.rag --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(RAG)
 
 test: env env-sglang
 	$(RUN) -m kvcore.testing.models smollm2

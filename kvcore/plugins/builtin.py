@@ -75,7 +75,7 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
     """Choose, lock and scan a store in the folder ``options["path"]``."""
     disk = import_module("kvcore.tiers.disk")
     path, _ = _disk_options(context)
-    store = disk.prepare_store(path, context.geometry, context.capacity)
+    store = disk.prepare_store(path, context.geometry, context.capacity, share=context.share)
     return PreparedTier(
         store.num_slots, store.records, store.options(), release=store.close, foreign=True
     )

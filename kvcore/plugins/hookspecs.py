@@ -64,7 +64,8 @@ class TierContext:
 
     ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
     block and the KV heads of each rank: stored bytes are readable only where it fits. ``told`` is
-    what the leader's ``prepare`` said, empty without one.
+    what the leader's ``prepare`` said, empty without one. ``share`` is among how many leaders the
+    capacity is divided.
     """
 
     name: str
@@ -73,6 +74,7 @@ class TierContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
     told: Mapping[str, Any] = field(default_factory=dict)
+    share: int = 1
 
     @property
     def slot_nbytes(self) -> int:
@@ -81,8 +83,12 @@ class TierContext:
 
     @property
     def num_slots(self) -> int:
-        """Blocks that fit into ``capacity`` over all ranks."""
-        return self.capacity // sum(map(self._slot_nbytes, range(len(self.geometry.heads))))
+        """Blocks that fit into this leader's part of ``capacity``, over all ranks."""
+        return (
+            self.capacity
+            // self.share
+            // sum(map(self._slot_nbytes, range(len(self.geometry.heads))))
+        )
 
     def _slot_nbytes(self, rank: int) -> int:
         from kvcore.tiers.host import slot_bytes

@@ -64,6 +64,44 @@ def sglang_tiers(folder: Path, **sglang: Any) -> dict[str, Any]:
     }
 
 
+ENGINES = tuple(_SMALL)
+"""The engines that there is a driver for."""
+
+
+def sized(
+    engine: str,
+    *,
+    dtype: str,
+    request_tokens: int,
+    batch_tokens: int | None = None,
+    cached_tokens: int | None = None,
+    token_nbytes: int = 0,
+) -> dict[str, Any]:
+    """An engine's own arguments for requests of up to ``request_tokens``.
+
+    Args:
+        batch_tokens: the engine computes so many in one step; its own choice when left out.
+        cached_tokens: room in the engine's own cache, tokens of ``token_nbytes`` each.
+    """
+    if engine == "vllm":
+        args: dict[str, Any] = {"dtype": dtype, "max_model_len": request_tokens}
+        memory = cached_tokens and cached_tokens * token_nbytes
+        own = {"max_num_batched_tokens": batch_tokens, "kv_cache_memory_bytes": memory}
+    else:
+        args = {"dtype": dtype, "context_length": request_tokens}
+        args.update(random_seed=0, start_method="fork")
+        own = {"chunked_prefill_size": batch_tokens, "max_total_tokens": cached_tokens}
+    return args | {name: value for name, value in own.items() if value is not None}
+
+
+def remembering(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+    """These settings of kvcore, such that `EngineProcess.reset_prefix_cache` empties the engine's
+    own cache alone."""
+    if engine != "sglang":
+        return dict(kvcore)
+    return {**kvcore, "sglang": {**kvcore.get("sglang", {}), "keep_on_flush": True}}
+
+
 @contextmanager
 def small_engine(
     model: Path,

@@ -84,6 +84,7 @@ class Generation:
     finish_reason: str | None
     kvcore: dict[str, Any] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
 
     @property
     def reused_tokens(self) -> int:

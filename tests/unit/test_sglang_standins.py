@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore.errors import UnsupportedError
-from kvcore.testing.sglang import standins
+from kvcore.testing.sglang import hicache, standins
 
 Run = Callable[..., dict[str, Any]]
 
@@ -136,3 +139,29 @@ def test_rows_are_copied_as_if_read_first() -> None:
         source,
     )
     assert all(map(torch.equal, buffers, want))
+
+
+@given(st.integers(0, 30), st.randoms())
+def test_hicaches_copies_put_every_slot_where_it_belongs(count: int, picks: random.Random) -> None:
+    """Against indexing, which is the naive way; slots in runs and alone."""
+    torch = pytest.importorskip("torch")
+    source = [torch.arange(40 * 3.0).view(40, 3) + 1000 * i for i in range(2)]
+    target = [torch.zeros(40, 3) for _ in source]
+    taken, places = _some_slots(count, picks), _some_slots(count, picks)
+    want = [buffer.clone() for buffer in target]
+    for a, b in zip(source, want, strict=True):
+        b[torch.tensor(places, dtype=torch.int64)] = a[torch.tensor(taken, dtype=torch.int64)]
+    slots = torch.tensor(taken, dtype=torch.int64), torch.tensor(places, dtype=torch.int64)
+    hicache.transfer_kv_direct(source, target, *slots, page_size=1)
+    assert all(map(torch.equal, target, want))
+
+
+def _some_slots(count: int, picks: random.Random) -> list[int]:
+    """Of 40, in runs cut at random and shuffled."""
+    runs, start = [], 0
+    while start < 40:
+        stop = min(40, start + picks.randint(1, 8))
+        runs.append(range(start, stop))
+        start = stop
+    picks.shuffle(runs)
+    return [slot for run in runs for slot in run][:count]

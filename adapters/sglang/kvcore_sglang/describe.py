@@ -72,7 +72,7 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
     model = ModelDescription(
         shape,
         (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
-        _fingerprint(server_args, config, pool.dtype),
+        fingerprint(server_args, config, pool.dtype),
         rank.ranks,
     )
     return Served(model, rank, pool, page_tokens, int(config.vocab_size))
@@ -113,7 +113,7 @@ def _check_arguments(server_args: Any, params: Any) -> None:
         raise UnsupportedError("enable_dp_attention: ranks hold the KV of different requests")
 
 
-def _fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
+def fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
     """Equal to that of the other engines' adapters for the same model."""
     text = _checkpoint_config(server_args, config)
     text["kvcore_quantization"] = config.quantization

@@ -85,6 +85,8 @@ class Driver:
         if start_method == "fork" and on_cpu:
             _fork_processes()
             _attend_latents_in_torch(_architecture(model))
+        if on_cpu and engine_args.get("enable_hierarchical_cache"):
+            engine_args = _with_hicache(engine_args, start_method)
         if kvcore is not None:
             from kvcore_sglang.plugin import engine_settings
 
@@ -237,6 +239,7 @@ class _Collected:
         now = time.perf_counter()
         reason = self.meta.get("finish_reason") or {}
         logprobs = self.meta.get("output_token_logprobs") or []
+        sources = self.meta.get("cached_tokens_details") or {}
         return {
             "request_id": self.request_id,
             "token_ids": self.token_ids,
@@ -248,6 +251,7 @@ class _Collected:
             "finish_reason": reason.get("type"),
             "kvcore": kvcore,
             "logprobs": [logprob for logprob, *_ in logprobs],
+            "sources": {name: n for name, n in sources.items() if isinstance(n, int)},
         }
 
 
@@ -257,6 +261,19 @@ def _fork_processes() -> None:
 
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **options: None
+
+
+def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, Any]:
+    """Make HiCache run without a GPU; its arguments for that."""
+    if start_method != "fork":
+        raise UnsupportedError(
+            f"HiCache on a CPU with start_method={start_method!r}: its processes must be forks of "
+            "this one, which has the stand-ins; use 'fork'"
+        )
+    from kvcore.testing.sglang.hicache import SETTINGS, stand_in
+
+    stand_in()
+    return {**SETTINGS, **engine_args}
 
 
 def _architecture(model: str) -> str:
