@@ -19,6 +19,7 @@ from kvcore.adapting.model import ModelDescription
 from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
+from kvcore.fusion.segments import Segments
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import KVView
 from kvcore.manager import HOST, Event, KVManager, Transport
@@ -35,6 +36,7 @@ __all__ = [
     "LeaderParts",
     "WorkerParts",
     "build_leader",
+    "build_segments",
     "build_worker",
     "geometry",
     "host_slots",
@@ -158,6 +160,15 @@ def _restore(index: BlockIndex, found: PreparedBacking) -> None:
         len(lost),
         found.spec.num_slots,
     )
+
+
+def build_segments(config: Config, model: ModelDescription) -> Segments:
+    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
+    path = None
+    if config.disk.path is not None and config.disk.path.is_dir():
+        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
+        path = config.disk.path / name
+    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
 # -- worker ---------------------------------------------------------------------------------

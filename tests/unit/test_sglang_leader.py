@@ -153,9 +153,10 @@ class Rig:
         slots = self.slots(gain)
         for buffer in self.pool.buffers:
             buffer[torch.from_numpy(slots)] = float("nan")
-        graph = self.leader.load(rid, slots)
-        if graph is None:
+        order = self.leader.load(rid, slots)
+        if order.empty:
             return False
+        [graph] = order.graphs
         self.worker.start_loads([graph])
         for layer in range(LAYERS):
             self.worker.wait_layer([graph.graph_id], layer)
@@ -302,7 +303,7 @@ def test_what_left_host_memory_since_the_lookup_is_refused(rigs: list[Rig]) -> N
     for seed in range(10, 30):
         rig.keep(text(400, seed))
     assert not rig.load("late", tokens, 0, gain)
-    assert rig.leader.load("unknown", rig.slots(64)) is None
+    assert rig.leader.load("unknown", rig.slots(64)).empty
     assert rig.leader.manager.in_flight == 0
 
 
@@ -312,9 +313,9 @@ def test_a_load_that_is_dropped_leaves_nothing(rigs: list[Rig]) -> None:
     tokens = text(400, 6)
     rig.keep(tokens)
     gain = rig.lookup("gone", tokens)
-    graph = rig.leader.load("gone", rig.slots(gain))
-    assert graph is not None
-    rig.leader.drop(graph)
+    order = rig.leader.load("gone", rig.slots(gain))
+    assert order.graphs
+    rig.leader.drop(order)
     assert rig.leader.manager.in_flight == 0
     rig.leader.check_integrity()
 
@@ -341,8 +342,7 @@ def test_a_copy_that_fails_is_tried_again(
         assert rig.load("retried", tokens, 0, rig.lookup("retried", tokens))
         return
     gain = rig.lookup("failed", tokens)
-    graph = rig.leader.load("failed", rig.slots(gain))
-    assert graph is not None
+    [graph] = rig.leader.load("failed", rig.slots(gain)).graphs
     rig.worker.start_loads([graph])
     assert not rig.worker.finish([graph.graph_id])
     rig.leader.refuse(["failed"])

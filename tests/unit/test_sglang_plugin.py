@@ -64,8 +64,8 @@ class Linker:
         self.state = {"in_flight": 0}
 
     @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int) -> Iterator[None]:
-        self.calls.append(("asking", key, device_tokens))
+    def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
+        self.calls.append(("asking", key, device_tokens, req))
         yield
         self.calls.append("asked")
 
@@ -109,8 +109,9 @@ def test_a_match_tells_the_linker_whose_tokens_are_looked_up() -> None:
         linker.calls.append("lookup")
         return "matched"
 
-    assert hooks.around_match(match, wrapper, "key", SimpleNamespace(), result) == "matched"
-    assert linker.calls == [("asking", "key", 32), "lookup", "asked"]
+    req = SimpleNamespace()
+    assert hooks.around_match(match, wrapper, "key", req, result) == "matched"
+    assert linker.calls == [("asking", "key", 32, req), "lookup", "asked"]
 
 
 def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept() -> None:

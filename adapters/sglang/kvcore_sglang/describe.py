@@ -29,6 +29,13 @@ class Rank(NamedTuple):
     group: Any
 
 
+class Checkpoint(NamedTuple):
+    """What a model's folder says of it: the text model's ``config.json``."""
+
+    architecture: str
+    text: dict[str, Any]
+
+
 class Served(NamedTuple):
     """A model, this rank of it, and this rank's pool."""
 
@@ -37,6 +44,7 @@ class Served(NamedTuple):
     pool: Pool
     page_tokens: int
     vocabulary: int
+    checkpoint: Checkpoint = Checkpoint("", {})
 
 
 def describe(server_args: Any, params: Any, components: Iterable[Any], block_tokens: int) -> Served:
@@ -69,13 +77,15 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
         block_tokens=block_tokens,
         dtype=pool.dtype,
     )
+    text = _checkpoint_config(server_args, config)
     model = ModelDescription(
         shape,
         (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
-        _fingerprint(server_args, config, pool.dtype),
+        _fingerprint(server_args, config, dict(text), pool.dtype),
         rank.ranks,
     )
-    return Served(model, rank, pool, page_tokens, int(config.vocab_size))
+    checkpoint = Checkpoint(str(config.hf_config.architectures[0]), text)
+    return Served(model, rank, pool, page_tokens, int(config.vocab_size), checkpoint)
 
 
 def find_rank(params: Any) -> Rank:
@@ -113,9 +123,8 @@ def _check_arguments(server_args: Any, params: Any) -> None:
         raise UnsupportedError("enable_dp_attention: ranks hold the KV of different requests")
 
 
-def _fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
-    """Equal to that of the other engines' adapters for the same model."""
-    text = _checkpoint_config(server_args, config)
+def _fingerprint(server_args: Any, config: Any, text: dict[str, Any], dtype: str) -> bytes:
+    """Equal to that of the other engines' adapters for the same model. Writes to ``text``."""
     text["kvcore_quantization"] = config.quantization
     text["kvcore_max_model_len"] = rope_length(text, config.context_len)
     text["kvcore_compute_dtype"] = str(config.dtype)

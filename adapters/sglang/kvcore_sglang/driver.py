@@ -109,8 +109,8 @@ class Driver:
         fusion: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Stream one greedy request to its end, or to its abort; times are on this side."""
-        if lora or image or fusion:
-            raise UnsupportedError("the driver of SGLang asks for text without LoRA and fusion")
+        if lora or image:
+            raise UnsupportedError("the driver of SGLang asks for text without LoRA")
         request_id = request_id or next(self._names)
         given = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
         stream = await self._engine.async_generate(
@@ -119,6 +119,7 @@ class Driver:
                 "temperature": 0.0,
                 "max_new_tokens": max_tokens,
                 "ignore_eos": ignore_eos,
+                **({"custom_params": _wishes(fusion)} if fusion is not None else {}),
             },
             rid=request_id,
             return_logprob=logprobs,
@@ -139,8 +140,11 @@ class Driver:
         """What kvcore brought back for a request."""
         if self._kvcore is None:
             return {}
-        tiers = (await self._state())["requests"].get(request_id, {})
-        return {"reused_tokens": sum(tiers.values()), "tiers": tiers}
+        state = await self._state()
+        tiers = state["requests"].get(request_id, {})
+        fusion = state["fusion"].get(request_id)
+        found = {"reused_tokens": sum(tiers.values()), "tiers": tiers}
+        return found if fusion is None else {**found, "fusion": fusion}
 
     async def _state(self) -> dict[str, Any]:
         states = await self._engine.tokenizer_manager.get_internal_state()
@@ -258,6 +262,11 @@ def _import_one_model(folder: Path) -> None:
     models = (Path(package.origin).parent / "srt" / "models").glob("*.py")
     others = {path.stem for path in models} - {MODEL_MODULES[architecture]}
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+
+
+def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
+    """What a request says of fusion, as SGLang passes it on."""
+    return {"kvcore": json.dumps({"fusion": fusion})}
 
 
 def _sample_name(name: str, labels: dict[str, str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvcore.adapting.orders import BlendOrder
 from kvcore.metrics import Data
 from kvcore.transfer.graph import OpReport, TransferGraph
 
@@ -21,7 +22,8 @@ class Order(msgspec.Struct, array_like=True):
     """Work for a rank, taken in the order of the fields.
 
     ``open_tiers`` comes once, before any graph that names those tiers; ``forget`` are slots of
-    tiers to make unreadable.
+    tiers to make unreadable. ``blends`` belong to a load, and their pages are filled in where they
+    are carried out.
     """
 
     now: bool = False
@@ -29,10 +31,11 @@ class Order(msgspec.Struct, array_like=True):
     forget: list[tuple[str, list[int]]] = []
     cancel: list[int] = []
     graphs: list[TransferGraph] = []
+    blends: list[BlendOrder] = []
 
     @property
     def empty(self) -> bool:
-        return not (self.open_tiers or self.forget or self.cancel or self.graphs)
+        return not (self.open_tiers or self.forget or self.cancel or self.graphs or self.blends)
 
 
 class News(msgspec.Struct, array_like=True):

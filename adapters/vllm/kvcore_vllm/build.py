@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from kvcore_vllm.attention import install
-from kvcore_vllm.blending import Blends, RefusingBlends
 from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
@@ -18,14 +17,20 @@ from kvcore_vllm.pacing import Pace, make_pace
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
-from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
+from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.build import (
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_segments,
+    build_worker,
+)
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.rank import refuse_tier
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
-from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape, KVView
 from kvcore.manager import HOST
 from kvcore.metrics import Metrics
@@ -90,7 +95,7 @@ def _fusion_leader(
         config,
         model.shape,
         parts.manager,
-        _segments(config, model),
+        build_segments(config, model),
         steps,
         model.groups[0].page_tokens,
         _pace(config, vllm_config, model, parts) if config.fusion.adaptive else None,
@@ -110,15 +115,6 @@ def _pace(
         paths,
         selector.needs_question,
     )
-
-
-def _segments(config: Config, model: ModelDescription) -> Segments:
-    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
-    path = None
-    if config.disk.path is not None and config.disk.path.is_dir():
-        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
-        path = config.disk.path / name
-    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvcore.adapting.orders import FULL_LAYERS
 from kvcore.fusion.controller import (
     ComputeRates,
     Controller,
@@ -27,13 +28,11 @@ from kvcore.fusion.gate import Step
 from kvcore.manager import HOST
 
 if TYPE_CHECKING:
-    from kvcore_vllm.messages import BlendReport, StepNews
+    from kvcore_vllm.messages import StepNews
     from vllm.config import VllmConfig
 
+    from kvcore.adapting.orders import BlendReport
     from kvcore.schema import FusionConfig
-
-FULL_LAYERS = 2
-"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
 
 TIMED_TOKENS = 32
 """A step with fewer says little about prefill; it is not timed."""

@@ -22,17 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore_vllm.fusing import Fusing, FusionLeader
-from kvcore_vllm.messages import (
-    BlendOrder,
-    BlendReport,
-    KVCoreMetadata,
-    KVCoreWorkerMetadata,
-    StepNews,
-    StepPlan,
-)
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.block import Extra, KeyChain, Namespace

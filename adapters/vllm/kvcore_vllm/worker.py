@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
 from kvcore_vllm.clock import ForwardClock
-from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
+from kvcore_vllm.messages import RankReport, StepNews, StepPlan
 
+from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.orders import BlendOrder, pages_made
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.metrics import Metrics
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
