@@ -122,6 +122,19 @@ def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept() -> No
     assert req.skip_radix_cache_insert is True
 
 
+@pytest.mark.parametrize("blended", [True, False])
+def test_a_blended_request_is_barred_from_the_tree(blended: bool) -> None:
+    linker: Any = Linker()
+    linker.blends = lambda rid: blended
+    linker.place = lambda rid, slots: linker.calls.append((rid, slots))
+    tails = {"one": range(9, 12)}
+    wrapper = SimpleNamespace(cache=cache_of(linker), private_load_indices=tails)
+    req = SimpleNamespace(rid="one", extra_key=None, last_node=3, skip_radix_cache_insert=False)
+    assert hooks.around_load_back(lambda w, r: (3, 0), wrapper, req) == (3, 0)
+    assert req.skip_radix_cache_insert is blended
+    assert linker.calls == ([("one", [range(4), range(9, 12)])] if blended else [])
+
+
 def test_an_insert_that_offers_nodes_is_ended_with_their_slots() -> None:
     linker = Linker()
     cache = cache_of(linker)

@@ -20,6 +20,7 @@ from kvcore.adapting.build import (
     build_segments,
     build_worker,
 )
+from kvcore.adapting.pacing import Pace, make_pace
 from kvcore.config import Config
 from kvcore.fusion.rope import Rope
 from kvcore.metrics import Data
@@ -109,4 +110,20 @@ def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> Fusion
         layer_steps(model.shape.layers),
         served.page_tokens,
         parts.metrics,
+        _pace(config, served, parts) if config.fusion.adaptive else None,
+    )
+
+
+def _pace(config: Config, served: Served, parts: LeaderParts) -> Pace:
+    """The controller. It knows layers from their timing at start, blends and loads as they come:
+    SGLang's forwards are not timed."""
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    return make_pace(
+        config.fusion,
+        hidden=int(served.checkpoint.text["hidden_size"]),
+        device=served.pool.view.tensors[0].device.type,
+        layers=served.model.shape.layers,
+        ranks=served.model.world_size,
+        paths=parts.read_paths,
+        looks=selector.needs_question,
     )

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,14 +24,16 @@ import numpy.typing as npt
 
 from kvcore.adapting.chunks import BlendPlan, Chunks
 from kvcore.adapting.orders import BlendOrder, BlendReport, told
+from kvcore.adapting.pacing import Pace
 from kvcore.block import KeyChain, Namespace, pack_tokens
 from kvcore.config import Config
 from kvcore.errors import ConfigError
+from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
 from kvcore.manager import KVManager
-from kvcore.metrics import Metrics
+from kvcore.metrics import Data, Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.sglang.fusion")
@@ -79,20 +81,32 @@ def options_of(asking: Asking) -> FusionOptions:
     return fusion_options(given, len(asking.tokens))
 
 
+class Held(NamedTuple):
+    """What there is of a prompt: ``exact`` tokens, whole pages of them, of which ``nbytes`` by tier
+    have to be loaded. From ``limit`` on the engine computes by itself."""
+
+    exact: int
+    limit: int
+    nbytes: Mapping[str, int]
+
+
 @dataclass
 class Wanted:
     """What fusion found for one request. ``found`` is None until its prompt was searched, and
-    ``fetched`` says that chunks were asked for from their tiers."""
+    ``fetched`` says that chunks were asked for from their tiers. ``decision`` is the controller's,
+    once it was asked."""
 
     options: FusionOptions
     found: list[Reusable] | None = None
     fetched: bool = False
+    decision: Decision | None = None
 
 
 class FusionLeader:
     """One per engine, beside its leader. Scheduler's thread only; no call does I/O or waits.
 
-    ``page`` is SGLang's page in tokens, ``steps`` the layers in which chunks land.
+    ``page`` is SGLang's page in tokens, ``steps`` the layers in which chunks land. ``pace`` decides
+    what is worth a blend; None where every prompt with chunks gets one.
     """
 
     def __init__(
@@ -104,11 +118,13 @@ class FusionLeader:
         steps: Sequence[Span],
         page: int,
         metrics: Metrics,
+        pace: Pace | None = None,
     ) -> None:
         self._settings = config.fusion
         self._page = page
         self._steps = tuple(steps)
         self._metrics = metrics
+        self._pace = pace
         self.chunks = Chunks(config.fusion, config.block.tokens, shape.nbytes, manager, segments)
         self._nbytes = shape.nbytes
         self._staged = 0
@@ -130,19 +146,36 @@ class FusionLeader:
             return Wanted(FusionOptions(enabled=False))
 
     def plan(
-        self, wanted: Wanted, tokens: Tokens, namespace: Namespace, exact: int, limit: int
+        self, rid: str, wanted: Wanted, asking: Asking, namespace: Namespace, held: Held
     ) -> BlendPlan | None:
-        """What to blend of a prompt whose first ``exact`` tokens, whole pages, are held exactly.
-
-        The engine computes from ``limit`` on by itself. None where it is not worth it.
-        """
+        """What to blend of a prompt of which ``held`` is held exactly; None where it is not worth
+        it."""
         if not wanted.options.enabled or self._failures >= MAX_FAILURES:
             return None
         if wanted.found is None:
-            prompt = tokens.tolist()
-            wanted.found = self.chunks.find(prompt, wanted.options, namespace, exact)
-        ratio = self._settings.ratio if wanted.options.ratio is None else wanted.options.ratio
-        return self._whole_pages(wanted.found, exact, limit, ratio)
+            prompt = asking.tokens.tolist()
+            wanted.found = self.chunks.find(prompt, wanted.options, namespace, held.exact)
+        plan = self._whole_pages(wanted.found, held.exact, held.limit, self._settings.ratio)
+        if plan is None:
+            return None
+        if wanted.options.ratio is not None:  # as was asked, whatever it costs
+            return replace(plan, ratio=wanted.options.ratio)
+        if self._pace is None:
+            return plan
+        if wanted.decision is None:
+            wanted.decision = self._decide(self._pace, rid, len(asking.tokens), plan, held)
+        if wanted.decision.mode is Mode.PREFIX:
+            return None
+        return replace(plan, ratio=wanted.decision.ratio)
+
+    def _decide(self, pace: Pace, rid: str, tokens: int, plan: BlendPlan, held: Held) -> Decision:
+        chunks = self.chunks.nbytes(plan)
+        decision = pace.decide(tokens, plan.exact, plan.reused, held.nbytes, chunks)
+        _log.debug("request=%s %s: %s", rid, decision.mode.value, decision.reason)
+        if decision.mode is Mode.PREFIX:
+            self._metrics.blend("declined")
+            self._tell(rid, {"declined": decision.reason})
+        return decision
 
     def _whole_pages(
         self, found: Sequence[Reusable], exact: int, limit: int, ratio: float
@@ -186,6 +219,11 @@ class FusionLeader:
             blocks,
         )
 
+    def learn_times(self, profile: Sequence[tuple[int, float]], counted: Data) -> None:
+        """Take in what workers measured of their layers and copies."""
+        if self._pace is not None:
+            self._pace.learn(profile, counted=counted)
+
     def begin_batch(self) -> None:
         """The batch whose requests were ordered begins: the next one has its own staging."""
         self._staged = 0
@@ -196,6 +234,8 @@ class FusionLeader:
         if plan is None:
             return
         self._tell(report.request_id, told(plan, report))
+        if self._pace is not None:
+            self._pace.blended(report, plan.exact)
         self._metrics.blend("blended" if report.ok else "failed")
         for verdict in report.verdicts:
             self._metrics.judged(verdict)

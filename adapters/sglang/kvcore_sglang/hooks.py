@@ -228,11 +228,12 @@ def check_fusion() -> None:
             raise UnsupportedError(f"{name} does not ask whether a request is barred from the tree")
 
 
-def check(hooks: Iterable[Hook] = HOOKS) -> None:
-    """Raise UnsupportedError unless every one of ``hooks`` took."""
+def check(hooks: Iterable[Hook] | None = None) -> None:
+    """Raise UnsupportedError unless every one of ``hooks`` took: all that kvcore cannot do
+    without, where none are given."""
     loose = [
         hook.target
-        for hook in hooks
+        for hook in (HOOKS if hooks is None else hooks)
         if hook.target not in _originals
         or pkgutil.resolve_name(hook.target) is _originals[hook.target]
     ]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcore_sglang.fusing import Asking, FusionLeader, Wanted
+from kvcore_sglang.fusing import Asking, FusionLeader, Held, Wanted
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
 from kvcore_sglang.worker import RankWorker
@@ -217,7 +217,10 @@ class Leader:
             return None
         if asked.wanted is None:
             asked.wanted = fusion.track(rid, asking)
-        plan = fusion.plan(asked.wanted, asking.tokens, namespace, exact, asked.tokens)
+        nbytes = self._model.shape.nbytes
+        loads = {tier: blocks * nbytes for tier, blocks in asked.sources.items()}
+        held = Held(exact, asked.tokens, loads)
+        plan = fusion.plan(rid, asked.wanted, asking, namespace, held)
         if plan is None:
             return None
         if not asked.wanted.fetched:
@@ -484,7 +487,10 @@ class Leader:
         if self._fusion is not None:
             for blended in self._local.take_blends():
                 self._fusion.judge(blended)
-        self.metrics.absorb(self._counted_here.delta())
+        counted = self._counted_here.delta()
+        if self._fusion is not None:
+            self._fusion.learn_times(self._local.take_profile(), counted)
+        self.metrics.absorb(counted)
         for news in self._lines.news():
             self.metrics.absorb(news.counted)
             for report in news.reports:

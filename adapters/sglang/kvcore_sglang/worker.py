@@ -69,6 +69,7 @@ class RankWorker:
         self._fence = fence
         self._blends = RefusingBlends(1) if blends is None else blends
         self._chunks: set[int] = set()  # graphs of the blends that are being made
+        self._spoiled: set[str] = set()  # requests whose chunks did not land
         self._lock = threading.RLock()
         self._loads: dict[int, _Load] = {}
         self._failed: set[int] = set()
@@ -154,11 +155,22 @@ class RankWorker:
             failed = self._failed & graphs
             self._failed -= graphs
             self._chunks -= graphs
+        for order in orders:
+            if not failed.isdisjoint(chunk.graph.graph_id for chunk in order.chunks):
+                self._spoiled.add(order.request_id)
         return not unfilled and not failed
 
     def take_blends(self) -> list[BlendReport]:
         """What became of the blends since the last call. Scheduler's thread only."""
-        return self._blends.take_reports()
+        spoiled, self._spoiled = self._spoiled, set()
+        return [
+            BlendReport(report.request_id, ok=False) if report.request_id in spoiled else report
+            for report in self._blends.take_reports()
+        ]
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        """(rows, seconds) of the layers, timed when the blends were made. Told once."""
+        return self._blends.take_profile()
 
     # -- reports ----------------------------------------------------------------------------
 
