@@ -28,7 +28,7 @@ EXACT: dict[str, Any] = {"enabled": False}
 def config(**settings: Any) -> dict[str, Any]:
     return {
         "host": {"capacity": "256MiB"},
-        "fusion": {"enabled": True, "adaptive": False},
+        "fusion": {"enabled": True},
         "sglang": {"keep_on_flush": True, "prefetch": "wait"},
         **settings,
     }
@@ -92,8 +92,10 @@ def blended(got: Sequence[Generation]) -> list[int]:
 def test_everything_recomputed_is_the_engines_own_answer(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
-    """One by one, several in a batch, and with another request decoding beside them."""
-    asked = prompts(model, chunks, 8, seed=1)
+    """One by one, several in a batch, and with another request decoding beside them; also where
+    the question is so long that the engine cuts it."""
+    asked = prompts(model, chunks, 7, seed=1)
+    asked.append(asked[0] + windows(model, 1, 700, 700, seed=44)[0])
     [own] = windows(model, 1, 200, 200, seed=41)
     decoding = warmed.submit(own, 150, fusion=EXACT)
     for batch in (1, 4):
@@ -102,6 +104,7 @@ def test_everything_recomputed_is_the_engines_own_answer(
         assert min(blended(got)) >= 400, blended(got)
     assert decoding.result(600).token_ids[:ANSWER] == reference([own])[0].token_ids
     assert counted(warmed, "kvcore_blends_total", outcome="blended") == 16
+    assert "could not be timed" not in warmed.log.read_text()
 
 
 def test_blends_side_by_side_share_nothing(
@@ -267,7 +270,7 @@ def test_the_real_model_at_a_share() -> None:
     real = smollm2()
     chunks = windows(real, 4, 200, 200, seed=8)
     asked = prompts(real, chunks, 6, seed=9)
-    with engine(real, config()) as process:
+    with engine(real, config(fusion={"enabled": True, "adaptive": False})) as process:
         warm(process, chunks)
         rough = answers(process, asked, max_tokens=1, fusion=REUSE, logprobs=True)
         got = answers(process, asked, max_tokens=1, logprobs=True)
