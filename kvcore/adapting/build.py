@@ -29,6 +29,7 @@ from kvcore.plugins import PluginManager
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
 from kvcore.trace import FileTracer, Tracer
+from kvcore.transfer.graph import Path
 from kvcore.worker import DeviceGroup, KVWorker
 
 __all__ = [
@@ -100,6 +101,12 @@ class LeaderParts:
     def open_tiers(self) -> dict[str, dict[str, Any]]:
         """What every worker must hear before any graph: tiers by name, with what they told."""
         return {found.spec.name: dict(found.prepared.told) for found in self.backings}
+
+    @property
+    def read_paths(self) -> dict[str, str]:
+        """The transfer path of each tier's reads, by tier."""
+        backing = {tier.name: tier.read_path.value for tier in self.manager.backings}
+        return {HOST: Path.H2D.value, **backing}
 
     @property
     def releases(self) -> list[Callable[[], None]]:

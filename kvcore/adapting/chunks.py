@@ -158,6 +158,18 @@ class Chunks:
             row += stop - start
         return loads, row
 
+    def nbytes(self, plan: BlendPlan) -> dict[str, int]:
+        """Bytes of a plan's chunks over all ranks, by the tier they would be read from.
+
+        Raises KVCoreError where one has left every tier.
+        """
+        found: dict[str, int] = {}
+        for chunk in plan.chunks:
+            hit, start, stop = self.source(chunk)
+            for tier, blocks in hit.blocks_by_tier(start, stop).items():
+                found[tier] = found.get(tier, 0) + blocks * self._nbytes
+        return found
+
     def blocks(self, start: int, length: int) -> range:
         """Blocks of a chain that hold tokens [start, start + length)."""
         return range(start // self._block, -(-(start + length) // self._block))

@@ -20,18 +20,23 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
+from kvcore_sglang.fusing import Asking, FusionLeader  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.ranks import NoLines  # noqa: E402
 from kvcore_sglang.worker import ATTEMPTS, RankWorker  # noqa: E402
 
-from kvcore.adapting.build import build_leader, build_worker  # noqa: E402
+from kvcore.adapting.build import LeaderParts, build_leader, build_worker  # noqa: E402
 from kvcore.adapting.model import LayerGroup, ModelDescription  # noqa: E402
+from kvcore.adapting.orders import BlendOrder, BlendReport  # noqa: E402
 from kvcore.config import load_config  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
+from kvcore.fusion.segments import Segments  # noqa: E402
+from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.layout import BlockShape  # noqa: E402
-from kvcore.transfer.graph import TransferGraph  # noqa: E402
+from kvcore.transfer.graph import OpReport, TransferGraph  # noqa: E402
+from kvcore.transfer.plan import layer_steps  # noqa: E402
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
 
@@ -75,6 +80,36 @@ def prefix_numbers(tokens: list[int]) -> list[int]:
     return found
 
 
+class Landing:
+    """In the place of blends: brings the chunks of orders to staging, and keeps it."""
+
+    def __init__(self, worker: Any, shape: BlockShape) -> None:
+        self._worker, self._shape = worker, shape
+        self.landed: list[tuple[BlendOrder, Staging]] = []
+
+    def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
+        for order in orders:
+            staging = Staging(self._shape, order.blocks, torch.device("cpu"))
+            self.landed.append((order, staging))
+            for chunk in order.chunks:
+                assert not self._worker.submit(chunk.graph, staging.groups)
+        return []
+
+    def run(self, landed: Any) -> list[int]:
+        for layer in range(LAYERS):
+            landed(layer)
+        for order, _ in self.landed:
+            for chunk in order.chunks:
+                self._worker.release(chunk.graph.graph_id)
+        return []
+
+    def take_reports(self) -> list[BlendReport]:
+        return [BlendReport(order.request_id) for order, _ in self.landed]
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        return []
+
+
 class Rig:
     """An engine of one rank: `compute` stands for its forward, `slots` for its allocator."""
 
@@ -97,7 +132,8 @@ class Rig:
         self.served = Served(model, Rank(0, 1, None), found, page, 1000)
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
-        self.worker = RankWorker(parts.worker, parts.open_tier)
+        self.blends: Any = Landing(parts.worker, shape)
+        self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends)
         self.leader = Leader(
             self.config,
             model,
@@ -105,9 +141,18 @@ class Rig:
             NoLines(),
             lambda outbox: build_leader(self.config, model, outbox),
             parts.metrics,
+            fusion=self._fusion if self.config.fusion.enabled else None,
         )
         self.random = random.Random(7)
         self.namespace = self.leader.namespace("", None)
+
+    def _fusion(self, parts: LeaderParts) -> FusionLeader:
+        shape = self.served.model.shape
+        segments = Segments(self.config.block.tokens, min_tokens=self.config.fusion.min_tokens)
+        steps = layer_steps(shape.layers)
+        return FusionLeader(
+            self.config, shape, parts.manager, segments, steps, self.page, parts.metrics
+        )
 
     def slots(self, tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Slots of whole pages, in no order; page 0 is padding."""
@@ -153,9 +198,10 @@ class Rig:
         slots = self.slots(gain)
         for buffer in self.pool.buffers:
             buffer[torch.from_numpy(slots)] = float("nan")
-        graph = self.leader.load(rid, slots)
-        if graph is None:
+        order = self.leader.load(rid, slots)
+        if order.empty:
             return False
+        [graph] = order.graphs
         self.worker.start_loads([graph])
         for layer in range(LAYERS):
             self.worker.wait_layer([graph.graph_id], layer)
@@ -331,7 +377,7 @@ def test_what_left_host_memory_since_the_lookup_is_refused(rigs: list[Rig]) -> N
     for seed in range(10, 30):
         rig.keep(text(400, seed))
     assert not rig.load("late", tokens, 0, gain)
-    assert rig.leader.load("unknown", rig.slots(64)) is None
+    assert rig.leader.load("unknown", rig.slots(64)).empty
     assert rig.leader.manager.in_flight == 0
 
 
@@ -341,9 +387,9 @@ def test_a_load_that_is_dropped_leaves_nothing(rigs: list[Rig]) -> None:
     tokens = text(400, 6)
     rig.keep(tokens)
     gain = rig.lookup("gone", tokens)
-    graph = rig.leader.load("gone", rig.slots(gain))
-    assert graph is not None
-    rig.leader.drop(graph)
+    order = rig.leader.load("gone", rig.slots(gain))
+    assert order.graphs
+    rig.leader.drop(order)
     assert rig.leader.manager.in_flight == 0
     rig.leader.check_integrity()
 
@@ -370,8 +416,7 @@ def test_a_copy_that_fails_is_tried_again(
         assert rig.load("retried", tokens, 0, rig.lookup("retried", tokens))
         return
     gain = rig.lookup("failed", tokens)
-    graph = rig.leader.load("failed", rig.slots(gain))
-    assert graph is not None
+    [graph] = rig.leader.load("failed", rig.slots(gain)).graphs
     rig.worker.start_loads([graph])
     assert not rig.worker.finish([graph.graph_id])
     rig.leader.refuse(["failed"])
@@ -454,3 +499,55 @@ def test_k_and_v_of_unlike_width(rigs: list[Rig]) -> None:
     tokens = text(300, 11)
     rig.keep(tokens)
     assert rig.load("wide", tokens, 0, rig.lookup("wide", tokens))
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("fail", [False, True])
+def test_chunks_land_behind_an_exact_prefix(
+    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch, page: int, fail: bool
+) -> None:
+    """The prefix goes to the request's slots, the chunks to staging, each with the KV it was stored
+    with; a chunk that fails to land is told."""
+    rig = Rig(MHATokenToKVPool(page), page, {**SETTINGS, "fusion": {"enabled": True}})
+    rigs.append(rig)
+    opening, *chunks = (text(256, seed) for seed in (1, 2, 3))
+    for stored in (opening, *chunks):
+        assert rig.keep(stored)
+    prompt = [*opening, *text(30, 4), *chunks[1][:200], *text(7, 5), *chunks[0], *text(9, 6)]
+    asking = Asking(np.array(prompt))
+    gain = rig.leader.lookup("one", np.array(prompt[:-1]), 64, rig.namespace, asking)
+    stop = 64 + gain
+    assert stop % page == 0
+    assert stop > len(prompt) - 9 - page
+    slots = rig.slots(gain)
+    order = rig.leader.load("one", slots)
+    [graph], [blend] = order.graphs, order.blends
+    assert (blend.exact, blend.stop, len(blend.chunks)) == (256, stop, 2)
+    if fail:
+        submit = rig.engine.submit
+
+        def failing(graph: TransferGraph, into: Any = None) -> Any:
+            if into is not None:
+                monkeypatch.setattr(
+                    type(rig.engine.ops), "copy_blocks", lambda *a, **k: 1 / 0, raising=True
+                )
+            return submit(graph, into)
+
+        monkeypatch.setattr(rig.engine, "submit", failing)
+    rig.worker.start_loads([graph])
+    assert rig.worker.finish([graph.graph_id])
+    rig.check(prompt, 64, slots[: 256 - 64], 0)
+    assert rig.worker.blend(order.blends, lambda layer: None) is not fail
+    assert rig.leader.settle(30)
+    assert ("error" in rig.leader.state["fusion"]["one"]) is fail
+    assert rig.leader.manager.in_flight == 0
+    if fail:
+        return
+    [(_, staging)] = rig.blends.landed
+    for chunk, source in zip(blend.chunks, (chunks[1], chunks[0]), strict=True):
+        here = prompt[chunk.position : chunk.position + chunk.length]
+        start = chunk.position - chunk.distance
+        assert here == source[start : start + chunk.length]
+        for i in range(2 * LAYERS):
+            got = staging.tensor[i % LAYERS, i // LAYERS][chunk.first :][: chunk.length]
+            assert torch.equal(got, rig.expected(source, i)[start : start + chunk.length])

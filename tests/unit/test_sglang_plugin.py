@@ -64,8 +64,8 @@ class Linker:
         self.state = {"in_flight": 0}
 
     @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int, *, resumed: bool) -> Iterator[None]:
-        self.calls.append(("asking", key, device_tokens, resumed))
+    def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
+        self.calls.append(("asking", key, device_tokens, req))
         yield
         self.calls.append("asked")
 
@@ -100,8 +100,7 @@ def test_another_linker_or_none_is_passed_through() -> None:
         assert hooks.around_match(lambda *a: a[1:], wrapper, 1, 2, 3) == (1, 2, 3)
 
 
-@pytest.mark.parametrize("answered", [[], [7]])
-def test_a_match_tells_the_linker_whose_tokens_are_looked_up(answered: list[int]) -> None:
+def test_a_match_tells_the_linker_whose_tokens_are_looked_up() -> None:
     """And whether the request was retracted with a part of its answer."""
     linker = Linker()
     wrapper = SimpleNamespace(cache=cache_of(linker))
@@ -111,9 +110,9 @@ def test_a_match_tells_the_linker_whose_tokens_are_looked_up(answered: list[int]
         linker.calls.append("lookup")
         return "matched"
 
-    req = SimpleNamespace(output_ids=answered)
+    req = SimpleNamespace()
     assert hooks.around_match(match, wrapper, "key", req, result) == "matched"
-    assert linker.calls == [("asking", "key", 32, bool(answered)), "lookup", "asked"]
+    assert linker.calls == [("asking", "key", 32, req), "lookup", "asked"]
 
 
 def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept() -> None:
@@ -122,6 +121,19 @@ def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept() -> No
     result = SimpleNamespace(device_prefix_len=0)
     assert hooks.around_match(lambda *a: "matched", wrapper, "key", req, result) is result
     assert req.skip_radix_cache_insert is True
+
+
+@pytest.mark.parametrize("blended", [True, False])
+def test_a_blended_request_is_barred_from_the_tree(blended: bool) -> None:
+    linker: Any = Linker()
+    linker.blends = lambda rid: blended
+    linker.place = lambda rid, slots: linker.calls.append((rid, slots))
+    tails = {"one": range(9, 12)}
+    wrapper = SimpleNamespace(cache=cache_of(linker), private_load_indices=tails)
+    req = SimpleNamespace(rid="one", extra_key=None, last_node=3, skip_radix_cache_insert=False)
+    assert hooks.around_load_back(lambda w, r: (3, 0), wrapper, req) == (3, 0)
+    assert req.skip_radix_cache_insert is blended
+    assert linker.calls == ([("one", [range(4), range(9, 12)])] if blended else [])
 
 
 def test_an_insert_that_offers_nodes_is_ended_with_their_slots() -> None:

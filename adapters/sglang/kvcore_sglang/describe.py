@@ -29,6 +29,13 @@ class Rank(NamedTuple):
     group: Any
 
 
+class Checkpoint(NamedTuple):
+    """What a model's folder says of it: the text model's ``config.json``."""
+
+    architecture: str
+    text: dict[str, Any]
+
+
 class Served(NamedTuple):
     """A model, this rank of it, and this rank's pool."""
 
@@ -37,6 +44,7 @@ class Served(NamedTuple):
     pool: Pool
     page_tokens: int
     vocabulary: int
+    checkpoint: Checkpoint = Checkpoint("", {})
 
 
 def describe(server_args: Any, params: Any, components: Iterable[Any], block_tokens: int) -> Served:
@@ -69,13 +77,15 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
         block_tokens=block_tokens,
         dtype=pool.dtype,
     )
+    text = _checkpoint_config(server_args, config)
     model = ModelDescription(
         shape,
         (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
         fingerprint(server_args, config, pool.dtype),
         rank.ranks,
     )
-    return Served(model, rank, pool, page_tokens, int(config.vocab_size))
+    checkpoint = Checkpoint(str(config.hf_config.architectures[0]), text)
+    return Served(model, rank, pool, page_tokens, int(config.vocab_size), checkpoint)
 
 
 def find_rank(params: Any) -> Rank:

@@ -113,8 +113,8 @@ class Driver:
         fusion: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Stream one greedy request to its end, or to its abort; times are on this side."""
-        if lora or image or fusion:
-            raise UnsupportedError("the driver of SGLang asks for text without LoRA and fusion")
+        if lora or image:
+            raise UnsupportedError("the driver of SGLang asks for text without LoRA")
         request_id = request_id or next(self._names)
         given = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
         stream = await self._engine.async_generate(
@@ -123,6 +123,7 @@ class Driver:
                 "temperature": 0.0,
                 "max_new_tokens": max_tokens,
                 "ignore_eos": ignore_eos,
+                **({"custom_params": _wishes(fusion)} if fusion is not None else {}),
             },
             rid=request_id,
             return_logprob=logprobs,
@@ -149,7 +150,9 @@ class Driver:
         for replica, state in enumerate(states):
             if request_id in state["requests"]:
                 tiers = state["requests"][request_id]
-                return {"reused_tokens": sum(tiers.values()), "tiers": tiers, "replica": replica}
+                found = {"reused_tokens": sum(tiers.values()), "tiers": tiers, "replica": replica}
+                fusion = state["fusion"].get(request_id)
+                return found if fusion is None else {**found, "fusion": fusion}
         return {"reused_tokens": 0, "tiers": {}}
 
     async def _states(self) -> list[dict[str, Any]]:
@@ -305,6 +308,11 @@ def _attend_latents_in_torch(architecture: str) -> None:
     ways.AttentionBackendRegistry.register(
         CPU_SETTINGS["attention_backend"], lambda layer, batch: ways.AttnForwardMethod.MLA
     )
+
+
+def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
+    """What a request says of fusion, as SGLang passes it on."""
+    return {"kvcore": json.dumps({"fusion": fusion})}
 
 
 def _sample_name(name: str, labels: dict[str, str]) -> str:

@@ -2,6 +2,7 @@
 
     UnifiedCacheLinkerWrapper.match                 lookups get page hashes, and kvcore's keys
     UnifiedRadixCache.insert                        need the tokens; so do saves
+    UnifiedCacheLinkerWrapper.load_back             blended requests are barred from the tree
     UnifiedRadixCache.finish_external_linker_loads  requests whose load failed are told apart
     Scheduler.handle_generate_request               and computed again, as if they had just come,
     SchedulerOutputStreamer.stream_output           in place of being answered with an error
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
@@ -57,7 +58,7 @@ def around_match(original: Original, wrapper: Any, key: Any, req: Any, result: A
     if getattr(req, "positional_embed_overrides", None) is not None:
         req.skip_radix_cache_insert = True  # its tokens do not tell its KV
         return result
-    with linker.asking(key, result.device_prefix_len, resumed=bool(req.output_ids)):
+    with linker.asking(key, result.device_prefix_len, req):
         return original(wrapper, key, req, result)
 
 
@@ -76,6 +77,23 @@ def around_insert(original: Original, cache: Any, params: Any) -> Any:
     root = cache.root_node_handle(params.key.extra_key)
     slots = cache.tree_core.collect_full_device_indices(offered[-1].publish_node_ids[-1], root)
     linker.end_insert(params.key, slots if len(slots) <= len(params.key) else None)
+    return result
+
+
+def around_load_back(original: Original, wrapper: Any, req: Any) -> Any:
+    """What a blend makes is approximate, and so is all behind it: the tree never has it.
+
+    Its slots are the request's own from the first one that the tree did not hold, and are freed
+    with it.
+    """
+    result = original(wrapper, req)
+    linker = kvcore_linker(wrapper.cache)
+    if linker is not None and linker.blends(req.rid):
+        req.skip_radix_cache_insert = True
+        cache = wrapper.cache
+        root = cache.root_node_handle(req.extra_key)
+        before = cache.tree_core.collect_full_device_indices(req.last_node, root)
+        linker.place(req.rid, [before, wrapper.private_load_indices[req.rid]])
     return result
 
 
@@ -176,6 +194,12 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), around_internal_state),
 )
 
+FUSION_HOOKS = (Hook(f"{_WRAPPER}.load_back", ("self", "req"), around_load_back),)
+"""Without these there is no fusion, and all the rest."""
+
+_BARRING = ("checkpoint_kv_cache", "release_kv_cache")
+"""Of ``sglang.srt.mem_cache.common``: all that publishes a request's KV, and heeds the bar."""
+
 _originals: dict[str, Any] = {}
 _problems: list[str] = []
 
@@ -184,7 +208,7 @@ def register_all() -> None:
     """Register every hook whose target is what it was. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in HOOKS:
+    for hook in (*HOOKS, *FUSION_HOOKS):
         problem = _misfit(hook)
         if problem:
             _problems.append(problem)
@@ -205,11 +229,22 @@ def _misfit(hook: Hook) -> str:
     return ""
 
 
-def check() -> None:
-    """Raise UnsupportedError unless every hook took."""
+def check_fusion() -> None:
+    """Raise UnsupportedError unless SGLang can be kept from publishing what is approximate."""
+    check(FUSION_HOOKS)
+    for name in _BARRING:
+        function = pkgutil.resolve_name(f"sglang.srt.mem_cache.common.{name}")
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is None or "skip_radix_cache_insert" not in code.co_names:
+            raise UnsupportedError(f"{name} does not ask whether a request is barred from the tree")
+
+
+def check(hooks: Iterable[Hook] | None = None) -> None:
+    """Raise UnsupportedError unless every one of ``hooks`` took: all that kvcore cannot do
+    without, where none are given."""
     loose = [
         hook.target
-        for hook in HOOKS
+        for hook in (HOOKS if hooks is None else hooks)
         if hook.target not in _originals
         or pkgutil.resolve_name(hook.target) is _originals[hook.target]
     ]

@@ -23,18 +23,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvcore_sglang.fusing import Asking, FusionLeader, Held, Wanted
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
 from kvcore_sglang.worker import RankWorker
 
 from kvcore.adapting.build import LeaderParts
+from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.identity import Namespaces
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import Paging
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, KVCoreError
 from kvcore.manager import HOST, Hit, KVManager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
@@ -47,6 +49,8 @@ ASKED_KEPT = 1024
 """Requests whose last lookup is remembered: more than wait in any queue that is scanned."""
 SERVED_KEPT = 1024
 """Requests of which it can be asked what they reused."""
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
 STAGE_POLL_S = 0.02
 PUBLISH_S = 1.0
 """How often counts are handed to the engine's metrics."""
@@ -60,7 +64,8 @@ class Asked:
     the request first asked.
 
     ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
-    for another prompt. ``resumed``: some of them were its answer already.
+    for another prompt. ``resumed``: some of them were its answer already. ``plan`` is the blend
+    that was answered, of the request in ``asking``; ``wanted`` is what fusion knows of it.
     """
 
     chain: KeyChain
@@ -71,6 +76,14 @@ class Asked:
     resumed: bool = False
     counted: bool = False
     sources: dict[str, int] = field(default_factory=dict)
+    asking: Asking | None = None
+    wanted: Wanted | None = None
+    plan: BlendPlan | None = None
+
+    @property
+    def exact(self) -> int:
+        """Tokens of what was answered that are exact."""
+        return self.stop if self.plan is None else self.plan.exact
 
 
 @dataclass
@@ -89,7 +102,8 @@ class Leader:
     """One per engine. Called from the scheduler's thread only.
 
     ``local`` is this rank's own worker, which counts in ``counted_here``; ``lines`` reach the
-    others. ``publish`` takes what was counted since the last time, now and then.
+    others. ``publish`` takes what was counted since the last time, now and then. ``fusion`` makes
+    what blends need from the parts that ``build`` made; None where there are none.
     """
 
     def __init__(
@@ -101,6 +115,7 @@ class Leader:
         build: Callable[[Outbox], LeaderParts],
         counted_here: Metrics,
         publish: Callable[[Data], None] | None = None,
+        fusion: Callable[[LeaderParts], FusionLeader] | None = None,
     ) -> None:
         self._config = config
         self._settings = config.sglang
@@ -115,6 +130,8 @@ class Leader:
         self.manager: KVManager = parts.manager
         self.metrics: Metrics = parts.metrics
         self._releases = parts.releases
+        self._fusion = None if fusion is None else fusion(parts)
+        self._learning: dict[int, tuple[KeyChain, Tokens]] = {}  # by the graph of their save
         self._block = config.block.tokens
         self._page = model.groups[0].page_tokens
         self._paging = Paging(model.groups, self._block, no_page=NO_PAGE)
@@ -140,12 +157,14 @@ class Leader:
         tokens: Tokens,
         device_tokens: int,
         namespace: Namespace,
+        asking: Asking | None = None,
         *,
         resumed: bool = False,
     ) -> int:
         """Tokens beyond ``device_tokens`` that can be loaded now, a multiple of the page.
 
-        ``tokens`` are those the engine would reuse, so at least one more is computed. Blocks while
+        ``tokens`` are those the engine would reuse, so at least one more is computed. Where the
+        prompt in ``asking`` is one to be blended, what the blend makes is counted too. Blocks while
         blocks come from lower tiers, as ``sglang.prefetch`` says. ``resumed`` is what `is_resumed`
         says of the request until it is loaded.
         """
@@ -158,6 +177,11 @@ class Leader:
         host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         stop = min(host * self._block, len(tokens)) // self._page * self._page
         gain = stop - device_tokens
+        asked.asking = asking
+        asked.plan = self._blend(rid, asked, namespace, max(stop, device_tokens))
+        if asked.plan is not None:
+            asked.stop = asked.plan.stop
+            return asked.stop - device_tokens
         if gain < max(self._settings.min_load_tokens, self._page):
             self._count_miss(asked, gain, hit)
             return 0
@@ -197,6 +221,40 @@ class Leader:
         if self._stage(hit, last):
             self._wait_staged(keys, digest, last)
         return self.manager.get_match(keys, digest)
+
+    def _blend(self, rid: str, asked: Asked, namespace: Namespace, exact: int) -> BlendPlan | None:
+        """What to blend of a prompt held exactly up to ``exact``, out of host memory."""
+        fusion, asking = self._fusion, asked.asking
+        if fusion is None or asking is None:
+            return None
+        if asked.wanted is None:
+            asked.wanted = fusion.track(rid, asking)
+        nbytes = self._model.shape.nbytes
+        loads = {tier: blocks * nbytes for tier, blocks in asked.sources.items()}
+        held = Held(exact, asked.tokens, loads)
+        plan = fusion.plan(rid, asked.wanted, asking, namespace, held)
+        if plan is None:
+            return None
+        if not asked.wanted.fetched:
+            asked.wanted.fetched = True
+            self._fetch(fusion, plan)
+        return fusion.in_host(plan)
+
+    def _fetch(self, fusion: FusionLeader, plan: BlendPlan) -> None:
+        """Bring the chunks of a plan to host memory, each with the blocks before it: a chunk that
+        stands far behind in a chain which is not there is left alone."""
+        under_way = []
+        for chunk in plan.chunks:
+            try:
+                hit, start, stop = fusion.chunks.source(chunk)
+            except KVCoreError:
+                continue
+            low = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+            if low < stop <= low + MAX_FETCH * (stop - start) and self._stage(hit, stop):
+                digest = self.manager.index.namespace_of(chunk.last_key)
+                under_way.append((hit.keys, digest, stop))
+        for keys, digest, stop in under_way:
+            self._wait_staged(keys, digest, stop)
 
     def _stage(self, hit: Hit, last: int) -> bool:
         """Start bringing blocks up to ``last`` into host memory; False where there is no room."""
@@ -256,19 +314,44 @@ class Leader:
         asked = self._asked.get(rid)
         return asked is not None and asked.resumed
 
-    def load(self, rid: str, slots: npt.NDArray[np.int64]) -> TransferGraph | None:
-        """Plan the load that the last lookup of ``rid`` answered into ``slots``, one a token.
+    def load(self, rid: str, slots: npt.NDArray[np.int64]) -> Order:
+        """The order for what the last lookup of ``rid`` answered, into ``slots``, one a token.
 
-        None where it is not in host memory any more: the engine then computes the tokens.
+        Empty where it is not in host memory any more: the engine then computes the tokens.
         """
+        order = Order()
         asked = self._asked.pop(rid, None)
         if self._aside or asked is None or asked.stop != asked.device_tokens + len(slots):
-            return None
-        keys, digest = asked.chain.keys, asked.chain.namespace.digest
-        first, last = asked.device_tokens // self._block, -(-asked.stop // self._block)
-        if self._in_host(keys, digest) < last:
+            return order
+        if not self._still_there(asked):
             self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
-            return None
+            return order
+        exact = asked.exact - asked.device_tokens
+        if exact > 0:
+            order.graphs.append(self._load(rid, asked, slots[:exact]))
+        if asked.plan is not None:
+            assert self._fusion is not None
+            assert asked.asking is not None
+            tokens, take = asked.asking.tokens, self._outbox.graphs.remove
+            order.blends.append(self._fusion.order(rid, tokens, asked.plan, take))
+            self._tell(self._now())
+        self._count_hit(rid, asked, exact)
+        return order
+
+    def _still_there(self, asked: Asked) -> bool:
+        """Whether what a lookup answered is in host memory still."""
+        keys, digest = asked.chain.keys, asked.chain.namespace.digest
+        if asked.exact > asked.device_tokens:
+            last = -(-asked.exact // self._block)
+            if self._in_host(keys, digest) < last:
+                return False
+        if asked.plan is None:
+            return True
+        return self._fusion is not None and self._fusion.in_host(asked.plan) == asked.plan
+
+    def _load(self, rid: str, asked: Asked, slots: npt.NDArray[np.int64]) -> TransferGraph:
+        keys, digest = asked.chain.keys, asked.chain.namespace.digest
+        first, last = asked.device_tokens // self._block, -(-asked.exact // self._block)
         before = np.full(asked.device_tokens // self._page, NO_PAGE, dtype=np.int64)
         pages = np.concatenate([before, slots[:: self._page] // self._page]).tolist()
         units = self._paging.units([pages], first, last, asked.device_tokens)
@@ -279,7 +362,6 @@ class Leader:
         self._outbox.graphs.remove(graph)
         self._tell(self._now())
         self._loading[graph.graph_id] = rid
-        self._count_hit(rid, asked, len(slots))
         return graph
 
     def _loaded(self, graph: TransferGraph) -> None:
@@ -294,23 +376,38 @@ class Leader:
                 left -= reused[tier]
         if left:
             reused[HOST] = left
-        self.metrics.looked_up(reused, asked.tokens - asked.stop)
+        if asked.plan is not None:
+            reused["blend"] = asked.plan.reused
+        missed = asked.tokens - asked.device_tokens - sum(reused.values())
+        self.metrics.looked_up(reused, missed)
         self._served[rid] = reused
         if len(self._served) > SERVED_KEPT:
             self._served.popitem(last=False)
         _log.debug("load request=%s tokens=%d..%d", rid, asked.device_tokens, asked.stop)
 
-    def drop(self, graph: TransferGraph) -> None:
+    def drop(self, order: Order) -> None:
         """A planned load that no rank has started will not be."""
-        for op in graph.ops:
-            rows = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
-            self._complete(OpReport(graph.graph_id, op.op_id, rows))
+        chunks = [chunk.graph for blend in order.blends for chunk in blend.chunks]
+        for graph in (*order.graphs, *chunks):
+            for op in graph.ops:
+                rows = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
+                self._complete(OpReport(graph.graph_id, op.op_id, rows))
+        if self._fusion is not None:
+            for blend in order.blends:
+                self._fusion.drop(blend.request_id)
+
+    def begin_batch(self) -> None:
+        """What was ordered since the last call goes with one batch."""
+        if self._fusion is not None:
+            self._fusion.begin_batch()
 
     def refuse(self, rids: Iterable[str]) -> None:
         """These requests' loads failed: they are computed, and not looked up again."""
         for rid in rids:
             self._served.pop(rid, None)
             self._refused[rid] = None
+            if self._fusion is not None:
+                self._fusion.refuse(rid)
             self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
         while len(self._refused) > SERVED_KEPT:
             self._refused.popitem(last=False)
@@ -357,6 +454,11 @@ class Leader:
             lambda start, stop: self._paging.whole_units(pages, start, stop),
         )
         saves = [g for g in self._outbox.graphs if g.priority is Priority.SAVE]
+        if self._fusion is not None and chain.keys:
+            for graph in saves:
+                self._learning[graph.graph_id] = chain, tokens
+            if not saves:
+                self._fusion.learn(chain, tokens)
         self._outbox.graphs[:] = [g for g in self._outbox.graphs if g not in saves]
         self._tell(self._now())
         return saves
@@ -399,7 +501,13 @@ class Leader:
     def _gather(self) -> None:
         for report in self._local.poll():
             self._outbox.deliver(report)
-        self.metrics.absorb(self._counted_here.delta())
+        if self._fusion is not None:
+            for blended in self._local.take_blends():
+                self._fusion.judge(blended)
+        counted = self._counted_here.delta()
+        if self._fusion is not None:
+            self._fusion.learn_times(self._local.take_profile(), counted)
+        self.metrics.absorb(counted)
         for news in self._lines.news():
             self.metrics.absorb(news.counted)
             for report in news.reports:
@@ -427,6 +535,9 @@ class Leader:
     def _complete(self, report: OpReport) -> None:
         self.manager.complete(report)
         if report.op_id == 0:  # the device copy of a save is its first op
+            learnt = self._learning.pop(report.graph_id, None)
+            if learnt is not None and self._fusion is not None:
+                self._fusion.learn(*learnt)
             for offer in self._reading.pop(report.graph_id, ()):
                 offer.graphs.discard(report.graph_id)
         if RowError.REFUSED in report.failed.values():
@@ -447,6 +558,8 @@ class Leader:
         """Drop every block in every tier; KV made from now on is kept apart from all before."""
         self.manager.clear()
         self._namespaces.renew()
+        if self._fusion is not None:
+            self._fusion.chunks.forget()
         self._tell(self._now())
 
     def forget_requests(self) -> None:
@@ -470,6 +583,7 @@ class Leader:
             "aside": self._aside,
             "in_flight": self.manager.in_flight,
             "requests": {rid: dict(reused) for rid, reused in self._served.items()},
+            "fusion": {} if self._fusion is None else self._fusion.results,
             "metrics": self.metrics.snapshot(),
         }
 
@@ -482,5 +596,7 @@ class Leader:
     def close(self) -> None:
         """Let go of the tiers, once every rank has closed its own."""
         self._lines.close()
+        if self._fusion is not None:
+            self._fusion.chunks.close()
         for release in self._releases:
             release()

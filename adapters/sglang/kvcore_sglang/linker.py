@@ -1,7 +1,8 @@
 """``KVCoreLinker``: kvcore behind SGLang's external cache linker, one in every rank.
 
     match_prefix ─▶ lookup        tokens come by the hook around the wrapper's ``match``
-    init_load_back ─▶ load        True: the ranks have the graph, and start it with the batch
+    init_load_back ─▶ load        True: the ranks have the order, and start it with the batch
+    set_consumer                  the batch's blends are made, before its forward
     forward ─▶ wait_until(layer)  of `LayerGate`, called by the KV pool
     insert ─▶ offload ─▶ inserted by the hook around the tree's ``insert``
 
@@ -21,8 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from kvcore_sglang import hooks
-from kvcore_sglang.build import Parts, build
+from kvcore_sglang.build import Fusable, Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
+from kvcore_sglang.fusing import Asking, asking_of
+from kvcore_sglang.fusion import SglangLayers, find_model, ropes_of
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.leader import Leader, Offer, Tokens
 from kvcore_sglang.messages import Order
@@ -77,8 +80,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self._parts = self._build(server_args, params, components)
         worker = self._parts.worker if self._parts else None
         self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
-        self._asking: tuple[Any, int, bool] | None = None
-        self._queued: dict[str, TransferGraph] = {}
+        self._asking: tuple[Any, int, Any] | None = None
+        self._queued: dict[str, Order] = {}
         self._inserting: list[Offer] | None = None
         self._offered = 0
 
@@ -95,11 +98,35 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         if problems or served is None:
             _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
             return None
+        fusable = self._fusable(server_args, params, served)
         try:
-            return build(self._config, served, self._fence, _publisher(server_args, params))
+            publish = _publisher(server_args, params)
+            return build(self._config, served, self._fence, publish, fusable)
         except (UnsupportedError, LayoutError) as error:  # of the sizes: on all ranks alike
             _log.warning("kvcore stands aside, the model runs without it: %s", error)
             return None
+
+    def _fusable(self, server_args: Any, params: Any, served: Served) -> Fusable | None:
+        """The model as blends need it; None on all ranks where they are off or not right for it."""
+        if not self._config.fusion.enabled:
+            return None
+        found: Fusable | None = None
+        problem = ""
+        try:
+            hooks.check_fusion()
+            ropes = ropes_of(served, server_args)
+            model = find_model(params.token_to_kv_pool_allocator.get_kvcache())
+            most = int(getattr(server_args, "chunked_prefill_size", None) or 0)
+            buffers = served.pool.view.tensors
+            layers = SglangLayers(model, buffers, most if most > 0 else None, served.rank.ranks)
+            found = Fusable(layers, ropes)
+        except UnsupportedError as error:
+            problem = str(error)
+        problems = [word for word in agree(served.rank, problem) if word]
+        if problems:
+            _log.warning("exact prefixes only: %s", problems[0])
+            return None
+        return found
 
     @property
     def leader(self) -> Leader | None:
@@ -119,10 +146,10 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     # -- who asks ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int, *, resumed: bool) -> Iterator[None]:
-        """While a match is under way: the key whose page hashes `lookup` is given. ``resumed``: the
-        request was retracted and has been answered in part."""
-        self._asking = key, device_tokens, resumed
+    def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
+        """While a match is under way: the key whose page hashes `lookup` is given, and whose it
+        is."""
+        self._asking = key, device_tokens, req
         try:
             yield
         finally:
@@ -161,13 +188,26 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     def _lookup(self, leader: Leader, rid: str) -> list[int]:
         if self._asking is None:
             return []
-        key, device_tokens, resumed = self._asking
+        key, device_tokens, req = self._asking
         tokens = self._tokens(key)
         if tokens is None or self._parts is None:
             return []
+        resumed = bool(req.output_ids)  # retracted, and answered in part: it goes on exactly
+        asking = None if resumed else self._prompt(req, tokens)
         namespace = self._namespace(leader, key)
-        gain = leader.lookup(rid, tokens, device_tokens, namespace, resumed=resumed)
+        gain = leader.lookup(rid, tokens, device_tokens, namespace, asking, resumed=resumed)
         return [gain // self._parts.served.page_tokens] if gain else []
+
+    def _prompt(self, req: Any, tokens: Tokens) -> Asking | None:
+        """The prompt that ``tokens`` are the start of; None where that is not certain."""
+        asking = asking_of(req)
+        whole = asking.tokens
+        assert self._parts is not None
+        if len(whole) <= len(tokens) or not np.array_equal(whole[: len(tokens)], tokens):
+            return None
+        rest = whole[len(tokens) :]
+        known = int(rest.min()) >= 0 and int(rest.max()) < self._parts.served.vocabulary
+        return asking if known else None
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Plan the load; False where the blocks are gone, and on all ranks alike."""
@@ -176,14 +216,15 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         order = self._decide(lambda leader: self._plan(leader, rid, transfers[0]))
         if order.at_once:
             return self._load_at_once(self._parts, rid, order.graphs)
-        for graph in order.graphs:
-            self._queued[rid] = graph
-        return bool(order.graphs)
+        if not order.empty:
+            self._queued[rid] = order
+        return not order.empty
 
     def _plan(self, leader: Leader, rid: str, transfer: Any) -> Order:
-        at_once = leader.is_resumed(rid)
-        graph = leader.load(rid, transfer.device_indices.cpu().numpy())
-        return Order() if graph is None else Order(graphs=[graph], at_once=at_once)
+        resumed = leader.is_resumed(rid)
+        order = leader.load(rid, transfer.device_indices.cpu().numpy())
+        order.at_once = resumed and not order.empty
+        return order
 
     def _load_at_once(self, parts: Parts, rid: str, graphs: Sequence[TransferGraph]) -> bool:
         """Load for a request that was answered in part: were it found after the forward that the
@@ -196,18 +237,36 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self.refuse([rid])
         return False
 
+    def blends(self, rid: str) -> bool:
+        """Whether what was just planned for a request has KV in it that is not exact."""
+        order = self._queued.get(rid)
+        return order is not None and bool(order.blends)
+
+    def place(self, rid: str, slots: Sequence[torch.Tensor]) -> None:
+        """The slots of a request that is to be blended, from its first token on."""
+        assert self._parts is not None
+        page = self._parts.served.page_tokens
+        pages = torch.cat(list(slots))[::page].cpu() // page
+        for blend in self._queued[rid].blends:
+            blend.pages = pages.tolist()
+
     def start_layer_wise_loading(self) -> int:
-        graphs, self._queued = list(self._queued.values()), {}
-        return self.layer_done_counter.start(graphs)
+        orders, self._queued = list(self._queued.values()), {}
+        if self.leader is not None:
+            self.leader.begin_batch()
+        return self.layer_done_counter.start(
+            [graph for order in orders for graph in order.graphs],
+            [blend for order in orders for blend in order.blends],
+        )
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self.layer_done_counter.finish(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
-        graph = self._queued.pop(rid, None)
-        if graph is not None and self.leader is not None:
-            self.leader.drop(graph)
-        return graph is not None
+        order = self._queued.pop(rid, None)
+        if order is not None and self.leader is not None:
+            self.leader.drop(order)
+        return order is not None
 
     def refuse(self, rids: Sequence[str]) -> None:
         """These requests' loads failed on some rank: compute them, and look up no more."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvcore.adapting.orders import BlendOrder
 from kvcore.metrics import Data
 from kvcore.transfer.graph import OpReport, TransferGraph
 
@@ -22,6 +23,7 @@ class Order(msgspec.Struct, array_like=True):
 
     ``open_tiers`` comes once, before any graph that names those tiers; ``forget`` are slots of
     tiers to make unreadable. ``at_once``: the graphs are loads to finish before anything else.
+    ``blends`` belong to a load, and their pages are filled in where they are carried out.
     """
 
     now: bool = False
@@ -30,10 +32,11 @@ class Order(msgspec.Struct, array_like=True):
     cancel: list[int] = []
     graphs: list[TransferGraph] = []
     at_once: bool = False
+    blends: list[BlendOrder] = []
 
     @property
     def empty(self) -> bool:
-        return not (self.open_tiers or self.forget or self.cancel or self.graphs)
+        return not (self.open_tiers or self.forget or self.cancel or self.graphs or self.blends)
 
 
 class News(msgspec.Struct, array_like=True):

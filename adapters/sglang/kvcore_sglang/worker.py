@@ -1,6 +1,7 @@
 """The data plane of one rank: carries out orders around the engine's forward.
 
     load   start ──▶ wait_layer(0) ... wait_layer(n - 1) ──▶ finish       (layer by layer)
+    blend  before the forward, while its loads land
     save   submit at the insert; its pages stay locked in the tree until its copy has ended
 
 A load from host memory that fails is tried again before anything is computed from it. What became
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 
 from kvcore_sglang.messages import Order
 
+from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
@@ -49,17 +52,24 @@ class _Load:
 
 
 class RankWorker:
-    """One per rank. Thread-safe: the scheduler's thread and the one that speaks to the leader."""
+    """One per rank. Thread-safe: the scheduler's thread and the one that speaks to the leader.
+
+    ``blends`` make KV of stored chunks, where this rank's model is one that they are right for.
+    """
 
     def __init__(
         self,
         worker: KVWorker,
         open_tier: TierOpener,
         fence: Fence = contextlib.nullcontext,
+        blends: Blends | RefusingBlends | None = None,
     ) -> None:
         self._worker = worker
         self._open_tier = open_tier
         self._fence = fence
+        self._blends = RefusingBlends(1) if blends is None else blends
+        self._chunks: set[int] = set()  # graphs of the blends that are being made
+        self._spoiled: set[str] = set()  # requests whose chunks did not land
         self._lock = threading.RLock()
         self._loads: dict[int, _Load] = {}
         self._failed: set[int] = set()
@@ -124,6 +134,44 @@ class RankWorker:
             if graph_id in self._loads:
                 self._worker.wait_report(RETRY_WAIT_S)
 
+    # -- blends -----------------------------------------------------------------------------
+
+    def blend(self, orders: Sequence[BlendOrder], landed: Callable[[int], None]) -> bool:
+        """Make the KV of these orders in the engine's pages; whether all of it is good. Blocks.
+
+        ``landed(layer)`` blocks until the batch's loads hold a layer. To be called where the
+        forward is, before it.
+        """
+        graphs = {chunk.graph.graph_id for order in orders for chunk in order.chunks}
+        with self._lock:
+            self._chunks |= graphs
+        refused = self._blends.begin(orders)
+        with self._lock:
+            for report in refused:
+                self._take(report)
+        unfilled = self._blends.run(landed)
+        self._collect()
+        with self._lock:
+            failed = self._failed & graphs
+            self._failed -= graphs
+            self._chunks -= graphs
+        for order in orders:
+            if not failed.isdisjoint(chunk.graph.graph_id for chunk in order.chunks):
+                self._spoiled.add(order.request_id)
+        return not unfilled and not failed
+
+    def take_blends(self) -> list[BlendReport]:
+        """What became of the blends since the last call. Scheduler's thread only."""
+        spoiled, self._spoiled = self._spoiled, set()
+        return [
+            BlendReport(report.request_id, ok=False) if report.request_id in spoiled else report
+            for report in self._blends.take_reports()
+        ]
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        """(rows, seconds) of the layers, timed when the blends were made. Told once."""
+        return self._blends.take_profile()
+
     # -- reports ----------------------------------------------------------------------------
 
     def wait_report(self, timeout: float) -> bool:
@@ -145,6 +193,8 @@ class RankWorker:
     def _take(self, report: OpReport) -> None:
         load = self._loads.get(report.graph_id)
         if load is None:
+            if report.failed and report.graph_id in self._chunks:
+                self._failed.add(report.graph_id)
             self._reports.append(report)
             return
         load.reports.append(report)

@@ -13,7 +13,7 @@ from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
-from kvcore_vllm.pacing import Pace, make_pace
+from kvcore_vllm.pacing import make_pace
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
@@ -27,17 +27,17 @@ from kvcore.adapting.build import (
 )
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.pacing import Pace
 from kvcore.adapting.rank import refuse_tier
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.layout import BlockShape, KVView
-from kvcore.manager import HOST
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
 from kvcore.ops.fusion import select_fusion
 from kvcore.tiers.host import HostArena
-from kvcore.transfer.graph import Path, Span
+from kvcore.transfer.graph import Span
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 
@@ -106,13 +106,12 @@ def _pace(
     config: Config, vllm_config: VllmConfig, model: ModelDescription, parts: LeaderParts
 ) -> Pace:
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    paths = {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in parts.manager.backings}
     return make_pace(
         config.fusion,
         vllm_config,
         model.shape.layers,
         model.world_size,
-        paths,
+        parts.read_paths,
         selector.needs_question,
     )
 

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from kvcore_vllm.messages import StepNews
-from kvcore_vllm.pacing import Pace, parts_of
+from kvcore_vllm.pacing import parts_of
 
 from kvcore.adapting.chunks import BlendPlan, Chunks
 from kvcore.adapting.orders import BlendOrder, BlendReport, told
+from kvcore.adapting.pacing import Pace
 from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
 from kvcore.errors import ConfigError, KVCoreError
@@ -130,7 +131,7 @@ class FusionLeader:
     def learn_times(self, news: StepNews) -> None:
         """Take in what the workers measured."""
         if self._pace is not None:
-            self._pace.learn(news)
+            self._pace.learn(news.profile, news.forwards, news.counted)
 
     def judge(self, report: BlendReport, plan: BlendPlan | None) -> None:
         """Take in what became of a blend: when they fail one after another, no more are made."""
@@ -185,11 +186,7 @@ class FusionLeader:
 
     def _decide(self, pace: Pace, request: Request, plan: BlendPlan, hit: Hit) -> Decision:
         exact = {tier: n * self._shape.nbytes for tier, n in hit.blocks_by_tier().items()}
-        chunks: dict[str, int] = {}
-        for chunk in plan.chunks:
-            source, start, stop = self.chunks.source(chunk)
-            for tier, blocks in source.blocks_by_tier(start, stop).items():
-                chunks[tier] = chunks.get(tier, 0) + blocks * self._shape.nbytes
+        chunks = self.chunks.nbytes(plan)
         decision = pace.decide(request.num_tokens, plan.exact, plan.reused, exact, chunks)
         _log.debug("request=%s %s: %s", request.request_id, decision.mode.value, decision.reason)
         return decision

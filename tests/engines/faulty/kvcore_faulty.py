@@ -1,6 +1,7 @@
 """A third party's tier, selector and device operations, as a plugin of its own.
 
-The tier is the naive one, slow and failing as told. The selector fails every second time.
+The tier is the naive one, slow and failing as told. The selector "faulty" fails every second time;
+"telling" picks rows by their number and writes what it is shown to the folder ``TELLING`` names.
 
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
 before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
@@ -81,6 +82,34 @@ def faulty_selector() -> Any:
     return FaultySelector()
 
 
+def telling_selector() -> Any:
+    from pathlib import Path
+
+    import torch
+
+    from kvcore.fusion.select import Seen, Selector
+
+    class TellingSelector(Selector):
+        name = "telling"
+
+        def __init__(self) -> None:
+            self._folder = Path(os.environ["TELLING"])
+            self._folder.mkdir(exist_ok=True)
+            self._calls = itertools.count()
+
+        def score(self, seen: Seen) -> Any:
+            told = {"layer": seen.layer, "rows": seen.rows, "keys": seen.keys.clone()}
+            torch.save(told, self._folder / f"{next(self._calls):04}.pt")
+            return (seen.rows * 7919 % 1009).float()
+
+    return TellingSelector()
+
+
+@hookimpl
+def kvcore_selectors() -> list[SelectorPlugin]:
+    return [SelectorPlugin("faulty", faulty_selector), SelectorPlugin("telling", telling_selector)]
+
+
 def faulty_ops() -> Any:
     import torch
 
@@ -116,8 +145,3 @@ def faulty_ops() -> Any:
 @hookimpl
 def kvcore_ops() -> list[OpsPlugin]:
     return [OpsPlugin("faulty", faulty_ops)]
-
-
-@hookimpl
-def kvcore_selectors() -> list[SelectorPlugin]:
-    return [SelectorPlugin("faulty", faulty_selector)]
