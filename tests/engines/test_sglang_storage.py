@@ -40,7 +40,9 @@ def sglang() -> None:
     from kvcore.testing.sglang.standins import install
 
     if install():
-        stand_in()
+        from sglang.srt.mem_cache.pool_host import base, mha
+
+        stand_in(base, mha)
 
 
 # -- the interface, with real host pools --------------------------------------------------------

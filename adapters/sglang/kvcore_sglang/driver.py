@@ -273,9 +273,11 @@ def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, A
             f"HiCache on a CPU with start_method={start_method!r}: its processes must be forks of "
             "this one, which has the stand-ins; use 'fork'"
         )
+    from sglang.srt.mem_cache.pool_host import base, mha
+
     from kvcore.testing.sglang.hicache import SETTINGS, stand_in
 
-    stand_in()
+    stand_in(base, mha)
     return {**SETTINGS, **engine_args}
 
 

@@ -25,8 +25,10 @@ SETTINGS = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
 """The engine's arguments that HiCache runs with here."""
 
 
-def stand_in() -> None:
-    """Prepare SGLang's modules in this process and in those forked from it. May be called again.
+def stand_in(base: Any, mha: Any) -> None:
+    """Prepare SGLang in this process and in those forked from it. May be called again.
+
+    ``base`` and ``mha`` are the modules of that name of its ``mem_cache.pool_host``.
 
     Raises:
         UnsupportedError: there is a CUDA device, which HiCache serves itself.
@@ -35,8 +37,6 @@ def stand_in() -> None:
 
     if torch.cuda.is_available():
         raise UnsupportedError("HiCache needs no stand-ins where there is a CUDA device")
-    from sglang.srt.mem_cache.pool_host import base, mha
-
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     mha.transfer_kv_direct = transfer_kv_direct
     real = base.HostKVCache.__init__
