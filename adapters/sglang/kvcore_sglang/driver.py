@@ -79,6 +79,7 @@ class Driver:
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             engine_args = {**CPU_SETTINGS, **engine_args}
+            _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
             _import_one_model(_architecture(model))
         import sglang
 
@@ -257,6 +258,14 @@ def _fork_processes() -> None:
 
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **options: None
+
+
+def _name_cores(ranks: int) -> None:
+    """Without a core named for each rank, SGLang wants a NUMA node for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    if ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", named)
 
 
 def _architecture(model: str) -> str:
