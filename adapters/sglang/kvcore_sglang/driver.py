@@ -139,20 +139,19 @@ class Driver:
         return got.reply(await self._reused(request_id))
 
     async def _reused(self, request_id: str) -> dict[str, Any]:
-        """What kvcore brought back for a request, and in which replica; empty where kvcore does not
-        serve."""
+        """What kvcore brought back for a request; empty where kvcore does not serve."""
         try:
             states = await self._states()
         except UnsupportedError:
             return {}
-        for replica, state in enumerate(states):
-            if request_id in state["requests"]:
-                tiers = state["requests"][request_id]
-                return {"reused_tokens": sum(tiers.values()), "tiers": tiers, "replica": replica}
-        return {"reused_tokens": 0, "tiers": {}}
+        found = (
+            state["requests"][request_id] for state in states if request_id in state["requests"]
+        )
+        tiers = next(found, {})
+        return {"reused_tokens": sum(tiers.values()), "tiers": tiers}
 
     async def _states(self) -> list[dict[str, Any]]:
-        """What kvcore says of itself in each replica of the engine."""
+        """What kvcore says of itself in each replica of the engine, in no order."""
         if self._kvcore is None:
             raise UnsupportedError("the engine was started without kvcore")
         states = await self._engine.tokenizer_manager.get_internal_state()
