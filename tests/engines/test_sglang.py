@@ -40,8 +40,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 engine = partial(small_engine, engine="sglang")
 FAULTY = Path(__file__).with_name("faulty")
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-"""Without it SGLang wants as many NUMA nodes as ranks."""
 BLOCK = 16
 PAGES = (1, 16, 64)
 WRITTEN = 12
@@ -110,7 +108,7 @@ def written(
     model: Path, documents: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Written:
     folder, asked = tmp_path_factory.mktemp("written"), documents[:WRITTEN]
-    with engine(model, sglang_tiers(folder), TWO_RANKS, tp_size=2) as process:
+    with engine(model, sglang_tiers(folder), tp_size=2) as process:
         cold = answers(process, asked)
         settled(process)
         warm = answers(process, asked, batch=4)

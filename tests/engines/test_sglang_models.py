@@ -52,8 +52,8 @@ def test_latent_attention(tmp_path: Path) -> None:
 
 
 def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
-    """Each replica brings back what it made itself; a restarted engine reads from disk what the
-    first one wrote, which alone has the disk tier."""
+    """Each replica brings back what it made itself; a restarted engine reads from disk what one of
+    them wrote: the other has no disk tier."""
     real = smollm2()
     prompts = windows(real, 6, 100, 300, seed=2)
     with engine(real, None, disable_radix_cache=True) as process:
@@ -67,14 +67,15 @@ def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
         warm = answers(process, prompts)  # an even number in the same order: to the same replicas
         same(warm, expected)
         all_from("host", warm, whole(prompts))
-        of = [answer.kvcore["replica"] for answer in warm]
-        assert sorted(of) == [0, 0, 0, 1, 1, 1]
         assert "the tier disk is off" in process.log.read_text()
     with engine(real, sglang_tiers(tmp_path)) as process:
         got = answers(process, prompts, batch=2)
         same(got, expected)
-        firsts = [count * (replica == 0) for count, replica in zip(whole(prompts), of, strict=True)]
-        all_from("disk", got, firsts)
+        kept = [i for i, answer in enumerate(got) if answer.reused_tokens]
+        assert kept in ([0, 2, 4], [1, 3, 5]), (
+            "every other prompt went to the replica with the disk"
+        )
+        all_from("disk", [got[i] for i in kept], whole([prompts[i] for i in kept]))
 
 
 def test_sliding_windows(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ purpose, 128 tokens and 1.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import answers, same, settled, small_engine
+from kvcore.testing.asking import answers, same, settled, sglang_tiers, small_engine
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
 
@@ -26,11 +25,7 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     prompts = windows(model, 16, 150, 900, seed=12)
     first, second = prompts[:8], prompts[8:]
-    kvcore: dict[str, Any] = {
-        "host": {"capacity": "256MiB"},
-        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
-        "sglang": {"keep_on_flush": True, "prefetch": "wait"},
-    }
+    kvcore = sglang_tiers(tmp_path)
     with small_engine(model, kvcore, python=VLLM, block_size=128) as vllm:
         of_vllm = answers(vllm, first)
     with small_engine(model, kvcore, engine="sglang", page_size=1) as sglang:

@@ -79,6 +79,7 @@ class Driver:
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             engine_args = {**CPU_SETTINGS, **engine_args}
+            _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
             _import_one_model(_architecture(model))
         import sglang
 
@@ -141,22 +142,21 @@ class Driver:
         return got.reply(await self._reused(request_id))
 
     async def _reused(self, request_id: str) -> dict[str, Any]:
-        """What kvcore brought back for a request, and in which replica; empty where kvcore does not
-        serve."""
+        """What kvcore brought back for a request; empty where kvcore does not serve."""
         try:
             states = await self._states()
         except UnsupportedError:
             return {}
-        for replica, state in enumerate(states):
-            if request_id in state["requests"]:
-                tiers = state["requests"][request_id]
-                found = {"reused_tokens": sum(tiers.values()), "tiers": tiers, "replica": replica}
+        for state in states:
+            if request_id in state["requests"] or request_id in state["fusion"]:
+                tiers = state["requests"].get(request_id, {})
+                found = {"reused_tokens": sum(tiers.values()), "tiers": tiers}
                 fusion = state["fusion"].get(request_id)
                 return found if fusion is None else {**found, "fusion": fusion}
         return {"reused_tokens": 0, "tiers": {}}
 
     async def _states(self) -> list[dict[str, Any]]:
-        """What kvcore says of itself in each replica of the engine."""
+        """What kvcore says of itself in each replica of the engine, in no order."""
         if self._kvcore is None:
             raise UnsupportedError("the engine was started without kvcore")
         states = await self._engine.tokenizer_manager.get_internal_state()
@@ -279,6 +279,14 @@ def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, A
 
     stand_in(base, mha)
     return {**SETTINGS, **engine_args}
+
+
+def _name_cores(ranks: int) -> None:
+    """Without a core named for each rank, SGLang wants a NUMA node for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    if ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", named)
 
 
 def _architecture(model: str) -> str:
