@@ -513,7 +513,7 @@ def test_chunks_land_behind_an_exact_prefix(
     opening, *chunks = (text(256, seed) for seed in (1, 2, 3))
     for stored in (opening, *chunks):
         assert rig.keep(stored)
-    prompt = [*opening, *text(30, 4), *chunks[1][:200], *text(7, 5), *chunks[0], *text(9, 6)]
+    prompt = [*opening, *text(30, 4), *chunks[1][5:205], *text(7, 5), *chunks[0], *text(9, 6)]
     asking = Asking(np.array(prompt))
     gain = rig.leader.lookup("one", np.array(prompt[:-1]), 64, rig.namespace, asking)
     stop = 64 + gain
