@@ -254,6 +254,8 @@ def test_models_and_settings_that_cannot_be_kept_are_refused(attach: Attach) -> 
         attach(pool, is_mla_model=True, tp_size=2)
     with pytest.raises(UnsupportedError, match="LoRA"):
         attach(pool, args={"enable_lora": True})
+    with pytest.raises(UnsupportedError, match="speculative"):
+        attach(pool, args={"speculative_algorithm": "NGRAM"})
     storage = attach(pool)
     with pytest.raises(TierUnavailable, match="cannot be used"):
         attach(pool)  # the folder is taken

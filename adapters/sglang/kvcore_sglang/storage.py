@@ -40,7 +40,6 @@ __all__ = ["HostPages", "KVCoreStorage"]
 SETTINGS = "kvcore"
 """Where kvcore's settings are among HiCache's extra configuration."""
 
-
 RANK_FIELDS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
 POOL_FIELDS = (
     "layout",
@@ -51,6 +50,7 @@ POOL_FIELDS = (
     "end_layer",
     "storage_format_tag",
 )
+"""What of a rank, and of its host pool, makes the bytes of a page."""
 
 
 class HostPages:
@@ -257,6 +257,8 @@ def _check(storage: Any, server_args: Any) -> None:
             "LoRA: HiCache's keys name adapters by numbers that mean others in another process; "
             "use kvcore's linker, or no storage"
         )
+    if getattr(server_args, "speculative_algorithm", None):
+        raise UnsupportedError("speculative decoding: a page's key says nothing of the draft model")
     if storage.dcp_size > 1:
         raise UnsupportedError(f"dcp_size={storage.dcp_size}; kvcore stores pages of dcp_size=1")
 
