@@ -118,7 +118,10 @@ class StoreLookup:
         question = asked.question
         if not question.ended:
             self._finder.drop(question)
-            self._breaker.failed()
+            if question.found:  # slow, not dead
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed()
             return "late"
         if question.failed:
             self._breaker.failed()

@@ -506,6 +506,7 @@ def test_what_was_found_before_the_deadline_counts(leader: Leader, store: Flaky)
     leader.now = 2
     assert leader.lookup.settle(keys, SPACE) is not None
     assert leader.index.match(keys).depths[1] == 16 + 32
+    assert leader.breaker.allows()
 
 
 def test_a_dead_store_is_left_alone_and_tried_again(leader: Leader, store: Flaky) -> None:

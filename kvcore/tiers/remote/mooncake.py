@@ -139,6 +139,7 @@ class MooncakeStore(BlockStore):
             if self._client is not None:
                 self._client.close()
                 self._client = None
+            self._arena, self._inside = None, range(0)
             self._lanes.clear()
 
     # -- joining ----------------------------------------------------------------------------
