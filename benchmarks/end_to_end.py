@@ -6,10 +6,10 @@ The reference engine of `kvcore.testing.engine`, with random weights of the shap
 bfloat16, answers one request at a time; a round has a prompt of its own, of 8 chunks. The ways:
 
     cold        the engine without kvcore computes everything
-    own cache   again, its KV still in the engine's pages: what no other way can beat
+    own cache   the KV is still in the engine's pages: what no other way can beat
     miss        the engine with kvcore, which has nothing of it, and saves it
-    host hit    again, from host memory
-    disk hit    again, after host memory was emptied; read past the page cache
+    host hit    the same again, from host memory
+    disk hit    the same again, after host memory was emptied; read past the page cache
     blend       nothing is held but the chunks, each computed on its own
 
 Correctness comes first: with four layers in float32 the tokens of every exact way, and of a blend
@@ -117,7 +117,7 @@ class Scale:
         """Bytes on the device (about), in host memory and on disk.
 
         Each tier has room for a prompt twice, and host memory for what passes through. The device
-        has the weights, the pages of two engines, chunks in staging and placed in the prompt, and
+        has the weights, the pages of three engines, chunks in staging and placed in the prompt, and
         what a layer computes of all rows at once.
         """
         shape = self.shape
@@ -127,7 +127,7 @@ class Scale:
         rows = max(self.tokens) * (3 * inner + 16 * hidden)
         passing = 3 * self.batch * BLOCK * self.token_nbytes
         return {
-            "device": (weights + rows) * self.dtype.itemsize + 4 * self.kv_nbytes,
+            "device": (weights + rows) * self.dtype.itemsize + 5 * self.kv_nbytes,
             "host": 2 * self.kv_nbytes + passing,
             "disk": 2 * self.kv_nbytes,
         }
@@ -184,20 +184,23 @@ class Setting(NamedTuple):
 
 
 class Contest:
-    """The engine without kvcore and the engine with it, of one scale. Close it when done."""
+    """Engines of one scale: without any cache, with pages of their own kept, and with kvcore.
+    Close it when done."""
 
     def __init__(self, scale: Scale, setting: Setting, name: str) -> None:
         self.scale = scale
         model = scale.build(setting.device)
         args = EngineArgs(
-            num_pages=max(scale.tokens) // BLOCK + 8, page_tokens=BLOCK, max_num_tokens=scale.step
+            num_pages=max(scale.tokens) // BLOCK + 8,
+            page_tokens=BLOCK,
+            max_num_tokens=scale.step,
+            prefix_cache=False,  # whose keys take their time too
         )
         with ExitStack() as stack:
             self.plain = stack.enter_context(ReferenceEngine(model, args))
+            self.own = stack.enter_context(ReferenceEngine(model, replace(args, prefix_cache=True)))
             self.kvcore = stack.enter_context(
-                ReferenceEngine(
-                    model, replace(args, prefix_cache=False), self._config(setting, name)
-                )
+                ReferenceEngine(model, args, self._config(setting, name))
             )
             self._stack = stack.pop_all()
 
@@ -233,12 +236,13 @@ class Contest:
     def round(self, prompt: Prompt, answer: int, ratios: Mapping[str, float]) -> dict[str, Answer]:
         """What every way answers in ``answer`` tokens, with a blend for each of ``ratios``.
 
-        Leaves both engines with nothing cached.
+        Leaves the engines with nothing cached.
         """
         tokens, got = prompt.tokens, {}
         got[COLD] = self._ask(self.plain, tokens, answer)
-        got[OWN] = self._ask(self.plain, tokens, answer)
-        self.plain.forget()
+        self._ask(self.own, tokens, 1)
+        got[OWN] = self._ask(self.own, tokens, answer)
+        self.own.forget()
         for way, ratio in ratios.items():
             for chunk in prompt.chunks:
                 self._ask(self.kvcore, chunk, 1)
