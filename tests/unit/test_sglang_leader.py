@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -323,6 +324,23 @@ def test_blocks_of_the_disk_are_staged_before_they_are_answered(
     assert second.lookup("host", tokens) == 496
     assert second.load("host", tokens, 0, 496)
     assert second.leader.state["requests"]["host"] == {"host": 496}
+
+
+def test_what_another_host_put_into_a_store_is_found(rigs: list[Rig]) -> None:
+    options = {"name": uuid.uuid4().hex, "lookup_s": 60}
+    far = {"plugin": "memory-store", "capacity": "4MiB", "options": options}
+    waits = {"prefetch": "wait", "prefetch_timeout_s": 60}
+    tokens = text(500, 4)
+    one, other = (
+        Rig(MHATokenToKVPool(page), page, {**SETTINGS, "tiers": {"far": far}, "sglang": waits})
+        for page in (16, 1)
+    )
+    rigs.extend([one, other])
+    one.keep(tokens)
+    gain = other.lookup("there", tokens)
+    assert gain == 496
+    assert other.load("there", tokens, 0, gain)
+    assert other.leader.state["requests"]["there"] == {"far": 496}
 
 
 def test_best_effort_answers_at_once_and_stages_for_the_next(

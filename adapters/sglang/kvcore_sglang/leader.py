@@ -208,8 +208,8 @@ class Leader:
     def _hit(self, asked: Asked, namespace: Namespace) -> Hit:
         """What is held, after as much of it as possible was brought to host memory."""
         keys, digest = asked.chain.keys, namespace.digest
-        hit = self.manager.get_match(keys, digest)
         first = asked.device_tokens // self._block
+        hit = self._after_stores(self.manager.get_match(keys, digest), first)
         last = min(hit.depth, -(-asked.tokens // self._block))
         found = hit.blocks_by_tier(first, last) if first < last else {}
         if not asked.sources:
@@ -290,6 +290,17 @@ class Leader:
                 return
             self._work(min(left, STAGE_POLL_S))
             self._pump()
+
+    def _after_stores(self, hit: Hit, computed: int) -> Hit:
+        """The hit with what remote stores hold beyond it and beyond ``computed`` blocks: asked, and
+        waited for as for any lower tier."""
+        limit = time.monotonic() + self._settings.prefetch_timeout_s
+        while self.manager.ask_stores(hit, computed) and self._settings.prefetch != "best_effort":
+            self.manager.wait_stores(max(limit - time.monotonic(), 0))
+            hit = self.manager.get_match(hit.keys, hit.namespace)
+            if time.monotonic() >= limit:
+                break
+        return hit
 
     def _in_host(self, keys: Sequence[bytes], digest: bytes) -> int:
         hit = self.manager.get_match(keys, digest)
