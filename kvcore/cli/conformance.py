@@ -166,6 +166,7 @@ class MyDriver(Driver):
 
     def start(self, setup: Setup) -> Engine: ...  # blocks until requests are taken
 
+
 class MyEngine(Engine):
     def ask(self, asks, timeout_s=120.0): ...  # all at once, greedy -> Answers
     def settle(self): ...  # every save is published
