@@ -72,6 +72,8 @@ class Generation:
     and to the last token. `cached_tokens` is the engine's count of prompt tokens it did not compute
     (its own cache and kvcore together); `kvcore` is what kvcore says about the request, with
     ``reused_tokens`` and ``tiers`` (tokens by tier), empty without kvcore.
+
+    `sources` are cached tokens by where the engine itself had them, empty where it does not say.
     """
 
     request_id: str
