@@ -34,9 +34,6 @@ COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange
 THINGS = ("vault", "gate", "cellar", "tower", "archive", "workshop", "cabinet", "lift")
 FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
-FUSING = ("vllm",)
-"""The engines that kvcore blends chunks on."""
-
 
 Bar = Callable[[str, int], None]
 """Says what is being done, and how many more steps are."""
@@ -80,13 +77,9 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when everything ran and the exact ways gave the engine's own tokens, and where kvcore has
-    no fusion on the engine."""
+    """0 when everything ran and the exact ways gave the engine's own tokens."""
     options = _parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=110)
-    if options.engine not in FUSING:
-        console.print(f"fusion runs on {', '.join(FUSING)}, not on {options.engine}: left out")
-        return 0
     options.results.mkdir(parents=True, exist_ok=True)
     try:
         answers = list(_answers(options, console))

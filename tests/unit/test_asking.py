@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from demo.rag import main
 from kvcore.config import load_config
 from kvcore.testing.asking import ENGINES, remembering, sized
 
@@ -38,10 +37,3 @@ def test_settings_that_survive_a_flush_are_settings(engine: str) -> None:
     config = load_config(overrides=remembering(engine, given), env={})
     assert config.sglang.keep_on_flush == (engine == "sglang")
     assert config.sglang.prefetch == "wait"
-
-
-def test_the_demo_of_fusion_leaves_out_engines_without_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--engine", "sglang"]) == 0
-    assert "left out" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
+from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.ranks import NoLines  # noqa: E402
 
 BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
@@ -31,7 +32,8 @@ class Leader:
 
     def load(self, rid: str, slots: Any) -> Any:
         self.resumed = False  # it is loaded, and forgotten
-        return SimpleNamespace(graph_id=7)
+        graph: Any = SimpleNamespace(graph_id=7)
+        return Order(graphs=[graph])
 
     def refuse(self, rids: Iterable[str]) -> None:
         self.refused += rids
@@ -85,7 +87,7 @@ def test_a_load_is_queued_for_its_batch(linker_class: Any) -> None:
     worker = Worker(lands=True)
     linker = made(linker_class, Leader(resumed=False), worker)
     assert linker.load("r", TRANSFERS)
-    assert [graph.graph_id for graph in linker._queued.values()] == [7]
+    assert [graph.graph_id for graph in linker._queued["r"].graphs] == [7]
     assert not worker.calls, "it starts with the batch"
 
 
