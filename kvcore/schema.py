@@ -351,9 +351,10 @@ class FusionConfig(SchemaModel):
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Quality gate: how far off recomputed rows may be found half-way down (squared "
-        "distance of V as a share of the square, times the share of rows not recomputed). Past it "
-        "the request takes a larger share, or is computed in full. Unset: no gate.",
+        description="Quality gate: how far off recomputed rows may be found at a quarter of the "
+        "layers (squared distance of V as a share of the square, times the share of rows not "
+        "recomputed). Past it the request takes a larger share, or is computed in full. Unset: no "
+        "gate.",
     )
     selector: Name = Field(
         default="runs", description="Chooses the tokens: any registered one (see `kvcore plugins`)."
