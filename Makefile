@@ -1,18 +1,22 @@
 # Every target makes the environment first; when it is there already, that takes no time.
-#   make demo [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
+#   make demo [ENGINE=sglang] [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make test [PYTEST="-k restart"]
 
 PYTHON ?= python3
+ENGINE ?= vllm
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm demo tools/env.py
+RUN_SGLANG := .venvs/sglang/bin/python
+SGLANG_TESTS := tests/engines/test_sglang*.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang demo tools/env.py
 
-.PHONY: help env demo test test-unit test-kernels lint bench docs clean clean-env
+.PHONY: help env env-sglang demo test test-unit test-sglang test-kernels lint bench docs clean clean-env
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo        a real vLLM with and without kvcore: times, tiers, equal answers (minutes)"
-	@echo "make test        the environment, the engines and all tests (minutes)"
+	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
+	@echo "make test        the environments, the engines and all tests (most of an hour)"
+	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
 	@echo "make lint        ruff and mypy --strict"
@@ -23,15 +27,24 @@ help:
 env:
 	@$(PYTHON) tools/env.py vllm
 
-demo: env
-	$(RUN) -m demo $(if $(MODEL),--model "$(MODEL)") $(DEMO)
-	$(RUN) -m demo.rag $(if $(MODEL),--model "$(MODEL)") $(RAG)
+env-sglang:
+	@$(PYTHON) tools/env.py sglang
 
-test: env
+demo:
+	@$(PYTHON) tools/env.py $(ENGINE)
+	.venvs/$(ENGINE)/bin/python -m demo --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(DEMO)
+	.venvs/$(ENGINE)/bin/python -m demo.rag --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(RAG)
+
+test: env env-sglang
 	$(RUN) -m kvcore.testing.models smollm2
 	$(RUN) -m pytest --ignore=tests/kernels -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
 	$(RUN) -m pytest --ignore=tests/kernels -m whole_machine $(PYTEST)
 	$(RUN) -m pytest tests/kernels -n 2 --dist loadscope $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -n 2 --dist loadscope $(PYTEST)
+
+test-sglang: env-sglang
+	$(RUN_SGLANG) -m kvcore.testing.models smollm2
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -n 2 --dist loadscope $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -m "not engine" tests/unit $(PYTEST)
@@ -54,4 +67,4 @@ clean:
 	rm -rf results build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venvs/sglang

@@ -26,7 +26,7 @@ from kvcore_kernels.shift import naive as naive_shift
 from torch import Tensor
 from torch.nn import functional
 
-from kvcore.fusion.attend import Attention, attend_rows
+from kvcore.fusion.attend import Attention, attend_rows, look_rows
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import keep_top
 from kvcore.layout import BlockShape, KVView, arena_layout, from_strides, trtllm_layout
@@ -57,13 +57,15 @@ class Scale(NamedTuple):
     shares: tuple[float, ...]
     scores: int
     """Most scores of an attention that torch works out too."""
+    question: int
+    """Rows of a question, which look at all keys before them."""
 
 
 FULL = Scale(
     BlockShape(32, 8, 128, 16, "bfloat16"), 32,
     blocks=(1, 16, 128, 1024, 2048), host_blocks=(1, 16, 128, 512), pieces=16, naive=16,
     rows=(256, 4096, 65536), contexts=(4096, 16384, 65536), shares=(0.05, 0.15, 1.0),
-    scores=1 << 32,
+    scores=1 << 32, question=64,
 )  # fmt: skip
 """The shape of Llama-3-8B, whose block of 16 tokens is 2 MiB."""
 
@@ -71,6 +73,7 @@ DRY = Scale(
     BlockShape(1, 2, 16, 4, "float32"), 4,
     blocks=(1, 2), host_blocks=(1,), pieces=1, naive=1,
     rows=(3,), contexts=(12,), shares=(0.5, 1.0), scores=1 << 20,
+    question=2,
 )  # fmt: skip
 
 
@@ -115,6 +118,7 @@ def cases(scale: Scale, device: torch.device, largest: int) -> Iterator[Case]:
     for context in scale.contexts:
         for share in scale.shares:
             yield make.attention(context, share)
+        yield make.look(context)
 
 
 @dataclass(frozen=True)
@@ -237,29 +241,50 @@ class _Cases:
 
     def attention(self, context: int, share: float) -> Case:
         """Rows at random positions over one layer's pages."""
-        shape, heads = replace(self.scale.shape, layers=1), self.scale.query_heads
-        blocks = -(-context // shape.block_tokens)
-        view, pages = self._engine(blocks, "tokens", shape)
         picked = np.sort(self.random.permutation(context)[: max(1, int(share * context))])
-        positions = torch.from_numpy(picked).to(self.device)
-        queries = self._normal(len(picked), heads, shape.head_dim)
-        scale = shape.head_dim**-0.5
-        table = torch.from_numpy(pages).to(self.device)
-        slots = (table[:, None] * shape.block_tokens + torch.arange(
-            shape.block_tokens, device=self.device)).ravel()[:context]  # fmt: skip
-        keys, values = (_dense(view, kv, slots) for kv in range(2))
+        paged, dense = self._layer(context, picked)
+        heads, dim = self.scale.query_heads, self.scale.shape.head_dim
         ways: dict[str, Callable[[], object]] = {
-            OURS: partial(attend.attend_rows, queries, positions, view, 0, table, scale=scale)
+            OURS: partial(attend.attend_rows, *paged, scale=dim**-0.5)
         }
         if len(picked) * context * heads <= self.scale.scores:
-            dense = keys, values
-            ways[TORCH] = partial(attend_rows, queries, positions, *dense, Attention(scale))
-            ways["masked SDPA"] = _masked(queries, positions, *dense, scale)
-        flops = useful_flops(picked, heads, shape.head_dim)
+            ways[TORCH] = partial(attend_rows, *dense, Attention(dim**-0.5))
+            ways["masked SDPA"] = _masked(*dense, dim**-0.5)
+        flops = useful_flops(picked, heads, dim)
         size = f"{share:.0%} of {context}"
         return Case(
             "attend", size, flops, "flash", ways, 0.60, tolerance=WEIGHTS, context=context
         )  # fmt: skip
+
+    def look(self, context: int) -> Case:
+        """A question's attention, noting what it gives each key: torch's, beside attention alone.
+        What is between the two is what a kernel could save."""
+        picked = np.arange(context)[-self.scale.question :]
+        paged, dense = self._layer(context, picked)
+        heads, scale = self.scale.query_heads, self.scale.shape.head_dim**-0.5
+        asking = torch.ones(len(picked), dtype=torch.bool, device=self.device)
+        interest = torch.zeros(heads, context, device=self.device)
+        ways: dict[str, Callable[[], object]] = {
+            TORCH: partial(look_rows, *dense, Attention(scale), asking, interest),
+            "attention alone": partial(attend.attend_rows, *paged, scale=scale),
+        }
+        read = dense[2].nbytes + dense[3].nbytes
+        return Case("look", f"{context} tokens", read, "copy", ways, tolerance=WEIGHTS)
+
+    def _layer(
+        self, context: int, picked: Units
+    ) -> tuple[tuple[Tensor, Tensor, KVView, int, Tensor], tuple[Tensor, ...]]:
+        """Rows at positions ``picked`` of one layer: as arguments of an attention over pages, and
+        of one over K and V in order."""
+        shape = replace(self.scale.shape, layers=1)
+        view, pages = self._engine(-(-context // shape.block_tokens), "tokens", shape)
+        positions = torch.from_numpy(picked).to(self.device)
+        queries = self._normal(len(picked), self.scale.query_heads, shape.head_dim)
+        table = torch.from_numpy(pages).to(self.device)
+        slots = (table[:, None] * shape.block_tokens + torch.arange(
+            shape.block_tokens, device=self.device)).ravel()[:context]  # fmt: skip
+        keys, values = (_dense(view, kv, slots) for kv in range(2))
+        return (queries, positions, view, 0, table), (queries, positions, keys, values)
 
     def _size(self, blocks: int) -> str:
         """Of the KV on the wide side."""

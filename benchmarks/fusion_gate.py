@@ -1,7 +1,7 @@
 """What a blend can see of its own mistakes, and what a gate on it would be worth.
 
     python -m benchmarks.fusion_gate [--prompts 8] [--first 0] [--tasks "one fact" running]
-        [--ratios .15 .3 .5] [--bounds 1 .25 .2 .1] [--depth .5] [--out results]
+        [--ratios .15 .3 .5] [--bounds 1 .14 .1] [--depth .25] [--out results]
 
 SmolLM2-135M in float32 through `kvcore.fusion.reference`, the prompts of
 `benchmarks.fusion_quality`. A line of ``<out>/fusion_gate.jsonl`` is one blend: its loss against
@@ -29,7 +29,7 @@ from kvcore.fusion.rope import rope_of
 from kvcore.testing.models import smollm2
 
 RATIOS = (0.15, 0.3, 0.5)
-BOUNDS = (1.0, 0.28, 0.26, 0.25, 0.24, 0.23, 0.2, 0.16, 0.13, 0.1)
+BOUNDS = (1.0, 0.16, 0.14, 0.13, 0.12, 0.11, 0.1, 0.09, 0.08)
 
 
 def outcome(case: Case, blended: Blended) -> dict[str, float]:
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--bounds", nargs="+", type=float, default=list(BOUNDS))
-    parser.add_argument("--depth", type=float, default=0.5)
+    parser.add_argument("--depth", type=float, default=0.25)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     log = Log(options.out / "fusion_gate.jsonl")

@@ -25,6 +25,7 @@ from demo.conversations import Conversations
 from demo.phases import OWN, Answer, Demo, Settings
 from demo.report import plot, rows, save_json, table
 from kvcore.errors import KVCoreError, UnsupportedError
+from kvcore.testing.asking import ENGINES
 from kvcore.testing.models import smollm2
 
 
@@ -45,7 +46,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     add = parser.add_argument
     add("--model", default=None, help="a folder or a hub name; by default SmolLM2-135M-Instruct")
-    add("--engine", default="vllm", choices=["vllm"])
+    add("--engine", default="vllm", choices=ENGINES, help="must be installed here (vllm)")
     add("--dtype", default=None, help="by default the engine's choice, on a CPU float32")
     add("--users", type=int, default=3, help="each with a document of their own (3)")
     add("--turns", type=int, default=2, help="questions a user asks (2)")

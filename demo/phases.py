@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.conversations import Conversations, Turn
+from kvcore.testing.asking import remembering, sized
 from kvcore.testing.engine_process import EngineProcess, Generation
 
 COLD, OWN, FIRST, HOST, DISK, FILL, PRESSURE = (
@@ -78,11 +79,13 @@ class Settings:
     @property
     def engine_args(self) -> dict[str, Any]:
         """The engine holds two conversations itself: it is kvcore that must hold the rest."""
-        return {
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "kv_cache_memory_bytes": 2 * (self.max_model_len + 256) * self.kv_bytes_per_token,
-        }
+        return sized(
+            self.engine,
+            dtype=self.dtype,
+            request_tokens=self.max_model_len,
+            cached_tokens=2 * (self.max_model_len + 256),
+            token_nbytes=self.kv_bytes_per_token,
+        )
 
 
 class Demo:
@@ -194,7 +197,7 @@ class Demo:
         engine = EngineProcess(
             self.settings.model,
             engine=self.settings.engine,
-            kvcore=kvcore,
+            kvcore=None if kvcore is None else remembering(self.settings.engine, kvcore),
             log=self.settings.results / f"engine-{name}.log",
             **self.settings.engine_args,
         )

@@ -25,6 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvcore.errors import KVCoreError
+from kvcore.testing.asking import ENGINES, remembering, sized
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import smollm2
 
@@ -33,7 +34,6 @@ COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange
 THINGS = ("vault", "gate", "cellar", "tower", "archive", "workshop", "cabinet", "lift")
 FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
-
 
 Bar = Callable[[str, int], None]
 """Says what is being done, and how many more steps are."""
@@ -105,6 +105,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.rag", description=__doc__)
     add = parser.add_argument
     add("--model", default=None, help="a folder or a hub name; by default SmolLM2-135M-Instruct")
+    add("--engine", default="vllm", choices=ENGINES, help="must be installed here (vllm)")
     add("--chunks", type=int, default=4, help="pages in a prompt (4)")
     add("--tokens", type=int, default=480, help="length of a page (480)")
     add("--prompts", type=int, default=4, help="questions asked (4)")
@@ -153,11 +154,12 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
     model = options.model or smollm2()
     pages, asked = prompts(AutoTokenizer.from_pretrained(model), options)
     longest = max(len(prompt.tokens) for prompt in asked) + options.answer_tokens
-    args = {
-        "dtype": "auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
-        "max_model_len": longest,
-        "max_num_batched_tokens": max(longest, 2048),
-    }
+    args = sized(
+        options.engine,
+        dtype="auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
+        request_tokens=longest,
+        batch_tokens=max(longest, 2048),
+    )
     engines = 1 if options.gate is None else 2
     steps = (1 + len(RATIOS) + engines) * len(asked) + engines * len(pages)
     with Progress(console=console) as progress:
@@ -166,7 +168,8 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
         def bar(doing: str, done: int) -> None:
             progress.update(task, description=doing, advance=done)
 
-        with EngineProcess(model, log=options.results / "engine-rag-full.log", **args) as engine:
+        log = options.results / "engine-rag-full.log"
+        with EngineProcess(model, engine=options.engine, log=log, **args) as engine:
             engine.generate([list(range(100, 400))], max_tokens=2)
             for number, prompt in enumerate(asked):
                 engine.reset_prefix_cache()
@@ -194,9 +197,11 @@ def _blended(
     bar: Bar,
 ) -> Iterator[Answer]:
     """Every prompt, every way, by an engine that has seen the pages and nothing else."""
-    config = {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
+    config = remembering(
+        options.engine, {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
+    )
     log = options.results / "engine-rag.log"
-    with EngineProcess(model, kvcore=config, log=log, **args) as engine:
+    with EngineProcess(model, engine=options.engine, kvcore=config, log=log, **args) as engine:
         bar("warming pages", 0)
         for page in pages:
             engine.generate([page], max_tokens=1)

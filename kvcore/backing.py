@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcore.config import BackingConfig, Config
-from kvcore.errors import TierError
+from kvcore.errors import TierError, UnsupportedError
 from kvcore.index import TierSpec
 from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
@@ -59,25 +59,27 @@ class PreparedBacking:
 
 
 def prepare_backings(
-    config: Config, geometry: Geometry, plugins: PluginManager
+    config: Config, geometry: Geometry, plugins: PluginManager, share: int = 1
 ) -> list[PreparedBacking]:
     """Every backing tier that can be used; one that cannot is named in the log and left out.
 
+    ``share`` leaders, each with blocks of its own, divide the capacities among them.
     Does I/O: a disk tier scans its records. Raises ConfigError for options that do not fit.
     """
     found = []
     for name, settings in _settings(config):
         plugin = plugins.tier(settings.plugin)
-        context = TierContext(name, geometry, settings.common.capacity, settings.options)
+        common = settings.common
+        context = TierContext(name, geometry, common.capacity, settings.options, share=share)
         try:
             prepared = _prepare(plugin, context)
-        except TierError as error:
+        except (TierError, UnsupportedError) as error:
             _log.error("the tier %s is off: %s", name, error)
             continue
         found.append(
             PreparedBacking(
-                _spec(name, settings.common, prepared, plugins),
-                _backing(name, settings.common, plugin),
+                _spec(name, common, prepared, plugins),
+                _backing(name, common, plugin, prepared),
                 prepared,
             )
         )
@@ -99,7 +101,9 @@ def _spec(
     )
 
 
-def _backing(name: str, common: BackingConfig, plugin: TierPlugin) -> Backing:
+def _backing(
+    name: str, common: BackingConfig, plugin: TierPlugin, prepared: PreparedTier
+) -> Backing:
     remote = plugin.medium == "remote"
     write = WritePolicy(common.write)
     selective = write is WritePolicy.SELECTIVE
@@ -109,6 +113,7 @@ def _backing(name: str, common: BackingConfig, plugin: TierPlugin) -> Backing:
         Path.H2REMOTE if remote else Path.H2DISK,
         write,
         OnNthUse(common.admit_after) if selective else Always(),
+        prepared.finder,
     )
 
 
@@ -116,17 +121,29 @@ class BackingOpener:
     """Opens the tiers that the leader names, in one rank."""
 
     def __init__(
-        self, config: Config, geometry: Geometry, rank: int, plugins: PluginManager
+        self,
+        config: Config,
+        geometry: Geometry,
+        rank: int,
+        plugins: PluginManager,
+        share: int = 1,
     ) -> None:
         self._settings = dict(_settings(config))
         self._geometry = geometry
         self._rank = rank
         self._plugins = plugins
+        self._share = share
 
     def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
         """Raises TierError when the medium cannot be used."""
         plugin, common, options = self._settings[name]
         context = TierContext(
-            name, self._geometry, common.capacity, options, rank=self._rank, told=told
+            name,
+            self._geometry,
+            common.capacity,
+            options,
+            rank=self._rank,
+            told=told,
+            share=self._share,
         )
         return self._plugins.tier(plugin).factory(context)

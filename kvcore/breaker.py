@@ -66,6 +66,11 @@ class Breaker:
         self._failures, self._opened_at, self._probing = 0, None, False
         self._pause = self._first_pause
 
+    def undecided(self) -> None:
+        """An operation ended that tells nothing of the tier, such as one that was cancelled before
+        it began. If it was the probe, the next one is."""
+        self._probing = False
+
     def failed(self) -> None:
         """The tier failed as a whole (not: one block was corrupt)."""
         self._failures += 1

@@ -8,6 +8,7 @@
     ├── CapacityError        a request does not fit the budget of a tier
     ├── TierError            a tier could not read or write
     │   ├── TierUnavailable  the medium is missing, read-only, full or down
+    │   ├── BlockMissing     the medium holds the block no more
     │   └── CorruptBlock     the bytes read are not the bytes written
     ├── FormatError          a file or message is of another version, model or shape
     └── TransferError        a transfer graph failed
@@ -50,6 +51,10 @@ class TierError(KVCoreError):
 
 class TierUnavailable(TierError):
     """The medium behind a tier is missing, read-only, full or down."""
+
+
+class BlockMissing(TierError):
+    """The medium holds the block no more: a store that others use may evict it at any time."""
 
 
 class CorruptBlock(TierError):

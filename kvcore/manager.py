@@ -28,6 +28,8 @@ from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Evicted, Eviction, Pin, Reservation
 from kvcore.metrics import Metrics, SaveSkip
 from kvcore.policy.admission import AdmissionFilter, Always
+from kvcore.stores import StoreLookup
+from kvcore.tiers.remote.finder import Finder
 from kvcore.transfer.graph import (
     NO_PARENT,
     OpReport,
@@ -67,13 +69,15 @@ class WritePolicy(str, Enum):
 
 @dataclass(frozen=True)
 class Backing:
-    """A tier below the host arena, nearest first in the manager's list."""
+    """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
+    store that other hosts write to: it is asked what it holds, and the index only believes it."""
 
     name: str
     read_path: Path = Path.DISK2H
     write_path: Path = Path.H2DISK
     write: WritePolicy = WritePolicy.WRITE_THROUGH
     admission: AdmissionFilter = field(default_factory=Always)
+    finder: Finder | None = None
 
 
 class Source(NamedTuple):
@@ -166,6 +170,13 @@ class KVManager:
         self.transport = transport
         self._backing = {tier.name: tier for tier in backing}
         self._breakers = {tier.name: Breaker(tier.name, clock=clock) for tier in backing}
+        self._stores = {
+            tier.name: StoreLookup(
+                tier.name, index, self._breakers[tier.name], tier.finder, clock=clock
+            )
+            for tier in backing
+            if tier.finder is not None
+        }
         self._staging = list(staging_slots)
         # A read op must not name one staging slot twice.
         self._batch = min(batch_blocks, len(self._staging) or batch_blocks)
@@ -186,6 +197,7 @@ class KVManager:
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
         """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
+        self._settle_stores(keys, namespace)
         match = self.index.match(keys)
         sources, position = [], 0
         for tier, depth in zip([HOST, *self._backing], match.depths, strict=True):
@@ -193,6 +205,22 @@ class KVManager:
                 sources.append(Source(tier, position, depth))
                 position = depth
         return Hit(keys, namespace, tuple(sources))
+
+    def ask_stores(self, hit: Hit, computed: int = 0) -> bool:
+        """Whether a store may hold more of the prompt than ``hit`` and is being asked: look it up
+        again then, instead of computing it.
+
+        ``computed`` leading blocks are there without any tier. An answer is waited for as long as
+        the store's ``lookup_s`` says; no I/O is done here.
+        """
+        if max(hit.depth, computed) >= len(hit.keys):
+            return False
+        asking = [store.ask(hit.keys) for store in self._stores.values()]  # every one of them
+        return any(asking)
+
+    def wait_stores(self, timeout: float) -> bool:
+        """Block until a store has answered something, at most ``timeout`` seconds."""
+        return any(store.wait(timeout) for store in self._stores.values())
 
     def put_match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks need no save: the host tier holds or is receiving them."""
@@ -299,8 +327,8 @@ class KVManager:
         if report.op_id in flight.targets:
             self._publish(flight, op, report)
         for row, error in report.failed.items():
-            if error is RowError.CORRUPT:
-                self._left(op.tier, self.index.drop_subtree(op.tier, flight.graph.keys[row]))
+            if error in (RowError.CORRUPT, RowError.MISSING):
+                self._drop(op.tier, flight.graph.keys[row])
         if not flight.waiting:
             del self._flights[report.graph_id]
             self._release(flight)
@@ -354,12 +382,15 @@ class KVManager:
     def clear(self, namespace: bytes | None = None) -> int:
         """Forget every block (of a namespace), in flight or not; returns how many copies.
 
-        Backing tiers are told to forget them too: they do not come back with a restart.
+        Backing tiers are told to forget them too: they do not come back with a restart. From a
+        store those blocks are removed, for everyone, that this leader knew to be there.
         """
         gone = self.index.clear(namespace)
         for tier, blocks in gone.items():
             self._left(tier, blocks)
-            if blocks and tier != HOST:
+            if tier in self._stores:
+                self._stores[tier].delete([block.key for block in blocks])
+            elif blocks and tier != HOST:
                 self.transport.forget(tier, [block.slot for block in blocks])
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
@@ -706,10 +737,28 @@ class KVManager:
                 self._metrics.corrupt(op.tier, blocks)
         if not op.tier:
             return
-        if any(e in (RowError.IO, RowError.DEADLINE) for e in report.failed.values()):
-            self._breakers[op.tier].failed()
-        elif not report.failed:
-            self._breakers[op.tier].succeeded()
+        breaker, errors = self._breakers[op.tier], set(report.failed.values())
+        if errors & {RowError.IO, RowError.DEADLINE}:
+            breaker.failed()
+        elif errors <= {RowError.CORRUPT, RowError.MISSING}:
+            breaker.succeeded()  # the medium works, whatever lies there
+        else:
+            breaker.undecided()
+
+    def _drop(self, tier: str, key: bytes) -> None:
+        """A block that could not be had as it was written, and all that stand on it, are gone."""
+        self._left(tier, self.index.drop_subtree(tier, key))
+        if tier in self._stores:
+            self._stores[tier].absent(key)
+
+    def _settle_stores(self, keys: Sequence[bytes], namespace: bytes) -> None:
+        for tier, store in self._stores.items():
+            believed = store.settle(keys, namespace)
+            if believed is not None:
+                self._metrics.asked_store(tier, believed.outcome)
+                self._left(tier, believed.evicted)
+                if believed.stop > believed.start:
+                    self._stored(tier, keys, believed.start, believed.stop)
 
     def _skip(self, reason: SaveSkip, blocks: int) -> None:
         self._metrics.save_skipped(reason, blocks)

@@ -117,6 +117,13 @@ SPECS = (
         ("tier",),
     ),
     MetricSpec(
+        "kvcore_store_lookups_total",
+        Kind.COUNTER,
+        "Questions to a remote store of how much of a prompt it holds, by how they ended: found, "
+        "absent, late, failed",
+        ("tier", "outcome"),
+    ),
+    MetricSpec(
         "kvcore_failures_total",
         Kind.COUNTER,
         "Blocks whose transfer failed, by the error's class",
@@ -203,6 +210,10 @@ class Metrics:
 
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         self._add("kvcore_corrupt_blocks_total", blocks, tier)
+
+    def asked_store(self, tier: str, outcome: str) -> None:
+        """A remote store was asked what it holds: "found", "absent", "late" or "failed"."""
+        self._add("kvcore_store_lookups_total", 1, tier, outcome)
 
     def failed(self, path: str, error: BaseException | str, blocks: int = 1) -> None:
         """``error`` is counted by its class, so that the number of series stays bounded."""

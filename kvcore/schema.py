@@ -38,6 +38,7 @@ __all__ = [
     "PlannerConfig",
     "PluginsConfig",
     "SchemaModel",
+    "SglangConfig",
     "Size",
     "Source",
     "TierConfig",
@@ -231,7 +232,8 @@ class BackingConfig(SchemaModel):
         default=parse_size("32GiB"),
         gt=0,
         description="Bytes the tier may hold, the total over all ranks; for a folder on disk, over "
-        "all models in it.",
+        "all models in it. A remote store has a limit of its own: this is how much of it the "
+        "engine keeps in mind.",
     )
     policy: Name = Field(default="lru", description="Eviction policy: any registered one.")
     policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
@@ -350,9 +352,10 @@ class FusionConfig(SchemaModel):
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Quality gate: how far off recomputed rows may be found half-way down (squared "
-        "distance of V as a share of the square, times the share of rows not recomputed). Past it "
-        "the request takes a larger share, or is computed in full. Unset: no gate.",
+        description="Quality gate: how far off recomputed rows may be found at a quarter of the "
+        "layers (squared distance of V as a share of the square, times the share of rows not "
+        "recomputed). Past it the request takes a larger share, or is computed in full. Unset: no "
+        "gate.",
     )
     selector: Name = Field(
         default="runs", description="Chooses the tokens: any registered one (see `kvcore plugins`)."
@@ -503,6 +506,31 @@ class TrtllmConfig(AdapterConfig):
     )
 
 
+class SglangConfig(SchemaModel):
+    """The SGLang adapter."""
+
+    min_load_tokens: int = _min_load_tokens("SGLang")
+    layerwise: bool = Field(
+        default=True,
+        description="Load layer by layer under the forward. Otherwise a batch waits for its loads "
+        "before its forward.",
+    )
+    prefetch: Literal["best_effort", "timeout", "wait"] = Field(
+        default="timeout",
+        description="How long a lookup waits for blocks on their way from disk or a remote store "
+        "into host memory, before it answers with what is there: not at all, at most "
+        "`prefetch_timeout_s`, or until they are there (at most `transfer.load_deadline_s`).",
+    )
+    prefetch_timeout_s: Seconds = Field(
+        default=0.5, description='Seconds, for `prefetch = "timeout"`.'
+    )
+    keep_on_flush: bool = Field(
+        default=False,
+        description="Let SGLang's `/flush_cache` empty its own cache only. Otherwise it makes "
+        "kvcore forget every block in every tier too, which changing weights in place needs.",
+    )
+
+
 class Config(SchemaModel):
     """Every setting of kvcore. A value: equal settings compare equal, wherever they came from."""
 
@@ -527,6 +555,7 @@ class Config(SchemaModel):
     trace: TraceConfig = TraceConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
+    sglang: SglangConfig = SglangConfig()
 
     _sources: dict[tuple[str, ...], Source] = PrivateAttr(default_factory=dict)
 

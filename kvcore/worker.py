@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import (
+    BlockMissing,
     CapacityError,
     CorruptBlock,
     TierError,
@@ -155,9 +156,15 @@ def _errors(
     failed: dict[int, RowError] = {}
     for row, error in zip(rows, results, strict=True):
         if error is not None:
-            failed[row] = RowError.CORRUPT if isinstance(error, CorruptBlock) else RowError.IO
+            failed[row] = _row_error(error)
             _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, error)
     return failed
+
+
+def _row_error(error: TierError) -> RowError:
+    if isinstance(error, CorruptBlock):
+        return RowError.CORRUPT
+    return RowError.MISSING if isinstance(error, BlockMissing) else RowError.IO
 
 
 class _Stream:
@@ -281,6 +288,7 @@ class KVWorker:
 
     def open_tier(self, name: str, tier: Tier) -> None:
         """Serve ops to and from ``tier`` from now on; it is closed with the worker."""
+        tier.attach(self.arena.memory)
         self.tiers[name] = tier
 
     def _observe(self, timing: OpTiming) -> None:
@@ -298,10 +306,17 @@ class KVWorker:
             failed=timing.failed,
         )
 
+    def wave(self) -> int:
+        """A wave for `submit`: its graphs are copied layer by layer, all of them at once."""
+        return self.engine.wave()
+
     def submit(
-        self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
+        self,
+        graph: TransferGraph,
+        into: Sequence[DeviceGroup] | None = None,
+        wave: int | None = None,
     ) -> list[OpReport]:
-        """Start a graph, ordered after the engine's work so far.
+        """Start a graph, ordered after the engine's work so far and after earlier waves' copies.
 
         ``into`` stands in for the engine's pages until `release` is called for the graph. A graph
         that cannot be taken (malformed, or the queue is full) is reported as failed: the reports
@@ -311,7 +326,7 @@ class KVWorker:
         if into is not None:
             self._elsewhere[graph.graph_id] = into
         try:
-            self.engine.submit(graph)
+            self.engine.submit(graph, wave)
         except (CapacityError, TransferError) as error:
             _log.warning("graph refused: %s", error)
             return refuse(graph, RowError.INTERNAL)
@@ -394,8 +409,14 @@ class DeadTier(Tier):
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so that no one waits."""
 
+    def wave(self) -> int:
+        return 0
+
     def submit(
-        self, graph: TransferGraph, into: Sequence[DeviceGroup] | None = None
+        self,
+        graph: TransferGraph,
+        into: Sequence[DeviceGroup] | None = None,
+        wave: int | None = None,
     ) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
 

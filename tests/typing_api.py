@@ -20,8 +20,10 @@ from kvcore.plugins import (
     TierContext,
     TierPlugin,
     hookimpl,
+    store_plugin,
 )
 from kvcore.policy import LRU, EvictionPolicy
+from kvcore.tiers.remote import BlockStore, StoreKind, StoreOptions
 
 config = load_config(Path("kvcore.toml"), {"host": {"capacity": "8GiB"}}, {"A": "b"})
 assert_type(config, Config)
@@ -47,6 +49,13 @@ def _serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComma
 @hookimpl
 def kvcore_engines() -> list[EngineSpec]:
     return [EngineSpec("engine", ("engine",), ">=1", _serve, lambda: "ready")]
+
+
+assert_type(store_plugin("mine", lambda: StoreKind(StoreOptions, _shelf)), TierPlugin)
+
+
+def _shelf(options: StoreOptions, rank: int | None) -> BlockStore:
+    raise NotImplementedError
 
 
 @hookimpl

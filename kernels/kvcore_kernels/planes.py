@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvcore.layout import KVView
+from kvcore.ops.base import plane_rows
 
 __all__ = [
     "FIELDS",
@@ -30,9 +31,7 @@ __all__ = [
 Table = npt.NDArray[np.int64]
 
 FIELDS = 10
-"""Columns of a plane's row, in elements but for the first:
-address, page, head, token stride, inner and inner stride, dim stride, inner and inner stride,
-head dim. ``kvcore_kernels.lang.locate`` reads them."""
+"""Columns of a row of `kvcore.ops.base.plane_rows`. ``kvcore_kernels.lang.locate`` reads them."""
 
 _ADDRESS = 0
 _STRIDES = (1, 2, 3, 5)
@@ -61,23 +60,7 @@ class PlaneTable(NamedTuple):
 
 def plane_table(view: KVView, layers: Sequence[int], first_head: int) -> PlaneTable:
     """Planes of ``layers``, K before V, with addresses of ``first_head``. Reads no memory."""
-    itemsize = view.layout.itemsize
-    addresses = [tensor.data_ptr() for tensor in view.tensors]
-    rows = []
-    for layer in layers:
-        for plane in view.layout.planes[layer]:
-            offset = plane.offset + first_head * plane.head
-            token, dim = plane.token, plane.dim
-            rows.append(
-                (
-                    addresses[plane.tensor] + offset * itemsize,
-                    plane.page, plane.head,
-                    token.stride, token.inner, token.inner_stride,
-                    dim.stride, dim.inner, dim.inner_stride,
-                    plane.head_dim,
-                )
-            )  # fmt: skip
-    table = np.array(rows, dtype=np.int64)
+    table = plane_rows(view, layers, first_head)
     cut = bool((table[:, [_TOKEN_INNER, _DIM_INNER]] != 1).any())
     return PlaneTable(table, cut)
 

@@ -19,6 +19,7 @@ from kvcore.adapting.model import ModelDescription
 from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
+from kvcore.fusion.segments import Segments
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import KVView
 from kvcore.manager import HOST, Event, KVManager, Transport
@@ -28,6 +29,7 @@ from kvcore.plugins import PluginManager
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
 from kvcore.trace import FileTracer, Tracer
+from kvcore.transfer.graph import Path
 from kvcore.worker import DeviceGroup, KVWorker
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "LeaderParts",
     "WorkerParts",
     "build_leader",
+    "build_segments",
     "build_worker",
     "geometry",
     "host_slots",
@@ -100,6 +103,12 @@ class LeaderParts:
         return {found.spec.name: dict(found.prepared.told) for found in self.backings}
 
     @property
+    def read_paths(self) -> dict[str, str]:
+        """The transfer path of each tier's reads, by tier."""
+        backing = {tier.name: tier.read_path.value for tier in self.manager.backings}
+        return {HOST: Path.H2D.value, **backing}
+
+    @property
     def releases(self) -> list[Callable[[], None]]:
         """Called once, when the workers have closed: let go of the backing tiers."""
         return [found.prepared.release for found in self.backings]
@@ -158,6 +167,15 @@ def _restore(index: BlockIndex, found: PreparedBacking) -> None:
         len(lost),
         found.spec.num_slots,
     )
+
+
+def build_segments(config: Config, model: ModelDescription) -> Segments:
+    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
+    path = None
+    if config.disk.path is not None and config.disk.path.is_dir():
+        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
+        path = config.disk.path / name
+    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
 # -- worker ---------------------------------------------------------------------------------

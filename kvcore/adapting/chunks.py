@@ -9,18 +9,24 @@ separator cuts out, and any that a search finds. Nothing here waits or copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvcore.adapting.orders import ChunkLoad
 from kvcore.block import KeyChain, Namespace
+from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.manager import HOST, Hit, KVManager
 from kvcore.schema import FusionConfig
+from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 
 __all__ = ["BlendPlan", "Chunks"]
+
+_log = logging.getLogger("kvcore.fusion")
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,44 @@ class Chunks:
         blocks = self.blocks(chunk.source_start, chunk.length)
         namespace = self._manager.index.namespace_of(chunk.last_key)
         return self._manager.get_match(chain, namespace), blocks.start, blocks.stop
+
+    def launch(
+        self, plan: BlendPlan, layers: Sequence[Span], submit: Callable[[TransferGraph], object]
+    ) -> tuple[list[ChunkLoad], int]:
+        """Start the copies of a plan's chunks into a staging; returns them and its blocks.
+
+        ``layers`` are the steps in which they land, and ``submit`` takes each one's graph. A chunk
+        that cannot be had any more is left out: it is computed with the rest.
+        """
+        loads, row = [], 0
+        for chunk in plan.chunks:
+            try:
+                hit, start, stop = self.source(chunk)
+                units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
+                graph = self._manager.launch_load(
+                    hit, start, stop, [UnitTable.of(units, self._block)], layers=layers
+                )
+            except KVCoreError as error:
+                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
+                continue
+            submit(graph)
+            first = (row - start) * self._block + chunk.source_start
+            distance = chunk.prompt_start - chunk.source_start
+            loads.append(ChunkLoad(graph, first, chunk.length, chunk.prompt_start, distance))
+            row += stop - start
+        return loads, row
+
+    def nbytes(self, plan: BlendPlan) -> dict[str, int]:
+        """Bytes of a plan's chunks over all ranks, by the tier they would be read from.
+
+        Raises KVCoreError where one has left every tier.
+        """
+        found: dict[str, int] = {}
+        for chunk in plan.chunks:
+            hit, start, stop = self.source(chunk)
+            for tier, blocks in hit.blocks_by_tier(start, stop).items():
+                found[tier] = found.get(tier, 0) + blocks * self._nbytes
+        return found
 
     def blocks(self, start: int, length: int) -> range:
         """Blocks of a chain that hold tokens [start, start + length)."""

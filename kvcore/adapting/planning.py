@@ -18,10 +18,9 @@ from kvcore.fusion.controller import Controller
 from kvcore.manager import HOST, Hit, KVManager
 from kvcore.planner import Ahead, Ask, Plan, Planner, Settings, Source
 from kvcore.rates import ComputeRates, Rates, TierRates
-from kvcore.transfer.graph import Path
 from kvcore.transfer.plan import layer_steps
 
-__all__ = ["Memo", "Planning", "guess_compute", "learn_loads", "read_paths", "tier_priors"]
+__all__ = ["Memo", "Planning", "guess_compute", "learn_loads", "tier_priors"]
 
 _log = logging.getLogger("kvcore.adapting.planning")
 
@@ -33,11 +32,6 @@ DEADLINE_LEAST_S = 0.25
 
 _FLOPS = {"cpu": 5e10}
 _GPU_FLOPS = 1e14
-
-
-def read_paths(manager: KVManager) -> dict[str, str]:
-    """The transfer path of each tier's reads, by tier."""
-    return {HOST: Path.H2D.value} | {t.name: t.read_path.value for t in manager.backings}
 
 
 def tier_priors(tiers: Iterable[str]) -> dict[str, TierRates]:

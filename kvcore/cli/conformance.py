@@ -166,8 +166,9 @@ class MyDriver(Driver):
 
     def start(self, setup: Setup) -> Engine: ...  # blocks until requests are taken
 
+
 class MyEngine(Engine):
-    def ask(self, asks, timeout_s=120.0): ...  # all at once, greedy, in float32 -> Answers
+    def ask(self, asks, timeout_s=120.0): ...  # all at once, greedy -> Answers
     def settle(self): ...  # every save is published
     def forget(self): ...  # the engine's own prefix cache is empty
     def clear(self): ...  # and so are kvcore's tiers
@@ -180,6 +181,7 @@ class MyEngine(Engine):
   engine in a process of its own (`kvcore.testing.engine_process` carries the calls).
 - `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
   answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
+- `Setup.dtype` is what the model is computed and its KV is kept in: float32 but for one case.
 - `Setup.path` are folders to search for plugins: the faults come as a tier plugin, which works in
   any process.
 - What an engine cannot do is left out of its `capabilities`. The case is then left out by name, and
@@ -191,8 +193,8 @@ class MyEngine(Engine):
 
 Adapters with one mistake each are planted in the reference engine, and the cases must catch them
 (`tests/unit/test_conformance_mutations.py`): a slot off by one, blocks published before they are
-written, a salt left out, two layers swapped, K that is not rotated, and a row that sees the token
-after it.
+written, a salt or LoRA weights left out, models that are not told apart, two layers swapped, K that
+is not rotated, and a row that sees the token after it.
 """
 
 

@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, Verdict, Watch
 from kvcore.fusion.plan import LayerKV
@@ -98,6 +98,10 @@ class DecoderLayers(ABC):
     def reduce(self, scores: Tensor) -> Tensor:
         """Sum over the ranks that hold other heads. A collective."""
         return scores
+
+    def agree(self, well: bool) -> bool:
+        """Whether all is ``well`` on every rank that holds other heads. A collective."""
+        return well
 
 
 class Placed(ABC):
@@ -240,6 +244,32 @@ class _Pieces:
         return LayerKV(torch.cat([kv.keys for kv in found]), torch.cat([kv.values for kv in found]))
 
 
+T = TypeVar("T")
+
+
+class _InStep:
+    """Holds ranks together. Layers are collectives: a rank that stopped alone would leave the
+    others waiting for it, so what fails on one is kept until all of them `meet`, and stop."""
+
+    def __init__(self, layers: DecoderLayers) -> None:
+        self._layers = layers
+        self._error: Exception | None = None
+
+    def alone(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """``work``, of this rank only; ``otherwise`` where it failed, or something did before."""
+        if self._error is None:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 - raised when the ranks meet
+                self._error = error
+        return otherwise()
+
+    def meet(self) -> None:
+        """Raise on every rank what has failed on one."""
+        if not self._layers.agree(self._error is None):
+            raise self._error or KVCoreError("another rank could not go on with this blend")
+
+
 class _Over(Exception):
     """The walk starts over, with more rows."""
 
@@ -291,6 +321,7 @@ class Fusor:
         while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
             outcome.abandoned += outcome.layers
             outcome.layers = []
+        walk.step.meet()
         outcome.verdicts = walk.verdicts
         return outcome
 
@@ -348,10 +379,11 @@ class Fusor:
         mass = torch.zeros(len(job.tokens), device=job.tokens.device)
         if not len(rows):
             return mass
+        step = _InStep(self.layers)
         state = self._pieces.embed(job.tokens[rows])
         for layer in range(self.layers.layers):
             started = time.monotonic()
-            kv, attention = placed.layer(layer), self.layers.attention[layer]
+            kv, attention = _landed(step, placed, layer), self.layers.attention[layer]
             landed = time.monotonic()
             self.tracer.span("wait", f"layer {layer}", started, landed)
             interest: list[Tensor] = []
@@ -367,16 +399,35 @@ class Fusor:
             ) -> Tensor:
                 if not interest:
                     interest.append(torch.zeros(q.shape[1], len(mass), device=q.device))
-                self.ops.merge(kv, rows[piece], LayerKV(k, v))
-                return look_rows(
-                    q, rows[piece], kv.keys, kv.values, attention, asking[piece], interest[0]
-                )
+                own = rows[piece]
+
+                def looked() -> Tensor:
+                    self.ops.merge(kv, own, LayerKV(k, v))
+                    return look_rows(
+                        q, own, kv.keys, kv.values, attention, asking[piece], interest[0]
+                    )
+
+                return step.alone(looked, lambda: _zeros(q, v))
 
             state = self._pieces.run(layer, rows, state, attend)
             mass.add_(interest[0].pow_(sharpness).sum(dim=0))
             now = time.monotonic()
             self.tracer.span("look", f"layer {layer}", landed, now, rows=len(rows))
+        step.meet()
         return self.layers.reduce(mass)
+
+
+def _landed(step: _InStep, placed: Placed, layer: int) -> LayerKV:
+    """The cached KV of a layer, once it is there on every rank."""
+    kv = step.alone(lambda: placed.layer(layer), lambda: None)
+    step.meet()
+    assert kv is not None
+    return kv
+
+
+def _zeros(queries: Tensor, values: Tensor) -> Tensor:
+    """[rows, heads, v_dim]: an attention's answer without one."""
+    return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
 
 class _Walk:
@@ -405,6 +456,7 @@ class _Walk:
         self.is_chunk = torch.zeros(len(job.tokens), dtype=torch.bool, device=job.tokens.device)
         self.is_chunk[job.chunks] = True
         self.verdicts: list[Verdict] = []
+        self.step = _InStep(pieces.layers)
         self._watch: Watch | None = None
 
     def watch(self, gate: Gate | None) -> None:
@@ -429,10 +481,10 @@ class _Walk:
     def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""
         started = time.monotonic()
-        kv = self.placed.layer(layer)
+        kv = _landed(self.step, self.placed, layer)
         landed = time.monotonic()
         if not len(rows):  # pure reuse without a gap: there is nothing to compute
-            self.placed.write(layer, kv)
+            self.step.alone(lambda: self.placed.write(layer, kv), lambda: None)
             return rows, state, LayerTiming(landed - started, time.monotonic() - landed, 0)
         if len(self.pieces.of(len(rows))) > 1:
             going, state = self._in_pieces(layer, rows, state, kv)
@@ -452,13 +504,12 @@ class _Walk:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal going
             going = self.going(layer, rows, k, v, kv)
-            self.ops.merge(kv, rows, LayerKV(k, v))
-            self.placed.write(layer, kv)
+            self._merge(layer, rows, LayerKV(k, v), kv)
             if last:
                 raise _Done
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
                 raise _Fewer(going)
-            return self.ops.attend(q, rows, kv, attention)
+            return self._attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
@@ -474,8 +525,7 @@ class _Walk:
         """`_at_once` for more rows than a call takes: K and V of all first, then who goes on."""
         new = self.pieces.project(layer, rows, state)
         going = self.going(layer, rows, new.keys, new.values, kv)
-        self.ops.merge(kv, rows, new)
-        self.placed.write(layer, kv)
+        self._merge(layer, rows, new, kv)
         if layer < self.layers.layers - 1:
             state = self._again(layer, rows[going], state.of(going), kv)
         return going, state
@@ -486,9 +536,21 @@ class _Walk:
             return state
 
         def attend(piece: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.ops.attend(q, rows[piece], kv, attention)
+            return self._attend(q, rows[piece], kv, attention)
 
         return self.pieces.run(layer, rows, state, attend)
+
+    def _merge(self, layer: int, rows: Tensor, new: LayerKV, kv: LayerKV) -> None:
+        def merged() -> None:
+            self.ops.merge(kv, rows, new)
+            self.placed.write(layer, kv)
+
+        self.step.alone(merged, lambda: None)
+
+    def _attend(self, q: Tensor, rows: Tensor, kv: LayerKV, attention: Attention) -> Tensor:
+        return self.step.alone(
+            lambda: self.ops.attend(q, rows, kv, attention), lambda: _zeros(q, kv.values)
+        )
 
     def going(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, kv: LayerKV) -> Tensor:
         """[rows] bool: which rows the next layer computes too."""

@@ -76,7 +76,7 @@ class Gate:
 
     bound: float
     larger: tuple[float, ...] = (0.3, 0.5)
-    depth: float = 0.5
+    depth: float = 0.25
 
     def __post_init__(self) -> None:
         if not self.bound >= 0:

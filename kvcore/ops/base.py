@@ -83,6 +83,32 @@ class DeviceOps(ABC):
             self.copy(src, a, dst, b, chosen, tokens, span)
 
 
+def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
+    """[planes, 10]: where C (``plane_t``) and Triton find KV. Planes of ``layers``, K before V, in
+    elements but for the address, which is that of ``first_head``. Reads no memory.
+
+    address, page, head, token stride, inner and inner stride, dim stride, inner and inner stride,
+    head dim
+    """
+    itemsize = view.layout.itemsize
+    addresses = [tensor.data_ptr() for tensor in view.tensors]
+    rows = []
+    for layer in layers:
+        for plane in view.layout.planes[layer]:
+            offset = plane.offset + first_head * plane.head
+            token, dim = plane.token, plane.dim
+            rows.append(
+                (
+                    addresses[plane.tensor] + offset * itemsize,
+                    plane.page, plane.head,
+                    token.stride, token.inner, token.inner_stride,
+                    dim.stride, dim.inner, dim.inner_stride,
+                    plane.head_dim,
+                )
+            )  # fmt: skip
+    return np.array(rows, dtype=np.int64)
+
+
 def check_copy(
     src: KVView,
     src_units: Units,

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcore.errors import UnsupportedError
 from kvcore.layout import KVView
-from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore.ops.base import DeviceOps, HeadRange, Units, plane_rows
 
 LIBRARY = Path(__file__).with_name("_copy.so")
 _ABI = 2
@@ -69,8 +69,8 @@ class NativeOps(DeviceOps):
         heads: HeadRange,
     ) -> None:
         layout = src.layout
-        sources = _planes(src, layers, heads.src)
-        targets = _planes(dst, layers, heads.dst)
+        sources = plane_rows(src, layers, heads.src)
+        targets = plane_rows(dst, layers, heads.dst)
         width = sum(plane.head_dim for plane in layout.planes[layers[0]])
         tile = unit_tokens * heads.size * width * layout.itemsize
         nbytes = len(src_units) * len(layers) * tile
@@ -93,24 +93,3 @@ class NativeOps(DeviceOps):
             dtype=np.int64,
         )
         self._library.kvcore_copy(request.ctypes.data)
-
-
-def _planes(view: KVView, layers: Sequence[int], first_head: int) -> Units:
-    """``plane_t[layers][kv_factor]`` as rows of int64, with the addresses of ``first_head``."""
-    itemsize = view.layout.itemsize
-    addresses = [tensor.data_ptr() for tensor in view.tensors]
-    rows = []
-    for layer in layers:
-        for plane in view.layout.planes[layer]:
-            offset = plane.offset + first_head * plane.head
-            token, dim = plane.token, plane.dim
-            rows.append(
-                (
-                    addresses[plane.tensor] + offset * itemsize,
-                    plane.page, plane.head,
-                    token.stride, token.inner, token.inner_stride,
-                    dim.stride, dim.inner, dim.inner_stride,
-                    plane.head_dim,
-                )
-            )  # fmt: skip
-    return np.array(rows, dtype=np.int64)

@@ -13,6 +13,7 @@ from kvcore.plugins.hookspecs import (
     TierContext,
     TierPlugin,
     hookimpl,
+    store_plugin,
 )
 from kvcore.plugins.manager import PluginManager
 
@@ -28,4 +29,5 @@ __all__ = [
     "TierContext",
     "TierPlugin",
     "hookimpl",
+    "store_plugin",
 ]

@@ -19,9 +19,17 @@ from kvcore.plugins.hookspecs import (
     TierContext,
     TierPlugin,
     hookimpl,
+    store_plugin,
 )
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
+_STORES = {
+    "memory-store": "memory",
+    "mooncake": "mooncake",
+    "objects": "objects",
+    "redis": "redis",
+}
+"""Remote stores, and the modules of `kvcore.tiers.remote` that talk to them."""
 _SELECTORS = ("runs", "question", "key", "value", "key+value", "heads", "random")
 
 
@@ -35,6 +43,7 @@ def kvcore_tiers() -> list[TierPlugin]:
     return [
         TierPlugin("disk", "disk", _disk, _prepare_disk),
         TierPlugin("memory", "memory", _memory),
+        *(store_plugin(name, _store(module)) for name, module in _STORES.items()),
     ]
 
 
@@ -66,7 +75,7 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
     """Choose, lock and scan a store in the folder ``options["path"]``."""
     disk = import_module("kvcore.tiers.disk")
     path, _ = _disk_options(context)
-    store = disk.prepare_store(path, context.geometry, context.capacity)
+    store = disk.prepare_store(path, context.geometry, context.capacity, share=context.share)
     return PreparedTier(
         store.num_slots, store.records, store.options(), release=store.close, foreign=True
     )
@@ -97,6 +106,10 @@ def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
             "to use, is needed, and direct_io, io_threads and sync_interval_s may be given"
         )
     return Path(path).expanduser(), options
+
+
+def _store(module: str) -> Callable[[], Any]:
+    return lambda: import_module(f"kvcore.tiers.remote.{module}").KIND
 
 
 def _memory(context: TierContext) -> Any:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvcore.schema import Config
     from kvcore.tiers.base import BlockRecord, Tier
     from kvcore.tiers.disk.format import Geometry
+    from kvcore.tiers.remote import Finder, StoreKind
 
 PROJECT = "kvcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -63,7 +64,8 @@ class TierContext:
 
     ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
     block and the KV heads of each rank: stored bytes are readable only where it fits. ``told`` is
-    what the leader's ``prepare`` said, empty without one.
+    what the leader's ``prepare`` said, empty without one. ``share`` is among how many leaders the
+    capacity is divided.
     """
 
     name: str
@@ -72,6 +74,7 @@ class TierContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
     told: Mapping[str, Any] = field(default_factory=dict)
+    share: int = 1
 
     @property
     def slot_nbytes(self) -> int:
@@ -80,8 +83,12 @@ class TierContext:
 
     @property
     def num_slots(self) -> int:
-        """Blocks that fit into ``capacity`` over all ranks."""
-        return self.capacity // sum(map(self._slot_nbytes, range(len(self.geometry.heads))))
+        """Blocks that fit into this leader's part of ``capacity``, over all ranks."""
+        return (
+            self.capacity
+            // self.share
+            // sum(map(self._slot_nbytes, range(len(self.geometry.heads))))
+        )
 
     def _slot_nbytes(self, rank: int) -> int:
         from kvcore.tiers.host import slot_bytes
@@ -99,7 +106,8 @@ class PreparedTier:
 
     ``records`` are the blocks that every rank holds whole. ``told`` goes to each rank and is plain
     data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
-    that records may lie in slots beyond ``num_slots``, which are read and never written.
+    that records may lie in slots beyond ``num_slots``, which are read and never written. A store
+    that other hosts write to has a ``finder``, which asks it what it holds.
     """
 
     num_slots: int
@@ -107,6 +115,7 @@ class PreparedTier:
     told: Mapping[str, Any] = field(default_factory=dict)
     release: Callable[[], None] = _nothing
     foreign: bool = False
+    finder: Finder | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,25 @@ class TierPlugin:
     medium: str
     factory: Callable[[TierContext], Tier]
     prepare: Callable[[TierContext], PreparedTier] | None = None
+
+
+def store_plugin(name: str, kind: Callable[[], StoreKind]) -> TierPlugin:
+    """A remote store as a tier: `kvcore.tiers.remote` does all but talk to it.
+
+    ``kind`` imports the store's client; it is called in the leader and in each rank.
+    """
+
+    def factory(context: TierContext) -> Tier:
+        from kvcore.tiers.remote import open_tier
+
+        return open_tier(context, kind())
+
+    def prepare(context: TierContext) -> PreparedTier:
+        from kvcore.tiers.remote import prepare
+
+        return prepare(context, kind())
+
+    return TierPlugin(name, "remote", factory, prepare)
 
 
 @dataclass(frozen=True)

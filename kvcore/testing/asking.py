@@ -17,6 +17,11 @@ from kvcore.testing.engine_process import EngineProcess, Generation
 ANSWER = 8
 """Tokens asked for: enough to show a wrong cache, and little beside the prompt."""
 
+SHARED = 8
+"""Prompts of a test begin alike for fewer tokens than this."""
+
+SETTLE_S = 200.0
+"""How long saves may take: on a machine that does much else, minutes."""
 
 SMALL: dict[str, Any] = {
     "max_model_len": 2048,
@@ -24,11 +29,77 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 8,
     "seed": 0,
     "dtype": "float32",
+    "start_method": "fork",
 }
-"""vLLM's arguments for a small model on a CPU."""
+"""vLLM's arguments for a small model on a CPU, and its processes as forks: three starts in the time
+of one."""
 
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 """Its environment: GiB of KV cache."""
+
+SMALL_SGLANG: dict[str, Any] = {
+    "context_length": 2048,
+    "chunked_prefill_size": 1024,
+    "max_running_requests": 8,
+    "max_total_tokens": 24_576,
+    "random_seed": 0,
+    "dtype": "float32",
+    "sleep_on_idle": True,
+    "start_method": "fork",
+}
+"""SGLang's arguments for a small model on a CPU."""
+
+_SMALL = {"vllm": (SMALL, SPACE), "sglang": (SMALL_SGLANG, {})}
+
+
+def sglang_tiers(folder: Path, **sglang: Any) -> dict[str, Any]:
+    """kvcore's config for SGLang with host memory and a disk tier in ``folder``. Lookups wait for
+    the disk, however slow the machine is, so that what is found is certain. ``sglang`` are settings
+    of its section."""
+    return {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(folder / "kv"), "capacity": "256MiB"},
+        "transfer": {"load_deadline_s": 600},
+        "sglang": {"keep_on_flush": True, "prefetch": "wait", **sglang},
+    }
+
+
+ENGINES = tuple(_SMALL)
+"""The engines that there is a driver for."""
+
+
+def sized(
+    engine: str,
+    *,
+    dtype: str,
+    request_tokens: int,
+    batch_tokens: int | None = None,
+    cached_tokens: int | None = None,
+    token_nbytes: int = 0,
+) -> dict[str, Any]:
+    """An engine's own arguments for requests of up to ``request_tokens``.
+
+    Args:
+        batch_tokens: the engine computes so many in one step; its own choice when left out.
+        cached_tokens: room in the engine's own cache, tokens of ``token_nbytes`` each.
+    """
+    if engine == "vllm":
+        args: dict[str, Any] = {"dtype": dtype, "max_model_len": request_tokens}
+        memory = cached_tokens and cached_tokens * token_nbytes
+        own = {"max_num_batched_tokens": batch_tokens, "kv_cache_memory_bytes": memory}
+    else:
+        args = {"dtype": dtype, "context_length": request_tokens}
+        args.update(random_seed=0, start_method="fork")
+        own = {"chunked_prefill_size": batch_tokens, "max_total_tokens": cached_tokens}
+    return args | {name: value for name, value in own.items() if value is not None}
+
+
+def remembering(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+    """These settings of kvcore, such that `EngineProcess.reset_prefix_cache` empties the engine's
+    own cache alone."""
+    if engine != "sglang":
+        return dict(kvcore)
+    return {**kvcore, "sglang": {**kvcore.get("sglang", {}), "keep_on_flush": True}}
 
 
 @contextmanager
@@ -36,11 +107,16 @@ def small_engine(
     model: Path,
     kvcore: dict[str, Any] | None,
     env: Mapping[str, str] | None = None,
+    engine: str = "vllm",
     **args: Any,
 ) -> Iterator[EngineProcess]:
-    """vLLM with ``kvcore`` as its config, without it for None, and little memory of its own."""
+    """An engine with ``kvcore`` as its config, without it for None, and little memory of its own.
+
+    ``args`` are the engine's own, by the names its Python API has.
+    """
+    small, space = _SMALL[engine]
     with EngineProcess(
-        model, kvcore=kvcore, env={**SPACE, **(env or {})}, **{**SMALL, **args}
+        model, engine=engine, kvcore=kvcore, env={**space, **(env or {})}, **{**small, **args}
     ) as made:
         yield made
 
@@ -73,7 +149,17 @@ def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
 def settled(process: EngineProcess) -> None:
     """Forget everything in the engine's own cache, with all saves published."""
     time.sleep(0.5)
-    process.reset_prefix_cache()
+    process.reset_prefix_cache(timeout_s=SETTLE_S)
+
+
+def all_from(tier: str, got: Sequence[Generation], tokens: Sequence[int]) -> None:
+    """AssertionError unless ``tokens`` of each prompt came from the tier and no more were reused,
+    but for a few that prompts have in common and that the engine's own cache therefore holds."""
+    for answer, count in zip(got, tokens, strict=True):
+        told = f"{count} tokens expected, {answer.cached_tokens} cached, {answer.kvcore}"
+        assert answer.tiers.keys() <= {tier}, told
+        assert count <= answer.cached_tokens < count + SHARED, told
+        assert count - SHARED < answer.reused_tokens <= count, told
 
 
 def counted(process: EngineProcess, name: str, **labels: str) -> float:

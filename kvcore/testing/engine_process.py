@@ -49,9 +49,11 @@ from kvcore.errors import KVCoreError, UnsupportedError
 
 __all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "serve"]
 
-START_TIMEOUT_S = 300.0
-CALL_TIMEOUT_S = 300.0
-CLOSE_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 900.0
+CALL_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 300.0
+"""A quiet machine needs a tenth of these; a busy one, or one that is halted for a while, does not
+make a test fail."""
 
 
 class EngineFailed(KVCoreError):
@@ -70,6 +72,8 @@ class Generation:
     and to the last token. `cached_tokens` is the engine's count of prompt tokens it did not compute
     (its own cache and kvcore together); `kvcore` is what kvcore says about the request, with
     ``reused_tokens`` and ``tiers`` (tokens by tier), empty without kvcore.
+
+    `sources` are cached tokens by where the engine itself had them, empty where it does not say.
     """
 
     request_id: str
@@ -82,6 +86,7 @@ class Generation:
     finish_reason: str | None
     kvcore: dict[str, Any] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
 
     @property
     def reused_tokens(self) -> int:
@@ -101,6 +106,7 @@ class EngineProcess:
         model: a folder in Hugging Face's format, or a name the engine knows.
         engine: which adapter drives it: ``vllm`` stands for the module ``kvcore_vllm.driver``.
         kvcore: kvcore's config as the engine's JSON would carry it; None leaves kvcore out.
+        python: interpreter of the environment that has the engine; by default this one's.
         log: where the engine's output goes; by default a temporary file, removed by `close`.
         env: added to this process's environment for the child.
         engine_args: the engine's own arguments, by the names its Python API has.
@@ -114,6 +120,7 @@ class EngineProcess:
         *,
         engine: str = "vllm",
         kvcore: Mapping[str, Any] | None = None,
+        python: Path | None = None,
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         **engine_args: Any,
@@ -127,7 +134,12 @@ class EngineProcess:
         self._socket, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"kvcore_{engine}.driver", str(theirs.fileno())],
+                [
+                    str(python or sys.executable),
+                    "-m",
+                    f"kvcore_{engine}.driver",
+                    str(theirs.fileno()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

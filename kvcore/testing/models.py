@@ -117,7 +117,8 @@ def tiny_model(
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
             layers; ``mistral`` has the window on every layer; ``lfm2`` alternates attention with
-            layers that keep a state; the others have full attention.
+            layers that keep a state; ``deepseek_v2`` keeps a latent (MLA), every layer dense; the
+            others have full attention.
         sliding_window: tokens a windowed layer sees (for ``mistral``, 0 means all); ignored by
             architectures without a window.
 
@@ -384,6 +385,37 @@ def _lfm2_config(shape: _Shape, **common: Any) -> Any:
     return config
 
 
+def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
+    """Multi-head latent attention: what is kept of a token is twice a head, and a rotary part of
+    half a head. No layer has experts."""
+    from transformers import DeepseekV2Config
+
+    dim, positions = common.pop("head_dim"), common["max_position_embeddings"]
+    yarn = {  # published ones have it, and SGLang on a CPU knows no other
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": positions // 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    config = DeepseekV2Config(
+        rope_parameters=yarn,
+        q_lora_rank=None,
+        kv_lora_rank=2 * dim,
+        qk_nope_head_dim=dim,
+        qk_rope_head_dim=dim // 2,
+        v_head_dim=dim,
+        first_k_dense_replace=common["num_hidden_layers"],
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=dim,
+        **{**common, "num_key_value_heads": common["num_attention_heads"]},
+    )
+    config.moe_layer_freq = 1  # published checkpoints carry it, and engines ask for it
+    return config
+
+
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": _llama_config,
     "mistral": _mistral_config,
@@ -393,6 +425,7 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "phi3": _phi3_config,
     "gemma3": _gemma3_config,
     "lfm2": _lfm2_config,
+    "deepseek_v2": _deepseek_v2_config,
 }
 ARCHITECTURES = tuple(_CONFIGS)
 

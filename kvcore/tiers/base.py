@@ -56,11 +56,18 @@ class Tier(ABC):
     batch names a slot once. What a failed write leaves in a slot must not be readable as the new
     block, nor as a mix of two. One bad request does not fail the others of its batch.
 
+    A remote store (`kvcore.tiers.remote`) finds blocks by key and takes no note of slots: what was
+    written under one is read from any, until the store drops it.
+
     `kvcore.testing.tier_contract` tests all of this, for a third party's tier as for ours.
     """
 
     slot_nbytes: int
     """Bytes of a slot: a block, rounded up where the medium wants it."""
+
+    def attach(self, memory: memoryview) -> None:  # noqa: B027 - few media care
+        """Buffers will lie in ``memory``, the host arena, which outlives the tier. Called once, or
+        never, before the first operation."""
 
     @abstractmethod
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
@@ -71,7 +78,8 @@ class Tier(ABC):
         """Read blocks; None for each that is whole and the one asked for. Blocks until all have
         ended. The buffers of a failed read hold anything. CorruptBlock: the slot holds no block,
         or another one, or one that is not whole; SlotError: there is no such slot, or the buffers
-        are not of a block's size; TierUnavailable: the medium failed."""
+        are not of a block's size; TierUnavailable: the medium failed; BlockMissing, of a store
+        alone: it holds no such block."""
 
     @abstractmethod
     def invalidate(self, slots: Iterable[int]) -> None:

@@ -81,6 +81,11 @@ class HostArena:
         starts = [(i * self.num_slots + slot) * layer for i in range(self.shape.layers)]
         return [self._view[start : start + layer] for start in starts]
 
+    @property
+    def memory(self) -> memoryview:
+        """All slots, as one piece."""
+        return self._view
+
     def huge_nbytes(self) -> int:
         """Bytes of the arena that lie on huge pages now. Untouched memory lies on none."""
         return self._pages.huge_nbytes()

@@ -1,4 +1,9 @@
-"""Runs transfer graphs: one queue a path, ops in priority order, each started when its deps end.
+"""Runs transfer graphs: one queue a path, each op started when its deps have ended.
+
+    order   priority ──▶ wave ──▶ first layer ──▶ arrival
+
+A wave is what is waited for together, layer by layer: the loads of a step, the chunks of a blend.
+Layer 0 of all its graphs is copied before layer 1 of any, and an earlier wave before a later one.
 
     op      created ──▶ ready ──▶ running ──▶ completed | failed
                   └───────┴──▶ cancelled (by the caller, a deadline, or close)
@@ -48,6 +53,10 @@ class Executor(Protocol):
         ...
 
 
+_Entry = tuple[int, int, int, int, int, int]
+"""Priority, wave, first layer, arrival; then the graph and the position of the op in it."""
+
+
 class OpTiming(NamedTuple):
     """What the observer of an engine is told when an op ends; ``started`` is of the clock."""
 
@@ -62,9 +71,10 @@ class OpTiming(NamedTuple):
 class _Run:
     """A graph in flight. All fields are guarded by the engine's lock."""
 
-    def __init__(self, graph: TransferGraph, deadline: float | None) -> None:
+    def __init__(self, graph: TransferGraph, deadline: float | None, wave: int) -> None:
         self.graph = graph
         self.deadline = deadline
+        self.wave = wave
         self.states = [OpState.CREATED] * len(graph.ops)
         self.index = {op.op_id: i for i, op in enumerate(graph.ops)}
         self.failed: dict[int, RowError] = {}
@@ -106,7 +116,7 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._work = {path: threading.Condition(self._lock) for path in self._executors}
-        self._queues: dict[Path, list[tuple[int, int, int, int]]] = {p: [] for p in self._executors}
+        self._queues: dict[Path, list[_Entry]] = {path: [] for path in self._executors}
         self._runs: dict[int, _Run] = {}
         self._reports: list[OpReport] = []
         self._live_ops = 0
@@ -124,8 +134,13 @@ class TransferEngine:
 
     # -- submitting -------------------------------------------------------------------------
 
-    def submit(self, graph: TransferGraph) -> None:
-        """Start ``graph``. Does not block.
+    def wave(self) -> int:
+        """A wave for graphs that are waited for together, after every wave before it."""
+        with self._lock:
+            return self._next()
+
+    def submit(self, graph: TransferGraph, wave: int | None = None) -> None:
+        """Start ``graph``, as one of ``wave`` or of a wave of its own. Does not block.
 
         Raises CapacityError when the ops in flight would exceed ``queue_depth``, TransferError
         when the graph is malformed, uses a path without executor, or its id is in flight.
@@ -147,7 +162,8 @@ class TransferEngine:
                     f"flight; the limit is {self._depth} (transfer.queue_depth)"
                 )
             deadline = None if graph.deadline_s is None else self._clock() + graph.deadline_s
-            run = self._runs[graph.graph_id] = _Run(graph, deadline)
+            run = _Run(graph, deadline, self._next() if wave is None else wave)
+            self._runs[graph.graph_id] = run
             self._live_ops += len(graph.ops)
             self._advance(run)
             self._forget_if_ended(run)
@@ -236,7 +252,7 @@ class TransferEngine:
             queued = sum(
                 1
                 for path, queue in self._queues.items()
-                for _, _, graph_id, position in queue
+                for *_, graph_id, position in queue
                 if graph_id in self._runs and self._runs[graph_id].states[position] is OpState.READY
             )
         if live != self._live_ops or ready != queued:
@@ -262,14 +278,18 @@ class TransferEngine:
                 self._changed.wait(min(ends) - now if ends else None)
             return True
 
+    def _next(self) -> int:
+        self._order += 1
+        return self._order
+
     def _advance(self, run: _Run) -> None:
         """Queue every op of ``run`` that has become ready."""
         for position in run.runnable():
             op = run.graph.ops[position]
             run.states[position] = OpState.READY
-            self._order += 1
-            entry = (run.graph.priority.value, self._order, run.graph.graph_id, position)
-            heapq.heappush(self._queues[op.path], entry)
+            layer = 0 if op.layers is None else op.layers.start
+            rank = run.graph.priority.value, run.wave, layer, self._next()
+            heapq.heappush(self._queues[op.path], (*rank, run.graph.graph_id, position))
             self._work[op.path].notify()
 
     def _finish(self, run: _Run, position: int, failed: dict[int, RowError]) -> None:
@@ -335,7 +355,7 @@ class TransferEngine:
         with self._lock:
             while True:
                 while queue:
-                    _, _, graph_id, position = heapq.heappop(queue)
+                    *_, graph_id, position = heapq.heappop(queue)
                     run = self._runs.get(graph_id)
                     if run is not None and run.states[position] is OpState.READY:
                         run.states[position] = OpState.RUNNING

@@ -190,6 +190,8 @@ class RowError(str, Enum):
     """Why a row of an op was not copied."""
 
     CORRUPT = "corrupt"
+    MISSING = "missing"
+    """The tier held the block when it was asked, and holds it no more."""
     IO = "io"
     UPSTREAM = "upstream"
     CANCELLED = "cancelled"

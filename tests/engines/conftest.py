@@ -5,14 +5,19 @@ from importlib.util import find_spec
 
 import pytest
 
+GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+"""How each engine finds kvcore."""
 
-@pytest.fixture(autouse=True, scope="session")
-def adapter_is_found() -> None:
-    """Skip where there is no vLLM; where there is, it must find kvcore by itself, as a user's does.
+
+@pytest.fixture(autouse=True, scope="module")
+def adapter_is_found(request: pytest.FixtureRequest) -> None:
+    """Skip where the module's engine is not installed; where it is, it must find kvcore by itself,
+    as a user's does.
 
     Without this, a missing entry point shows as one puzzling failure per engine start.
     """
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here: `make test` makes an environment that has it")
-    names = {entry.name for entry in entry_points(group="vllm.general_plugins")}
-    assert "kvcore" in names, "kvcore is not installed (editable) beside vLLM: run `make env`"
+    name = request.module.__name__.rpartition(".")[2].removeprefix("test_").partition("_")[0]
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed here: tools/env.py {name} makes an environment of it")
+    names = {entry.name for entry in entry_points(group=GROUPS[name])}
+    assert "kvcore" in names, f"kvcore is not installed (editable) beside {name}: run tools/env.py"

@@ -72,6 +72,11 @@ def warmed(process: EngineProcess, chunks: list[list[int]]) -> EngineProcess:
     return process
 
 
+def with_faulty() -> dict[str, str]:
+    """Where an engine finds the plugin that fails."""
+    return {"PYTHONPATH": os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")])}
+
+
 def prompts(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
     """Some chunks each, in another order, between words of their own."""
     picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
@@ -354,17 +359,31 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
 
 @pytest.mark.whole_machine
 def test_tensor_parallel_ranks_choose_the_same_rows(
-    reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
+    reference: Reference,
+    model: Path,
+    chunks: list[list[int]],
+    warmed: EngineProcess,
+    tmp_path: Path,
 ) -> None:
-    asked = prompts(model, chunks, 4, seed=7)
-    single = answers(warmed, asked, fusion={"ratio": 0.2})
-    with engine(model, config(), tensor_parallel_size=2) as process:
+    """And where one of them fails in the middle of a blend, none waits for it."""
+    asked = prompts(model, chunks, 8, seed=7)
+    single = answers(warmed, asked[:4], fusion={"ratio": 0.2})
+    fail = tmp_path / "fail"
+    env = {**with_faulty(), "FAULTY_RANK": str(fail)}
+    kvcore = {**config(), "ops": {"backend": "faulty"}}
+    with engine(model, kvcore, env=env, tensor_parallel_size=2) as process:
         warm(process, chunks)
-        same(answers(process, asked, fusion={"ratio": 0.2}), single)
+        same(answers(process, asked[:4], fusion={"ratio": 0.2}), single)
         settled(process)
-        everything = answers(process, asked, fusion=ALL)
-        same(everything, reference(asked))
+        everything = answers(process, asked[:4], fusion=ALL)
+        same(everything, reference(asked[:4]))
         assert min(blended(everything)) >= 400
+        assert counted(process, "kvcore_blends_total", outcome="failed") == 0
+        fail.touch()
+        same(answers(process, asked[4:], fusion=ALL), reference(asked[4:]))
+        assert counted(process, "kvcore_blends_total", outcome="failed") >= 2
+        fail.unlink()
+        same(answers(process, asked[4:], fusion=EXACT), reference(asked[4:]))
 
 
 def test_compiled(reference: Reference, model: Path, chunks: list[list[int]]) -> None:
@@ -407,8 +426,7 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
 ) -> None:
     """A third party's selector raises, at first now and then and later always."""
     asked = prompts(model, chunks, 10, seed=10)
-    path = os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")])
-    with engine(model, config(selector="faulty"), env={"PYTHONPATH": path}) as process:
+    with engine(model, config(selector="faulty"), env=with_faulty()) as process:
         warm(process, chunks)
         got = answers(process, asked, fusion={"ratio": 0.999})
         right = reference(asked)

@@ -38,6 +38,8 @@ def test_the_dry_run_goes_through_every_op(tmp_path: Path) -> None:
         "gather", "scatter", "gather to the host", "scatter from the host", "shift", "pack e4m3",
         "unpack e4m3", "pack int8", "unpack int8", "merge", "deviation", "choose", "attend",
     }  # fmt: skip
+    looks = {row["way"] for row in report["rows"] if row["op"] == "look"}
+    assert looks == {"torch", "attention alone"}
     ways = {row["way"] for row in report["rows"]}
     assert {"torch", "a copy a piece", "batched copies", "masked SDPA"} <= ways
     assert all(row["agrees"] for row in report["rows"])

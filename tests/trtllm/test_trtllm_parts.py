@@ -652,14 +652,17 @@ def engine(answer: Callable[[bool], int], log: str) -> Callable[..., Any]:
 
 
 def test_verifying_finds_what_is_wrong(verify: Any, tmp_path: Path) -> None:
-    right = engine(lambda _: 1, "load request=1")
+    right = engine(lambda _: 1, "load request=1\nblend request=1")
     for case in verify.CASES:
         process = right if case.finds else engine(lambda _: 1, "")
         assert verify.run(case, "m", 1, tmp_path, process).passed, case.name
     hit, apart = verify.CASES[0], next(case for case in verify.CASES if not case.finds)
+    blend = next(case for case in verify.CASES if case.ratio == 0.15)
     wrong = [
         (hit, engine(lambda kvcore: 1 + kvcore, "load request=1"), "answers differ"),
-        (hit, engine(lambda _: 1, ""), "0 loads"),
+        (hit, engine(lambda _: 1, ""), "0 found"),
+        (blend, engine(lambda _: 1, "load request=1"), "0 found"),
+        (blend, engine(lambda kvcore: 1 + kvcore, "blend request=1"), "round 1"),
         (hit, engine(lambda _: 1, "load request=1\nkvcore stands aside: x"), "stands aside"),
         (apart, right, "expected none"),
     ]

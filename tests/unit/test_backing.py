@@ -59,6 +59,17 @@ def test_a_tier_is_prepared_by_the_leader_and_opened_by_each_rank(plugin: MakePl
     assert opened == [("tier", rank, {"door": "books"}, 4096) for rank in range(2)]
 
 
+def test_leaders_that_share_a_tier_divide_its_capacity(plugin: MakePlugin) -> None:
+    manager = PluginManager(entry_points=[plugin("shelf", SHELF_TIER)])
+    table = {"plugin": "shelf", "capacity": 24 * 2 * 4096}
+    config = load_config(None, {"tiers": {"books": table}})
+    slots = [
+        prepare_backings(config, GEOMETRY, manager, share=share)[0].spec.num_slots
+        for share in (1, 2, 3)
+    ]
+    assert slots == [12, 6, 4]  # the shelf takes half of what it may
+
+
 def test_a_tier_that_cannot_be_used_is_left_out_by_name(
     plugin: MakePlugin, caplog: pytest.LogCaptureFixture
 ) -> None:

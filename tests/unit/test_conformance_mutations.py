@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcore import worker as kvcore_worker  # after the skip
+from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import Paging
 from kvcore.block import Namespace
 from kvcore.layout import KVView
@@ -88,6 +90,20 @@ class MissingSalt(Leader):
         return self._namespaces.of()
 
 
+class MissingLora(Leader):
+    """KV is found whatever LoRA weights it was made with."""
+
+    def namespace_of(self, request: Request) -> Namespace:
+        return self._namespaces.of(salt=request.salt)
+
+
+class OneFingerprint(ReferenceEngine):
+    """Every model is taken for the same one."""
+
+    def describe(self, block_tokens: int) -> ModelDescription:
+        return replace(super().describe(block_tokens), fingerprint=bytes(16))
+
+
 class LayersSwapped(ReferenceEngine):
     """The first two layers are told to kvcore in each other's place: alone it never notices."""
 
@@ -116,6 +132,10 @@ def planted(engine: type[ReferenceEngine] = ReferenceEngine, **parts: Any) -> Dr
     return BrokenDriver()
 
 
+CAUGHT = r"differ|oracle|were stored|wrote|another model|\{0: 0"
+"""What a case says of a wrong answer or a wrong count."""
+
+
 # --- caught -----------------------------------------------------------------------------------
 
 
@@ -127,7 +147,9 @@ def fails(tmp_path: Path) -> Callable[..., None]:
         [case] = [one for one in CASES if one.name == name]
         with Kit(driver, tmp_path, model=small(), partners=partners) as kit:
             assert not case.lacks(kit)
-            with pytest.raises(AssertionError, match=r"differ|oracle|were stored|wrote|\{0: 0"):
+            with pytest.raises(
+                AssertionError, match=r"differ|oracle|were stored|wrote|another model|\{0: 0"
+            ):
                 case.run(kit)
 
     return check
@@ -162,6 +184,15 @@ def test_a_salt_that_is_left_out(fails: Callable[..., None]) -> None:
     fails(planted(leader_type=MissingSalt), "salts-kept-apart")
 
 
+def test_lora_weights_that_are_left_out(fails: Callable[..., None]) -> None:
+    fails(planted(leader_type=MissingLora), "lora-kept-apart")
+
+
+@pytest.mark.parametrize("case", ["another-rope-is-apart", "another-revision-is-apart"])
+def test_models_that_are_not_told_apart(fails: Callable[..., None], case: str) -> None:
+    fails(planted(OneFingerprint), case)
+
+
 @pytest.mark.parametrize("case", ["reads-what-others-wrote", "others-read-what-it-wrote"])
 def test_two_layers_swapped(fails: Callable[..., None], case: str) -> None:
     fails(planted(LayersSwapped), case, [find_driver("reference")])
@@ -171,7 +202,9 @@ def test_keys_that_are_not_rotated(fails: Callable[..., None]) -> None:
     fails(planted(blender_type=UnrotatedKeys), "as-the-oracle")
 
 
-@pytest.mark.parametrize("case", ["as-the-oracle", "everything-recomputed"])
+@pytest.mark.parametrize(
+    "case", ["as-the-oracle", "everything-recomputed", "no-row-sees-the-future"]
+)
 def test_a_row_that_sees_the_token_after_it(
     fails: Callable[..., None], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 
 transformers: Any = pytest.importorskip("transformers")
 
-from kvcore.errors import ConfigError, LayoutError  # noqa: E402  # after the skip
+from kvcore.errors import ConfigError, KVCoreError, LayoutError  # noqa: E402  # after the skip
 from kvcore.fusion import attend  # noqa: E402
 from kvcore.fusion.attend import (  # noqa: E402
     Attention,
@@ -31,6 +34,7 @@ from kvcore.fusion.select import (  # noqa: E402
     Threshold,
     attention_mass,
 )
+from kvcore.ops.fusion import TorchFusion  # noqa: E402
 from kvcore.testing.fusion import (  # noqa: E402
     ARCHITECTURES,
     ReferenceLayers,
@@ -296,6 +300,69 @@ def test_ranks_choose_by_the_sum_of_their_scores() -> None:
     other = Fusor(Reversed(LLAMA.decoder)).blend(job, placed, selector, Ratio(0.2))
     assert not set(alone.chosen.tolist()) & set(other.chosen.tolist())
     assert len(asked) == 1  # a constant ratio chooses once
+
+
+class Ranks:
+    """Two of them; a collective ends when both have called it."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+        self.ill = [False, False]
+
+    def layers(self, rank: int) -> ReferenceLayers:
+        ranks = self
+
+        class Rank(ReferenceLayers):
+            def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+                try:
+                    return super().run(layer, positions, state, attend)
+                finally:
+                    ranks.barrier.wait(20)
+
+            def reduce(self, scores: Tensor) -> Tensor:
+                ranks.barrier.wait(20)
+                return scores
+
+            def agree(self, well: bool) -> bool:
+                ranks.ill[rank] = not well
+                ranks.barrier.wait(20)
+                together = not any(ranks.ill)
+                ranks.barrier.wait(20)
+                return together
+
+        return Rank(LLAMA.decoder)
+
+
+@pytest.mark.parametrize("where", ["layer", "write", "merge", "attend"])
+@pytest.mark.parametrize("call", [0, 2, 3])
+@pytest.mark.parametrize("selector", ["key", "runs"])
+def test_what_fails_on_one_rank_stops_all(where: str, call: int, selector: str) -> None:
+    """No rank waits in a collective for one that has stopped."""
+    plan, ranks = LLAMA.plan(), Ranks()
+
+    def blend(rank: int) -> None:
+        placed, ops = ReferencePlaced(LLAMA.make(plan)), TorchFusion()
+        if rank == 1:
+            owner: Any = placed if where in ("layer", "write") else ops
+            calls = itertools.count()
+            real = getattr(owner, where)
+
+            def failing(*args: Any) -> Any:
+                if next(calls) == call:
+                    raise RuntimeError("no memory on this rank")
+                return real(*args)
+
+            setattr(owner, where, failing)
+        budget = Ratio(0.3, spread=0.5)
+        chosen = BUILTIN_SELECTORS[selector]()
+        Fusor(ranks.layers(rank), ops=ops).blend(job_of(plan), placed, chosen, budget)
+
+    with ThreadPoolExecutor(2) as pool:
+        well, ill = [pool.submit(blend, rank) for rank in range(2)]
+        with pytest.raises(RuntimeError, match="no memory on this rank"):
+            ill.result(60)
+        with pytest.raises(KVCoreError, match="another rank"):
+            well.result(60)
 
 
 def test_what_a_layer_raises_reaches_the_caller() -> None:

@@ -148,7 +148,7 @@ def test_the_next_walk_has_the_larger_ratio_and_the_gate_unless_it_is_full() -> 
     budget = Ratio(0.25, spread=0.5, full_layers=3)
     off = values_off(seen())
     for bound, ratio, gated in ((off, 0.25, True), (0.6 * off, 0.5, True), (0.0, 1.0, False)):
-        watch = Watch(Gate(bound), budget, LAYERS)
+        watch = Watch(Gate(bound, depth=0.5), budget, LAYERS)
         assert watch.see(seen()) == (ratio != 0.25)
         assert watch.budget == replace(budget, ratio=ratio)
         assert watch.next_gate is (watch.gate if gated else None)

@@ -481,6 +481,47 @@ def test_breaker_backs_off_further_each_time_a_probe_fails() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
+@pytest.mark.parametrize("found", ["corrupt", "missing", "cancelled"])
+def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) -> None:
+    """The medium answered, or was not asked at all: neither may shut it out for good."""
+    rig = Rig(host=4, disk=16)
+    keys = chain(1, 2, 3, 4)
+    for saved in (keys, chain(7, 8, 9, 10)):
+        rig.save(saved)
+        rig.drain()
+    breaker = rig.manager._breakers["disk"]
+    for _ in range(3):
+        breaker.failed()
+    rig.now = 6
+    graph = rig.load(keys)
+    assert graph is not None
+    assert not breaker.allows(), "one probe at a time"
+    if found == "cancelled":
+        rig.manager.cancel(graph.graph_id)
+    else:
+        rig.media.fail_next = RowError(found)
+    rig.drain()
+    assert breaker.allows()
+
+
+def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
+    rig = Rig(host=4, disk=16)
+    keys = chain(1, 2, 3, 4)
+    for saved in (keys, chain(7, 8, 9, 10)):
+        rig.save(saved)
+        rig.drain()
+    for _ in range(2):
+        rig.manager._breakers["disk"].failed()
+    rig.media.fail_next = RowError.MISSING
+    rig.load(keys)
+    rig.drain()
+    assert rig.manager.get_match(keys, NAMESPACE).depth < 4
+    rig.manager._breakers["disk"].failed()
+    assert rig.manager._breakers["disk"].state is BreakerState.CLOSED
+    assert "kvcore_corrupt_blocks_total" not in rig.metrics.snapshot()
+    rig.manager.check_integrity()
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Random traffic over chains that share prefixes; the media check every byte moved."""
 

@@ -18,7 +18,10 @@ pytest.importorskip("transformers")
 from kvcore import worker as kvcore_worker  # after the skip
 from kvcore.config import load_config
 from kvcore.errors import CapacityError, ConfigError, UnsupportedError
+from kvcore.fusion.attend import Attention, naive_attend_rows
 from kvcore.fusion.options import FusionOptions
+from kvcore.fusion.plan import LayerKV
+from kvcore.ops.fusion import FusionOps, TorchFusion
 from kvcore.testing.engine import (
     EngineArgs,
     Llama,
@@ -27,7 +30,8 @@ from kvcore.testing.engine import (
     load,
     random_llama,
 )
-from kvcore.testing.engine.model import Spec
+from kvcore.testing.engine import engine as reference_engine
+from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.testing.models import smollm2, tiny_model
 from kvcore.transfer.graph import Path as Direction
 from kvcore.transfer.graph import RowError
@@ -147,6 +151,24 @@ def test_what_cannot_run_is_refused(model: Llama) -> None:
     engine = ReferenceEngine(model, EngineArgs(num_pages=2))
     with engine, pytest.raises(CapacityError, match="3 pages"):
         engine.submit(words(1, 30), 8)
+
+
+@given(
+    rows=st.integers(1, 40),
+    before=st.integers(0, 63),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 3), (8, 1)]),
+    seed=st.integers(0, 99),
+)
+def test_a_piece_of_a_prompt_attends_to_all_before_it(
+    rows: int, before: int, heads: tuple[int, int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(rows, heads[0], 16, generator=generator)
+    size = (before + rows, heads[1], 16)
+    kv = LayerKV(*(torch.randn(size, generator=generator) for _ in range(2)))
+    positions = torch.arange(before, before + rows)
+    right = naive_attend_rows(queries, positions, *kv, Attention(0.25))
+    torch.testing.assert_close(attend_last(queries, kv, Attention(0.25)), right)
 
 
 # --- with kvcore and without ------------------------------------------------------------------
@@ -308,6 +330,37 @@ def test_blends(make: Make, plain: Ask, ranks: int) -> None:
     engine.run()
     assert exact.answer == plain(prompt)
     assert exact.cached_tokens <= 16
+
+
+class Counted(TorchFusion):
+    """Torch's operations, and which were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in FusionOps.__abstractmethods__:
+            self.asked.add(name)
+        return found
+
+
+def test_blends_by_the_operations_of_the_device(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    monkeypatch.setattr(reference_engine, "select_fusion", lambda *_: counted)
+    engine = make({"fusion": {"enabled": True}, "ops": {"backend": "reference"}}, num_pages=64)
+    assert engine.implementations == {"copies": "reference", "blends": "Counted"}
+    chunk = words(1, 96)
+    engine.generate([chunk], 1)
+    engine.settle()
+    engine.generate([words(9, 20) + chunk + words(10, 12)], 1, fusion=FusionOptions(ratio=0.3))
+    assert counted.asked == {"place", "merge", "deviation", "keep_top", "attend"}
+
+
+def test_without_fusion_nothing_blends(make: Make) -> None:
+    assert make({"ops": {"backend": "reference"}}).implementations == {"copies": "reference"}
 
 
 def test_blends_that_lose_their_pages(make: Make, plain: Ask) -> None:

@@ -154,6 +154,37 @@ def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
     assert rig.engine.close(timeout=WAIT)
 
 
+@given(
+    layers=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    behind=st.integers(1, 6),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_wave_is_copied_layer_by_layer_and_before_the_next(
+    layers: list[int], behind: int
+) -> None:
+    rig = Rig()
+    copies = rig.at[Path.H2D]
+    copies.gate.clear()
+    held = load(99, 1, 0, layers=())
+    rig.engine.submit(held)
+    assert copies.entered.wait(WAIT)  # from here on everything queues up
+    first, second = rig.engine.wave(), rig.engine.wave()
+    late = load(50, 2, 0, layers=layer_steps(behind, growth=1))
+    rig.engine.submit(late, second)
+    wave = [load(i, 2, 0, layers=layer_steps(n, growth=1)) for i, n in enumerate(layers)]
+    for graph in wave:
+        rig.engine.submit(graph, first)
+    own = load(51, 2, 0)
+    rig.engine.submit(own)
+    copies.gate.set()
+    assert all(rig.engine.wait(graph.graph_id, WAIT) for graph in [held, late, *wave, own])
+    expected = [(i, layer) for layer in range(6) for i, n in enumerate(layers) if layer < n]
+    expected += [(50, layer) for layer in range(behind)] + [(51, op.op_id) for op in own.ops]
+    assert [(graph_id, op_id) for graph_id, op_id, _ in rig.log[1:]] == expected
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
 def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: Rig) -> None:
     rig.at[Path.DISK2H].fail = {4: RowError.CORRUPT}
     graph = load(1, 2, 4)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from kvcore_vllm.clock import ForwardClock
-from kvcore_vllm.pacing import TIMED_TOKENS, Pace, make_pace, parts_of
+from kvcore_vllm.pacing import make_pace, parts_of
 
+from kvcore.adapting.pacing import TIMED_TOKENS, Pace
 from kvcore.fusion.controller import Mode, Part
 from kvcore.metrics import Metrics
 from kvcore.schema import FusionConfig
@@ -28,10 +29,6 @@ def pace(ranks: int = 1, looks: bool = False, **settings: Any) -> Pace:
     return make_pace(FusionConfig(**settings), engine, LAYERS, ranks, PATHS, looks)
 
 
-def news(**told: Any) -> Any:
-    return SimpleNamespace(**{"profile": [], "forwards": [], "counted": {}, **told})
-
-
 def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:
     given = {"ok": True, "verdicts": [], "look_s": 0.0, **told}
     return SimpleNamespace(rows=rows, kept=kept, compute_s=seconds, **given)
@@ -39,13 +36,13 @@ def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:
 
 def prefill(made: Pace, tokens: int, seconds_of_row: float = ROW) -> None:
     step = made.time([Part(tokens, 0)])
-    made.learn(news(forwards=[(step, tokens * LAYERS * seconds_of_row)]))
+    made.learn(forwards=[(step, tokens * LAYERS * seconds_of_row)])
 
 
-def moved(path: str, nbytes: int, seconds: float) -> Any:
+def moved(path: str, nbytes: int, seconds: float) -> dict[str, Any]:
     metrics = Metrics("rank0")
     metrics.transferred(path, nbytes, seconds)
-    return news(counted=metrics.delta())
+    return {"counted": metrics.delta()}
 
 
 def ask(made: Pace, tier: str = "host", nbytes: int = 50_000_000) -> Any:
@@ -69,7 +66,7 @@ def test_a_blend_that_saves_nothing_is_declined() -> None:
 
 def test_a_profile_alone_sets_the_level() -> None:
     made = pace()
-    made.learn(news(profile=[(rows, rows * LAYERS * 1e-3) for rows in (16, 64, 256)]))
+    made.learn(profile=[(rows, rows * LAYERS * 1e-3) for rows in (16, 64, 256)])
     assert ask(made).prefix_seconds == pytest.approx(3900 * LAYERS * 1e-3, rel=0.7)
     assert ask(pace()).prefix_seconds < 30
 
@@ -80,7 +77,7 @@ def test_a_slow_tier_is_learnt_from_the_workers_counters() -> None:
         prefill(made, tokens)
     assert ask(made, "disk").mode is Mode.BLEND
     for _ in range(30):
-        made.learn(moved("disk2h", 1_000_000, 1.0))
+        made.learn(**moved("disk2h", 1_000_000, 1.0))
     assert ask(made, "disk").mode is Mode.PREFIX
     assert ask(made, "host").mode is Mode.BLEND
 
@@ -91,7 +88,7 @@ def test_more_is_recomputed_where_it_hides_behind_loading_and_never_less_than_th
         for tokens in (500, 2000, 3000, 4000):
             prefill(made, tokens)
         for _ in range(30):
-            made.learn(moved("h2d", 10_000_000, 10_000_000 / rate))
+            made.learn(**moved("h2d", 10_000_000, 10_000_000 / rate))
     assert ask(fast, nbytes=200_000_000).ratio == 0.1
     assert 0.1 < ask(slow, nbytes=200_000_000).ratio <= 0.4
     looking = pace(ratio=0.1, ratio_max=0.4, looks=True)
@@ -128,7 +125,7 @@ def test_only_steps_that_prefill_are_timed_and_what_never_comes_is_forgotten() -
     assert len(set(numbers)) == 500
     assert 0 not in numbers
     assert len(made._parts) <= 100
-    made.learn(news(forwards=[(numbers[0], 1e6), (numbers[-1], 0.01)]))  # the first is forgotten
+    made.learn(forwards=[(numbers[0], 1e6), (numbers[-1], 0.01)])  # the first is forgotten
     assert numbers[-1] not in made._parts
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Any
 
+from kvcore_trtllm import engine
+from kvcore_trtllm.blending import SureBlends
 from kvcore_trtllm.describe import whole
+from kvcore_trtllm.fusing import FusionLeader
+from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
 from kvcore_trtllm.layout import Memory
 from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import Allgather, Tally, WorkerSide
@@ -13,17 +19,34 @@ from kvcore.adapting import build
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.rank import refuse_tier
 from kvcore.config import Config
+from kvcore.errors import UnsupportedError
 from kvcore.metrics import Metrics
+from kvcore.ops.fusion import select_fusion
+from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
+
+_log = logging.getLogger("kvcore.trtllm")
 
 
 def build_worker_side(
-    config: Config, memory: Memory, rank: int, allgather: Allgather, *, layerwise: bool
+    config: Config,
+    memory: Memory,
+    rank: int,
+    allgather: Allgather,
+    *,
+    layerwise: bool,
+    llm_args: Any = None,
 ) -> WorkerSide:
     """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
     right: nothing may be stored then."""
     model = whole(memory.facts, memory.groups, config.block.tokens)
     parts = build.build_worker(config, model, rank, memory.views)
+    blends, no_fusion = None, "it is not enabled"
+    if config.fusion.enabled:
+        try:
+            blends, no_fusion = _blends(config, llm_args, memory, parts, rank, allgather), ""
+        except UnsupportedError as error:
+            no_fusion = str(error)
     return WorkerSide(
         parts.worker,
         Tally(model.world_size, allgather),
@@ -31,7 +54,56 @@ def build_worker_side(
         layerwise=layerwise,
         metrics=parts.metrics,
         open_tier=parts.open_tier,
+        blends=blends,
+        no_fusion=no_fusion,
     )
+
+
+def _blends(
+    config: Config,
+    llm_args: Any,
+    memory: Memory,
+    parts: build.WorkerParts,
+    rank: int,
+    allgather: Allgather,
+) -> SureBlends:
+    """What blends on this rank. Raises UnsupportedError where it could not be right."""
+    facts = memory.facts
+    ropes = ropes_of(llm_args, facts)
+    group, view = memory.groups[0], memory.views[0]
+    if group.layers != tuple(range(facts.layers)):
+        raise UnsupportedError("fusion needs all layers in one group of pages, in their order")
+    layers = TrtllmLayers(
+        engine.loaded_model(llm_args, rank),
+        view,
+        engine.rotary_embedding,
+        max_rows=getattr(llm_args, "max_num_tokens", None),
+        gather=allgather if facts.world_size > 1 else None,
+    )
+    device = view.tensors[0].device
+    # Without its timings, which are a collective: whether all ranks can blend is not known yet.
+    fusion = config.fusion.model_copy(update={"adaptive": False})
+    return SureBlends(
+        config.model_copy(update={"fusion": fusion}),
+        parts.worker,
+        layers,
+        ropes,
+        whole(facts, memory.groups, config.block.tokens).rank_shape(rank),
+        parts.plugins.selector(config.fusion.selector, config.fusion.selector_options),
+        group.page_tokens,
+        select_fusion(device, parts.plugins.ops(), config.ops.backend),
+    )
+
+
+def agree_on_fusion(config: Config, side: WorkerSide, ranks: int, allgather: Allgather) -> None:
+    """No rank blends unless all can. A collective, on every rank that has a side."""
+    if not config.fusion.enabled:
+        return
+    why = side.no_fusion.encode()
+    told = allgather(why) if ranks > 1 else [why]
+    if reason := next(filter(None, told), b"").decode():
+        _log.warning("exact prefixes only: %s", reason)
+        side.blends, side.no_fusion = None, reason
 
 
 def refusing_worker_side(world_size: int, allgather: Allgather) -> WorkerSide:
@@ -43,6 +115,7 @@ def refusing_worker_side(world_size: int, allgather: Allgather) -> WorkerSide:
         layerwise=False,
         metrics=Metrics(),
         open_tier=refuse_tier,
+        no_fusion="a rank cannot move KV",
     )
 
 
@@ -60,6 +133,12 @@ def build_leader(
     parts = build.build_leader(config, model, outbox)
     if alone:  # the first lookup may read from a tier, before there is any plan
         worker.open(parts.open_tiers)
+    fusion, releases = None, parts.releases
+    if worker.blends is not None:
+        segments = build.build_segments(config, model)
+        steps = layer_steps(model.shape.layers)
+        fusion = FusionLeader(config, model.shape, parts.manager, segments, steps, parts.metrics)
+        releases = [fusion.chunks.close, *releases]
     leader = Leader(
         config,
         model,
@@ -68,6 +147,8 @@ def build_leader(
         parts.metrics,
         open_tiers={} if alone else parts.open_tiers,
         lane=worker.start if alone else None,
+        fusion=fusion,
     )
     worker.listener = leader.hear
-    return leader, parts.releases
+    worker.on_blends = leader.hear_blends
+    return leader, releases

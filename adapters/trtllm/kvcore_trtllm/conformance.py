@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
+from kvcore_trtllm.salt import fusion_salt
+
 from kvcore.config import FORWARDED_VARIABLE
 from kvcore.errors import TransferError
 from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
@@ -48,9 +50,12 @@ class InHarness(Engine):
 
     def __init__(self, setup: Setup) -> None:
         self._rest = ExitStack()
+        self._reused: dict[int, dict[str, int]] = {}
         self._rest.enter_context(installed("1.3"))
         try:
             self._harness = self._start(setup)
+            if self._leader:
+                self._leader.on_reuse = self._reused.__setitem__
         except BaseException:
             self._rest.close()
             raise
@@ -59,8 +64,8 @@ class InHarness(Engine):
         chunked = setup.step_tokens is not None
         limits = Limits(max_num_tokens=setup.step_tokens or 4096, chunked=chunked)
         pages = PAGES if setup.memory_tokens is None else setup.memory_tokens // PAGE_TOKENS
-        args = HarnessArgs(setup.ranks, pages, PAGE_TOKENS, limits=limits)
-        model = _cached_load(setup.model)
+        args = HarnessArgs(setup.ranks, pages, PAGE_TOKENS, limits=limits, dtype=setup.dtype)
+        model = _cached_load(setup.model, setup.dtype)
         if setup.kvcore is None:
             return Harness(setup.model, args, model=model)
         connector = importlib.import_module("kvcore_trtllm.connector")
@@ -79,13 +84,22 @@ class InHarness(Engine):
 
     def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
         requests = [
-            self._harness.submit(ask.tokens, ask.max_tokens, cache_salt=ask.salt) for ask in asks
+            self._harness.submit(
+                ask.tokens,
+                ask.max_tokens,
+                cache_salt=_salt(ask),
+                py_lora_path=None if ask.lora is None else str(ask.lora),
+            )
+            for ask in asks
         ]
         for request, ask in zip(requests, asks, strict=True):
             if ask.abort_after is not None:
                 self._abort(request, ask.abort_after)
         self._harness.run(timeout_s)
-        return [_answer(request) for request in requests]
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: LlmRequest) -> Answer:
+        return Answer(request.generated, self._reused.pop(request.request_id, {}))
 
     def _abort(self, request: LlmRequest, after: int) -> None:
         self._harness.executor.step()
@@ -110,7 +124,7 @@ class InHarness(Engine):
         self.settle()
         self.forget()
         if self._leader:
-            self._leader.manager.clear()
+            self._leader.clear()
 
     def counted(self, name: str, **labels: str) -> float:
         return total([self._leader.metrics], name, labels) if self._leader else 0.0
@@ -127,17 +141,14 @@ class InHarness(Engine):
         self._rest.close()
 
 
-def _answer(request: LlmRequest) -> Answer:
-    """The engine knows how much it was promised, not from which tier."""
-    matched = request.num_connector_matched_tokens
-    return Answer(request.generated, {"host": matched} if matched else {})
+def _salt(ask: Ask) -> str | None:
+    """The salt of a request, which is also how one asks for fusion."""
+    return ask.salt if ask.fusion is None else fusion_salt(ask.salt or "", **ask.fusion)
 
 
 class TrtllmDriver(Driver):
     name: ClassVar[str] = "trtllm"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.CHUNKED_PREFILL, Capability.RANKS, Capability.SALT}
-    )
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.PREEMPTION}
 
     def start(self, setup: Setup) -> Engine:
         return InHarness(setup)

@@ -15,7 +15,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvcore_trtllm import engine
-from kvcore_trtllm.build import build_leader, build_worker_side, refusing_worker_side
+from kvcore_trtllm.build import (
+    agree_on_fusion,
+    build_leader,
+    build_worker_side,
+    refusing_worker_side,
+)
 from kvcore_trtllm.describe import ModelFacts, check_settings, describe
 from kvcore_trtllm.layout import Memory, of_pool, of_regions
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan
@@ -100,11 +105,17 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         try:
             memory = look(self._facts)
             self._side = build_worker_side(
-                self._config, memory, self._rank, _names.allgather, layerwise=self._layerwise
+                self._config,
+                memory,
+                self._rank,
+                _names.allgather,
+                layerwise=self._layerwise,
+                llm_args=self._llm_args,
             )
         except (UnsupportedError, LayoutError) as error:
             _log.warning("kvcore stands aside on rank %d: %s", self._rank, error)
             self._side = refusing_worker_side(self._facts.world_size, _names.allgather)
+        agree_on_fusion(self._config, self._side, self._facts.world_size, _names.allgather)
         releases: list[Callable[[], None]] = []
         if self._rank == 0 and memory is not None:
             self._meeting.leader, releases = build_leader(self._config, memory, self._side)

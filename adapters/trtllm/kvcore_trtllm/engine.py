@@ -1,11 +1,12 @@
 """The names of TensorRT-LLM that the connector needs, from where this version keeps them.
 
 The only module that imports the engine, and only these names: everything else of it is read from
-the objects it hands over.
+the objects it hands over, and from the model that fusion looks up.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,10 @@ MODULES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",  # from 1.3
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",  # 1.2
 )
+
+
+MODEL_ENGINE = "tensorrt_llm._torch.pyexecutor.model_engine"
+ROTARY = "tensorrt_llm._torch.modules.rotary_embedding"
 
 
 class EngineNames(NamedTuple):
@@ -47,3 +52,39 @@ def find() -> EngineNames:
         f"TensorRT-LLM's KV cache connector is not here; looked for {' and '.join(MODULES)}. "
         "Install tensorrt_llm 1.2 or 1.3 in this environment"
     )
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("tensorrt_llm"):
+            raise  # something that TensorRT-LLM itself needs
+        raise UnsupportedError(
+            f"{name} is not there: fusion knows TensorRT-LLM 1.2 and 1.3"
+        ) from error
+
+
+def loaded_model(llm_args: Any, rank: int) -> Any:
+    """The model of this rank. Raises UnsupportedError where not exactly one is found.
+
+    TensorRT-LLM does not tell a connector; its model engine is looked up among the objects of the
+    process.
+    """
+    kind = _module(MODEL_ENGINE).PyTorchModelEngine
+    # not isinstance: lazy objects of other libraries wake up when asked for their class
+    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    found = [each for each in found if not getattr(each, "is_draft_model", False)]
+    found = [each for each in found if each.mapping.rank == rank]
+    own = [each for each in found if getattr(each, "llm_args", None) is llm_args]
+    models = {id(each.model): each.model for each in own or found}
+    if len(models) != 1:
+        raise UnsupportedError(f"{len(models)} models of rank {rank} were found: fusion needs one")
+    return next(iter(models.values()))
+
+
+def rotary_embedding(attention: Any) -> Any:
+    """What rotates q and k of an attention module whose kernel does so otherwise."""
+    kind = _module(ROTARY).RotaryEmbedding
+    params = attention.pos_embd_params
+    return kind(params.rope, head_dim=attention.head_dim, is_neox=params.is_neox)

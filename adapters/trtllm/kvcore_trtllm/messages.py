@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvcore.adapting.orders import BlendOrder
 from kvcore.errors import FormatError
 from kvcore.transfer.graph import OpReport, TransferGraph
 
@@ -23,10 +24,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     tiers to make unreadable. ``early_saves`` read pages that may be given away in this very step.
     ``cancel`` and then ``fence`` name graphs that use pages which this step gives to others: they
     must have let go of them before it writes. ``sync_loads`` must have landed when the forward uses
-    them, ``async_loads`` belong to parked requests. ``late_saves`` read what this step's forward
-    computes. Saves come with the request they are of. ``lost_loads`` are parked requests whose load
-    could not be planned, to be reported all the same. ``broken`` says, where it is not empty, why
-    what this step computes must not reach anyone.
+    them, ``async_loads`` belong to parked requests. ``blends`` are carried out before the forward.
+    ``late_saves`` read what this step's forward computes. Saves come with the request they are of.
+    ``lost_loads`` are parked requests whose load could not be planned, to be reported all the same.
+    ``broken`` says, where it is not empty, why what this step computes must not reach anyone.
     """
 
     open_tiers: dict[str, dict[str, Any]] = {}
@@ -37,6 +38,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     sync_loads: list[TransferGraph] = []
     async_loads: list[tuple[int, TransferGraph]] = []
     lost_loads: list[int] = []
+    blends: list[BlendOrder] = []
     late_saves: list[tuple[int, TransferGraph]] = []
     spills: list[TransferGraph] = []
     broken: str = ""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcore_trtllm.salt import Wish, read_salt
+
+from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
+from kvcore.errors import ConfigError
+from kvcore.fusion.options import FusionOptions
 from kvcore.index import Pin
+
+_log = logging.getLogger("kvcore.trtllm.scheduler")
 
 
 @dataclass
@@ -33,7 +41,9 @@ class Tracked:
 
     ``device_tokens`` are those the engine held itself. ``bound`` counts tokens whose KV is certain
     once the forwards planned so far have run. ``seen`` is the step in which the engine last spoke
-    of it.
+    of it. ``plan`` is a blend that was promised and not ordered yet, and from ``approximate_from``
+    on its KV is approximate. ``tokens`` are kept where fusion learns what they are stored as, of
+    which it was told ``learned`` blocks.
     """
 
     request_id: int
@@ -47,13 +57,28 @@ class Tracked:
     received: int = 0
     bound: int = 0
     reused: dict[str, int] = field(default_factory=dict)
+    plan: BlendPlan | None = None
+    approximate_from: int | None = None
+    tokens: list[int] | None = None
+    learned: int = 0
 
     def receive(self, new_tokens: Sequence[int]) -> None:
         """Take in tokens the engine tells of; those known already are not hashed again."""
         self.received += len(new_tokens)
         fresh = self.received - self.chain.num_tokens
         if fresh > 0:
-            self.chain.extend(new_tokens[len(new_tokens) - fresh :])
+            self.extend(new_tokens[len(new_tokens) - fresh :])
+
+    def extend(self, fresh: Sequence[int]) -> None:
+        """Take in tokens that follow those known."""
+        self.chain.extend(fresh)
+        if self.tokens is not None:
+            self.tokens.extend(fresh)
+
+    def exact_tokens(self, tokens: int) -> int:
+        """How many of the first ``tokens`` have exact KV."""
+        known = self.approximate_from
+        return tokens if known is None else min(tokens, known)
 
 
 def excluded(request: Any) -> bool:
@@ -83,6 +108,28 @@ def extras(request: Any) -> list[Extra]:
     ]
 
 
+def wish_of(request: Any, tokens: int) -> Wish | None:
+    """What the request's salt asks of fusion; None where it does not speak of it.
+
+    One that makes no sense is answered exactly, under the salt as it is.
+    """
+    salt: str | None = getattr(request, "cache_salt", None)
+    try:
+        wish = read_salt(salt, tokens)
+    except ConfigError as error:
+        _log.warning("request %s is answered without fusion: %s", request.request_id, error)
+        return None
+    if wish is not None and (_has_lora(request) or extras(request)):
+        _log.debug("request %s has an adapter or pictures: no fusion", request.request_id)
+        return wish._replace(options=FusionOptions(enabled=False))
+    return wish
+
+
+def _has_lora(request: Any) -> bool:
+    names = ("py_lora_path", "lora_task_id")
+    return any(getattr(request, name, None) is not None for name in names)
+
+
 class RequestNamespaces:
     """Namespaces by LoRA and tenant. The engine knows LoRA weights by a number that means nothing
     to another process: without their folder, their KV is found by this engine only."""
@@ -91,8 +138,9 @@ class RequestNamespaces:
         self._namespaces = Namespaces(config.namespace, fingerprint)
         self._epoch = secrets.token_hex(16)
 
-    def of(self, request: Any) -> Namespace:
-        return self._namespaces.of(self._lora(request), _salt(request))
+    def of(self, request: Any, wish: Wish | None = None) -> Namespace:
+        salt = _salt(request) if wish is None else wish.salt
+        return self._namespaces.of(self._lora(request), salt)
 
     def _lora(self, request: Any) -> str:
         path = getattr(request, "py_lora_path", None)

@@ -20,16 +20,28 @@ its fence, and the workers let it end before the step touches the page.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvcore_trtllm.describe import Description
+from kvcore_trtllm.fusing import FusionLeader
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.pages import NO_PAGE, page_deltas, places
-from kvcore_trtllm.requests import Promise, RequestNamespaces, Tracked, excluded, extras
+from kvcore_trtllm.requests import (
+    Promise,
+    RequestNamespaces,
+    Tracked,
+    excluded,
+    extras,
+    wish_of,
+)
+from kvcore_trtllm.salt import Wish
 
+from kvcore.adapting.chunks import BlendPlan
+from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
 from kvcore.block import KeyChain
@@ -62,7 +74,8 @@ class _Use:
 class Leader:
     """One per engine, on rank 0. Called from the executor's thread only.
 
-    ``lane`` hands a graph to the only rank at once; None with more ranks.
+    ``lane`` hands a graph to the only rank at once; None with more ranks. ``fusion`` is None where
+    there is none; ``on_reuse`` hears which tokens of a request come from where.
     """
 
     def __init__(
@@ -74,13 +87,17 @@ class Leader:
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
         lane: Lane | None = None,
+        fusion: FusionLeader | None = None,
     ) -> None:
+        self.on_reuse: Callable[[int, dict[str, int]], None] | None = None
         self.metrics = metrics
         self.manager = manager
         self._config = config
         self._model = model
         self._outbox = outbox
         self._lane = lane
+        self._fusion = fusion
+        self._learning: dict[int, tuple[Tracked, int, int]] = {}  # saves, and the blocks they hold
         self._block = config.block.tokens
         self._namespaces = RequestNamespaces(config, model.fingerprint)
         self._paging = Paging(model.groups, self._block, no_page=NO_PAGE, place=of_its_group)
@@ -107,20 +124,33 @@ class Leader:
         if self._aside or excluded(request):
             return 0, False
         tokens = request.get_tokens(0)
-        chain = KeyChain(self._namespaces.of(request), self._block)
+        wish = wish_of(request, len(tokens))
+        chain = KeyChain(self._namespaces.of(request, wish), self._block)
         chain.extend(tokens, extras(request))
         tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
         self._requests[request.request_id] = tracked
-        # The last token is always computed: its logits are wanted.
-        most = len(tokens) - 1
+        if self._fusion is not None:
+            tracked.tokens = list(tokens)
+        if wish is not None and computed:
+            tracked.approximate_from = 0  # its salt was used before: these pages may be a blend's
+            return 0, False
         if computed % self._model.facts.page_tokens:
             return 0, False  # inside a page, which the engine fills in its own way
+        # The last token is always computed: its logits are wanted.
+        most = len(tokens) - 1
         hit = self._hit(chain, computed, most)
         held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         stop = min(held * self._block, most)
+        if wish is not None and (until := self._blend(tracked, wish, stop)):
+            return until, False
+        return self._promise(tracked, stop, hit)
+
+    def _promise(self, tracked: Tracked, stop: int, hit: Hit) -> tuple[int, bool]:
+        """Promise [device_tokens, stop), where that is worth it."""
+        computed, chain = tracked.device_tokens, tracked.chain
         gain = stop - computed
         if gain < max(self._config.trtllm.min_load_tokens, 1):
-            self._count_miss(len(tokens), gain, hit)
+            self._count_miss(tracked.prompt_tokens, gain, hit)
             return 0, False
         blocks = self._blocks(computed, stop)
         parks = (blocks[1] - blocks[0]) * self._model.shape.nbytes > (
@@ -128,7 +158,58 @@ class Leader:
         )
         pin = self.manager.index.pin(HOST, chain.keys[blocks[1] - 1])
         tracked.promise = Promise(computed, stop, parks, pin)
+        tracked.reused = {HOST: gain}
         return gain, parks
+
+    # -- fusion -----------------------------------------------------------------------------
+
+    def _blend(self, tracked: Tracked, wish: Wish, exact: int) -> int:
+        """Promise a blend of a prompt of which the engine holds nothing and host memory ``exact``
+        tokens, where one is worth it; the token up to which KV is promised, 0 for none."""
+        if self._fusion is None or tracked.tokens is None:
+            return 0
+        namespace = tracked.chain.namespace
+        plan = self._fusion.plan(tracked.tokens, wish.options, namespace, exact)
+        if plan is None:
+            return 0
+        if exact:  # pinned before chunks are brought, which takes room in host memory
+            last = self._blocks(0, exact)[1]
+            pin = self.manager.index.pin(HOST, tracked.chain.keys[last - 1])
+            tracked.promise = Promise(0, exact, False, pin)
+        plan = self._fusion.in_host(plan, self._bring)
+        if plan is not None:
+            return self._promise_blend(self._fusion, tracked, plan)
+        if tracked.promise is not None:
+            self.manager.index.unpin(tracked.promise.pin)
+            tracked.promise = None
+        return 0
+
+    def _promise_blend(self, fusion: FusionLeader, tracked: Tracked, plan: BlendPlan) -> int:
+        """Promise [0, plan.stop): an exact prefix that is loaded, and a blend behind it."""
+        assert not tracked.device_tokens
+        fusion.promised(plan)
+        tracked.plan = plan
+        tracked.approximate_from = plan.chunks[0].prompt_start
+        tracked.reused = {HOST: plan.exact, "blend": plan.reused}
+        return plan.stop
+
+    def _order(self, tracked: Tracked) -> BlendOrder:
+        plan = tracked.plan
+        assert plan is not None
+        assert self._fusion is not None
+        assert tracked.tokens is not None
+        self._check_pages(plan.exact, plan.stop, tracked.pages)
+        tracked.plan = None
+        prompt = tracked.tokens[: tracked.prompt_tokens]
+        take = self._outbox.graphs.remove
+        return self._fusion.order(tracked.request_id, prompt, plan, tracked.pages[0], take)
+
+    def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
+        """Blocks of a request are stored: they can be found as chunks."""
+        if self._fusion is not None and tracked.tokens is not None:
+            self._fusion.chunks.learn(tracked.chain, start, stop, tracked.tokens)
+
+    # -- what is promised is in host memory ---------------------------------------------------
 
     def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
         return start_token // self._block, -(-stop_token // self._block)
@@ -137,15 +218,28 @@ class Leader:
         """What is held of the chain, after as much of it as possible was brought to host memory."""
         digest = chain.namespace.digest
         hit = self.manager.get_match(chain.keys, digest)
+        if self.manager.ask_stores(hit, computed // self._block):
+            # The engine knows no "ask me later": what comes too late serves the same prompt again.
+            self.manager.wait_stores(self._config.trtllm.stage_wait_s)
+            hit = self.manager.get_match(chain.keys, digest)
         first, last = self._blocks(computed, min(hit.depth * self._block, most))
         below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
         if first >= last or not below or self._config.trtllm.min_load_tokens > most - computed:
             return hit
-        graph_id = self._stage(hit, last)
-        if graph_id is None or self._lane is None:
-            return hit
-        self.manager.wait(graph_id, self._config.trtllm.stage_wait_s)
-        return self.manager.get_match(chain.keys, digest)
+        waited = self._bring([(hit, last)])
+        return self.manager.get_match(chain.keys, digest) if waited else hit
+
+    def _bring(self, wanted: Iterable[tuple[Hit, int]]) -> bool:
+        """Bring blocks of each hit up to the one given into host memory, and wait for them at most
+        `trtllm.stage_wait_s` in all; whether there was anything to wait for."""
+        staged = [self._stage(hit, last) for hit, last in wanted]
+        graphs = [graph_id for graph_id in staged if graph_id is not None]
+        if self._lane is None:
+            return False
+        limit = time.monotonic() + self._config.trtllm.stage_wait_s
+        for graph_id in graphs:
+            self.manager.wait(graph_id, max(limit - time.monotonic(), 0.0))
+        return bool(graphs)
 
     def _stage(self, hit: Hit, last: int) -> int | None:
         """Bring blocks up to ``last`` into host memory: a load that copies nothing further."""
@@ -186,6 +280,7 @@ class Leader:
         if tracked is not None and tracked.promise is not None and tracked.promise.parked:
             graph = self._load(tracked, pages)
             tracked.load = graph.graph_id
+            self._count(tracked)
             self._plan.async_loads.append((tracked.request_id, graph))
 
     def lose(self, request_id: int, parked: bool) -> None:
@@ -197,7 +292,7 @@ class Leader:
     def _load(self, tracked: Tracked, pages: PageTables) -> TransferGraph:
         promise = tracked.promise
         assert promise is not None
-        self._check_pages(promise, pages)
+        self._check_pages(promise.start_token, promise.stop_token, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
         units = self._paging.units(pages, first, last, promise.start_token)
         hit = Hit(tracked.chain.keys, tracked.chain.namespace.digest, (Source(HOST, 0, last),))
@@ -208,8 +303,6 @@ class Leader:
         self.manager.index.unpin(promise.pin)
         tracked.promise = None
         self._use(graph, tracked.request_id, writes=True)
-        tracked.reused = {HOST: promise.stop_token - promise.start_token}
-        self.metrics.looked_up(tracked.reused, tracked.prompt_tokens - promise.stop_token)
         _log.debug(
             "load request=%s tokens=%d..%d parked=%s",
             tracked.request_id,
@@ -219,16 +312,23 @@ class Leader:
         )
         return graph
 
-    def _check_pages(self, promise: Promise, pages: PageTables) -> None:
+    def _count(self, tracked: Tracked) -> None:
+        """Tokens that come from somewhere, by what was promised."""
+        missed = tracked.prompt_tokens - tracked.device_tokens - sum(tracked.reused.values())
+        self.metrics.looked_up(tracked.reused, missed)
+        if self.on_reuse is not None:
+            self.on_reuse(tracked.request_id, tracked.reused)
+
+    def _check_pages(self, start: int, stop: int, pages: PageTables) -> None:
         """Raise CapacityError unless there is a page for every promised token."""
         for group in self._model.groups:
-            first = promise.start_token // group.page_tokens
-            last = -(-promise.stop_token // group.page_tokens)
+            first = start // group.page_tokens
+            last = -(-stop // group.page_tokens)
             table = pages[group.index]
             if len(table) < last or NO_PAGE in table[first:last]:
                 raise CapacityError(
-                    f"tokens {promise.start_token}..{promise.stop_token} were promised and the "
-                    f"engine gave pages {list(table)[first:last]} of {group.page_tokens} tokens"
+                    f"tokens {start}..{stop} were promised and the engine gave pages "
+                    f"{list(table)[first:last]} of {group.page_tokens} tokens"
                 )
 
     # -- a step is planned ------------------------------------------------------------------
@@ -255,6 +355,8 @@ class Leader:
         self._shared.clear()
         self._here.clear()
         self._asked.clear()
+        if self._fusion is not None:
+            self._fusion.step_ends()
         if self._step % (FORGET_AFTER // 8) == 0:
             self._collect()
         return plan
@@ -267,8 +369,12 @@ class Leader:
         tracked.pages = [[] for _ in self._model.groups]
         tracked.received = 0
         self._take(tracked, data)
+        if tracked.promise is not None or tracked.plan is not None:
+            self._count(tracked)
         if tracked.promise is not None:
             self._plan.sync_loads.append(self._load(tracked, tracked.pages))
+        if tracked.plan is not None:
+            self._plan.blends.append(self._order(tracked))
         self._save_computed(tracked)
 
     def _go_on(self, data: Any) -> None:
@@ -276,7 +382,7 @@ class Leader:
         if tracked is None:
             return
         if not tracked.pages:  # told in the middle: its page table is not known
-            if tracked.promise is not None:
+            if tracked.promise is not None or tracked.plan is not None:
                 self._lost.add(data.request_id)
             return
         self._take(tracked, data)
@@ -301,14 +407,18 @@ class Leader:
 
     def _save(self, tracked: Tracked, blocks: int, pages: PageTables) -> TransferGraph | None:
         keys = tracked.chain.keys
-        blocks = min(blocks, len(keys))
+        blocks = min(tracked.exact_tokens(blocks * self._block) // self._block, len(keys))
         if self._aside or blocks <= 0:
             return None
         units_of = partial(self._paging.whole_units, pages)
         digest = tracked.chain.namespace.digest
         graph = self.manager.launch_save(keys, digest, blocks, units_of)
+        learned, tracked.learned = tracked.learned, max(tracked.learned, blocks)
         if graph is not None:
             self._use(graph, tracked.request_id, writes=False)
+            self._learning[graph.graph_id] = (tracked, learned, blocks)
+        elif blocks > learned:
+            self._learn(tracked, learned, blocks)
         return graph
 
     def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
@@ -352,6 +462,12 @@ class Leader:
             _log.exception("reports could not be taken in")
             self.stand_aside("an error in the leader's books")
 
+    def hear_blends(self, blends: Iterable[BlendReport]) -> None:
+        """`FusionLeader.hear` for rank 0's worker, which is in this process."""
+        for report in blends:
+            if self._fusion is not None:
+                self._fusion.hear(report)
+
     def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
         """Take in what ended on all ranks, and what they counted."""
         for delta in counted:
@@ -376,6 +492,9 @@ class Leader:
             return
         del self._using[report.graph_id]
         self._users.drop(report.graph_id)
+        learned = self._learning.pop(report.graph_id, None)
+        if learned is not None and not report.failed:
+            self._learn(*learned)
         tracked = self._requests.get(use.request_id)
         if tracked is not None and tracked.load == report.graph_id:
             tracked.load = None
@@ -418,7 +537,7 @@ class Leader:
             return False
         tokens = request.get_tokens(0)
         if len(tokens) > tracked.chain.num_tokens:
-            tracked.chain.extend(tokens[tracked.chain.num_tokens :])
+            tracked.extend(tokens[tracked.chain.num_tokens :])
         computed = tracked.bound
         if computed >= tracked.prompt_tokens:
             # All but the last sampled token; the bound may lag one behind with overlap.
@@ -451,6 +570,12 @@ class Leader:
                 self._drop(request_id)
 
     # -- upkeep -----------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every block of every tier."""
+        self.manager.clear()
+        if self._fusion is not None:
+            self._fusion.chunks.forget()
 
     @property
     def tracked(self) -> int:

@@ -1,6 +1,6 @@
 """The data plane inside a TensorRT-LLM rank: runs step plans around the model's forward.
 
-    start_load_kv         early saves, fences, loads begin       (before the forward)
+    start_load_kv         early saves, fences, loads begin; blends       (before the forward)
     wait_for_layer_load   a layer of a sync load has landed
     end of the forward    late saves begin
     get_finished          what ended; ids of parked requests, each once
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from kvcore_trtllm.blending import SureBlends
 from kvcore_trtllm.messages import StepNews, StepPlan
 
+from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Quorum
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.errors import TransferError
@@ -93,12 +95,21 @@ class _Load:
         return any(report.failed for report in self.reports)
 
 
+@dataclass
+class _Chunk:
+    """A chunk on its way into a blend's staging; ``left`` counts its ops."""
+
+    left: int
+    failed: bool = False
+
+
 class WorkerSide:
     """One per rank. Called from the executor's thread only.
 
     ``layers`` is the number of decoder layers whose hooks call `wait_for_layer`; ``layerwise`` says
     whether a load may still be under way when the forward begins. ``listener`` hears what ended on
-    all ranks; only the leader's rank has one.
+    all ranks, ``on_blends`` what became of blends; only the leader's rank has them. ``blends`` is
+    None where there is no fusion, and ``no_fusion`` says why.
     """
 
     def __init__(
@@ -110,7 +121,13 @@ class WorkerSide:
         layerwise: bool,
         metrics: Metrics,
         open_tier: TierOpener,
+        blends: SureBlends | None = None,
+        no_fusion: str = "",
     ) -> None:
+        self.blends = blends
+        self.no_fusion = no_fusion
+        self.on_blends: Callable[[list[BlendReport]], None] | None = None
+        self._chunks: dict[int, _Chunk] = {}
         self._worker = worker
         self._tally = tally
         self._layers = layers
@@ -133,8 +150,8 @@ class WorkerSide:
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Start what must start before this step's forward. Blocks on fences, and on sync loads
-        unless they are waited for layer by layer."""
+        """Start what must start before this step's forward, and carry out its blends. Blocks on
+        fences and blends, and on sync loads unless they are waited for layer by layer."""
         self._drop_late_saves()  # of a forward that failed
         self._plan, self._in_step, self._worked = plan, True, True
         self.open(plan.open_tiers)
@@ -154,8 +171,10 @@ class WorkerSide:
         self._loaded.update(plan.lost_loads)
         for graph in plan.spills:
             self.start(graph)
-        if not self._layerwise:
+        if plan.blends or not self._layerwise:
             self._settle_all()
+        if plan.blends:
+            self._blend(plan)
 
     def start(self, graph: TransferGraph) -> None:
         """Start a graph that touches no page of the engine's."""
@@ -197,6 +216,38 @@ class WorkerSide:
             for report in refuse(graph, RowError.UPSTREAM):
                 self._take(report)
         self._plan.late_saves = []
+
+    # -- blends -----------------------------------------------------------------------------
+
+    def _blend(self, plan: StepPlan) -> None:
+        """Carry out the step's blends; where one cannot be made, nothing of the step gets out."""
+        if self.blends is None:
+            plan.broken = plan.broken or f"a blend was promised: {self.no_fusion}"
+            return
+        for graph in (chunk.graph for order in plan.blends for chunk in order.chunks):
+            self._tally.expect(graph)
+            self._chunks[graph.graph_id] = _Chunk(len(graph.ops))
+        for report in self.blends.begin(plan.blends):
+            self._take(report)
+        try:
+            self.blends.carry_out(self._arrived)
+        except TransferError as error:
+            plan.broken = plan.broken or str(error)
+        self._chunks.clear()
+        reports = self.blends.take_reports()
+        if self.on_blends is not None:
+            self.on_blends(reports)
+
+    def _arrived(self, order: BlendOrder) -> bool:
+        """Wait for an order's chunks; whether all came."""
+        for chunk in order.chunks:
+            graph_id = chunk.graph.graph_id
+            while self._chunks[graph_id].left:
+                self._worker.wait_device(graph_id)
+                self._collect()
+                if self._chunks[graph_id].left:
+                    self._worker.wait_report(RETRY_WAIT_S)
+        return not any(self._chunks[chunk.graph.graph_id].failed for chunk in order.chunks)
 
     # -- sync loads -------------------------------------------------------------------------
 
@@ -311,6 +362,9 @@ class WorkerSide:
             self._take_load(load, report)
             return
         self._reports.append(report)
+        if (chunk := self._chunks.get(report.graph_id)) is not None:
+            chunk.left -= 1
+            chunk.failed = chunk.failed or bool(report.failed)
         if report.op_id == 0 and report.graph_id in self._saver:
             request_id = self._saver.pop(report.graph_id)
             self._saving[request_id].discard(report.graph_id)

@@ -9,24 +9,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from kvcore_vllm.attention import install
-from kvcore_vllm.blending import Blends, RefusingBlends
 from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.layout import group_view, verify_cpu_layout
-from kvcore_vllm.pacing import Pace, make_pace
+from kvcore_vllm.pacing import make_pace
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
-from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
+from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.build import (
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_segments,
+    build_worker,
+)
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.planning import Planning, read_paths
+from kvcore.adapting.pacing import Pace
+from kvcore.adapting.planning import Planning
 from kvcore.adapting.rank import refuse_tier
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
-from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape, KVView
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
@@ -94,7 +100,7 @@ def _fusion_leader(
         config,
         model.shape,
         parts.manager,
-        _segments(config, model),
+        build_segments(config, model),
         steps,
         model.groups[0].page_tokens,
         pace if config.fusion.adaptive else None,
@@ -117,7 +123,7 @@ def _pace(
         vllm_config,
         model.shape.layers,
         model.world_size,
-        read_paths(parts.manager),
+        parts.read_paths,
         looks,
     )
 
@@ -134,15 +140,6 @@ def _planning(
         min_load_tokens=config.vllm.min_load_tokens,
         layerwise=config.vllm.layerwise,
     )
-
-
-def _segments(config: Config, model: ModelDescription) -> Segments:
-    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
-    path = None
-    if config.disk.path is not None and config.disk.path.is_dir():
-        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
-        path = config.disk.path / name
-    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:

@@ -86,6 +86,7 @@ def _arguments(setup: Setup) -> dict[str, Any]:
         "block_size": PAGE_TOKENS,
         "enable_prefix_caching": setup.kvcore is not None,
         "tensor_parallel_size": setup.ranks,
+        "dtype": setup.dtype,
     }
     if setup.step_tokens is not None:
         made["max_num_batched_tokens"] = setup.step_tokens

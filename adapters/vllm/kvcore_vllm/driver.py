@@ -32,9 +32,17 @@ class Driver:
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
-        self, model: str, kvcore: dict[str, Any] | None, **engine_args: Any
+        self,
+        model: str,
+        kvcore: dict[str, Any] | None,
+        start_method: str = "spawn",
+        **engine_args: Any,
     ) -> dict[str, Any]:
-        """Build the engine; blocks this process's loop until it takes requests."""
+        """Build the engine; blocks this process's loop until it takes requests.
+
+        ``start_method`` "fork" makes the engine core and its workers forks of this process on a
+        CPU: they then need not import vLLM again, which takes longer than a small model's answers.
+        """
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -56,7 +64,10 @@ class Driver:
                 "kv_connector_extra_config": kvcore,
             }
         arguments = AsyncEngineArgs(model=model, **_with_own_types(engine_args))
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        settings = arguments.create_engine_config()
+        if current_platform.is_cpu():
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+        self._engine = AsyncLLM.from_vllm_config(settings)
         return {
             "engine": "vllm",
             "version": vllm.__version__,

@@ -21,10 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcore_vllm.messages import BlendOrder, BlendReport, ChunkLoad
-from kvcore_vllm.pacing import Pace
 
 from kvcore.adapting.chunks import BlendPlan, Chunks
+from kvcore.adapting.orders import BlendOrder, BlendReport, told
+from kvcore.adapting.pacing import Pace
 from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
 from kvcore.errors import ConfigError, KVCoreError
@@ -93,15 +93,7 @@ class Fusing:
             return {"error": self.refused}
         if self.plan is None or self.approximate_from is None:
             return {} if self.declined is None else {"declined": self.declined}
-        if self.report is not None and not self.report.ok:
-            return {"error": "the blend failed: the engine computed the prompt"}
-        told: dict[str, Any] = {"blended_tokens": self.plan.reused, "ratio": self.plan.ratio}
-        if self.report is not None:
-            told["ratio"] = self.report.ratio
-            told["recomputed_share"] = round(self.report.share, 4)
-            if self.report.verdicts:
-                told["gate"] = self.report.verdicts
-        return told
+        return told(self.plan, self.report)
 
 
 class FusionLeader:
@@ -184,11 +176,7 @@ class FusionLeader:
 
     def _decide(self, pace: Pace, request: Request, plan: BlendPlan, hit: Hit) -> Decision:
         exact = {tier: n * self._shape.nbytes for tier, n in hit.blocks_by_tier().items()}
-        chunks: dict[str, int] = {}
-        for chunk in plan.chunks:
-            source, start, stop = self.chunks.source(chunk)
-            for tier, blocks in source.blocks_by_tier(start, stop).items():
-                chunks[tier] = chunks.get(tier, 0) + blocks * self._shape.nbytes
+        chunks = self.chunks.nbytes(plan)
         decision = pace.decide(request.num_tokens, plan.exact, plan.reused, exact, chunks)
         _log.debug("request=%s %s: %s", request.request_id, decision.mode.value, decision.reason)
         return decision
@@ -288,22 +276,7 @@ class FusionLeader:
         plan = fusing.plan
         assert plan is not None
         fusing.due = False
-        chunks, row = [], 0
-        for chunk in plan.chunks:
-            try:
-                hit, start, stop = self.chunks.source(chunk)
-                units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-                graph = self._manager.launch_load(
-                    hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
-                )
-            except KVCoreError as error:
-                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
-                continue
-            submit(graph)
-            first = row * self._block + chunk.source_start - start * self._block
-            distance = chunk.prompt_start - chunk.source_start
-            chunks.append(ChunkLoad(graph, first, chunk.length, chunk.prompt_start, distance))
-            row += stop - start
+        chunks, row = self.chunks.launch(plan, self._layer_steps, submit)
         self._staged += row * self._shape.nbytes
         first_chunk = plan.chunks[0].prompt_start
         known = fusing.approximate_from

@@ -12,16 +12,17 @@ import gc
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from kvcore_vllm.attention import check_module, lent
 from torch import Tensor
 
+from kvcore.adapting.blending import EngineLayers, Served
 from kvcore.attention import AttentionCall, AttentionHook, Batch
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, DecoderLayers, State
+from kvcore.fusion.fusor import Attend, State
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 
@@ -78,16 +79,6 @@ def find_worker(vllm_config: VllmConfig) -> Any:
     raise UnsupportedError("the worker of this process was not found: fusion needs its model")
 
 
-class Served(NamedTuple):
-    """The request that layers are run for: ``pages`` [1, n] of vLLM's, ``lora`` its adapter's
-    number there, 0 for none."""
-
-    request_id: str
-    pages: Tensor
-    page_tokens: int
-    lora: int = 0
-
-
 class _Answering(AttentionHook):
     """A blend's answer in the place of a layer's attention."""
 
@@ -100,7 +91,7 @@ class _Answering(AttentionHook):
         return self._attend(call.query, call.key, call.value)
 
 
-class VllmLayers(DecoderLayers):
+class VllmLayers(EngineLayers):
     """The decoder of a loaded model on one rank. Used from the model runner's thread only.
 
     ``names`` are the attention layers in canonical order.
@@ -177,8 +168,16 @@ class VllmLayers(DecoderLayers):
         summed: Tensor = tensor_model_parallel_all_reduce(scores)
         return summed
 
+    def agree(self, well: bool) -> bool:
+        if not self._tensor_parallel:
+            return well
+        from vllm.distributed import get_tp_group
+
+        ailing = torch.tensor([int(not well)])  # between the hosts' processes: no device waits
+        torch.distributed.all_reduce(ailing, group=get_tp_group().cpu_group)
+        return not ailing.item()
+
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
-        """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
         attention = self._attention[layer]
         attention.impl.do_kv_cache_update(attention, kv.keys, kv.values, attention.kv_cache, slots)
 

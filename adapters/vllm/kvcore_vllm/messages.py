@@ -16,65 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.errors import FormatError
 from kvcore.metrics import merge
 from kvcore.transfer.graph import OpReport, TransferGraph
-
-
-class ChunkLoad(msgspec.Struct, array_like=True):
-    """A chunk of a blend: ``graph`` copies its blocks to rows of the staging.
-
-    Tokens [first, first + length) of the staging stand at ``position`` of the prompt; they were
-    computed ``distance`` positions before that.
-    """
-
-    graph: TransferGraph
-    first: int
-    length: int
-    position: int
-    distance: int
-
-
-class BlendOrder(msgspec.Struct, array_like=True):
-    """One prompt to be blended in this step, before the forward.
-
-    ``tokens`` are the prompt's (`kvcore.block.pack_tokens`) and ``pages`` the request's scheduler
-    blocks. KV is made for positions [exact, stop). Of what stands before, [0, readable) can be read
-    from the pages; the rest is being computed in this very step, and is computed here too.
-    ``blocks`` is the size of the staging. ``lora`` is the adapter's number in vLLM, 0 for none.
-    """
-
-    request_id: str
-    tokens: bytes
-    exact: int
-    readable: int
-    stop: int
-    pages: list[int]
-    ratio: float
-    chunks: list[ChunkLoad]
-    blocks: int
-    lora: int = 0
-
-
-class BlendReport(msgspec.Struct, array_like=True):
-    """What a blend did.
-
-    ``share`` are the rows x layers it computed, ``rows`` those it made KV for and ``kept`` the mean
-    of those computed behind the full layers. ``verdicts`` are the quality gate's, and ``reason``
-    what it said last.
-    """
-
-    request_id: str
-    ok: bool = True
-    share: float = 0.0
-    rows: int = 0
-    kept: int = 0
-    ratio: float = 0.0
-    verdicts: list[str] = []
-    reason: str = ""
-    wait_s: float = 0.0
-    compute_s: float = 0.0
-    look_s: float = 0.0
 
 
 class StepPlan(msgspec.Struct, array_like=True):

@@ -1,101 +1,22 @@
-"""Rates beside vLLM's scheduler: what was measured goes in, the controller's decisions come out.
+"""What vLLM tells the fusion controller (`kvcore.adapting.pacing`).
 
-    at start        workers time their own layers          (StepNews.profile)
-    forwards        seconds of steps that prefill          (StepPlan.timed ─▶ StepNews.forwards)
-    blends          rows and seconds                       (BlendReport)
-    loads           bytes and seconds by path              (the counters that workers send anyway)
-
-Blends bring a chunk to host memory first, while the request waits; from there it goes layer by
-layer. What is still on a slower tier when a decision is made is weighed at that tier's rates. A
-planner (`kvcore.adapting.planning`) decides about exact prefixes by the same rates.
+StepNews.profile     workers time their own layers, at start
+StepNews.forwards    seconds of the steps that StepPlan.timed asked for
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcore.adapting.planning import guess_compute, learn_loads, tier_priors
-from kvcore.fusion.controller import Controller, Decision, Request, Settings
-from kvcore.fusion.gate import Step
-from kvcore.rates import Part, Rates
+from kvcore.adapting import pacing
+from kvcore.adapting.pacing import Pace
+from kvcore.fusion.controller import Part
 
 if TYPE_CHECKING:
-    from kvcore_vllm.messages import BlendReport, StepNews
     from vllm.config import VllmConfig
 
     from kvcore.schema import FusionConfig
-
-FULL_LAYERS = 2
-"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
-
-TIMED_TOKENS = 32
-"""A step with fewer says little about prefill; it is not timed."""
-
-_STEPS_KEPT = 64
-"""Steps whose times are waited for; under async scheduling one or two are."""
-
-
-class Pace:
-    """One per engine core, in the scheduler's process. Tens of microseconds a call.
-
-    Args:
-        controller: learns and decides.
-        paths: the transfer path of each tier's reads, by tier.
-        ranks: tensor-parallel ones; each loads its heads of a chunk.
-    """
-
-    def __init__(self, controller: Controller, paths: Mapping[str, str], ranks: int) -> None:
-        self._controller = controller
-        self._paths = dict(paths)
-        self._ranks = ranks
-        self._parts: dict[int, list[Part]] = {}
-        self._steps = 0
-
-    @property
-    def rates(self) -> Rates:
-        """What was learnt of prefill and loads."""
-        return self._controller.rates
-
-    def time(self, parts: Sequence[Part]) -> int:
-        """A number for the step of these parts, to be given with its seconds; 0: not wanted."""
-        if sum(part.tokens for part in parts) < TIMED_TOKENS:
-            return 0
-        self._steps += 1
-        self._parts[self._steps] = list(parts)
-        while len(self._parts) > _STEPS_KEPT:
-            self._parts.pop(next(iter(self._parts)))
-        return self._steps
-
-    def learn(self, news: StepNews) -> None:
-        """Take in what the workers measured."""
-        for rows, seconds in news.profile:
-            self._controller.prefilled([Part(rows, 0)], seconds)
-        for step, seconds in news.forwards:
-            self._controller.prefilled(self._parts.pop(step, []), seconds)
-        learn_loads(self._controller, self._paths, news.counted)
-
-    def blended(self, report: BlendReport, exact: int) -> None:
-        """Take in a blend behind ``exact`` tokens. One that started over is of two walks."""
-        if report.ok and set(report.verdicts) <= {Step.GO_ON.value}:
-            seconds = report.compute_s + report.look_s
-            self._controller.blended(report.rows, report.kept, exact, seconds)
-
-    def decide(
-        self,
-        tokens: int,
-        exact: int,
-        reused: int,
-        exact_bytes: Mapping[str, int],
-        chunk_bytes: Mapping[str, int],
-    ) -> Decision:
-        """What to do with ``reused`` tokens of chunks behind ``exact`` ones of a prompt.
-
-        Bytes are those to load, by tier and over all ranks.
-        """
-        share = {tier: n // self._ranks for tier, n in exact_bytes.items()}
-        chunks = {tier: n // self._ranks for tier, n in chunk_bytes.items()}
-        return self._controller.decide(Request(tokens, exact, reused, share, chunks))
 
 
 def make_pace(
@@ -107,17 +28,15 @@ def make_pace(
     looks: bool,
 ) -> Pace:
     """The controller of an engine, with guesses for what has not been measured yet."""
-    settings = Settings(
-        layers,
-        min(FULL_LAYERS, layers),
-        floor=config.ratio,
-        ceiling=max(config.ratio, config.ratio_max),
+    return pacing.make_pace(
+        config,
+        hidden=vllm_config.model_config.get_hidden_size(),
+        device=str(vllm_config.device_config.device_type),
+        layers=layers,
+        ranks=ranks,
+        paths=paths,
         looks=looks,
     )
-    hidden = vllm_config.model_config.get_hidden_size()
-    device = str(vllm_config.device_config.device_type)
-    compute = guess_compute(hidden, layers, ranks, device)
-    return Pace(Controller(settings, compute, tier_priors(paths)), paths, ranks)
 
 
 def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[Part]:

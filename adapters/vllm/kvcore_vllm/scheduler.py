@@ -22,19 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend
-from kvcore_vllm.messages import (
-    BlendOrder,
-    BlendReport,
-    KVCoreMetadata,
-    KVCoreWorkerMetadata,
-    StepNews,
-    StepPlan,
-)
-from kvcore_vllm.pacing import Pace, parts_of
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
+from kvcore_vllm.pacing import parts_of
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.pacing import Pace
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.adapting.planning import Memo, Planning
 from kvcore.block import Extra, KeyChain, Namespace
@@ -132,6 +127,8 @@ class SchedulerSide:
             return 0, False
         self._hash(tracked)
         hit = self._manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        if self._manager.ask_stores(hit, computed // self._block):
+            return None, False
         # The last token is always computed: its logits are wanted.
         matched = min(hit.depth * self._block, request.num_tokens - 1)
         tracked.hit, tracked.matched_tokens = hit, matched
@@ -432,7 +429,7 @@ class SchedulerSide:
     def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
         if self._pace is not None:
-            self._pace.learn(news)
+            self._pace.learn(news.profile, news.forwards, news.counted)
         for told in news.blends:
             self._blended(told)
         for ranked in news.reports:

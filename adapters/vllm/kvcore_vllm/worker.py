@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from kvcore_vllm.blending import Blends, RefusingBlends, pages_made
 from kvcore_vllm.clock import ForwardClock
-from kvcore_vllm.messages import BlendOrder, RankReport, StepNews, StepPlan
+from kvcore_vllm.messages import RankReport, StepNews, StepPlan
 
+from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.orders import BlendOrder, pages_made
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.metrics import Metrics
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
@@ -80,9 +81,10 @@ class WorkerSide:
             self._worker.cancel(graph_id)
         self._finished.update(plan.failed_loads)
         self._failed.update(plan.failed_loads)
+        together = self._worker.wave()
         for graph in plan.sync_loads:
             self._sync[graph.graph_id] = graph
-            self._submit(graph)
+            self._submit(graph, together)
         for request_id, graph in plan.async_loads:
             self._async[graph.graph_id] = (request_id, graph)
             self._device_left[graph.graph_id] = sum(op.path.touches_device for op in graph.ops)
@@ -123,8 +125,8 @@ class WorkerSide:
         for graph_id in self._sync:
             self._worker.wait_layer(graph_id, layer)
 
-    def _submit(self, graph: TransferGraph) -> None:
-        for report in self._worker.submit(graph):
+    def _submit(self, graph: TransferGraph, wave: int | None = None) -> None:
+        for report in self._worker.submit(graph, wave=wave):
             self._take(report)
 
     def wait_for_layer(self, layer_name: str) -> None:

@@ -42,12 +42,13 @@ class Setup:
     """One engine to start.
 
     Args:
-        model: folder in Hugging Face's format; computed in float32.
+        model: folder in Hugging Face's format.
         kvcore: its settings, nested like the config file; None leaves kvcore out.
         ranks: tensor-parallel ranks.
         step_tokens: most tokens of a step, where prompts can be cut; None for any number.
         memory_tokens: KV that fits the engine's own memory, about; None for plenty.
         lora: whether requests will name LoRA weights.
+        dtype: what the model is computed and its KV is kept in, by torch's name.
         path: folders to put before the module search path, for plugins of the kit's own.
     """
 
@@ -57,6 +58,7 @@ class Setup:
     step_tokens: int | None = None
     memory_tokens: int | None = None
     lora: bool = False
+    dtype: str = "float32"
     path: tuple[Path, ...] = ()
 
     @property

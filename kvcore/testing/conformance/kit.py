@@ -193,9 +193,10 @@ class Kit:
 
     # -- what is expected -------------------------------------------------------------------
 
-    def right(self, asks: Sequence[Ask], ranks: int = 1) -> list[list[int]]:
-        """Answers of the engine without kvcore, each asked alone and once."""
-        wanted = Setup(self.model, None, ranks=ranks, lora=any(ask.lora for ask in asks))
+    def right(self, asks: Sequence[Ask], **setup: Any) -> list[list[int]]:
+        """Answers of the engine without kvcore, each asked alone and once; ``setup`` as `Setup`."""
+        setup = {"model": self.model, "lora": any(ask.lora for ask in asks), **setup}
+        wanted = Setup(kvcore=None, **setup)
         return [self._right(replace(ask, salt=None, fusion=None), wanted) for ask in asks]
 
     def _right(self, ask: Ask, setup: Setup) -> list[int]:
@@ -209,11 +210,11 @@ class Kit:
             self._known[place] = answer.tokens
         return self._known[place]
 
-    def same(self, got: Sequence[Answer], asks: Sequence[Ask], ranks: int = 1) -> None:
+    def same(self, got: Sequence[Answer], asks: Sequence[Ask], **setup: Any) -> None:
         """AssertionError unless every answer is that of the engine without kvcore."""
         wrong = [
             f"request {i}: {answer.tokens} for {right}, reused {answer.reused}"
-            for i, (answer, right) in enumerate(zip(got, self.right(asks, ranks), strict=True))
+            for i, (answer, right) in enumerate(zip(got, self.right(asks, **setup), strict=True))
             if answer.tokens != right
         ]
         assert not wrong, f"{len(wrong)} of {len(got)} answers differ: {'; '.join(wrong[:3])}"

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from kvcore.config import load_config
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.metrics import Metrics
@@ -23,8 +25,8 @@ PAGES = 256
 
 
 @functools.lru_cache(maxsize=4)
-def _model(folder: Path) -> Llama:
-    return load(folder)
+def _model(folder: Path, dtype: str) -> Llama:
+    return load(folder, dtype=getattr(torch, dtype))
 
 
 @contextmanager
@@ -51,7 +53,13 @@ class InProcess(Engine):
 
     def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
         requests = [
-            self.engine.submit(ask.tokens, ask.max_tokens, salt=ask.salt or "", fusion=_wishes(ask))
+            self.engine.submit(
+                ask.tokens,
+                ask.max_tokens,
+                salt=ask.salt or "",
+                fusion=_wishes(ask),
+                lora=ask.lora,
+            )
             for ask in asks
         ]
         for request, ask in zip(requests, asks, strict=True):
@@ -107,7 +115,7 @@ def _wishes(ask: Ask) -> FusionOptions | None:
 
 class ReferenceDriver(Driver):
     name: ClassVar[str] = "reference"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.LORA}
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
     engine_type: ClassVar[type[ReferenceEngine]] = ReferenceEngine
 
     def start(self, setup: Setup) -> Engine:
@@ -123,7 +131,7 @@ class ReferenceDriver(Driver):
         if setup.kvcore is not None:
             config = load_config(None, settings(setup.kvcore))
         with searching(setup.path):
-            return InProcess(self.engine_type(_model(setup.model), args, config))
+            return InProcess(self.engine_type(_model(setup.model, setup.dtype), args, config))
 
     def about(self) -> str:
         return "kvcore's own, float32 on a CPU"

@@ -17,18 +17,18 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvcore.adapting.build import WorkerParts, build_leader, build_worker
+from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
 from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
 from kvcore.adapting.planning import (
     Planning,
     guess_compute,
     learn_loads,
-    read_paths,
     tier_priors,
 )
 from kvcore.adapting.rank import close_worker, open_tiers
@@ -38,7 +38,7 @@ from kvcore.explain import Journal
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import KVView
-from kvcore.manager import KVManager
+from kvcore.ops.fusion import select_fusion
 from kvcore.rates import Part, Rates, TierRates
 from kvcore.testing.engine.fusing import FusionLeader, RankBlender
 from kvcore.testing.engine.leader import Leader
@@ -157,7 +157,7 @@ class ReferenceEngine:
             fusion = self._fusion(config, described, built.manager, transport)
         planning = None
         if config.planner.enabled:
-            planning = self._planning(config, described, built.manager)
+            planning = self._planning(config, described, built)
         self.leader = self.leader_type(
             config,
             described,
@@ -172,17 +172,17 @@ class ReferenceEngine:
         )
 
     def _planning(
-        self, config: Config, described: ModelDescription, manager: KVManager
+        self, config: Config, described: ModelDescription, built: LeaderParts
     ) -> Planning:
         spec = self.model.spec
         compute = guess_compute(spec.hidden, spec.layers, self.args.ranks, self.model.device.type)
-        self._paths = read_paths(manager)
+        self._paths = built.read_paths
         self.priors = tier_priors(self._paths)
         self.rates = Rates(spec.layers, compute, self.priors)
         return Planning(
             config,
             described,
-            manager,
+            built.manager,
             self.rates,
             min_load_tokens=self.args.min_load_tokens,
             layerwise=True,
@@ -194,7 +194,8 @@ class ReferenceEngine:
         fusion = config.fusion
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
             selector = made.plugins.selector(fusion.selector, fusion.selector_options)
-            self._blenders.append(self.blender_type(config, rank, part, made.worker, selector))
+            ops = select_fusion(self.model.device, made.plugins.ops(), config.ops.backend)
+            self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
         return FusionLeader(
             config,
             manager,
@@ -239,12 +240,16 @@ class ReferenceEngine:
         *,
         salt: str = "",
         fusion: FusionOptions | None = None,
+        lora: Path | None = None,
     ) -> Request:
-        """Queue a request. Raises CapacityError for one that can never run."""
+        """Queue a request; ``lora`` is a folder of LoRA weights in PEFT's format.
+
+        Raises CapacityError for one that can never run.
+        """
         needed = self.table.pages_for(len(tokens) + max_tokens)
         if needed > self.table.num_pages:
             raise CapacityError(f"a request of {needed} pages; there are {self.table.num_pages}")
-        request = Request(next(self._ids), list(tokens), max_tokens, salt)
+        request = Request(next(self._ids), list(tokens), max_tokens, salt, lora=lora)
         if fusion is not None:
             request.fusion = fusion
         self._queue.append(request)
@@ -294,6 +299,13 @@ class ReferenceEngine:
             self.leader.wait(IDLE_WAIT_S)
             self._restart(self.leader.pump())
 
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Who ``copies`` and who ``blends``, where there is kvcore and where there is fusion."""
+        copies = [made.worker.ops.name for made in self.workers[:1]]
+        blends = [type(blender.ops).__name__ for blender in self._blenders[:1]]
+        return dict(zip(("copies", "blends"), copies + blends, strict=False))
+
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
         self.table.forget()
@@ -338,7 +350,7 @@ class ReferenceEngine:
         """Give a request its pages and start what fills them. False when there are none left."""
         claimed = []
         if self.args.prefix_cache:
-            claimed = self.table.claim(request.tokens, request.salt)
+            claimed = self.table.claim(request.tokens, request.family)
         computed = len(claimed) * self.args.page_tokens
         found = None if self.leader is None else self.leader.lookup(request, computed)
         fresh = self.table.pages_for(len(request.tokens)) - len(claimed)
@@ -402,7 +414,7 @@ class ReferenceEngine:
             start = request.computed
             tokens = request.tokens[start : start + budget]
             if tokens:
-                batch.append((request, Rows(tokens, start, request.pages)))
+                batch.append((request, Rows(tokens, start, request.pages, request.lora)))
                 budget -= len(tokens)
         return batch
 
@@ -456,7 +468,7 @@ class ReferenceEngine:
             request.tokens.append(token)
         page = self.args.page_tokens
         if self.args.prefix_cache and rows.stop // page > rows.start // page:
-            self.table.store(request.tokens[: request.exact], request.salt, request.pages)
+            self.table.store(request.tokens[: request.exact], request.family, request.pages)
         if self.leader is not None:
             self.leader.save(request)
         if len(request.answer) >= request.max_tokens:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
 from kvcore.manager import KVManager
+from kvcore.ops.fusion import FusionOps
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport
@@ -95,37 +97,38 @@ class FusionLeader:
         staging = [Staging(shape, rows, self._device) for shape in self._shapes]
         order = Order(request, plan, [], [], staging)
         row = 0
-        for chunk in plan.chunks:
-            try:
-                graph_id = self._load(chunk, row, staging)
-            except KVCoreError as error:
-                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
-                continue
-            blocks = self.chunks.blocks(chunk.source_start, chunk.length)
-            first = (row - blocks.start) * self._block + chunk.source_start
-            distance = chunk.prompt_start - chunk.source_start
-            order.places.append(Place(first, chunk.length, chunk.prompt_start, distance))
-            order.graphs.append(graph_id)
-            row += len(blocks)
+        with self._transport.into([one.groups for one in staging]):
+            for chunk in plan.chunks:
+                try:
+                    graph_id = self._load(chunk, row)
+                except KVCoreError as error:
+                    _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
+                    continue
+                blocks = self.chunks.blocks(chunk.source_start, chunk.length)
+                first = (row - blocks.start) * self._block + chunk.source_start
+                distance = chunk.prompt_start - chunk.source_start
+                order.places.append(Place(first, chunk.length, chunk.prompt_start, distance))
+                order.graphs.append(graph_id)
+                row += len(blocks)
         request.approximate_from = plan.chunks[0].prompt_start
         request.blended_tokens = plan.reused
         return order
 
-    def _load(self, chunk: Reusable, row: int, staging: Sequence[Staging]) -> int:
+    def _load(self, chunk: Reusable, row: int) -> int:
         hit, start, stop = self.chunks.source(chunk)
         units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-        with self._transport.into([one.groups for one in staging]):
-            graph = self._manager.launch_load(
-                hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
-            )
+        graph = self._manager.launch_load(
+            hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
+        )
         return graph.graph_id
 
 
 class RankLayers(DecoderLayers):
-    """A rank's layers, lent to a blend."""
+    """A rank's layers, lent to a blend of a request with these LoRA weights."""
 
-    def __init__(self, model: RankModel) -> None:
+    def __init__(self, model: RankModel, lora: Path | None = None) -> None:
         self._model = model
+        self._lora = lora
         self.layers = model.model.spec.layers
         self.attention = (model.model.spec.attention,) * self.layers
 
@@ -133,17 +136,27 @@ class RankLayers(DecoderLayers):
         return self._model.embed(tokens)
 
     def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
-        return State(self._model.layer(layer, positions, state.hidden, attend), None)
+        adapted = self._model.adapted([(len(positions), self._lora)])
+        return State(self._model.layer(layer, positions, state.hidden, attend, adapted), None)
 
     def reduce(self, scores: Tensor) -> Tensor:
         return self._model.reduce(scores)
 
+    def agree(self, well: bool) -> bool:
+        return not self._model.reduce(torch.tensor([float(not well)])).item()
+
 
 class RankBlender:
-    """Carries out orders on one rank. Rank's thread only."""
+    """Carries out orders on one rank, by ``ops``. Rank's thread only."""
 
     def __init__(
-        self, config: Config, rank: int, model: RankModel, worker: KVWorker, selector: Selector
+        self,
+        config: Config,
+        rank: int,
+        model: RankModel,
+        worker: KVWorker,
+        selector: Selector,
+        ops: FusionOps,
     ) -> None:
         self._rank = rank
         self._model = model
@@ -151,7 +164,7 @@ class RankBlender:
         self._selector = selector
         self._spread = config.fusion.spread
         self._gate = None if config.fusion.gate is None else Gate(config.fusion.gate)
-        self._fusor = Fusor(RankLayers(model))
+        self.ops = ops
 
     def ropes(self) -> Sequence[Rope | None]:
         """What cached K is moved by, one a layer."""
@@ -195,9 +208,12 @@ class RankBlender:
         view = self._worker.groups[0].view
         prefix = PrefixReader(self._worker.ops, view, shape, request.pages, plan.exact)
         staging = order.staging[self._rank]
-        placed = PlacedChunks(len(tokens), staging, order.places, self.ropes(), prefix, wait, sink)
+        placed = PlacedChunks(
+            len(tokens), staging, order.places, self.ropes(), prefix, wait, sink, self.ops
+        )
         budget = Ratio(plan.ratio, self._spread)
-        self._fusor.blend(_job(tokens, order), placed, self._selector, budget, self._gate)
+        fusor = Fusor(RankLayers(model, request.lora), ops=self.ops)
+        fusor.blend(_job(tokens, order), placed, self._selector, budget, self._gate)
 
 
 def _job(tokens: Tensor, order: Order) -> Job:

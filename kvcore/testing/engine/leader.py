@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcore.adapting.identity import Namespaces
+from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.adapting.planning import Memo, Planning
@@ -126,6 +126,8 @@ class Leader:
         tracked = self._track(request)
         tokens = len(request.tokens)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        if self.manager.ask_stores(hit, computed // self._block):
+            return Lookup(hit, computed, computed, wait=True)
         name, space = str(request.request_id), tracked.chain.namespace
         record = self.journal.looked_up(name, request.tokens, computed, hit, space, self._block)
         # The last token is always computed: its logits are wanted.
@@ -138,11 +140,7 @@ class Leader:
             self.metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)
             return None
         if stop - computed < max(self._min_load, 1):
-            if hit.depth:
-                self.journal.missed(name, Cause.TOO_SHORT)
-            if not computed:
-                reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
-                self.metrics.looked_up({}, tokens, reason)
+            self._missed_little(name, hit, computed, tokens)
             return None
         if self._planning is not None:
             plan = record.plan = self._planning.plan(tracked.memo, hit, tokens, computed)
@@ -159,6 +157,14 @@ class Leader:
         deadline_s = tracked.memo.deadline_s(self._deadline_s)
         return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)
 
+    def _missed_little(self, name: str, hit: Hit, computed: int, tokens: int) -> None:
+        """Nothing is held beyond what the engine holds itself, or too little for a load."""
+        if hit.depth:
+            self.journal.missed(name, Cause.TOO_SHORT)
+        if not computed:
+            reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
+            self.metrics.looked_up({}, tokens, reason)
+
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -169,7 +175,9 @@ class Leader:
 
     def namespace_of(self, request: Request) -> Namespace:
         """Whose KV the request may share."""
-        return self._namespaces.of(salt=request.salt)
+        lora = request.lora
+        name = "" if lora is None else lora_identity(lora.name, str(lora))
+        return self._namespaces.of(name, request.salt)
 
     def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
         return start_token // self._block, -(-stop_token // self._block)
@@ -330,7 +338,9 @@ class Leader:
 
     def wait(self, timeout: float) -> bool:
         """Block until something has ended, at most ``timeout`` seconds."""
-        return bool(self.manager.in_flight) and self._transport.wait_report(timeout)
+        if not self.manager.in_flight:
+            return self.manager.wait_stores(timeout)
+        return self._transport.wait_report(timeout)
 
     def failed(self, request: Request) -> None:
         """A load or a blend of the request failed: it is tried once more, then computed."""

@@ -21,19 +21,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from kvcore.adapting.identity import weights_identity
 from kvcore.block import model_fingerprint
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.attend import Attention, attend_rows
+from kvcore.fusion.attend import Attention
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.layout import BlockShape, KVView, from_strides
+from kvcore.testing.engine.lora import Adapter, Delta, adapt, read_lora
 
-__all__ = ["Llama", "RankModel", "Rows", "Spec", "load", "random_llama"]
+__all__ = ["Llama", "RankModel", "Rows", "Spec", "attend_last", "load", "random_llama"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, dim]."""
+
+Adapted = Sequence[tuple[slice, Adapter]]
+"""Runs of rows, each with the LoRA weights it is computed with; rows of none are in no run."""
 
 Hook = Callable[[int], None]
 Reduce = Callable[[Tensor], Tensor]
@@ -233,11 +238,15 @@ def random_llama(
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ..."""
+    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ...
+
+    ``lora`` is the folder of the weights they are computed with.
+    """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
+    lora: Path | None = None
 
     @property
     def stop(self) -> int:
@@ -268,6 +277,8 @@ class RankModel:
         dim, group = spec.head_dim, spec.heads // spec.kv_heads
         q = slice(heads.start * group * dim, heads.stop * group * dim)
         kv = slice(heads.start * dim, heads.stop * dim)
+        self._own = {"q": q, "k": kv, "v": kv, "o": q}
+        self._adapters: dict[Path, Adapter] = {}
         self._layers = [
             layer._replace(q=layer.q[q], k=layer.k[kv], v=layer.v[kv], o=layer.o[:, q])
             for layer in model.layers
@@ -301,6 +312,31 @@ class RankModel:
         """K and V in ``slots``, [slots, kv_heads, dim] each."""
         return LayerKV(*self._pages[layer].flatten(0, 1)[slots].chunk(2, dim=-1))
 
+    # -- LoRA -------------------------------------------------------------------------------
+
+    def adapter(self, folder: Path) -> Adapter:
+        """The rank's part of LoRA weights; reads the folder the first time."""
+        found = self._adapters.get(folder)
+        if found is None:
+            whole = read_lora(folder, self.model.dtype, self.model.device)
+            found = self._adapters[folder] = whole.shared(self._part)
+        return found
+
+    def _part(self, name: str, delta: Delta) -> Delta:
+        own = self._own[name]
+        if name == "o":
+            return delta._replace(down=delta.down[:, own])
+        return delta._replace(up=delta.up[own])
+
+    def adapted(self, batch: Sequence[tuple[int, Path | None]]) -> Adapted:
+        """The runs of a batch of requests, each given by its rows and its weights' folder."""
+        runs, start = [], 0
+        for rows, folder in batch:
+            if folder is not None:
+                runs.append((slice(start, start + rows), self.adapter(folder)))
+            start += rows
+        return runs
+
     # -- computing --------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -314,21 +350,22 @@ class RankModel:
         positions, slots = torch.cat(parts), torch.cat(own)
         attention = self.model.spec.attention
         hidden = self.embed(tokens)
+        adapted = self.adapted([(len(rows.tokens), rows.lora) for rows in batch])
         for layer in range(self.model.spec.layers):
             before(layer)
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 self.write(layer, slots, k, v)
                 queries = torch.split(q, [len(rows.tokens) for rows in batch])
-                own_rows = zip(batch, queries, seen, strict=True)
+                own_rows = zip(queries, seen, strict=True)
                 return torch.cat(
                     [
-                        _causal(part, rows.start, self.read(layer, there), attention)
-                        for rows, part, there in own_rows
+                        attend_last(part, self.read(layer, there), attention)
+                        for part, there in own_rows
                     ]
                 )
 
-            hidden = self.layer(layer, positions, hidden, attend)
+            hidden = self.layer(layer, positions, hidden, attend, adapted)
         last = torch.tensor([len(rows.tokens) for rows in batch], device=device).cumsum(0) - 1
         chosen: list[int] = self.logits(hidden[last]).argmax(dim=-1).tolist()
         return chosen
@@ -337,17 +374,29 @@ class RankModel:
         """[rows] int64 -> [rows, hidden]."""
         return functional.embedding(tokens, self.model.embedding)
 
-    def layer(self, layer: int, positions: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+    def layer(
+        self,
+        layer: int,
+        positions: Tensor,
+        hidden: Tensor,
+        attend: Attend,
+        adapted: Adapted = (),
+    ) -> Tensor:
         """One decoder layer over rows at ``positions``; hidden states are [rows, hidden]."""
         w, spec = self._layers[layer], self.model.spec
+
+        def project(name: str, given: Tensor) -> Tensor:
+            made = functional.linear(given, getattr(w, name))
+            return adapt(made, given, (layer, name), adapted)
+
         x = self._norm(hidden, w.norm)
         heads = (len(x), -1, spec.head_dim)
         rope = spec.ropes[layer]
         cos, sin = rope.cos_sin(positions)
-        q = _rotated(functional.linear(x, w.q).view(heads), cos, sin, rope)
-        k = _rotated(functional.linear(x, w.k).view(heads), cos, sin, rope)
-        attended = attend(q, k, functional.linear(x, w.v).view(heads))
-        hidden = hidden + self.reduce(functional.linear(attended.flatten(1), w.o))
+        q = _rotated(project("q", x).view(heads), cos, sin, rope)
+        k = _rotated(project("k", x).view(heads), cos, sin, rope)
+        attended = attend(q, k, project("v", x).view(heads))
+        hidden = hidden + self.reduce(project("o", attended.flatten(1)))
         x = self._norm(hidden, w.mlp_norm)
         gated = functional.silu(functional.linear(x, w.gate)) * functional.linear(x, w.up)
         return hidden + functional.linear(gated, w.down)
@@ -369,13 +418,15 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
 
 
-def _causal(queries: Tensor, start: int, kv: LayerKV, attention: Attention) -> Tensor:
-    """Attention of the rows at ``start``, ``start + 1`` ... over all keys up to each one's own."""
-    if start:
-        positions = torch.arange(start, len(kv.keys), device=queries.device)
-        return attend_rows(queries, positions, kv.keys, kv.values, attention)
-    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, kv.keys, kv.values))
+def attend_last(queries: Tensor, kv: LayerKV, attention: Attention) -> Tensor:
+    """Attention of the last rows of ``kv`` over all keys up to each one's own.
+
+    On a GPU it is FlashAttention's, which has this mask built in (half precision); elsewhere torch
+    makes a mask of rows by keys, so a step's rows bound the memory.
+    """
+    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, *kv))
+    mask = causal_lower_right(len(queries), len(kv.keys))
     out: Tensor = functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True
+        q, k, v, mask, scale=attention.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)

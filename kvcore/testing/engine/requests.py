@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from kvcore.fusion.options import FusionOptions
 
@@ -35,6 +36,7 @@ class Request:
 
     ``approximate_from`` is the first position whose KV a blend made: nothing from there on is
     stored anywhere as if it were exact. ``reused`` are tokens that kvcore brought, by tier.
+    ``lora`` is the folder of the weights it is answered with.
     """
 
     request_id: int
@@ -42,6 +44,7 @@ class Request:
     max_tokens: int
     salt: str = ""
     fusion: FusionOptions = field(default_factory=lambda: FusionOptions(enabled=False))
+    lora: Path | None = None
     prompt_len: int = 0
     state: State = State.WAITING
     pages: list[int] = field(default_factory=list)
@@ -53,6 +56,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+
+    @property
+    def family(self) -> str:
+        """What the engine's own prefix cache keeps apart."""
+        return self.salt if self.lora is None else f"{self.salt}|{self.lora}"
 
     @property
     def answer(self) -> list[int]:

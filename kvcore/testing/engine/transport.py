@@ -22,14 +22,16 @@ class DirectTransport:
 
     def __init__(self, workers: Sequence[KVWorker]) -> None:
         self.workers = tuple(workers)
-        self._elsewhere: Sequence[Sequence[DeviceGroup]] | None = None
+        self._elsewhere: Sequence[tuple[Sequence[DeviceGroup], int]] | None = None
         self._quorum = Quorum(len(self.workers))
         self._whole: list[OpReport] = []
 
     @contextmanager
     def into(self, groups: Sequence[Sequence[DeviceGroup]]) -> Iterator[None]:
-        """Graphs submitted in this block go to ``groups``, one a rank, not the engine's pages."""
-        self._elsewhere = groups
+        """Graphs submitted in this block go to ``groups``, one a rank, not the engine's pages, and
+        are waited for together: layer 0 of all of them is copied first."""
+        waves = [worker.wave() for worker in self.workers]
+        self._elsewhere = list(zip(groups, waves, strict=True))
         try:
             yield
         finally:
@@ -37,8 +39,8 @@ class DirectTransport:
 
     def submit(self, graph: TransferGraph) -> None:
         for rank, worker in enumerate(self.workers):
-            into = None if self._elsewhere is None else self._elsewhere[rank]
-            for report in worker.submit(graph, into):
+            into, wave = (None, None) if self._elsewhere is None else self._elsewhere[rank]
+            for report in worker.submit(graph, into, wave):
                 self._take(report)
 
     def cancel(self, graph_id: int) -> None:

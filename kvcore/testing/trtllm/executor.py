@@ -329,7 +329,8 @@ class Executor:
         for request in batch:
             count = self._chunk(request) if request.state is State.CONTEXT else 1
             start = request.computed
-            rows.append(Rows(request.everything[start : start + count], start, request.pages))
+            tokens = request.everything[start : start + count]
+            rows.append(Rows(tokens, start, request.pages, request.py_lora_path))
         sampled = self._model.forward(rows, self._before_layer, self._after_layer)
         self._forward_ended()
         if self._workers:

@@ -15,6 +15,7 @@ from kvcore.testing.page_table import PageTable
 from kvcore.testing.ranks import Ranks
 from kvcore.testing.trtllm.executor import Call, Executor, Limits
 from kvcore.testing.trtllm.model import PagedModel, load
+from kvcore.testing.trtllm.modules import PyTorchModelEngine, model_of_rank
 from kvcore.testing.trtllm.requests import LlmRequest, State
 
 __all__ = ["Harness", "HarnessArgs"]
@@ -24,12 +25,14 @@ HUNG_ITERATIONS = 2000
 
 @dataclass(frozen=True)
 class HarnessArgs:
-    """The engine's arguments that matter here. ``order`` is of the inner axes of a page."""
+    """The engine's arguments that matter here. ``order`` is of the inner axes of a page, ``dtype``
+    what the model is computed and its KV is kept in."""
 
     ranks: int = 1
     num_pages: int = 64
     page_tokens: int = 32
     order: str = "HND"
+    dtype: str = "float32"
     limits: Limits = field(default_factory=Limits)
 
 
@@ -53,7 +56,7 @@ class Harness:
         args = self.args
         self.llm_args = _llm_args(folder, args, llm_args or {})
         self.model = PagedModel(
-            load(folder) if model is None else model,
+            load(folder, args.dtype) if model is None else model,
             args.num_pages,
             args.page_tokens,
             args.ranks,
@@ -63,6 +66,7 @@ class Harness:
         self.ranks = Ranks(args.ranks)
         self.scheduler: Any = None
         self.workers: list[Any] = []
+        self.model_engines: list[PyTorchModelEngine] = []
         self._callables: list[Any] = []
         self._ids = itertools.count(1)
         try:
@@ -82,7 +86,12 @@ class Harness:
         )
 
     def _connect(self, scheduler: type[Any], worker: type[Any]) -> None:
-        """In the engine's order: workers, scheduler, the callable (before warm-up), the memory."""
+        """In the engine's order: models, workers, scheduler, the callable (before warm-up), the
+        memory."""
+        model, size = self.model.decoder.model, self.ranks.size
+        self.model_engines = [
+            model_of_rank(self.llm_args, model, rank, size) for rank in range(size)
+        ]
         self.workers = self.ranks.each(lambda rank: worker(self.llm_args))
         self.scheduler = self.ranks.on(0, lambda: scheduler(self.llm_args))
         self._callables = self.ranks.each(
@@ -164,7 +173,7 @@ class Harness:
             shutdown = getattr(half, "shutdown", None)
             if shutdown is not None:
                 self.ranks.on(rank, shutdown)
-        self.workers, self.scheduler = [], None
+        self.workers, self.scheduler, self.model_engines = [], None, []
         self.ranks.close()
 
 
@@ -184,7 +193,7 @@ def _llm_args(folder: Path, args: HarnessArgs, overrides: dict[str, Any]) -> Sim
         enable_chunked_prefill=limits["chunked"],
         disable_overlap_scheduler=not limits["overlap"],
         attn_backend="VANILLA" if args.order == "NHD" else "TRTLLM",
-        dtype="float32",
+        dtype=args.dtype,
         quant_config=None,
         cuda_graph_config=None,
         torch_compile_config=None,

@@ -1,4 +1,4 @@
-"""A real small model over paged KV in TensorRT-LLM's layout, in float32 on a CPU.
+"""A real small model over paged KV in TensorRT-LLM's layout, on a CPU.
 
 The layers' own steps are those of `kvcore.fusion.reference.Decoder`. KV goes to one tensor a rank,
 
@@ -10,6 +10,7 @@ Pages begin as NaN: KV that nobody wrote shows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,27 +22,43 @@ from torch import Tensor
 from kvcore.errors import ConfigError
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.reference import Decoder
+from kvcore.testing.engine.lora import read_lora
 
-__all__ = ["PagedModel", "Rows", "load"]
+__all__ = ["PagedModel", "Rows", "load", "merged"]
 
 Hook = Callable[[int], None]
 
 
-def load(folder: Path) -> Any:
-    """The checkpoint in ``folder`` as a Hugging Face model in float32."""
+def load(folder: Path, dtype: str = "float32") -> Any:
+    """The checkpoint in ``folder`` as a Hugging Face model."""
     import transformers
 
     hf: Any = transformers
-    return hf.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    return hf.AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, dtype)).eval()
+
+
+def merged(model: Any, lora: Path) -> Any:
+    """A copy of ``model`` with the LoRA weights in the folder ``lora`` added to its own."""
+    made = copy.deepcopy(model)
+    adapter = read_lora(lora, model.dtype)
+    with torch.no_grad():
+        for (layer, name), delta in adapter.deltas.items():
+            attention = made.model.layers[layer].self_attn
+            getattr(attention, f"{name}_proj").weight += delta.matrix
+    return made
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ..."""
+    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ...
+
+    ``lora`` is the folder of the weights they are computed with.
+    """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
+    lora: str | None = None
 
 
 class PagedModel:
@@ -58,14 +75,21 @@ class PagedModel:
         if heads % ranks:
             raise ConfigError(f"{heads} KV heads over {ranks} ranks; supported is a divisor")
         self.decoder = Decoder(model)
+        self._adapted: dict[str | None, Decoder] = {None: self.decoder}
         self.page_tokens = page_tokens
         own = heads // ranks
         shape = (num_pages, config.num_hidden_layers, 2, own * page_tokens * dim)
-        self.pools = [torch.full(shape, torch.nan) for _ in range(ranks)]
+        self.pools = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(ranks)]
         inner = (own, page_tokens, dim) if order == "HND" else (page_tokens, own, dim)
         views = [pool.view(*shape[:3], *inner) for pool in self.pools]
         # [pages, layers, 2, tokens, heads, dim] whatever the order in memory
         self._views = [v.transpose(3, 4) if order == "HND" else v for v in views]
+
+    def _decoder(self, rows: Rows) -> Decoder:
+        """The model as a request wants it; made the first time that its LoRA weights are named."""
+        if rows.lora not in self._adapted:
+            self._adapted[rows.lora] = Decoder(merged(self.decoder.model, Path(str(rows.lora))))
+        return self._adapted[rows.lora]
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows], before: Hook, after: Hook) -> list[int]:
@@ -81,7 +105,8 @@ class PagedModel:
     def _layer(self, layer: int, hidden: Tensor, rows: Rows) -> Tensor:
         stop = rows.start + len(rows.tokens)
         positions = torch.arange(rows.start, stop)
-        own = self.decoder.project(layer, hidden, positions)
+        decoder = self._decoder(rows)
+        own = decoder.project(layer, hidden, positions)
         table = torch.tensor(rows.pages)
         pages, offsets = table[positions // self.page_tokens], positions % self.page_tokens
         for kv, values in enumerate((own.keys, own.values)):
@@ -94,5 +119,5 @@ class PagedModel:
             torch.cat([view[pages, layer, kv, offsets] for view in self._views], dim=1)
             for kv in (0, 1)
         )
-        attended = self.decoder.attend(layer, own.queries, positions, LayerKV(keys, values))
-        return self.decoder.finish(layer, hidden, attended)
+        attended = decoder.attend(layer, own.queries, positions, LayerKV(keys, values))
+        return decoder.finish(layer, hidden, attended)

@@ -35,6 +35,7 @@ class LlmRequest:
     max_tokens: int
     cache_salt: str | None = None
     lora_task_id: int | None = None
+    py_lora_path: str | None = None
     multimodal_hashes: list[list[int]] | None = None
     multimodal_positions: list[int] | None = None
     multimodal_lengths: list[int] | None = None
@@ -62,7 +63,8 @@ class LlmRequest:
     @property
     def salt(self) -> str:
         """What the engine's own reuse keeps apart."""
-        return f"{self.cache_salt}|{self.lora_task_id}|{self.multimodal_hashes}"
+        lora = self.py_lora_path or self.lora_task_id
+        return f"{self.cache_salt}|{lora}|{self.multimodal_hashes}"
 
     @property
     def generated(self) -> list[int]:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from kvcore.errors import UnsupportedError
+from kvcore.testing.trtllm.modules import PyTorchModelEngine, RotaryEmbedding
 from kvcore.testing.trtllm.ranks import allgather, rank
 
 __all__ = [
@@ -147,8 +148,16 @@ def _modules(version: str) -> dict[str, ModuleType]:
         ".".join(parts[:n]): _module(".".join(parts[:n]), True) for n in range(1, len(parts))
     }
     packages["tensorrt_llm"].__dict__["__version__"] = f"{version}.0"
+    modules = "tensorrt_llm._torch.modules"
     return {
         **packages,
+        modules: _module(modules, True),
+        f"{modules}.rotary_embedding": _module(
+            f"{modules}.rotary_embedding", False, RotaryEmbedding=RotaryEmbedding
+        ),
+        f"{_EXECUTOR}.model_engine": _module(
+            f"{_EXECUTOR}.model_engine", False, PyTorchModelEngine=PyTorchModelEngine
+        ),
         "tensorrt_llm._utils": _module(
             "tensorrt_llm._utils", False, mpi_rank=rank, mpi_allgather=allgather
         ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
+from typing import Any
 
-from kvcore.testing.conformance.cases.equality import prompts
+from kvcore.testing.conformance.cases.equality import hits, prompts
 from kvcore.testing.conformance.driver import Ask, Capability, Driver
 from kvcore.testing.conformance.kit import Kit, case
 from kvcore.testing.models import tiny_model
@@ -41,22 +41,45 @@ def others_read_what_it_wrote(kit: Kit) -> None:
         cross(kit, kit.driver, partner, 6500 + 100 * number)
 
 
-def apart(kit: Kit, other: Path, seed: int) -> None:
-    """What the kit's model stored is not found by the ``other``."""
+@case("crossing", Capability.RANKS)
+def another_number_of_ranks(kit: Kit) -> None:
+    """What two ranks wrote to disk one rank reads, and the other way."""
+    for wrote, reads in ((2, 1), (1, 2)):
+        asks, config = prompts(kit, 6800 + wrote, (97, 150, 201)), kit.config(disk=kit.disk())
+        with kit.fresh(config, ranks=wrote) as engine:
+            kit.stored(engine, asks)
+        with kit.fresh(config, ranks=reads) as engine:
+            for ask in asks:
+                kit.same(engine.ask([ask]), [ask], ranks=reads)
+            engine.settle()
+            assert engine.counted("kvcore_transfer_bytes_total", path="disk2h") > 0
+            hits(kit, engine, asks, ranks=reads)
+
+
+def apart(kit: Kit, seed: int, **other: Any) -> None:
+    """What the kit's model stored is not found by an engine set up in another way."""
     ask, config = Ask(kit.words(seed, 150)), kit.config(disk=kit.disk())
     with kit.fresh(config) as engine:
         kit.stored(engine, [ask])
-    with kit.fresh(config, model=other) as engine:
-        [got] = engine.ask([ask])
-        assert not got.reused, f"KV of another model was reused: {got.reused}"
+    with kit.fresh(config, **other) as engine:
+        got = engine.ask([ask])
+        assert not got[0].reused, f"KV of another model was reused: {got[0].reused}"
+        kit.same(got, [ask], **other)
     with kit.fresh(config) as engine:
         assert engine.ask([ask])[0].reused, "its own KV was not found again"
 
 
 @case("crossing")
+def another_model_is_apart(kit: Kit) -> None:
+    """A model of another shape."""
+    apart(kit, 6900, model=tiny_model("llama", layers=2, heads=4, kv_heads=2, head_dim=64))
+
+
+@case("crossing")
 def another_revision_is_apart(kit: Kit) -> None:
     """Other weights of the same shape."""
-    apart(kit, tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=1), 7000)
+    other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=1)
+    apart(kit, 7000, model=other)
 
 
 @case("crossing")
@@ -68,4 +91,10 @@ def another_rope_is_apart(kit: Kit) -> None:
     rope = config.get("rope_parameters") or config
     rope["rope_theta"] = 2 * rope["rope_theta"]
     (folder / "config.json").write_text(json.dumps(config))
-    apart(kit, folder, 7100)
+    apart(kit, 7100, model=folder)
+
+
+@case("crossing")
+def another_dtype_is_apart(kit: Kit) -> None:
+    """The same weights, computed in bfloat16."""
+    apart(kit, 7200, dtype="bfloat16")

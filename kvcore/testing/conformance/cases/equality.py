@@ -21,7 +21,7 @@ def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, rank
     engine.forget()
     for ask in asks:
         got = engine.ask([ask])
-        kit.same(got, [ask], ranks)
+        kit.same(got, [ask], ranks=ranks)
         assert got[0].reused_tokens == kit.reusable(ask, block), (
             f"{got[0].reused} of {len(ask.tokens)} tokens reused, "
             f"{kit.reusable(ask, block)} were stored"

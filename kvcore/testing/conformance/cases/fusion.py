@@ -46,18 +46,26 @@ def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
 
 
 @functools.lru_cache(maxsize=2)
-def _decoder(model: Path) -> Any:
+def _decoder(model: Path, ahead: int = 0) -> Any:
+    """The reference's decoder, whose rows see ``ahead`` tokens too many."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from kvcore.fusion.reference import Decoder
 
+    class Leaking(Decoder):
+        def visible(self, layer: int, positions: torch.Tensor, tokens: int) -> torch.Tensor:
+            return super().visible(layer, positions + ahead, tokens)
+
     hf: Any = AutoModelForCausalLM
-    return Decoder(hf.from_pretrained(str(model), dtype=torch.float32).eval())
+    return Leaking(hf.from_pretrained(str(model), dtype=torch.float32).eval())
 
 
-def oracle(kit: Kit, prompt: Mixed, ratio: float) -> list[int]:
-    """What `kvcore.fusion.reference` answers: chunks computed alone, rows chosen as configured."""
+def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
+    """What `kvcore.fusion.reference` answers: chunks computed alone, rows chosen as configured.
+
+    ``ahead`` tokens too many are seen by each row of the blend, where a leak is wanted.
+    """
     import torch
 
     from kvcore.fusion.plan import Cached, Fresh, Plan, Segment
@@ -67,6 +75,7 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float) -> list[int]:
     from kvcore.schema import FusionConfig
 
     decoder, settings = _decoder(kit.model), FusionConfig()
+    blending = _decoder(kit.model, ahead)
     segments: list[Segment] = []
     last = 0
     for start, stop in prompt.spans:
@@ -78,7 +87,7 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float) -> list[int]:
     ropes = [rope_of(config, layer) for layer in range(decoder.layers)]
     with torch.inference_mode():
         made = blend(
-            decoder,
+            blending,
             Plan(segments),
             ropes,
             BUILTIN_SELECTORS[settings.selector](),
@@ -116,6 +125,22 @@ def as_the_oracle(kit: Kit) -> None:
         expected = [oracle(kit, prompt, ratio) for prompt in asked]
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a.tokens != b]
         assert not wrong, f"at {ratio} answers {wrong} of {len(asked)} are not the oracle's"
+
+
+@case("fusion", Capability.FUSION)
+def no_row_sees_the_future(kit: Kit) -> None:
+    """Rows left over at 30% see no token behind their own: answers that a leak would change."""
+    chunks = chunks_of(kit, 5900)
+    asked = mixed(kit, chunks, 6000)
+    right = [oracle(kit, prompt, 0.3) for prompt in asked]
+    leaked = [oracle(kit, prompt, 0.3, ahead=1) for prompt in asked]
+    telling = [i for i, (a, b) in enumerate(zip(right, leaked, strict=True)) if a != b]
+    assert telling, "a leak changes no answer: the case shows nothing"
+    with kit.engine(kit.config(fusion=FUSED)) as engine:
+        kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
+        got = engine.ask([asked[i].ask(0.3) for i in telling])
+    assert all(answer.reused.get("blend", 0) >= 192 for answer in got), got
+    assert [a.tokens for a in got] == [right[i] for i in telling], "not the oracle's answers"
 
 
 @case("fusion", Capability.FUSION)

@@ -1,26 +1,27 @@
-"""Blends inside a vLLM worker: the orders of a step, carried out before its forward.
+"""Blends on a rank: the orders of a step, carried out before the engine's forward.
 
-begin    staging is made and the chunks' copies start           (with the step's other graphs)
-run      layer by layer: wait, recompute, write to vLLM's pages (start_load_kv)
+begin    staging is made and the chunks' copies start
+run      layer by layer: wait, recompute, write to the engine's pages
 
-A blend that fails leaves its request to vLLM, which is told that those pages hold nothing and
-computes them itself.
+A blend that fails leaves its request to the engine: the adapter is told which pages hold nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from kvcore_vllm.fusion import Served, VllmLayers
-from kvcore_vllm.messages import BlendOrder, BlendReport
-from kvcore_vllm.pacing import FULL_LAYERS
+from torch import Tensor
 
+from kvcore.adapting.orders import FULL_LAYERS, BlendOrder, BlendReport, pages_made
 from kvcore.config import Config
-from kvcore.fusion.fusor import Fusor, Job, Outcome
+from kvcore.fusion.fusor import DecoderLayers, Fusor, Job, Outcome
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
@@ -31,14 +32,38 @@ from kvcore.ops.fusion import FusionOps
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 
+__all__ = ["Blends", "EngineLayers", "RefusingBlends", "Served"]
+
 PROFILED_ROWS = (16, 64, 256)
 """Rows that the layers are timed with at start."""
 
-_log = logging.getLogger("kvcore.vllm.fusion")
+_log = logging.getLogger("kvcore.fusion")
+
+
+class Served(NamedTuple):
+    """The request that layers are run for: ``pages`` [1, n] of the engine's, ``lora`` its adapter's
+    number there, 0 for none."""
+
+    request_id: str
+    pages: Tensor
+    page_tokens: int
+    lora: int = 0
+
+
+class EngineLayers(DecoderLayers):
+    """An engine's decoder on one rank, and its pages. Used from the model's thread only."""
+
+    @abstractmethod
+    def serving(self, served: Served) -> AbstractContextManager[None]:
+        """Run layers for one request in this block."""
+
+    @abstractmethod
+    def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
+        """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
 
 
 class RefusingBlends:
-    """Stands in where this worker cannot blend (its log says why): vLLM computes."""
+    """Stands in where this rank cannot blend (its log says why): the engine computes."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -61,11 +86,6 @@ class RefusingBlends:
         return []
 
 
-def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:
-    """The pages that a blend was to fill."""
-    return order.pages[order.exact // page_tokens : -(-order.stop // page_tokens)]
-
-
 class Blends:
     """One per rank. Called from the model runner's thread only."""
 
@@ -73,7 +93,7 @@ class Blends:
         self,
         config: Config,
         worker: KVWorker,
-        layers: VllmLayers,
+        layers: EngineLayers,
         ropes: Sequence[Rope | None],
         shape: BlockShape,
         selector: Selector,
@@ -103,11 +123,12 @@ class Blends:
         for order in orders:
             staging = self._stage(order)
             self._orders.append((order, staging))
+            together = self._worker.wave()
             for chunk in order.chunks:
                 if staging is None:
                     refused += refuse(chunk.graph, RowError.CANCELLED)
                 else:
-                    refused += self._worker.submit(chunk.graph, staging.groups)
+                    refused += self._worker.submit(chunk.graph, staging.groups, together)
         return refused
 
     def _stage(self, order: BlendOrder) -> Staging | None:
@@ -119,24 +140,22 @@ class Blends:
             return None
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
-        """Carry out the orders; returns vLLM's pages that a failed blend left unfilled.
+        """Carry out the orders; returns the engine's pages that a failed blend left unfilled.
 
-        ``landed(layer)`` blocks until the step's loads into vLLM's own pages hold a layer.
+        ``landed(layer)`` blocks until the step's loads into the engine's own pages hold a layer.
         """
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            if not self._ready(staging) or not self._done(order, staging, landed):
+            # Layers are collectives, so all ranks walk or none.
+            if not self._layers.agree(staging is not None) or not self._done(
+                order, staging, landed
+            ):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += pages_made(order, self._page_tokens)
             for chunk in order.chunks:
                 self._worker.release(chunk.graph.graph_id)
         return failed
-
-    def _ready(self, staging: Staging | None) -> bool:
-        """Whether every rank has what it needs: layers are collectives, so all walk or none."""
-        lacking = self._layers.reduce(torch.tensor([float(staging is None)], device=self._device))
-        return not lacking.item()
 
     def _done(
         self, order: BlendOrder, staging: Staging | None, landed: Callable[[int], None]
@@ -144,7 +163,7 @@ class Blends:
         assert staging is not None
         try:
             self._blend(order, staging, landed)
-        except Exception:  # noqa: BLE001 - others' layers and selectors: vLLM computes instead
+        except Exception:  # noqa: BLE001 - others' layers and selectors: the engine computes
             _log.exception("blend failed, computing instead request=%s", order.request_id)
             return False
         return True

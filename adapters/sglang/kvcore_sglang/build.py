@@ -1,0 +1,129 @@
+"""Puts the parts of a rank together from a config: the only place that knows every part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvcore_sglang.describe import Served
+from kvcore_sglang.fusing import FusionLeader
+from kvcore_sglang.fusion import SglangLayers
+from kvcore_sglang.leader import Leader
+from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
+from kvcore_sglang.worker import Fence, RankWorker
+
+from kvcore.adapting.blending import Blends
+from kvcore.adapting.build import (
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_segments,
+    build_worker,
+)
+from kvcore.adapting.pacing import Pace, make_pace
+from kvcore.config import Config
+from kvcore.fusion.rope import Rope
+from kvcore.metrics import Data
+from kvcore.ops.fusion import select_fusion
+from kvcore.transfer.plan import layer_steps
+
+
+@dataclass
+class Parts:
+    """One rank: a leader and lines to the others, or a follower."""
+
+    served: Served
+    worker: RankWorker
+    lines: Lines
+    leader: Leader | None
+    follower: Follower | None
+
+    def close(self) -> None:
+        """Finish what is under way, then let go. Blocks."""
+        self.worker.close()
+        if self.follower is not None:
+            self.follower.close()
+        if self.leader is not None:
+            self.leader.close()
+
+
+@dataclass
+class Fusable:
+    """What blends need of a model that they are right for."""
+
+    layers: SglangLayers
+    ropes: Sequence[Rope | None]
+
+
+def build(
+    config: Config,
+    served: Served,
+    fence: Fence,
+    publish: Callable[[Data], None] | None = None,
+    fusable: Fusable | None = None,
+) -> Parts:
+    """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it;
+    ``fusable`` is None on all ranks where there is no fusion."""
+    rank, model = served.rank, served.model
+    parts = build_worker(config, model, rank.number, [served.pool.view])
+    blends = None if fusable is None else _blends(config, served, parts, fusable)
+    worker = RankWorker(parts.worker, parts.open_tier, fence, blends)
+    if rank.number:
+        follower = join(rank)(worker, parts.metrics)
+        return Parts(served, worker, NoLines(), None, follower)
+    lines: Lines = NoLines() if rank.group is None else open_lines(rank)
+    leader = Leader(
+        config,
+        model,
+        worker,
+        lines,
+        lambda outbox: build_leader(config, model, outbox),
+        parts.metrics,
+        publish,
+        None if fusable is None else lambda made: _fusion_leader(config, served, made),
+    )
+    return Parts(served, worker, lines, leader, None)
+
+
+def _blends(config: Config, served: Served, parts: WorkerParts, fusable: Fusable) -> Blends:
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    device = served.pool.view.tensors[0].device
+    return Blends(
+        config,
+        parts.worker,
+        fusable.layers,
+        fusable.ropes,
+        served.model.rank_shape(served.rank.number),
+        selector,
+        served.page_tokens,
+        select_fusion(device, parts.plugins.ops(), config.ops.backend),
+    )
+
+
+def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> FusionLeader:
+    model = served.model
+    return FusionLeader(
+        config,
+        model.shape,
+        parts.manager,
+        build_segments(config, model),
+        layer_steps(model.shape.layers),
+        served.page_tokens,
+        parts.metrics,
+        _pace(config, served, parts) if config.fusion.adaptive else None,
+    )
+
+
+def _pace(config: Config, served: Served, parts: LeaderParts) -> Pace:
+    """The controller. It knows layers from their timing at start, blends and loads as they come:
+    SGLang's forwards are not timed."""
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    return make_pace(
+        config.fusion,
+        hidden=int(served.checkpoint.text["hidden_size"]),
+        device=served.pool.view.tensors[0].device.type,
+        layers=served.model.shape.layers,
+        ranks=served.model.world_size,
+        paths=parts.read_paths,
+        looks=selector.needs_question,
+    )

@@ -1,0 +1,157 @@
+"""What kvcore needs to know of a model served by SGLang, and whether it can serve it right.
+
+Every rank derives the same description from the same arguments, so that leader and workers agree
+without a handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch.distributed
+from kvcore_sglang.layout import Pool, read_pool
+
+from kvcore.adapting.identity import rope_length, weights_identity
+from kvcore.adapting.model import LayerGroup, ModelDescription
+from kvcore.block import model_fingerprint
+from kvcore.errors import UnsupportedError
+from kvcore.layout import BlockShape
+
+SERVED_COMPONENTS = frozenset({"FULL"})
+
+
+class Rank(NamedTuple):
+    """One rank of those that share the model's heads; ``group`` is None where it is alone."""
+
+    number: int
+    ranks: int
+    group: Any
+
+
+class Checkpoint(NamedTuple):
+    """What a model's folder says of it: the text model's ``config.json``."""
+
+    architecture: str
+    text: dict[str, Any]
+
+
+class Served(NamedTuple):
+    """A model, this rank of it, and this rank's pool."""
+
+    model: ModelDescription
+    rank: Rank
+    pool: Pool
+    page_tokens: int
+    vocabulary: int
+    checkpoint: Checkpoint = Checkpoint("", {})
+
+
+def describe(server_args: Any, params: Any, components: Iterable[Any], block_tokens: int) -> Served:
+    """Describe the model, or raise UnsupportedError saying what kvcore does not serve and why."""
+    _check_components(components)
+    _check_arguments(server_args, params)
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = ModelConfig.from_server_args(server_args)
+    rank = find_rank(params)
+    page_tokens = int(params.page_size)
+    pool = read_pool(params.token_to_kv_pool_allocator.get_kvcache(), page_tokens)
+    mla = pool.v_dim is None
+    if mla and rank.ranks > 1:
+        raise UnsupportedError(
+            f"MLA on {rank.ranks} tensor-parallel ranks: each holds the same latent; use 1"
+        )
+    heads = 1 if mla else int(config.get_total_num_kv_heads())
+    if max(heads // rank.ranks, 1) != pool.heads:
+        raise UnsupportedError(
+            f"{pool.heads} KV heads a rank with {heads} heads over {rank.ranks} ranks: kvcore "
+            "expects heads split evenly over tensor-parallel ranks"
+        )
+    shape = BlockShape(
+        layers=pool.layers,
+        kv_heads=heads,
+        head_dim=pool.dim,
+        v_head_dim=pool.v_dim,
+        kv_factor=1 if mla else 2,
+        block_tokens=block_tokens,
+        dtype=pool.dtype,
+    )
+    text = _checkpoint_config(server_args, config)
+    model = ModelDescription(
+        shape,
+        (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
+        fingerprint(server_args, config, pool.dtype),
+        rank.ranks,
+    )
+    checkpoint = Checkpoint(str(config.hf_config.architectures[0]), text)
+    return Served(model, rank, pool, page_tokens, int(config.vocab_size), checkpoint)
+
+
+def find_rank(params: Any) -> Rank:
+    """Where this process stands among those that share the attention heads."""
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    if group is None:
+        return Rank(0, 1, None)
+    ranks = torch.distributed.get_world_size(group=group)
+    return Rank(torch.distributed.get_rank(group=group), ranks, group if ranks > 1 else None)
+
+
+def _check_components(components: Iterable[Any]) -> None:
+    other = sorted(component.name for component in components)
+    if set(other) != SERVED_COMPONENTS:
+        raise UnsupportedError(
+            f"a cache of {', '.join(other)} components: state-space layers keep one state a "
+            "sequence, and sliding windows a second pool; kvcore serves full and multi-head "
+            "latent attention on SGLang"
+        )
+
+
+def _check_arguments(server_args: Any, params: Any) -> None:
+    for name in ("pp_size", "nnodes", "attn_cp_size", "dcp_size"):
+        size = getattr(server_args, name, 1) or 1
+        if size > 1:
+            raise UnsupportedError(f"{name}={size}; kvcore serves {name}=1 on SGLang")
+    if params.pp_size > 1 or params.attn_cp_size > 1:
+        raise UnsupportedError("pipeline or context parallel ranks")
+    if getattr(server_args, "speculative_algorithm", None) or params.is_eagle:
+        raise UnsupportedError("speculative decoding: the draft model's KV is not stored")
+    mode = getattr(server_args, "disaggregation_mode", "null")
+    if mode not in (None, "null"):
+        raise UnsupportedError(f"disaggregation_mode={mode!r}; kvcore serves one whole engine")
+    if getattr(server_args, "enable_dp_attention", False):
+        raise UnsupportedError("enable_dp_attention: ranks hold the KV of different requests")
+
+
+def fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
+    """Equal to that of the other engines' adapters for the same model."""
+    text = _checkpoint_config(server_args, config)
+    text["kvcore_quantization"] = config.quantization
+    text["kvcore_max_model_len"] = rope_length(text, config.context_len)
+    text["kvcore_compute_dtype"] = str(config.dtype)
+    overrides = str(getattr(server_args, "json_model_override_args", None) or "{}")
+    text["kvcore_overrides"] = None if overrides.strip() == "{}" else overrides
+    weights = weights_identity(str(config.model_path), getattr(server_args, "revision", None))
+    return model_fingerprint(text, weights, f"torch.{dtype}")
+
+
+def _checkpoint_config(server_args: Any, config: Any) -> dict[str, Any]:
+    """The text model's config as its checkpoint has it: SGLang writes settings of its own into the
+    one it works with, and an older name beside the rope's type into every one that is read."""
+    import transformers
+
+    hf: Any = transformers
+    try:
+        loaded = hf.AutoConfig.from_pretrained(
+            str(config.model_path),
+            revision=getattr(server_args, "revision", None),
+            trust_remote_code=bool(getattr(server_args, "trust_remote_code", False)),
+        ).get_text_config()
+    except (OSError, ValueError):  # not a checkpoint of Hugging Face's: then kvcore's own identity
+        loaded = config.hf_text_config
+    found = dict(loaded.to_dict())
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = found.get(name)
+        if isinstance(rope, dict) and rope.get("type") == rope.get("rope_type"):
+            found[name] = {key: value for key, value in rope.items() if key != "type"}
+    return found

@@ -1,0 +1,215 @@
+"""Fusion on SGLang: which models it is right for, and their decoder layers lent to a blend.
+
+    State ─▶ from_pp ─▶ layer(positions, hidden, forward_batch) ─▶ to_pp ─▶ State
+                              └▶ RadixAttention.forward(q, k, v) ─ answered here, for one call
+
+A layer of SGLang 0.5.23 keeps its residual in the forward batch, together with sums that the next
+layer is to complete. Between two layers of a blend both are taken out as a pipeline stage would
+hand them on, so that rows can leave. RadixAttention gets q, k and v after RoPE; its forward is set
+on the instance for the length of a call, and nothing is patched outside one.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+from kvcore_sglang.describe import Served as ServedModel
+from torch import Tensor
+
+from kvcore.adapting.blending import EngineLayers, Served
+from kvcore.errors import UnsupportedError
+from kvcore.fusion.attend import Attention
+from kvcore.fusion.fusor import Attend, State
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.rope import Rope, rope_of
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""Models of SGLang 0.5.23 whose forward is: embed, then every layer, with nothing in between, and
+whose layers hand on what they made through their boundaries."""
+
+_LAYER_ARGUMENTS = ["positions", "hidden_states", "forward_batch"]
+_ATTENTION_ARGUMENTS = ["q", "k", "v", "forward_batch", "save_kv_cache"]
+
+
+def ropes_of(served: ServedModel, server_args: Any) -> tuple[Rope | None, ...]:
+    """The rope of every layer, or UnsupportedError saying why the model cannot be blended."""
+    shape, checkpoint = served.model.shape, served.checkpoint
+    if checkpoint.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"fusion is served for {', '.join(ARCHITECTURES)}, not for {checkpoint.architecture}"
+        )
+    if shape.kv_factor != 2 or shape.dims() != (shape.head_dim, shape.head_dim):
+        raise UnsupportedError("fusion needs K and V of one head size: not latent attention")
+    if (getattr(server_args, "json_model_override_args", None) or "{}").strip() != "{}":
+        raise UnsupportedError("fusion is not served where json_model_override_args are given")
+    if getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None):
+        raise UnsupportedError("fusion is not served beside LoRA adapters on SGLang")
+    return tuple(rope_of(checkpoint.text, layer) for layer in range(shape.layers))
+
+
+def find_model(pool: Any) -> Any:
+    """The model of this process whose KV is in ``pool``. Raises UnsupportedError without one.
+
+    SGLang does not tell a linker; its runner is looked up among the objects of the process.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    for found in gc.get_objects():
+        # not isinstance: lazy objects of other libraries wake up when asked for their class
+        if issubclass(type(found), ModelRunner) and vars(found).get("token_to_kv_pool") is pool:
+            return found.model
+    raise UnsupportedError("the model of this process was not found")
+
+
+class SglangLayers(EngineLayers):
+    """The decoder of a loaded model on one rank. Used from the scheduler's thread only.
+
+    ``buffers`` are the pool's: K [slots, heads, dim] of every layer, then V.
+    """
+
+    def __init__(
+        self, model: Any, buffers: Sequence[Tensor], max_rows: int | None, ranks: int
+    ) -> None:
+        from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+        self._proxy = PPProxyTensors
+        self._embed = model.model.embed_tokens
+        self._modules: list[Any] = list(model.model.layers)
+        self.layers = len(buffers) // 2
+        self._keys, self._values = buffers[: self.layers], buffers[self.layers :]
+        if len(self._modules) != self.layers:
+            raise UnsupportedError(
+                f"{len(self._modules)} decoder layers with {self.layers} layers of KV"
+            )
+        for module in self._modules:
+            _check_layer(module)
+        self._attention = [module.self_attn.attn for module in self._modules]
+        self.attention = tuple(_attention(attention) for attention in self._attention)
+        self.max_rows = max_rows
+        self._ranks = ranks
+
+    @contextmanager
+    def serving(self, served: Served) -> Iterator[None]:
+        yield  # no layer here asks whose rows it is given
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._embed(tokens)
+        return embedded
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        from sglang.srt.layers.layer_boundary.residual import batch as residuals
+
+        module, batch = self._modules[layer], _forward_batch(positions)
+        if state.residual is None:
+            residuals.start(batch)
+            hidden = state.hidden
+        else:
+            handed_on = {"hidden_states": state.hidden, "residual": state.residual}
+            hidden = module.attn_boundary.from_pp(self._proxy(handed_on), batch)
+        with lent(self._attention[layer], attend):
+            hidden = module(positions, hidden, batch)
+        made = residuals.to_pp(hidden, batch)
+        return State(made["hidden_states"], made["residual"])
+
+    def reduce(self, scores: Tensor) -> Tensor:
+        if self._ranks == 1:
+            return scores
+        from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+        summed: Tensor = tensor_model_parallel_all_reduce(scores)
+        return summed
+
+    def agree(self, well: bool) -> bool:
+        if self._ranks == 1:
+            return well
+        from sglang.srt.distributed import get_tp_group
+
+        ailing = torch.tensor([int(not well)])  # between the processes: no device waits
+        torch.distributed.all_reduce(ailing, group=get_tp_group().cpu_group)
+        return not ailing.item()
+
+    def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
+        self._keys[layer][slots] = kv.keys
+        self._values[layer][slots] = kv.values
+
+
+def _forward_batch(positions: Tensor) -> Any:
+    """One request's rows as SGLang's layers want them told. No attention of SGLang's reads it."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    nothing = positions.new_zeros(1)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=positions,  # layers ask for their number only
+        req_pool_indices=nothing,
+        seq_lens=nothing,
+        out_cache_loc=positions,
+        seq_lens_sum=0,
+        positions=positions,
+    )
+
+
+@contextmanager
+def lent(attention: Any, attend: Attend) -> Iterator[None]:
+    """Answer calls of one RadixAttention with ``attend``, in this block."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Tensor:
+        answer = attend(
+            q.view(-1, attention.tp_q_head_num, attention.qk_head_dim),
+            k.view(-1, attention.tp_k_head_num, attention.qk_head_dim),
+            v.view(-1, attention.tp_v_head_num, attention.v_head_dim),
+        )
+        return answer.reshape(len(answer), -1)
+
+    attention.forward = forward  # on the instance: hides the class's method
+    try:
+        yield
+    finally:
+        del attention.forward
+
+
+def _check_layer(module: Any) -> None:
+    """Raises UnsupportedError where a layer is not called as in 0.5.23."""
+    taken = list(inspect.signature(type(module).forward).parameters)[1:4]
+    if taken != _LAYER_ARGUMENTS:
+        raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
+    if not hasattr(getattr(module, "attn_boundary", None), "from_pp"):
+        raise UnsupportedError(f"{type(module).__name__} does not hand its residual on")
+
+
+def _attention(layer: Any) -> Attention:
+    """What a layer's attention computes, or UnsupportedError where kvcore's would not."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    taken = list(inspect.signature(type(layer).forward).parameters)[1:6]
+    if not isinstance(layer, RadixAttention) or taken != _ATTENTION_ARGUMENTS:
+        raise UnsupportedError(f"attention of type {type(layer).__name__} that takes {taken}")
+    unlike = {
+        "cross attention": layer.is_cross_attention,
+        "a window": layer.sliding_window_size not in (None, -1),
+        "chunks of positions (irope)": layer.use_irope,
+        "a temperature by length": layer.xai_temperature_len not in (None, -1),
+        "scales of K": layer.k_scale is not None,
+        "no causal mask": layer.attn_type != AttentionType.DECODER,
+        f"positions encoded as {layer.pos_encoding_mode}": layer.pos_encoding_mode != "NONE",
+        "a cap other than tanh": bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
+    }
+    for what, found in unlike.items():
+        if found:
+            raise UnsupportedError(f"fusion is not served for attention with {what}")
+    return Attention(float(layer.scaling), None, float(layer.logit_cap or 0))

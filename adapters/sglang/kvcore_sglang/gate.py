@@ -1,0 +1,69 @@
+"""Where the forward waits for the layers that are being loaded, and for the blends before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore_sglang.worker import RankWorker
+
+from kvcore.adapting.orders import BlendOrder
+from kvcore.transfer.graph import TransferGraph
+
+
+class LayerGate:
+    """What the KV pool asks before it reads a layer: blocks until its loads have landed.
+
+    ``consumer_index`` is the batch whose forward runs; -1 or an unknown one waits for nothing.
+    Not ``layerwise``, a batch waits for all of its loads before its forward. Blends are made when
+    the batch becomes the one that runs: on the forward's thread and stream.
+    """
+
+    def __init__(self, worker: RankWorker | None, *, layerwise: bool) -> None:
+        self._worker = worker
+        self._layerwise = layerwise
+        self._batches: dict[int, list[int]] = {}
+        self._orders: dict[int, Sequence[BlendOrder]] = {}
+        self._unblended: set[int] = set()
+        self._count = 0
+        self.consumer_index = -1
+
+    def start(self, graphs: Sequence[TransferGraph], orders: Sequence[BlendOrder] = ()) -> int:
+        """Begin the loads of a batch; its index, -1 where there are neither loads nor blends."""
+        if self._worker is None or not (graphs or orders):
+            return -1
+        self._count += 1
+        if orders:
+            self._orders[self._count] = orders
+        self._batches[self._count] = [graph.graph_id for graph in graphs]
+        self._worker.start_loads(graphs)
+        return self._count
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+        if not self._layerwise:
+            self.wait_until(0)  # such a load is one copy of all layers
+        orders = self._orders.pop(index, None)
+        if (
+            orders is not None
+            and self._worker is not None
+            and not self._worker.blend(orders, self.wait_until)
+        ):
+            self._unblended.add(index)
+
+    def wait_until(self, layer: int) -> None:
+        graph_ids = self._batches.get(self.consumer_index)
+        if graph_ids and self._worker is not None:
+            self._worker.wait_layer(graph_ids, layer)
+
+    def finish(self, index: int) -> bool:
+        """Block until a batch's loads write no more; whether all of its KV is good."""
+        graph_ids = self._batches.pop(index, None)
+        landed = not graph_ids or self._worker is None or self._worker.finish(graph_ids)
+        made = index not in self._unblended and self._orders.pop(index, None) is None
+        self._unblended.discard(index)
+        return landed and made
+
+    def reset(self) -> None:
+        for index in list(self._batches):
+            self.finish(index)
+        self.consumer_index = -1

@@ -1,0 +1,613 @@
+"""The leader, beside the scheduler of rank 0: decides what is loaded and saved, copies nothing.
+
+    lookup    keys, match; blocks of lower tiers are staged in host memory first
+    load      the match again: True only for what lies verified in host memory now
+    inserted  saves of what the tree has and no tier does; offers wait for them
+    pump      reports in, spills out
+
+SGLang counts on what a lookup answered and aborts a request whose load fails, so only blocks that
+lie verified in every rank's host memory are answered. A load that is refused is computed by the
+engine as if nothing had been found. Between lookup and load nothing is pinned: an aborted request
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kvcore_sglang.fusing import Asking, FusionLeader, Held, Wanted
+from kvcore_sglang.messages import Order
+from kvcore_sglang.ranks import Lines
+from kvcore_sglang.worker import RankWorker
+
+from kvcore.adapting.build import LeaderParts
+from kvcore.adapting.chunks import BlendPlan
+from kvcore.adapting.identity import Namespaces
+from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.outbox import Outbox
+from kvcore.adapting.paging import Paging
+from kvcore.block import KeyChain, Namespace
+from kvcore.config import Config
+from kvcore.errors import CapacityError, KVCoreError
+from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.metrics import Data, Metrics, MissReason
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.plan import layer_steps
+
+_log = logging.getLogger("kvcore.sglang.leader")
+
+NO_PAGE = -1
+ASKED_KEPT = 1024
+"""Requests whose last lookup is remembered: more than wait in any queue that is scanned."""
+SERVED_KEPT = 1024
+"""Requests of which it can be asked what they reused."""
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
+STAGE_POLL_S = 0.02
+PUBLISH_S = 1.0
+"""How often counts are handed to the engine's metrics."""
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass
+class Asked:
+    """A lookup: the prompt's chain, what the tree held, what was answered, and where it lay when
+    the request first asked.
+
+    ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
+    for another prompt. ``resumed``: some of them were its answer already. ``plan`` is the blend
+    that was answered, of the request in ``asking``; ``wanted`` is what fusion knows of it.
+    """
+
+    chain: KeyChain
+    device_tokens: int
+    tokens: int
+    text: bytes
+    stop: int = 0
+    resumed: bool = False
+    counted: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
+    asking: Asking | None = None
+    wanted: Wanted | None = None
+    plan: BlendPlan | None = None
+
+    @property
+    def exact(self) -> int:
+        """Tokens of what was answered that are exact."""
+        return self.stop if self.plan is None else self.plan.exact
+
+
+@dataclass
+class Offer:
+    """Nodes whose pages stay locked until saves have read them; ``graphs`` are those under way."""
+
+    graphs: set[int] = field(default_factory=set)
+    open: bool = True
+
+    @property
+    def done(self) -> bool:
+        return not self.open and not self.graphs
+
+
+class Leader:
+    """One per engine. Called from the scheduler's thread only.
+
+    ``local`` is this rank's own worker, which counts in ``counted_here``; ``lines`` reach the
+    others. ``publish`` takes what was counted since the last time, now and then. ``fusion`` makes
+    what blends need from the parts that ``build`` made; None where there are none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        local: RankWorker,
+        lines: Lines,
+        build: Callable[[Outbox], LeaderParts],
+        counted_here: Metrics,
+        publish: Callable[[Data], None] | None = None,
+        fusion: Callable[[LeaderParts], FusionLeader] | None = None,
+    ) -> None:
+        self._config = config
+        self._settings = config.sglang
+        self._model = model
+        self._local = local
+        self._counted_here = counted_here
+        self._publish = publish
+        self._publish_at = 0.0
+        self._lines = lines
+        self._outbox = Outbox(model.world_size, self._work)
+        parts = build(self._outbox)
+        self.manager: KVManager = parts.manager
+        self.metrics: Metrics = parts.metrics
+        self._releases = parts.releases
+        self._fusion = None if fusion is None else fusion(parts)
+        self._learning: dict[int, tuple[KeyChain, Tokens]] = {}  # by the graph of their save
+        self._block = config.block.tokens
+        self._page = model.groups[0].page_tokens
+        self._paging = Paging(model.groups, self._block, no_page=NO_PAGE)
+        self._namespaces = Namespaces(config.namespace, model.fingerprint)
+        self._steps = layer_steps(model.shape.layers) if self._settings.layerwise else []
+        self._asked: OrderedDict[str, Asked] = OrderedDict()
+        self._refused: OrderedDict[str, None] = OrderedDict()
+        self._served: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self._offers: deque[Offer] = deque()
+        self._reading: dict[int, list[Offer]] = {}  # save -> offers that wait for its copy
+        self._loading: dict[int, str] = {}
+        self._aside = ""
+        self._tell(Order(now=True, open_tiers=parts.open_tiers))
+
+    # -- a request waits --------------------------------------------------------------------
+
+    def namespace(self, lora: str, salt: str | None) -> Namespace:
+        return self._namespaces.of(lora, salt)
+
+    def lookup(
+        self,
+        rid: str,
+        tokens: Tokens,
+        device_tokens: int,
+        namespace: Namespace,
+        asking: Asking | None = None,
+        *,
+        resumed: bool = False,
+    ) -> int:
+        """Tokens beyond ``device_tokens`` that can be loaded now, a multiple of the page.
+
+        ``tokens`` are those the engine would reuse, so at least one more is computed. Where the
+        prompt in ``asking`` is one to be blended, what the blend makes is counted too. Blocks while
+        blocks come from lower tiers, as ``sglang.prefetch`` says. ``resumed`` is what `is_resumed`
+        says of the request until it is loaded.
+        """
+        if self._aside or rid in self._refused:
+            return 0
+        self._pump()
+        asked = self._ask(rid, tokens, device_tokens, namespace)
+        asked.resumed = resumed
+        hit = self._hit(asked, namespace)
+        host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        stop = min(host * self._block, len(tokens)) // self._page * self._page
+        gain = stop - device_tokens
+        asked.asking = asking
+        asked.plan = self._blend(rid, asked, namespace, max(stop, device_tokens))
+        if asked.plan is not None:
+            asked.stop = asked.plan.stop
+            return asked.stop - device_tokens
+        if gain < max(self._settings.min_load_tokens, self._page):
+            self._count_miss(asked, gain, hit)
+            return 0
+        asked.stop = stop
+        return gain
+
+    def _ask(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> Asked:
+        """The request's keys; hashed once however often it is looked up."""
+        text = hashlib.blake2b(tokens.data, digest_size=16).digest()
+        before = self._asked.pop(rid, None)
+        same = before is not None and before.text == text
+        if before is not None and same and before.chain.namespace is namespace:
+            asked = before
+            asked.device_tokens, asked.stop = device_tokens, 0
+        else:
+            chain = KeyChain(namespace, self._block)
+            chain.extend(tokens)
+            asked = Asked(chain, device_tokens, len(tokens), text)
+        self._asked[rid] = asked
+        if len(self._asked) > ASKED_KEPT:
+            self._asked.popitem(last=False)
+        return asked
+
+    def _hit(self, asked: Asked, namespace: Namespace) -> Hit:
+        """What is held, after as much of it as possible was brought to host memory."""
+        keys, digest = asked.chain.keys, namespace.digest
+        first = asked.device_tokens // self._block
+        hit = self._after_stores(self.manager.get_match(keys, digest), first)
+        last = min(hit.depth, -(-asked.tokens // self._block))
+        found = hit.blocks_by_tier(first, last) if first < last else {}
+        if not asked.sources:
+            asked.sources = found
+        if not any(tier != HOST for tier in found):
+            return hit
+        if (last - first) * self._block < self._settings.min_load_tokens:
+            return hit
+        if self._stage(hit, last):
+            self._wait_staged(keys, digest, last)
+        return self.manager.get_match(keys, digest)
+
+    def _blend(self, rid: str, asked: Asked, namespace: Namespace, exact: int) -> BlendPlan | None:
+        """What to blend of a prompt held exactly up to ``exact``, out of host memory."""
+        fusion, asking = self._fusion, asked.asking
+        if fusion is None or asking is None:
+            return None
+        if asked.wanted is None:
+            asked.wanted = fusion.track(rid, asking)
+        nbytes = self._model.shape.nbytes
+        loads = {tier: blocks * nbytes for tier, blocks in asked.sources.items()}
+        held = Held(exact, asked.tokens, loads)
+        plan = fusion.plan(rid, asked.wanted, asking, namespace, held)
+        if plan is None:
+            return None
+        if not asked.wanted.fetched:
+            asked.wanted.fetched = True
+            self._fetch(fusion, plan)
+        return fusion.in_host(plan)
+
+    def _fetch(self, fusion: FusionLeader, plan: BlendPlan) -> None:
+        """Bring the chunks of a plan to host memory, each with the blocks before it: a chunk that
+        stands far behind in a chain which is not there is left alone."""
+        under_way = []
+        for chunk in plan.chunks:
+            try:
+                hit, start, stop = fusion.chunks.source(chunk)
+            except KVCoreError:
+                continue
+            low = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+            if low < stop <= low + MAX_FETCH * (stop - start) and self._stage(hit, stop):
+                digest = self.manager.index.namespace_of(chunk.last_key)
+                under_way.append((hit.keys, digest, stop))
+        for keys, digest, stop in under_way:
+            self._wait_staged(keys, digest, stop)
+
+    def _stage(self, hit: Hit, last: int) -> bool:
+        """Start bringing blocks up to ``last`` into host memory; False where there is no room."""
+        start = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        if self.manager.index.held(HOST, hit.keys[:last]) > start:
+            return True  # on its way already
+        if self.manager.can_load(hit, start, last) is not Readiness.READY:
+            return False
+        try:
+            self.manager.launch_load(
+                hit,
+                start,
+                last,
+                self._paging.no_units(start, last),
+                deadline_s=self._config.transfer.load_deadline_s,
+            )
+        except CapacityError as error:
+            _log.debug("nothing staged: %s", error)
+            return False
+        self._tell(self._now())
+        return True
+
+    def _wait_staged(self, keys: Sequence[bytes], digest: bytes, last: int) -> None:
+        mode = self._settings.prefetch
+        if mode == "best_effort":
+            return
+        wait_s = self._settings.prefetch_timeout_s
+        if mode == "wait":
+            wait_s = self._config.transfer.load_deadline_s
+        limit = time.monotonic() + wait_s
+        while self.manager.index.held(HOST, keys[:last]) > self._in_host(keys, digest):
+            if (left := limit - time.monotonic()) <= 0:
+                return
+            self._work(min(left, STAGE_POLL_S))
+            self._pump()
+
+    def _after_stores(self, hit: Hit, computed: int) -> Hit:
+        """The hit with what remote stores hold beyond it and beyond ``computed`` blocks: asked, and
+        waited for as for any lower tier."""
+        limit = time.monotonic() + self._settings.prefetch_timeout_s
+        while self.manager.ask_stores(hit, computed) and self._settings.prefetch != "best_effort":
+            self.manager.wait_stores(max(limit - time.monotonic(), 0))
+            hit = self.manager.get_match(hit.keys, hit.namespace)
+            if time.monotonic() >= limit:
+                break
+        return hit
+
+    def _in_host(self, keys: Sequence[bytes], digest: bytes) -> int:
+        hit = self.manager.get_match(keys, digest)
+        return next((s.stop for s in hit.sources if s.tier == HOST), 0)
+
+    def _count_miss(self, asked: Asked, gain: int, hit: Hit) -> None:
+        if asked.counted:  # a request is looked up again and again while it waits
+            return
+        asked.counted = True
+        tokens = asked.tokens - asked.device_tokens
+        if gain > 0 or tokens < self._block:
+            self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
+        elif any(source.tier != HOST for source in hit.sources):
+            self.metrics.looked_up({}, tokens, MissReason.PENDING)
+        else:
+            self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
+
+    # -- a request is scheduled -------------------------------------------------------------
+
+    def is_resumed(self, rid: str) -> bool:
+        """Whether the last lookup of ``rid`` was of a request that had been answered in part."""
+        asked = self._asked.get(rid)
+        return asked is not None and asked.resumed
+
+    def load(self, rid: str, slots: npt.NDArray[np.int64]) -> Order:
+        """The order for what the last lookup of ``rid`` answered, into ``slots``, one a token.
+
+        Empty where it is not in host memory any more: the engine then computes the tokens.
+        """
+        order = Order()
+        asked = self._asked.pop(rid, None)
+        if self._aside or asked is None or asked.stop != asked.device_tokens + len(slots):
+            return order
+        if not self._still_there(asked):
+            self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
+            return order
+        exact = asked.exact - asked.device_tokens
+        if exact > 0:
+            order.graphs.append(self._load(rid, asked, slots[:exact]))
+        if asked.plan is not None:
+            assert self._fusion is not None
+            assert asked.asking is not None
+            tokens, take = asked.asking.tokens, self._outbox.graphs.remove
+            order.blends.append(self._fusion.order(rid, tokens, asked.plan, take))
+            self._tell(self._now())
+        self._count_hit(rid, asked, exact)
+        return order
+
+    def _still_there(self, asked: Asked) -> bool:
+        """Whether what a lookup answered is in host memory still."""
+        keys, digest = asked.chain.keys, asked.chain.namespace.digest
+        if asked.exact > asked.device_tokens:
+            last = -(-asked.exact // self._block)
+            if self._in_host(keys, digest) < last:
+                return False
+        if asked.plan is None:
+            return True
+        return self._fusion is not None and self._fusion.in_host(asked.plan) == asked.plan
+
+    def _load(self, rid: str, asked: Asked, slots: npt.NDArray[np.int64]) -> TransferGraph:
+        keys, digest = asked.chain.keys, asked.chain.namespace.digest
+        first, last = asked.device_tokens // self._block, -(-asked.exact // self._block)
+        before = np.full(asked.device_tokens // self._page, NO_PAGE, dtype=np.int64)
+        pages = np.concatenate([before, slots[:: self._page] // self._page]).tolist()
+        units = self._paging.units([pages], first, last, asked.device_tokens)
+        hit = self.manager.get_match(keys[:last], digest)
+        graph = self.manager.launch_load(
+            hit, first, last, units, layers=self._steps, on_end=lambda: self._loaded(graph)
+        )
+        self._outbox.graphs.remove(graph)
+        self._tell(self._now())
+        self._loading[graph.graph_id] = rid
+        return graph
+
+    def _loaded(self, graph: TransferGraph) -> None:
+        self._loading.pop(graph.graph_id, None)
+
+    def _count_hit(self, rid: str, asked: Asked, tokens: int) -> None:
+        """Tokens by the tier that held them when the request first asked."""
+        reused, left = {}, tokens
+        for tier, blocks in reversed(asked.sources.items()):
+            if tier != HOST:
+                reused[tier] = min(left, blocks * self._block)
+                left -= reused[tier]
+        if left:
+            reused[HOST] = left
+        if asked.plan is not None:
+            reused["blend"] = asked.plan.reused
+        missed = asked.tokens - asked.device_tokens - sum(reused.values())
+        self.metrics.looked_up(reused, missed)
+        self._served[rid] = reused
+        if len(self._served) > SERVED_KEPT:
+            self._served.popitem(last=False)
+        _log.debug("load request=%s tokens=%d..%d", rid, asked.device_tokens, asked.stop)
+
+    def drop(self, order: Order) -> None:
+        """A planned load that no rank has started will not be."""
+        chunks = [chunk.graph for blend in order.blends for chunk in blend.chunks]
+        for graph in (*order.graphs, *chunks):
+            for op in graph.ops:
+                rows = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
+                self._complete(OpReport(graph.graph_id, op.op_id, rows))
+        if self._fusion is not None:
+            for blend in order.blends:
+                self._fusion.drop(blend.request_id)
+
+    def begin_batch(self) -> None:
+        """What was ordered since the last call goes with one batch."""
+        if self._fusion is not None:
+            self._fusion.begin_batch()
+
+    def refuse(self, rids: Iterable[str]) -> None:
+        """These requests' loads failed: they are computed, and not looked up again."""
+        for rid in rids:
+            self._served.pop(rid, None)
+            self._refused[rid] = None
+            if self._fusion is not None:
+                self._fusion.refuse(rid)
+            self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
+        while len(self._refused) > SERVED_KEPT:
+            self._refused.popitem(last=False)
+
+    # -- the tree grows ---------------------------------------------------------------------
+
+    def offer(self) -> Offer:
+        """A node is offered: it stays locked until `done_offers` counts it."""
+        offer = Offer()
+        self._offers.append(offer)
+        return offer
+
+    def inserted(
+        self,
+        tokens: Tokens,
+        namespace: Namespace,
+        slots: npt.NDArray[np.int64],
+        offers: list[Offer],
+    ) -> Order:
+        """Save the blocks of ``tokens`` that are not held; ``slots`` are theirs, one a token.
+
+        Returns the order for all ranks. ``offers`` end when the copies have.
+        """
+        order = Order()
+        if not self._aside and len(tokens) >= self._block:
+            order.graphs += self._save(tokens, namespace, slots)
+        for graph in order.graphs:
+            self._reading[graph.graph_id] = list(offers)
+        for offer in offers:
+            offer.graphs.update(graph.graph_id for graph in order.graphs)
+            offer.open = False
+        return order
+
+    def _save(
+        self, tokens: Tokens, namespace: Namespace, slots: npt.NDArray[np.int64]
+    ) -> list[TransferGraph]:
+        chain = KeyChain(namespace, self._block)
+        chain.extend(tokens)
+        pages = [(slots[:: self._page] // self._page).tolist()]
+        self.manager.launch_save(
+            chain.keys,
+            namespace.digest,
+            len(chain.keys),
+            lambda start, stop: self._paging.whole_units(pages, start, stop),
+        )
+        saves = [g for g in self._outbox.graphs if g.priority is Priority.SAVE]
+        if self._fusion is not None and chain.keys:
+            for graph in saves:
+                self._learning[graph.graph_id] = chain, tokens
+            if not saves:
+                self._fusion.learn(chain, tokens)
+        self._outbox.graphs[:] = [g for g in self._outbox.graphs if g not in saves]
+        self._tell(self._now())
+        return saves
+
+    def done_offers(self) -> int:
+        """How many of the oldest offers have ended."""
+        self._pump()
+        count = 0
+        for offer in self._offers:
+            if not offer.done:
+                break
+            count += 1
+        return count
+
+    def take_offer(self) -> None:
+        """Forget the oldest offer."""
+        self._offers.popleft()
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def _now(self) -> Order:
+        """What waits in the outbox, of which nothing touches a page of the engine's."""
+        outbox = self._outbox
+        order = Order(True, {}, outbox.forgotten, outbox.cancelled, outbox.graphs)
+        outbox.forgotten, outbox.cancelled, outbox.graphs = [], [], []
+        return order
+
+    def _tell(self, order: Order) -> None:
+        """Have every rank carry out a `now` order."""
+        if not order.empty:
+            self._lines.tell(order)
+            self._local.carry_out(order)
+
+    def _work(self, timeout: float) -> None:
+        """Let workers work for some seconds, and deliver what they report."""
+        if timeout > 0:
+            self._local.wait_report(timeout)
+        self._gather()
+
+    def _gather(self) -> None:
+        for report in self._local.poll():
+            self._outbox.deliver(report)
+        if self._fusion is not None:
+            for blended in self._local.take_blends():
+                self._fusion.judge(blended)
+        counted = self._counted_here.delta()
+        if self._fusion is not None:
+            self._fusion.learn_times(self._local.take_profile(), counted)
+        self.metrics.absorb(counted)
+        for news in self._lines.news():
+            self.metrics.absorb(news.counted)
+            for report in news.reports:
+                self._outbox.deliver(report)
+
+    def _pump(self) -> None:
+        """Take in what ended, and start what follows from it."""
+        self._gather()
+        for report in self._outbox.poll():
+            self._complete(report)
+        self.manager.maintain()
+        self._tell(self._now())
+        if (now := time.monotonic()) >= self._publish_at:
+            self._publish_at = now + PUBLISH_S
+            self._show()
+
+    def _show(self) -> None:
+        """Bring the gauges up to date, and hand the counts to the engine."""
+        index, nbytes = self.manager.index, self._model.shape.nbytes
+        for tier in index.tiers:
+            self.metrics.tier(tier, index.num_used(tier) * nbytes, index.num_slots(tier) * nbytes)
+        if self._publish is not None:
+            self._publish(self.metrics.delta())
+
+    def _complete(self, report: OpReport) -> None:
+        self.manager.complete(report)
+        if report.op_id == 0:  # the device copy of a save is its first op
+            learnt = self._learning.pop(report.graph_id, None)
+            if learnt is not None and self._fusion is not None:
+                self._fusion.learn(*learnt)
+            for offer in self._reading.pop(report.graph_id, ()):
+                offer.graphs.discard(report.graph_id)
+        if RowError.REFUSED in report.failed.values():
+            self.stand_aside("a worker refused its work")
+
+    def settle(self, timeout: float) -> bool:
+        """Block until nothing is in flight; False after ``timeout`` seconds."""
+        limit = time.monotonic() + timeout
+        self._pump()
+        while self.manager.in_flight:
+            if time.monotonic() >= limit:
+                return False
+            self._work(STAGE_POLL_S)
+            self._pump()
+        return True
+
+    def forget_all(self) -> None:
+        """Drop every block in every tier; KV made from now on is kept apart from all before."""
+        self.manager.clear()
+        self._namespaces.renew()
+        if self._fusion is not None:
+            self._fusion.chunks.forget()
+        self._tell(self._now())
+
+    def forget_requests(self) -> None:
+        """The engine's tree is empty: what was looked up and offered is void."""
+        self._asked.clear()
+        self._offers.clear()
+        self._reading.clear()
+
+    def stand_aside(self, why: str) -> None:
+        """Answer and keep nothing more, until the engine restarts."""
+        if not self._aside:
+            self._aside = why
+            _log.warning("%s: kvcore stands aside until the engine restarts", why)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What can be asked of kvcore through the engine: plain data."""
+        self._pump()
+        self._show()
+        return {
+            "aside": self._aside,
+            "in_flight": self.manager.in_flight,
+            "requests": {rid: dict(reused) for rid, reused in self._served.items()},
+            "fusion": {} if self._fusion is None else self._fusion.results,
+            "metrics": self.metrics.snapshot(),
+        }
+
+    def check_integrity(self) -> None:
+        """Index, flights and offers are sound."""
+        self.manager.check_integrity()
+        waiting = {graph_id for offer in self._offers for graph_id in offer.graphs}
+        assert waiting <= set(self._reading), "an offer waits for a save that is not under way"
+
+    def close(self) -> None:
+        """Let go of the tiers, once every rank has closed its own."""
+        self._lines.close()
+        if self._fusion is not None:
+            self._fusion.chunks.close()
+        for release in self._releases:
+            release()

@@ -1,0 +1,389 @@
+"""``KVCoreLinker``: kvcore behind SGLang's external cache linker, one in every rank.
+
+    match_prefix ─▶ lookup        tokens come by the hook around the wrapper's ``match``
+    init_load_back ─▶ load        True: the ranks have the order, and start it with the batch
+    set_consumer                  the batch's blends are made, before its forward
+    forward ─▶ wait_until(layer)  of `LayerGate`, called by the KV pool
+    insert ─▶ offload ─▶ inserted by the hook around the tree's ``insert``
+
+A model that kvcore cannot serve right runs untouched: nothing is answered or kept, and one warning
+says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from kvcore_sglang import hooks
+from kvcore_sglang.build import Fusable, Parts, build
+from kvcore_sglang.describe import Served, describe, find_rank
+from kvcore_sglang.fusing import Asking, asking_of
+from kvcore_sglang.fusion import SglangLayers, find_model, ropes_of
+from kvcore_sglang.gate import LayerGate
+from kvcore_sglang.leader import Leader, Offer, Tokens
+from kvcore_sglang.messages import Order
+from kvcore_sglang.ranks import agree
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from kvcore import log
+from kvcore.block import Namespace
+from kvcore.config import Config, load_config
+from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.metrics import Data, PrometheusSink
+from kvcore.transfer.graph import TransferGraph
+
+_log = logging.getLogger("kvcore.sglang")
+_T = TypeVar("_T")
+
+SETTLE_S = 30.0
+"""How long a flush of the cache waits for copies that are under way."""
+
+
+def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
+    """Shows counts among the engine's own Prometheus metrics, where it has any."""
+    if not params.enable_metrics:
+        return None
+    sink = PrometheusSink(("model_name",))
+    name = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
+    return lambda counted: sink.apply(counted, (name,))
+
+
+class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's class, unknown to mypy
+    """One per rank; rank 0's has the leader. Called from the scheduler's thread only."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: set[Any],
+        extra_config: dict[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        self.pools: dict[Any, object] = {}
+        self.forward_stream = forward_stream
+        self._config: Config = load_config(
+            overrides=extra_config, overrides_from="linker_extra_config"
+        )
+        log.configure(self._config.log.level, self._config.log.format)
+        self._many_loras = bool(
+            getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None)
+        )
+        self._epoch = secrets.token_hex(16)
+        self._parts = self._build(server_args, params, components)
+        worker = self._parts.worker if self._parts else None
+        self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
+        self._asking: tuple[Any, int, Any] | None = None
+        self._queued: dict[str, Order] = {}
+        self._inserting: list[Offer] | None = None
+        self._offered = 0
+
+    def _build(self, server_args: Any, params: Any, components: set[Any]) -> Parts | None:
+        """Leader and worker of this rank; None on all ranks where one of them cannot serve."""
+        served: Served | None = None
+        problem = ""
+        try:
+            hooks.check()
+            served = describe(server_args, params, components, self._config.block.tokens)
+        except (UnsupportedError, LayoutError) as error:
+            problem = str(error)
+        problems = [word for word in agree(find_rank(params), problem) if word]
+        if problems or served is None:
+            _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
+            return None
+        fusable = self._fusable(server_args, params, served)
+        try:
+            publish = _publisher(server_args, params)
+            return build(self._config, served, self._fence, publish, fusable)
+        except (UnsupportedError, LayoutError) as error:  # of the sizes: on all ranks alike
+            _log.warning("kvcore stands aside, the model runs without it: %s", error)
+            return None
+
+    def _fusable(self, server_args: Any, params: Any, served: Served) -> Fusable | None:
+        """The model as blends need it; None on all ranks where they are off or not right for it."""
+        if not self._config.fusion.enabled:
+            return None
+        found: Fusable | None = None
+        problem = ""
+        try:
+            hooks.check_fusion()
+            ropes = ropes_of(served, server_args)
+            model = find_model(params.token_to_kv_pool_allocator.get_kvcache())
+            most = int(getattr(server_args, "chunked_prefill_size", None) or 0)
+            buffers = served.pool.view.tensors
+            layers = SglangLayers(model, buffers, most if most > 0 else None, served.rank.ranks)
+            found = Fusable(layers, ropes)
+        except UnsupportedError as error:
+            problem = str(error)
+        problems = [word for word in agree(served.rank, problem) if word]
+        if problems:
+            _log.warning("exact prefixes only: %s", problems[0])
+            return None
+        return found
+
+    @property
+    def leader(self) -> Leader | None:
+        return self._parts.leader if self._parts else None
+
+    def _fence(self) -> AbstractContextManager[object]:
+        """Copies begin after what the schedule and the forward have put on the device."""
+        if not torch.cuda.is_available():
+            return contextlib.nullcontext()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        if self.forward_stream is not None:
+            stream.wait_stream(self.forward_stream)
+        context: AbstractContextManager[object] = torch.cuda.stream(stream)
+        return context
+
+    # -- who asks ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
+        """While a match is under way: the key whose page hashes `lookup` is given, and whose it
+        is."""
+        self._asking = key, device_tokens, req
+        try:
+            yield
+        finally:
+            self._asking = None
+
+    def _tokens(self, key: Any) -> Tokens | None:
+        """Token ids of a key; None where they do not tell its KV (pictures and the like)."""
+        tokens = np.asarray(key.raw_token_ids(), dtype=np.int64)
+        assert self._parts is not None
+        if key.is_bigram or not len(tokens) or int(tokens.max()) >= self._parts.served.vocabulary:
+            return None
+        return tokens if int(tokens.min()) >= 0 else None
+
+    def _namespace(self, leader: Leader, key: Any) -> Namespace:
+        """LoRA weights are known by a number or by their folder's name, which says nothing to
+        another process: their KV is found by this engine only."""
+        extra, salt = key.extra_key, key.cache_salt
+        if not extra:
+            return leader.namespace("", salt)
+        lora = f"{self._epoch}:{extra}" if self._many_loras else f"key:{extra}"
+        return leader.namespace(lora, salt)
+
+    # -- lookup and load --------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Prefix lengths in pages that can be restored. The leader's word counts: the other ranks
+        name all lengths, and the tree takes what all have in common."""
+        pages = len(transfers[0].keys)
+        if self._parts is None:
+            return []
+        if self._parts.leader is None:
+            return list(range(1, pages + 1))
+        nothing: list[int] = []
+        return self._guarded(nothing, lambda leader: self._lookup(leader, rid))
+
+    def _lookup(self, leader: Leader, rid: str) -> list[int]:
+        if self._asking is None:
+            return []
+        key, device_tokens, req = self._asking
+        tokens = self._tokens(key)
+        if tokens is None or self._parts is None:
+            return []
+        resumed = bool(req.output_ids)  # retracted, and answered in part: it goes on exactly
+        asking = None if resumed else self._prompt(req, tokens)
+        namespace = self._namespace(leader, key)
+        gain = leader.lookup(rid, tokens, device_tokens, namespace, asking, resumed=resumed)
+        return [gain // self._parts.served.page_tokens] if gain else []
+
+    def _prompt(self, req: Any, tokens: Tokens) -> Asking | None:
+        """The prompt that ``tokens`` are the start of; None where that is not certain."""
+        asking = asking_of(req)
+        whole = asking.tokens
+        assert self._parts is not None
+        if len(whole) <= len(tokens) or not np.array_equal(whole[: len(tokens)], tokens):
+            return None
+        rest = whole[len(tokens) :]
+        known = int(rest.min()) >= 0 and int(rest.max()) < self._parts.served.vocabulary
+        return asking if known else None
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Plan the load; False where the blocks are gone, and on all ranks alike."""
+        if self._parts is None:
+            return False
+        order = self._decide(lambda leader: self._plan(leader, rid, transfers[0]))
+        if order.at_once:
+            return self._load_at_once(self._parts, rid, order.graphs)
+        if not order.empty:
+            self._queued[rid] = order
+        return not order.empty
+
+    def _plan(self, leader: Leader, rid: str, transfer: Any) -> Order:
+        resumed = leader.is_resumed(rid)
+        order = leader.load(rid, transfer.device_indices.cpu().numpy())
+        order.at_once = resumed and not order.empty
+        return order
+
+    def _load_at_once(self, parts: Parts, rid: str, graphs: Sequence[TransferGraph]) -> bool:
+        """Load for a request that was answered in part: were it found after the forward that the
+        load failed, the request could not be computed again without answering twice. Blocks, and
+        all ranks end it together."""
+        parts.worker.start_loads(graphs)
+        landed = parts.worker.finish(graph.graph_id for graph in graphs)
+        if not any(agree(parts.served.rank, "" if landed else "failed")):
+            return True
+        self.refuse([rid])
+        return False
+
+    def blends(self, rid: str) -> bool:
+        """Whether what was just planned for a request has KV in it that is not exact."""
+        order = self._queued.get(rid)
+        return order is not None and bool(order.blends)
+
+    def place(self, rid: str, slots: Sequence[torch.Tensor]) -> None:
+        """The slots of a request that is to be blended, from its first token on."""
+        assert self._parts is not None
+        page = self._parts.served.page_tokens
+        pages = torch.cat(list(slots))[::page].cpu() // page
+        for blend in self._queued[rid].blends:
+            blend.pages = pages.tolist()
+
+    def start_layer_wise_loading(self) -> int:
+        orders, self._queued = list(self._queued.values()), {}
+        if self.leader is not None:
+            self.leader.begin_batch()
+        return self.layer_done_counter.start(
+            [graph for order in orders for graph in order.graphs],
+            [blend for order in orders for blend in order.blends],
+        )
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self.layer_done_counter.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        order = self._queued.pop(rid, None)
+        if order is not None and self.leader is not None:
+            self.leader.drop(order)
+        return order is not None
+
+    def refuse(self, rids: Sequence[str]) -> None:
+        """These requests' loads failed on some rank: compute them, and look up no more."""
+        if self.leader is not None:
+            self.leader.refuse(rids)
+
+    # -- offload ----------------------------------------------------------------------------
+
+    @property
+    def wants_inserts(self) -> bool:
+        return self._parts is not None
+
+    def begin_insert(self) -> None:
+        """Nodes offered from now on are of one insert."""
+        self._inserting = []
+
+    def abandon_insert(self) -> None:
+        """The insert offered nothing, on all ranks alike."""
+        self._inserting = None
+
+    def end_insert(self, key: Any, slots: torch.Tensor | None) -> None:
+        """The tree has ``key``, at ``slots`` as far as nodes were offered (None: it is unclear).
+
+        Starts the saves on this rank; with more ranks, all of them end the insert together.
+        """
+        offers, self._inserting = self._inserting or [], None
+        order = self._decide(lambda leader: self._inserted(leader, key, slots, offers))
+        if order.graphs and self._parts is not None:
+            self._parts.worker.carry_out(order)
+
+    def _inserted(
+        self, leader: Leader, key: Any, slots: torch.Tensor | None, offers: list[Offer]
+    ) -> Order:
+        try:
+            tokens = None if slots is None else self._tokens(key)
+            if tokens is None or slots is None:
+                return Order()
+            places = slots.cpu().numpy()
+            return leader.inserted(
+                tokens[: len(places)], self._namespace(leader, key), places, offers
+            )
+        finally:
+            for offer in offers:
+                offer.open = False
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Take a node in; what of it is saved is decided when its insert has ended."""
+        if self._parts is None or self._inserting is None:
+            return False
+        self._offered += 1
+        if self.leader is not None:
+            self._inserting.append(self.leader.offer())
+        return True
+
+    def num_completed_offloads(self) -> int:
+        if self.leader is None:
+            return self._offered
+        return self._guarded(0, Leader.done_offers)
+
+    def pop_completed_offload(self) -> bool:
+        """Always False: the tree then offers the node again, and kvcore knows what it holds."""
+        self._offered -= 1
+        if self.leader is not None:
+            self.leader.take_offer()
+        return False
+
+    # -- ranks ------------------------------------------------------------------------------
+
+    def _decide(self, decide: Callable[[Leader], Order]) -> Order:
+        """The leader's order for this point of the schedule, on every rank."""
+        assert self._parts is not None
+        if self._parts.follower is not None:
+            return self._parts.follower.next_order()
+        order = self._guarded(Order(), decide)
+        self._parts.lines.tell(order)
+        return order
+
+    def _guarded(self, neutral: _T, decide: Callable[[Leader], _T]) -> _T:
+        """Nothing may be raised into the schedule of one rank: the others would wait for it.
+
+        An error is logged, kvcore stands aside from then on, and ``neutral`` is answered.
+        """
+        leader = self.leader
+        assert leader is not None
+        try:
+            return decide(leader)
+        except Exception:  # noqa: BLE001 - named, and answered by standing aside
+            _log.exception("kvcore failed")
+            leader.stand_aside("an error in the leader")
+            return neutral
+
+    # -- lifecycle --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """What kvcore says of itself; None on ranks that do not lead."""
+        leader = self.leader
+        return None if leader is None else leader.state
+
+    def reset(self) -> None:
+        """The engine's cache is flushed, also after its weights were changed: forget everything,
+        unless ``sglang.keep_on_flush`` says that flushes are of the engine's cache alone."""
+        self.layer_done_counter.reset()
+        self._queued.clear()
+        self._offered = 0
+        if self._parts is not None and not self._parts.worker.quiesce(SETTLE_S):
+            _log.error("copies under way when the cache was flushed did not end")
+        if self.leader is None:
+            return
+        if not self.leader.settle(SETTLE_S):
+            self.leader.stand_aside("copies under way when the cache was flushed did not end")
+        self.leader.forget_requests()
+        if not self._config.sglang.keep_on_flush:
+            self.leader.forget_all()
+
+    def close(self) -> None:
+        """Finish saves in flight and flush the tiers; nothing that was saved is lost."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()

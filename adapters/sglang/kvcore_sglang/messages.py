@@ -1,0 +1,63 @@
+"""What the leader tells the other ranks, and what they tell it.
+
+    leader ──Order──▶ every other rank
+    leader ◀──News─── every other rank
+
+A `now` order touches no page of the engine's and is carried out as it comes. The others belong to
+a point of the schedule that every rank reaches, in the same order: an insert or a load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvcore.adapting.orders import BlendOrder
+from kvcore.metrics import Data
+from kvcore.transfer.graph import OpReport, TransferGraph
+
+
+class Order(msgspec.Struct, array_like=True):
+    """Work for a rank, taken in the order of the fields.
+
+    ``open_tiers`` comes once, before any graph that names those tiers; ``forget`` are slots of
+    tiers to make unreadable. ``at_once``: the graphs are loads to finish before anything else.
+    ``blends`` belong to a load, and their pages are filled in where they are carried out.
+    """
+
+    now: bool = False
+    open_tiers: dict[str, dict[str, Any]] = {}
+    forget: list[tuple[str, list[int]]] = []
+    cancel: list[int] = []
+    graphs: list[TransferGraph] = []
+    at_once: bool = False
+    blends: list[BlendOrder] = []
+
+    @property
+    def empty(self) -> bool:
+        return not (self.open_tiers or self.forget or self.cancel or self.graphs or self.blends)
+
+
+class News(msgspec.Struct, array_like=True):
+    """Ops that ended on a rank, and what it counted."""
+
+    reports: list[OpReport] = []
+    counted: Data = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_order_decoder = msgspec.msgpack.Decoder(Order)
+_news_decoder = msgspec.msgpack.Decoder(News)
+
+
+def encode(message: Order | News) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_order(data: bytes) -> Order:
+    return _order_decoder.decode(data)
+
+
+def decode_news(data: bytes) -> News:
+    return _news_decoder.decode(data)

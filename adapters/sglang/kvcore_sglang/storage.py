@@ -1,0 +1,309 @@
+"""``KVCoreStorage``: kvcore's tiers as the storage under HiCache, for those who keep HiCache.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+        "backend_name": "kvcore", "module_path": "kvcore_sglang.storage",
+        "class_name": "KVCoreStorage", "interface_v1": 1,
+        "kvcore": {"disk": {"path": "/var/cache/kvcore", "capacity": "200GiB"}}}'
+
+HiCache names a page by the hash of its tokens and all before them, and says nothing of the model.
+Here a page is found only under the same key of the same weights, rope parameters, KV type, page
+size, order of bytes and rank; what is read has the checksum of what was written.
+
+    storage_config, server_args ─┐
+    HostPages (a host pool)     ─┴▶ identity ─▶ PageStore ─▶ a backing tier       (each rank)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import Any
+
+import torch
+from kvcore_sglang.describe import fingerprint
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from kvcore import log
+from kvcore.adapting.pages import PageStore, open_pages
+from kvcore.config import Config, load_config
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.layout import ITEM_BYTES, BlockShape
+from kvcore.tiers.base import Buffers
+from kvcore.tiers.disk.format import Geometry
+
+__all__ = ["HostPages", "KVCoreStorage"]
+
+SETTINGS = "kvcore"
+"""Where kvcore's settings are among HiCache's extra configuration."""
+
+RANK_FIELDS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
+POOL_FIELDS = (
+    "layout",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "start_layer",
+    "end_layer",
+    "storage_format_tag",
+)
+"""What of a rank, and of its host pool, makes the bytes of a page."""
+
+
+class HostPages:
+    """The pages of one of HiCache's host pools, as the bytes that they are.
+
+    Raises UnsupportedError for a pool whose pages cannot be addressed, or are not K and V alone.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.page_tokens = int(pool.page_size)
+        self.dtype = str(pool.dtype).removeprefix("torch.")
+        buffer, first = pool.kv_buffer, self._page(0)
+        if not isinstance(buffer, torch.Tensor) or not _is_view(first, buffer):
+            raise self._refused("its pages are not views of one buffer")
+        if ITEM_BYTES.get(self.dtype, 1) == 1:
+            raise self._refused(f"{self.dtype} has scales that are not part of a page's identity")
+        self._bytes = _flat(buffer)[0]
+        self._itemsize = buffer.element_size()
+        outer, inner = _split(first)
+        self._run_nbytes = math.prod(inner) * self._itemsize
+        self._offsets = [
+            sum(map(mul, place, first.stride())) * self._itemsize
+            for place in itertools.product(*map(range, outer))
+        ]
+        self.shape = BlockShape(
+            layers=int(pool.layer_num),
+            kv_heads=1,
+            head_dim=first.numel() // (int(pool.layer_num) * self.page_tokens),
+            block_tokens=self.page_tokens,
+            dtype=self.dtype,
+            kv_factor=1,
+        )
+        """A page as a block of one head, which is the K and V of all heads of this rank."""
+        if self.shape.nbytes != first.numel() * self._itemsize:
+            raise self._refused(f"pages of {first.numel()} elements are not {self.shape}")
+
+    def buffers(self, slot: int) -> Buffers:
+        """The bytes of the page that starts at token slot ``slot``, as runs in order. Shared."""
+        start = self._page(slot).storage_offset() * self._itemsize
+        nbytes, view = self._run_nbytes, self._bytes
+        return [view[start + o : start + o + nbytes] for o in self._offsets]
+
+    def describe(self) -> dict[str, Any]:
+        """What makes the bytes of a page beside the model: plain data."""
+        fields = {name: _plain(getattr(self._pool, name, None)) for name in POOL_FIELDS}
+        return {"type": type(self._pool).__name__, "shape": self.shape.to_dict(), **fields}
+
+    def _page(self, slot: int) -> torch.Tensor:
+        try:
+            page: torch.Tensor = self._pool.get_data_page(slot, flat=False)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            raise self._refused(str(error)) from error
+        return page
+
+    def _refused(self, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"a host pool of type {type(self._pool).__name__} laid out as "
+            f"{self._pool.layout!r}: {reason}; kvcore stores pages of MHA and MLA pools laid out "
+            "as layer_first, page_first, page_first_direct or page_head"
+        )
+
+
+class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class, unknown to mypy
+    """One per rank. HiCache calls it from threads of its own, several at once.
+
+    Its tier must be usable when the engine starts: `register_mem_pool_host` raises what is wrong
+    with settings, pool or folder. From then on nothing is raised for a medium that fails: pages are
+    not found, and not stored.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        extra = dict(storage_config.extra_config or {})
+        if not isinstance(extra.get(SETTINGS), dict):
+            raise ConfigError(
+                f"given {sorted(extra)} as hicache-storage-backend-extra-config; kvcore's settings "
+                f'go under {SETTINGS!r}: {{"{SETTINGS}": {{"disk": {{"path": ..., '
+                '"capacity": ...}}}'
+            )
+        self._config: Config = load_config(
+            overrides=extra[SETTINGS], overrides_from="hicache-storage-backend-extra-config"
+        )
+        log.configure(self._config.log.level, self._config.log.format)
+        self._storage = storage_config
+        self._pages: HostPages | None = None
+        self._store: PageStore | None = None
+
+    # -- HiCache attaches and detaches --------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the tier for the pages of this pool. Blocks while it is scanned."""
+        super().register_mem_pool_host(mem_pool_host)
+        from sglang.srt.runtime_context import get_server_args
+
+        server_args = get_server_args()
+        _check(self._storage, server_args)
+        pages = HostPages(mem_pool_host)
+        identity = _identity(self._storage, server_args, pages, self._config.namespace.secret)
+        geometry = Geometry(pages.shape, identity[:16], ((0, pages.shape.kv_heads),))
+        share = _ranks(self._storage, server_args)
+        self._store, self._pages = open_pages(self._config, geometry, identity, share), pages
+
+    def on_host_pools_registered(self) -> None:
+        """Refuse a model with more than one pool: kvcore would keep a part of its state only."""
+        others = sorted({str(name) for name in getattr(self, "registered_pools", {})} - {"kv"})
+        if others:
+            self.close()
+            raise UnsupportedError(
+                f"a model with pools of {', '.join(others)} beside its KV; kvcore's HiCache "
+                "storage keeps full and multi-head latent attention"
+            )
+
+    def clear(self) -> None:
+        """Forget every page of this rank, on the medium too."""
+        self.store.clear()
+
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    @property
+    def store(self) -> PageStore:
+        """Where the pages are; open from `register_mem_pool_host` to `close`."""
+        if self._store is None:
+            raise UnsupportedError("the storage has no host pool yet, or is closed")
+        return self._store
+
+    # -- pages of the host pool ---------------------------------------------------------------
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many pages from the first on are stored."""
+        return self.store.leading(keys)
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Read pages into the pool; ``host_indices`` has all token slots, page after page."""
+        return self.store.get(keys, self._at(host_indices))
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Store pages of the pool."""
+        return self.store.put(keys, self._at(host_indices))
+
+    def _at(self, host_indices: torch.Tensor) -> list[Buffers]:
+        assert self._pages is not None, "a store is opened with its pages"
+        pages = self._pages
+        return [pages.buffers(slot) for slot in host_indices[:: pages.page_tokens].tolist()]
+
+    # -- pages of others, flat (without interface_v1) -----------------------------------------
+
+    def exists(self, key: str) -> bool:
+        return self.store.leading([key]) == 1
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Read pages into tensors of their size; None for each that is not there."""
+        if target_locations is None:
+            raise UnsupportedError("kvcore reads pages into tensors that are given")
+        found = self.store.get(keys, [_flat(target) for target in target_locations])
+        return [
+            target if good else None for target, good in zip(target_locations, found, strict=True)
+        ]
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store pages; whether all are stored."""
+        if values is None:
+            raise UnsupportedError("kvcore stores pages from tensors that are given")
+        return all(self.store.put(keys, [_flat(value.contiguous()) for value in values]))
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return self.batch_set([key], None if value is None else [value])
+
+
+def _check(storage: Any, server_args: Any) -> None:
+    """Refuse what the keys would not tell apart, or ranks that keep each other's pages."""
+    if storage.is_mla_model and storage.tp_size > 1:
+        raise UnsupportedError(
+            f"MLA on {storage.tp_size} tensor-parallel ranks: HiCache has one of them write for "
+            "all, and kvcore's stores are one a rank; use 1"
+        )
+    if getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None):
+        raise UnsupportedError(
+            "LoRA: HiCache's keys name adapters by numbers that mean others in another process; "
+            "use kvcore's linker, or no storage"
+        )
+    if getattr(server_args, "speculative_algorithm", None):
+        raise UnsupportedError("speculative decoding: a page's key says nothing of the draft model")
+    if storage.dcp_size > 1:
+        raise UnsupportedError(f"dcp_size={storage.dcp_size}; kvcore stores pages of dcp_size=1")
+
+
+def _identity(storage: Any, server_args: Any, pages: HostPages, secret: str | None) -> bytes:
+    """All that makes the bytes of two pages of equal keys comparable, in 32 bytes."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = ModelConfig.from_server_args(server_args)
+    model = fingerprint(server_args, config, pages.dtype)
+    text = {
+        "model": model.hex(),
+        "secret": secret,
+        "pool": pages.describe(),
+        "rank": {name: getattr(storage, name) for name in RANK_FIELDS},
+    }
+    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()
+
+
+def _ranks(storage: Any, server_args: Any) -> int:
+    """How many ranks have a store of their own."""
+    replicas = int(getattr(server_args, "dp_size", 1) or 1)
+    return replicas * int(storage.tp_size * storage.pp_size * storage.attn_cp_size)
+
+
+def _plain(value: Any) -> str | int | None:
+    return value if value is None or isinstance(value, int) else str(value)
+
+
+def _is_view(page: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether a page is a part of a buffer that is one run of bytes from its storage's start."""
+    same = page.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    return same and buffer.is_contiguous() and buffer.storage_offset() == 0
+
+
+def _split(page: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """(outer, inner) dims of a page, such that its inner dims are one run of memory."""
+    shape, run = page.shape, 1
+    for dim in reversed(range(page.dim())):
+        if shape[dim] > 1 and page.stride(dim) != run:
+            return shape[: dim + 1], shape[dim + 1 :]
+        run *= shape[dim]
+    return (), shape
+
+
+def _flat(tensor: torch.Tensor) -> Buffers:
+    """The bytes of a contiguous tensor. Shared."""
+    return [tensor.view(-1).view(torch.uint8).numpy().data]

@@ -1,0 +1,136 @@
+"""Fusion in the leader: what of a prompt can be reused elsewhere, and the orders for it.
+
+    prompt  ├── exact prefix ──┼─ gap ─┼── chunk ──┼── chunk ──┼─ question ─┤
+            0               exact                           stop
+                               └── made before the forward ────┘ └ by the engine
+
+The engine is told that [0, stop) comes from kvcore. It keeps what it computes on top under the
+request's own salt (`kvcore_trtllm.salt`), and kvcore keeps nothing from the first chunk on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvcore.adapting.chunks import BlendPlan, Chunks
+from kvcore.adapting.orders import BlendOrder, BlendReport
+from kvcore.block import Namespace, pack_tokens
+from kvcore.config import Config
+from kvcore.errors import KVCoreError
+from kvcore.fusion.options import FusionOptions
+from kvcore.fusion.segments import Segments
+from kvcore.layout import BlockShape
+from kvcore.manager import HOST, Hit, KVManager
+from kvcore.metrics import Metrics
+from kvcore.transfer.graph import Span, TransferGraph
+
+_log = logging.getLogger("kvcore.trtllm.fusion")
+
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
+
+MAX_FAILURES = 3
+"""Blends that fail one after another before no more are made."""
+
+
+class FusionLeader:
+    """One per engine, on rank 0. Called from the executor's thread only; only `in_host` waits."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: BlockShape,
+        manager: KVManager,
+        segments: Segments,
+        layer_steps: Sequence[Span],
+        metrics: Metrics,
+    ) -> None:
+        self.chunks = Chunks(config.fusion, config.block.tokens, shape.nbytes, manager, segments)
+        self._settings = config.fusion
+        self._nbytes = shape.nbytes
+        self._layer_steps = tuple(layer_steps)
+        self._metrics = metrics
+        self._staged = 0
+        self._failures = 0
+        self._ordered: dict[str, int] = {}  # tokens of chunks by request, until it is reported
+
+    def plan(
+        self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
+    ) -> BlendPlan | None:
+        """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
+        if not options.enabled or self._failures >= MAX_FAILURES:
+            return None
+        found = self.chunks.find(tokens, options, namespace, exact)
+        ratio = self._settings.ratio if options.ratio is None else options.ratio
+        # The last token is always computed: its logits are wanted.
+        return self.chunks.plan(found, exact, len(tokens) - 1, ratio, self._staged)
+
+    def in_host(
+        self, plan: BlendPlan, bring: Callable[[list[tuple[Hit, int]]], object]
+    ) -> BlendPlan | None:
+        """What of a plan is in host memory, after ``bring`` was told which blocks of which chains
+        are not, as far as these are not many more than the plan needs: host memory keeps a block
+        only behind all those before it. None where too little is left."""
+        wanted = []
+        try:
+            for hit, start, stop in map(self.chunks.source, plan.chunks):
+                held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+                below = set(hit.blocks_by_tier(start, stop)) - {HOST}
+                if below and stop - held <= MAX_FETCH * (stop - start):
+                    wanted.append((hit, stop))
+            bring(wanted)
+            return self.chunks.in_host(plan)
+        except KVCoreError as error:
+            _log.debug("no blend, a chunk has gone: %s", error)
+            return None
+
+    def promised(self, plan: BlendPlan) -> None:
+        """The engine counts on the plan: its chunks will take room in this step's staging."""
+        blocks = (len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
+        self._staged += sum(blocks) * self._nbytes
+
+    def step_ends(self) -> None:
+        """The step is planned: its staging is gone when the next one is."""
+        self._staged = 0
+
+    def order(
+        self,
+        request_id: int,
+        tokens: Sequence[int],
+        plan: BlendPlan,
+        pages: Sequence[int],
+        submit: Callable[[TransferGraph], object],
+    ) -> BlendOrder:
+        """The order for a plan whose pages are allocated; ``submit`` takes each chunk's graph."""
+        chunks, blocks = self.chunks.launch(plan, self._layer_steps, submit)
+        self._ordered[str(request_id)] = plan.reused
+        return BlendOrder(
+            str(request_id),
+            pack_tokens(tokens),
+            plan.exact,
+            plan.exact,
+            plan.stop,
+            list(pages),
+            plan.ratio,
+            chunks,
+            blocks,
+        )
+
+    def hear(self, report: BlendReport) -> None:
+        """Take in what became of a blend: when they fail one after another, no more are made."""
+        tokens = self._ordered.pop(report.request_id, 0)
+        self._metrics.blend("blended" if report.ok else "failed")
+        for verdict in report.verdicts:
+            self._metrics.judged(verdict)
+        if report.ok:
+            self._failures = 0
+            seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
+            self._metrics.blended(tokens, report.ratio, seconds)
+            return
+        self._failures += 1
+        if self._failures == MAX_FAILURES:
+            _log.error(
+                "%d blends failed one after another: exact prefixes only until the engine restarts",
+                MAX_FAILURES,
+            )

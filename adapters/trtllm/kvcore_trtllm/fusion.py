@@ -1,0 +1,208 @@
+"""TensorRT-LLM's own decoder layers, lent to a blend.
+
+A decoder layer takes (position_ids, hidden_states, attn_metadata, residual), and its attention
+module makes q, k and v, rotates them and hands them to ``forward_impl``. For the length of a call
+that method is answered by kvcore, and where the backend's kernel would rotate (`rope_fusion`) the
+module rotates itself; everything else of the layer is the engine's. The modules' forward is called
+directly: the connector's own hooks sit around ``__call__``.
+
+Read in TensorRT-LLM 1.2 and 1.3; what does not fit is named and exact prefixes go on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from kvcore_trtllm.describe import ModelFacts
+from torch import Tensor
+
+from kvcore.adapting.blending import EngineLayers, Served
+from kvcore.errors import UnsupportedError
+from kvcore.fusion.attend import Attention
+from kvcore.fusion.fusor import Attend, State
+from kvcore.fusion.plan import LayerKV
+from kvcore.fusion.rope import Rope, rope_of
+from kvcore.layout import ITEM_BYTES, KVView
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""Models whose forward is: embed, then every layer, with nothing in between."""
+
+LAYER_ARGUMENTS = ("position_ids", "hidden_states", "attn_metadata", "residual")
+ATTENTION_ARGUMENTS = ("q", "k", "v", "attn_metadata")
+
+Gather = Callable[[bytes], list[bytes]]
+
+
+def ropes_of(llm_args: Any, facts: ModelFacts) -> tuple[Rope | None, ...]:
+    """The rope of every layer, or UnsupportedError saying why the model cannot be blended."""
+    known = list(facts.identity.get("architectures") or [])  # type: ignore[call-overload]
+    if not set(known) & set(ARCHITECTURES):
+        raise UnsupportedError(
+            f"fusion is served for {', '.join(ARCHITECTURES)}, not for {', '.join(known)}"
+        )
+    unlike = {
+        "latent attention": facts.mla,
+        f"K kept as {facts.kv_dtype}": ITEM_BYTES[facts.kv_dtype] == 1,
+        "quantised weights": facts.identity.get("kvcore_quantization"),
+        "torch_compile_config": getattr(llm_args, "torch_compile_config", None),
+        "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None),
+    }
+    for what, found in unlike.items():
+        if found:
+            raise UnsupportedError(f"fusion on TensorRT-LLM is not served with {what}")
+    return tuple(rope_of(facts.identity, layer) for layer in range(facts.layers))
+
+
+class TrtllmLayers(EngineLayers):
+    """The decoder of a loaded model on one rank, and its pages. Executor's thread only.
+
+    ``view`` are the rank's pages of all layers. ``rotary`` makes the engine's rotary embedding of a
+    module that leaves rotating to its kernel. ``gather`` brings every rank's bytes; None alone.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        view: KVView,
+        rotary: Callable[[Any], Any],
+        *,
+        max_rows: int | None,
+        gather: Gather | None,
+    ) -> None:
+        decoder = model.model
+        self.layers = view.layout.layers
+        self._embed = decoder.embed_tokens
+        self._modules: list[Any] = list(decoder.layers)[: self.layers]
+        if len(self._modules) != self.layers:
+            raise UnsupportedError(
+                f"{len(self._modules)} decoder layers, KV of {self.layers}: fusion needs one each"
+            )
+        self._attention: list[Any] = [module.self_attn for module in self._modules]
+        for module in self._modules:
+            _check_call(module.forward, LAYER_ARGUMENTS)
+            _check_call(module.self_attn.forward_impl, ATTENTION_ARGUMENTS)
+        self.attention = tuple(_attention(module) for module in self._attention)
+        self._rotary = [_rotating(module, rotary) for module in self._attention]
+        self._planes = [
+            [_rows_of(view, layer, kv) for kv in (0, 1)] for layer in range(self.layers)
+        ]
+        self._page_tokens = view.layout.page_tokens
+        self.max_rows = max_rows  # what the engine has measured its memory for
+        self._gather = gather
+
+    def serving(self, served: Served) -> AbstractContextManager[None]:
+        """Nothing to prepare: requests with an adapter are not blended."""
+        return nullcontext()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._embed(tokens.to(torch.int32))
+        return embedded
+
+    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        rows = len(positions)
+        metadata = SimpleNamespace(num_tokens=rows, num_contexts=1, all_rank_num_tokens=None)
+        with _answered(self._attention[layer], self._rotary[layer], attend):
+            hidden, residual = self._modules[layer].forward(
+                position_ids=positions.to(torch.int32)[None],
+                hidden_states=state.hidden,
+                attn_metadata=metadata,
+                residual=state.residual,
+            )
+        if not isinstance(hidden, Tensor):
+            raise UnsupportedError(f"a decoder layer that gives a {type(hidden).__name__}")
+        return State(hidden, residual)
+
+    def reduce(self, scores: Tensor) -> Tensor:
+        """Added up in the order of ranks, so that every rank has the very same sums."""
+        if self._gather is None:
+            return scores
+        own = scores.detach().to("cpu", torch.float32).contiguous()
+        parts = self._gather(own.numpy().tobytes())
+        total = np.sum([np.frombuffer(part, dtype=np.float32) for part in parts], axis=0)
+        return torch.from_numpy(total).view(own.shape).to(scores.device)
+
+    def agree(self, well: bool) -> bool:
+        return well if self._gather is None else all(map(any, self._gather(bytes([well]))))
+
+    def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
+        pages, offsets = slots // self._page_tokens, slots % self._page_tokens
+        for plane, rows in zip(self._planes[layer], (kv.keys, kv.values), strict=True):
+            plane[pages, offsets] = rows.to(plane.dtype)
+
+
+def _check_call(call: Callable[..., Any], wanted: Sequence[str]) -> None:
+    taken = [name for name in inspect.signature(call).parameters if name != "self"][: len(wanted)]
+    if taken != list(wanted):
+        raise UnsupportedError(
+            f"{call.__qualname__} takes {', '.join(taken)}; fusion knows TensorRT-LLM's of 1.2 and "
+            f"1.3, which take {', '.join(wanted)}"
+        )
+
+
+def _attention(module: Any) -> Attention:
+    """What a module's attention computes, or UnsupportedError where kvcore's would not."""
+    if getattr(module, "attention_chunk_size", None) is not None:
+        raise UnsupportedError("fusion is not served for attention in chunks")
+    for name in ("head_dim", "q_size", "kv_size", "rope_fusion", "split_qkv"):
+        if not hasattr(module, name):
+            raise UnsupportedError(f"{type(module).__name__} has no {name}: not of 1.2 or 1.3")
+    return Attention(1.0 / (module.head_dim**0.5 * getattr(module, "q_scaling", 1.0)))
+
+
+def _rotating(module: Any, rotary: Callable[[Any], Any]) -> Any:
+    """What a module is to rotate with where its kernel would; None where it does so itself."""
+    if not module.rope_fusion:
+        return None
+    if getattr(module, "pos_embd_params", None) is None:
+        raise UnsupportedError(f"{type(module).__name__} does not tell the rope that it fuses")
+    return rotary(module)
+
+
+def _rows_of(view: KVView, layer: int, kv: int) -> Tensor:
+    """K or V of a layer in the engine's memory, as [pages, page_tokens, heads, dim]."""
+    layout, plane = view.layout, view.layout.planes[layer][kv]
+    if plane.token.inner != 1 or plane.dim.inner != 1:
+        raise UnsupportedError("fusion does not write to pages whose elements are packed")
+    tensor = view.tensors[plane.tensor]
+    size = (layout.num_pages, layout.page_tokens, layout.kv_heads, plane.head_dim)
+    stride = (plane.page, plane.token.stride, plane.head, plane.dim.stride)
+    return tensor.as_strided(size, stride, tensor.storage_offset() + plane.offset)
+
+
+@contextmanager
+def _answered(module: Any, rotary: Any, attend: Attend) -> Iterator[None]:
+    """Have ``attend`` answer a module's attention in this block, and the module rotate."""
+
+    def answer(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any, **named: Any) -> Tensor:
+        if named.get("attention_sinks") is not None:
+            raise UnsupportedError("fusion is not served for attention with sinks")
+        q, k, v = module.split_qkv(q, k, v)
+        assert k is not None
+        assert v is not None
+        heads = (len(q), -1, module.head_dim)
+        return attend(q.reshape(heads), k.reshape(heads), v.reshape(heads)).flatten(1)
+
+    # Into the instance's own names: a module's __setattr__ would register what it is given.
+    own = vars(module)
+    changed: dict[str, Any] = {"forward_impl": answer}
+    if rotary is not None:
+        changed |= {"rope_fusion": False, "rotary_emb": rotary}
+    before = {name: own[name] for name in changed if name in own}
+    own.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            del own[name]
+        own.update(before)

@@ -1,0 +1,183 @@
+"""What every remote store must do, as tests. Subclass `StoreContract` in a test file of your own:
+
+class TestMyStore(StoreContract):
+    def make_store(self):
+        return MyStore(...)
+
+Needs pytest. The tests share one store and use names of their own. What a server may do (die, hang,
+evict) is for the store's own tests.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvcore.errors import BlockMissing, CorruptBlock
+from kvcore.tiers.remote import BlockStore, Item
+
+__all__ = ["StoreContract", "fetch", "value"]
+
+
+def value(seed: int, nbytes: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def fetch(store: BlockStore, name: str, nbytes: int) -> bytes:
+    """A value of the store. Raises the store's error."""
+    into = bytearray(nbytes)
+    (error,) = store.get([Item(name, [memoryview(into)])])
+    if error is not None:
+        raise error
+    return bytes(into)
+
+
+def put(store: BlockStore, values: dict[str, bytes]) -> None:
+    """Store them in one batch; every one must be there afterwards."""
+    items = [Item(name, [memoryview(data)]) for name, data in values.items()]
+    assert store.put(items) == [None] * len(items)
+
+
+class StoreContract:
+    """``make_store`` opens a client of a store that is up; every client sees the same values."""
+
+    replaces = True
+    """A second put of a name takes the place of the first."""
+    nbytes = 10_000
+    """Bytes of a value: what a block has, with its header."""
+
+    def make_store(self) -> BlockStore:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self) -> Iterator[BlockStore]:
+        store = self.make_store()
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def folder(self) -> str:
+        """First part of names that no other test uses."""
+        return f"contract/{uuid.uuid4().hex}"
+
+    def names(self, folder: str, count: int) -> list[str]:
+        return [f"{folder}/h0-2.l0-4/{i:032x}" for i in range(count)]
+
+    def values(self, names: Sequence[str]) -> dict[str, bytes]:
+        return {name: value(i, self.nbytes) for i, name in enumerate(names)}
+
+    def test_a_batch_comes_back_byte_for_byte(self, store: BlockStore, folder: str) -> None:
+        values = self.values(self.names(folder, 20))
+        put(store, values)
+        buffers = {name: bytearray(self.nbytes) for name in reversed(values)}
+        items = [Item(name, [memoryview(into)]) for name, into in buffers.items()]
+        assert store.get(items) == [None] * len(items)
+        assert {name: bytes(into) for name, into in buffers.items()} == values
+
+    def test_another_client_finds_it(self, store: BlockStore, folder: str) -> None:
+        values = self.values(self.names(folder, 3))
+        put(store, values)
+        other = self.make_store()
+        try:
+            assert other.exists(list(values)) == [True] * 3
+            assert [fetch(other, name, self.nbytes) for name in values] == list(values.values())
+        finally:
+            other.close()
+
+    def test_values_may_be_in_pieces_cut_differently(self, store: BlockStore, folder: str) -> None:
+        [name] = self.names(folder, 1)
+        data = memoryview(value(7, self.nbytes))
+        third = self.nbytes // 3
+        assert store.put([Item(name, [data[:128], data[128:third], data[third:]])]) == [None]
+        front, back = bytearray(2 * third), bytearray(self.nbytes - 2 * third)
+        assert store.get([Item(name, [memoryview(front), memoryview(back)])]) == [None]
+        assert bytes(front + back) == bytes(data)
+
+    def test_what_is_not_there_is_missing(self, store: BlockStore, folder: str) -> None:
+        there, absent, last = self.names(folder, 3)
+        values = self.values([there, last])
+        put(store, values)
+        assert store.exists([there, absent, last]) == [True, False, True]
+        buffers = [bytearray(self.nbytes) for _ in range(3)]
+        names = [there, absent, last]
+        items = [Item(n, [memoryview(b)]) for n, b in zip(names, buffers, strict=True)]
+        errors = store.get(items)
+        assert [type(error) for error in errors] == [type(None), BlockMissing, type(None)]
+        assert [bytes(buffers[0]), bytes(buffers[2])] == list(values.values())
+
+    @pytest.mark.parametrize("more", [-1, 1])
+    def test_a_value_of_another_size_is_not_taken(
+        self, store: BlockStore, folder: str, more: int
+    ) -> None:
+        [name] = self.names(folder, 1)
+        put(store, {name: value(0, self.nbytes)})
+        with pytest.raises(CorruptBlock):
+            fetch(store, name, self.nbytes + more)
+
+    def test_one_value_of_a_name_stands(self, store: BlockStore, folder: str) -> None:
+        [name] = self.names(folder, 1)
+        for seed in range(3):
+            put(store, {name: value(seed, self.nbytes)})
+        stands = 2 if self.replaces else 0
+        assert fetch(store, name, self.nbytes) == value(stands, self.nbytes)
+
+    def test_what_is_removed_is_gone(self, store: BlockStore, folder: str) -> None:
+        names = self.names(folder, 4)
+        put(store, self.values(names))
+        store.delete([names[1], names[3], f"{folder}/never-there"])
+        store.delete([names[1]])
+        assert store.exists(names) == [True, False, True, False]
+        with pytest.raises(BlockMissing):
+            fetch(store, names[1], self.nbytes)
+        put(store, {names[1]: value(9, self.nbytes)})
+        assert fetch(store, names[1], self.nbytes) == value(9, self.nbytes)
+
+    def test_many_names_are_asked_for_at_once(self, store: BlockStore, folder: str) -> None:
+        names = self.names(folder, 300)
+        put(store, dict.fromkeys(names[::7], b"x" * 64))
+        assert store.exists(names) == [i % 7 == 0 for i in range(300)]
+
+    def test_empty_batches_do_nothing(self, store: BlockStore) -> None:
+        assert store.put([]) == []
+        assert store.get([]) == []
+        assert store.exists([]) == []
+        store.delete([])
+
+    def test_threads_use_it_at_once(self, store: BlockStore, folder: str) -> None:
+        def work(thread: int) -> None:
+            name = f"{folder}/{thread}"
+            for turn in range(5):
+                data = value(100 * thread + turn, self.nbytes)
+                put(store, {f"{name}.{turn}": data})
+                assert fetch(store, f"{name}.{turn}", self.nbytes) == data
+
+        with ThreadPoolExecutor(6) as pool:
+            for done in [pool.submit(work, thread) for thread in range(6)]:
+                done.result()
+
+    def test_a_value_is_never_a_mix(self, store: BlockStore, folder: str) -> None:
+        """Two writers of one name: readers see the one or the other."""
+        [name] = self.names(folder, 1)
+        both = [bytes([n]) * self.nbytes for n in (1, 2)]
+        put(store, {name: both[0]})
+
+        def write(data: bytes) -> None:
+            for _ in range(10):
+                put(store, {name: data})
+
+        with ThreadPoolExecutor(2) as pool:
+            writers = [pool.submit(write, data) for data in both]
+            for _ in range(10):
+                assert fetch(store, name, self.nbytes) in both
+            for done in writers:
+                done.result()
+
+    def test_it_can_be_closed_twice(self) -> None:
+        store = self.make_store()
+        store.exists(["contract/nothing"])
+        store.close()
+        store.close()

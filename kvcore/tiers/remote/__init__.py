@@ -1,0 +1,26 @@
+"""Stores on other machines, found by key and shared by every host that uses them.
+
+worker   StoreTier ── frames, retries ──▶ BlockStore ──▶ the store's own client
+leader   Finder ───── which blocks? ────▶ BlockStore
+"""
+
+from __future__ import annotations
+
+from kvcore.tiers.remote.base import BlockStore, Item
+from kvcore.tiers.remote.finder import Finder, Question
+from kvcore.tiers.remote.names import Shard
+from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.tier import StoreKind, StoreTier, open_tier, prepare
+
+__all__ = [
+    "BlockStore",
+    "Finder",
+    "Item",
+    "Question",
+    "Shard",
+    "StoreKind",
+    "StoreOptions",
+    "StoreTier",
+    "open_tier",
+    "prepare",
+]

@@ -1,0 +1,77 @@
+"""What a stored value looks like, version 1: a header that vouches for itself, then the block.
+
+    0      4        6      8        16    32       48          64      80        96     120    128
+    magic  version  flags  nbytes   key   parent   namespace   shard   checksum  zeros  seal   block
+                                                                                               ...
+
+``nbytes`` is the block's size, ``shard`` the digest of what part of which model's block it is,
+``checksum`` XXH3-128 of the block seeded with its key, ``seal`` XXH3-64 of bytes 0..96. Numbers are
+little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from kvcore.errors import CorruptBlock
+from kvcore.tiers.base import Buffers
+from kvcore.tiers.disk.format import checksum
+
+MAGIC = b"KVR1"
+VERSION = 1
+HEADER_NBYTES = 128
+_BODY = struct.Struct("<4sHHQ16s16s16s16s16s")
+_SEAL = struct.Struct("<Q")
+_PAD = bytes(HEADER_NBYTES - _BODY.size - _SEAL.size)
+
+
+class Header(NamedTuple):
+    """What a value says of itself."""
+
+    nbytes: int
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    shard: bytes
+    checksum: bytes
+
+    def pack(self) -> bytes:
+        body = _BODY.pack(MAGIC, VERSION, 0, *self)
+        return body + _PAD + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Header | None:
+        """None when the bytes are no header, a damaged one, or one of another version."""
+        if len(data) != HEADER_NBYTES:
+            return None
+        magic, version, _, *fields = _BODY.unpack_from(data)
+        (seal,) = _SEAL.unpack_from(data, HEADER_NBYTES - _SEAL.size)
+        if magic != MAGIC or version != VERSION:
+            return None
+        if xxhash.xxh3_64_intdigest(data[: _BODY.size]) != seal:
+            return None
+        return cls(*fields)
+
+
+def verify(
+    header: bytes | memoryview, key: bytes, shard: bytes, buffers: Buffers
+) -> CorruptBlock | None:
+    """What is wrong with a value that should be block ``key`` of ``shard``; None when nothing is.
+    ``buffers`` are exactly the block. Reads all of it."""
+    found = Header.unpack(header)
+    size = sum(part.nbytes for part in buffers)
+    if found is None:
+        wrong = "has no header of version 1"
+    elif found.key != key or found.shard != shard or found.nbytes != size:
+        wrong = (
+            f"is block {found.key.hex()} of shard {found.shard.hex()} with {found.nbytes} bytes; "
+            f"asked for was shard {shard.hex()} with {size} bytes"
+        )
+    elif found.checksum != checksum(key, buffers, size):
+        wrong = "does not have the bytes that were written"
+    else:
+        return None
+    return CorruptBlock(f"the value stored as block {key.hex()} {wrong}")

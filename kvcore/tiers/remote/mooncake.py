@@ -1,0 +1,273 @@
+"""Mooncake Store: a master that knows where values are, and memory lent by all its clients.
+
+Blocks go between the host arena and other hosts' memory without a copy: the arena is registered
+with Mooncake's transfer engine. What does not lie there, a value's header above all, passes through
+small registered pieces.
+
+A value stands until it is removed or evicted: Mooncake does not replace it. What a client has lent
+is gone when it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
+from kvcore.schema import Size, parse_size
+from kvcore.tiers.base import SlotError
+from kvcore.tiers.remote.base import BlockStore, Item
+from kvcore.tiers.remote.options import StoreOptions, client_module
+from kvcore.tiers.remote.tier import StoreKind
+
+_LANE_NBYTES = 8 << 20
+_LOCAL_NBYTES = 16 << 20  # Mooncake's own buffer, for calls that are not used here
+_OK, _FULL, _NOT_FOUND = 0, -200, -704
+
+
+class MooncakeOptions(StoreOptions):
+    """Where the master is, and what each rank brings."""
+
+    master: Annotated[str, Field(pattern=r"^[^:]+:[0-9]+$")] = Field(
+        description="HOST:PORT of `mooncake_master`."
+    )
+    host: str = Field(
+        default_factory=socket.gethostname,
+        description="Name or address under which other hosts reach this one.",
+    )
+    metadata: Annotated[str, Field(min_length=1)] = Field(
+        default="P2PHANDSHAKE",
+        description="Metadata server of Mooncake's transfer engine.",
+    )
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="How bytes travel.")
+    devices: str = Field(default="", description="RDMA devices, separated by commas.")
+    lend: Size = Field(
+        default=parse_size("1GiB"),
+        description="Bytes of host memory that each rank lends to the store. They are beside "
+        "`host.capacity`, and what lies there is gone when the rank ends.",
+    )
+
+
+class _Lane:
+    """A registered piece of memory that one call at a time passes parts through."""
+
+    def __init__(self, client: Any) -> None:
+        self.view = memoryview(mmap.mmap(-1, _LANE_NBYTES))
+        self.used = 0
+        self._start = _address(self.view)
+        _register(client, self.view)
+
+    def take(self, nbytes: int) -> tuple[memoryview, int] | None:
+        """Room for ``nbytes`` and its address; None when too little is left."""
+        start, stop = self.used, self.used + nbytes
+        if stop > self.view.nbytes:
+            return None
+        self.used = stop
+        return self.view[start:stop], self._start + start
+
+
+class _Placed(NamedTuple):
+    """An item as Mooncake wants it, and its parts that pass through a lane, with their place."""
+
+    item: Item
+    addresses: list[int]
+    sizes: list[int]
+    passing: list[tuple[memoryview, memoryview]]
+
+
+class MooncakeStore(BlockStore):
+    """``rank`` None lends nothing. The client joins the store with the first call, and where that
+    fails with a later one. A call to a master that hangs takes as long as Mooncake waits for it: 30
+    seconds.
+    """
+
+    def __init__(self, options: MooncakeOptions, rank: int | None = None) -> None:
+        self._module = client_module("mooncake.store", "mooncake-transfer-engine")
+        self._options = options
+        self._lends = 0 if rank is None else options.lend
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._arena: memoryview | None = None
+        self._inside = range(0)
+        self._lanes: list[_Lane] = []
+
+    def attach(self, memory: memoryview) -> None:
+        start = _address(memory)
+        self._arena, self._inside = memory, range(start, start + memory.nbytes)
+
+    def put(self, items: Sequence[Item]) -> list[TierError | None]:
+        def move(client: Any, placed: Sequence[_Placed]) -> list[TierError | None]:
+            for one in placed:
+                for part, place in one.passing:
+                    place[:] = part
+            codes = client.batch_put_from_multi_buffers(*_columns(placed))
+            return [_stored(one, code) for one, code in zip(placed, codes, strict=True)]
+
+        return self._move(items, move)
+
+    def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        def move(client: Any, placed: Sequence[_Placed]) -> list[TierError | None]:
+            codes = client.batch_get_into_multi_buffers(*_columns(placed))
+            return [_taken(client, one, code) for one, code in zip(placed, codes, strict=True)]
+
+        return self._move(items, move)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        if not names:
+            return []
+        codes = self._joined().batch_is_exist(list(names))
+        if bad := [code for code in codes if code < 0]:
+            raise _unavailable("does not tell what it holds", bad[0])
+        return [bool(code) for code in codes]
+
+    def delete(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        codes = self._joined().batch_remove(list(names), True)
+        if bad := [code for code in codes if code not in (_OK, _NOT_FOUND)]:
+            raise _unavailable(f"does not remove {len(bad)} values", bad[0])
+
+    def close(self) -> None:
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            self._arena, self._inside = None, range(0)
+            self._lanes.clear()
+
+    # -- joining ----------------------------------------------------------------------------
+
+    def _joined(self) -> Any:
+        """The client, once it is part of the store. Raises TierUnavailable."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._join()
+            return self._client
+
+    def _join(self) -> Any:
+        options, client = self._options, self._module.MooncakeDistributedStore()
+        code = client.setup(
+            options.host,
+            options.metadata,
+            self._lends,
+            _LOCAL_NBYTES,
+            options.protocol,
+            options.devices,
+            options.master,
+        )
+        if code != _OK:
+            raise _unavailable(f"at {options.master} cannot be joined", code)
+        if self._arena is not None:
+            _register(client, self._arena)
+        return client
+
+    # -- moving -----------------------------------------------------------------------------
+
+    def _move(
+        self,
+        items: Sequence[Item],
+        move: Callable[[Any, Sequence[_Placed]], list[TierError | None]],
+    ) -> list[TierError | None]:
+        """``move`` the items, as many at a time as fit a lane."""
+        results: list[TierError | None] = []
+        if not items:
+            return results
+        client = self._joined()
+        with self._lane(client) as lane:
+            while len(results) < len(items):
+                lane.used = 0
+                placed = self._place(lane, items[len(results) :])
+                if placed:
+                    results += move(client, placed)
+                else:
+                    results.append(_too_large(items[len(results)]))
+        return results
+
+    @contextmanager
+    def _lane(self, client: Any) -> Iterator[_Lane]:
+        with self._lock:
+            lane = self._lanes.pop() if self._lanes else None
+        lane = lane or _Lane(client)
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                self._lanes.append(lane)
+
+    def _place(self, lane: _Lane, items: Sequence[Item]) -> list[_Placed]:
+        placed: list[_Placed] = []
+        for item in items:
+            one = _Placed(item, [], [], [])
+            for part in item.parts:
+                flat = part.cast("B")
+                address = _address(flat)
+                if address not in self._inside:
+                    room = lane.take(flat.nbytes)
+                    if room is None:
+                        return placed
+                    place, address = room
+                    one.passing.append((flat, place))
+                one.addresses.append(address)
+                one.sizes.append(flat.nbytes)
+            placed.append(one)
+        return placed
+
+
+def _columns(placed: Sequence[_Placed]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    return (
+        [one.item.name for one in placed],
+        [one.addresses for one in placed],
+        [one.sizes for one in placed],
+    )
+
+
+def _stored(placed: _Placed, code: int) -> TierError | None:
+    return None if code >= 0 else _unavailable(f"does not store {placed.item.name}", code)
+
+
+def _taken(client: Any, placed: _Placed, code: int) -> TierError | None:
+    """The parts are filled, or why not. ``code`` is the value's size, or negative."""
+    name, wanted = placed.item.name, sum(placed.sizes)
+    if code == wanted:
+        for part, place in placed.passing:
+            part[:] = place
+        return None
+    # A value that does not fit is told apart from a transfer that failed by its size only.
+    size = code if code >= 0 or code == _NOT_FOUND else client.get_size(name)
+    if size == _NOT_FOUND:
+        return BlockMissing(f"mooncake holds no {name}")
+    if size >= 0 and size != wanted:
+        return CorruptBlock(f"mooncake holds {size} bytes as {name}")
+    return _unavailable(f"does not give {name}", code)
+
+
+def _unavailable(what: str, code: int) -> TierUnavailable:
+    hint = " (no memory left: lend more)" if code == _FULL else ""
+    return TierUnavailable(f"mooncake {what}: code {code}{hint}")
+
+
+def _too_large(item: Item) -> SlotError:
+    return SlotError(
+        f"{item.name} does not lie in host memory and is larger than {_LANE_NBYTES} bytes"
+    )
+
+
+def _register(client: Any, memory: memoryview) -> None:
+    code = client.register_buffer(_address(memory), memory.nbytes)
+    if code != _OK:
+        raise _unavailable(f"cannot register {memory.nbytes} bytes", code)
+
+
+def _address(memory: memoryview) -> int:
+    """Where memory begins, read-only memory too."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+KIND = StoreKind(MooncakeOptions, MooncakeStore)

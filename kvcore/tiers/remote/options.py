@@ -1,0 +1,80 @@
+"""Settings that every store has, and how a plugin's ``options`` become them."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.schema import SchemaModel, Seconds
+from kvcore.schema_walk import supported
+
+if TYPE_CHECKING:
+    from kvcore.plugins import TierContext
+
+
+class StoreOptions(SchemaModel):
+    """What ``[tiers.NAME.options]`` of every store takes."""
+
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] = Field(
+        default="kvcore", description="First part of every name: keeps deployments apart."
+    )
+    timeout_s: Seconds = Field(
+        default=2.0, description="Seconds after which one request to the store has failed."
+    )
+    deadline_s: Seconds = Field(
+        default=8.0, description="Seconds after which what failed is not tried again."
+    )
+    retries: int = Field(
+        default=2, ge=0, le=10, description="Times a request that found no store is repeated."
+    )
+    parallel: int = Field(
+        default=4, ge=1, le=64, description="Requests at once, for each operation of a rank."
+    )
+    lookup_s: Seconds = Field(
+        default=0.5,
+        description="Longest time, in seconds, that a prompt waits to hear what the store holds.",
+    )
+    absent_s: Seconds = Field(
+        default=2.0,
+        description="Seconds for which a block that was not there is not asked for again.",
+    )
+
+
+Options = TypeVar("Options", bound=StoreOptions)
+
+
+def read_options(kind: type[Options], context: TierContext) -> Options:
+    """The options of a tier. Raises ConfigError naming each that is unknown or does not fit."""
+    try:
+        return kind.model_validate(dict(context.options))
+    except ValidationError as error:
+        lines = [_explain(kind, item) for item in error.errors()]
+        raise ConfigError(f"[tiers.{context.name}.options]: {'; '.join(lines)}") from error
+
+
+def client_module(name: str, package: str = "") -> Any:
+    """A store's client. Raises UnsupportedError, naming the package, where it cannot be used."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = package or name.partition(".")[0]
+        raise UnsupportedError(f"{error}: this store needs `pip install {package}`") from error
+
+
+def _explain(kind: type[StoreOptions], item: Any) -> str:
+    name = str(item["loc"][0]) if item["loc"] else ""
+    known = kind.model_fields
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        return f"{name or item['msg']}: there is no such option; {advice}"
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return f"{name}: {cause}"
+    if item["type"] == "missing":
+        return f"{name}: is missing; supported is {supported(known[name])}"
+    return f"{name}: given {item['input']!r}; supported is {supported(known[name])}"

@@ -1,0 +1,356 @@
+"""Real SGLang, with and without kvcore: whatever happens, the same greedy tokens.
+
+Every test asks an engine with kvcore what one without it was asked, and says where the KV must
+have come from, so that a test cannot pass because nothing was reused. In float32, where SGLang on
+a CPU answers alike however a prompt is cut: `test_the_engine_agrees_with_itself` says so.
+
+    plain      one engine without kvcore: what is right
+    written    two tensor-parallel ranks; their disk tier is what all engines after them start from
+    served     one rank, page sizes 1, 16 and 64, each asked documents of its own
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvcore.testing.asking import (
+    ANSWER,
+    Reference,
+    all_from,
+    answers,
+    counted,
+    same,
+    settled,
+    sglang_tiers,
+    small_engine,
+)
+from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.models import tiny_model
+from kvcore.testing.prompts import tokens, windows
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+engine = partial(small_engine, engine="sglang")
+FAULTY = Path(__file__).with_name("faulty")
+BLOCK = 16
+PAGES = (1, 16, 64)
+WRITTEN = 12
+OWN = 10
+"""Documents that two ranks wrote, and those that the engine of each page size is asked first."""
+
+Ask = Callable[[Sequence[Sequence[int]]], list[Generation]]
+
+
+def failing_while(flag: Path) -> dict[str, str]:
+    """An environment in which all loads of the backend ``faulty`` fail while there is the file."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")]),
+        "FAULTY_OPS": str(flag),
+    }
+
+
+class Served(NamedTuple):
+    """An engine with kvcore. While there is the file ``fails``, every load of it fails."""
+
+    process: EngineProcess
+    page: int
+    documents: list[list[int]]
+    fails: Path
+
+    def reusable(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each that kvcore must bring back once it was answered: whole blocks and whole
+        pages of all but the last token, which SGLang looks up."""
+        found = [(len(prompt) - 1) // BLOCK * BLOCK // self.page * self.page for prompt in prompts]
+        return [count if count >= 64 else 0 for count in found]
+
+
+class Written(NamedTuple):
+    """What two ranks were asked and answered: computed, then from host memory."""
+
+    folder: Path
+    asked: list[list[int]]
+    cold: list[Generation]
+    warm: list[Generation]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """Small and random, so that hundreds of prompts are answered in minutes."""
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def documents(model: Path) -> list[list[int]]:
+    return windows(model, WRITTEN + OWN * len(PAGES), 150, 800, seed=1)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[EngineProcess]:
+    with engine(model, None, disable_radix_cache=True) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def reference(plain: EngineProcess) -> Ask:
+    return Reference(plain)
+
+
+@pytest.fixture(scope="module")
+def written(
+    model: Path, documents: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Written:
+    folder, asked = tmp_path_factory.mktemp("written"), documents[:WRITTEN]
+    with engine(model, sglang_tiers(folder), tp_size=2) as process:
+        cold = answers(process, asked)
+        settled(process)
+        warm = answers(process, asked, batch=4)
+    return Written(folder, asked, cold, warm)
+
+
+@pytest.fixture(scope="module", params=PAGES, ids="page {}".format)
+def served(
+    request: pytest.FixtureRequest,
+    model: Path,
+    documents: list[list[int]],
+    written: Written,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    """One after the other on the same folder; that of pages of 16 without overlapped schedules."""
+    page: int = request.param
+    fails = tmp_path_factory.mktemp("fails") / "now"
+    kvcore = {**sglang_tiers(written.folder), "ops": {"backend": "faulty"}}
+    args = {"page_size": page, "chunked_prefill_size": 256, "disable_overlap_schedule": page == 16}
+    first = WRITTEN + OWN * PAGES.index(page)
+    with engine(model, kvcore, failing_while(fails), **args) as process:
+        yield Served(process, page, documents[first : first + OWN], fails)
+
+
+# -- the engine without kvcore --------------------------------------------------------------------
+
+
+def test_prompts_have_different_answers(reference: Ask, documents: list[list[int]]) -> None:
+    """Equality proves nothing where every prompt is answered alike."""
+    kinds = {tuple(answer.token_ids) for answer in reference(documents)}
+    assert len(kinds) > len(documents) * 0.8
+
+
+def test_the_engine_agrees_with_itself(
+    plain: EngineProcess, reference: Ask, documents: list[list[int]]
+) -> None:
+    """In other batches it answers the same."""
+    same(answers(plain, documents[:12], batch=4), reference(documents[:12]))
+
+
+# -- tiers, ranks and pages -----------------------------------------------------------------------
+
+
+def test_two_ranks_answer_alike_from_host_memory(reference: Ask, written: Written) -> None:
+    same(written.cold, reference(written.asked))
+    same(written.warm, reference(written.asked))
+    assert sum(answer.reused_tokens for answer in written.cold) == 0
+    all_from("host", written.warm, [(len(p) - 1) // BLOCK * BLOCK for p in written.asked])
+
+
+def test_what_two_ranks_wrote_is_read_after_a_restart(
+    served: Served, reference: Ask, written: Written
+) -> None:
+    """By one rank, under any page size: first from disk, then from host memory."""
+    restarted = answers(served.process, written.asked, batch=3)
+    same(restarted, reference(written.asked))
+    all_from("disk", restarted, served.reusable(written.asked))
+    settled(served.process)
+    again = answers(served.process, written.asked[:6])
+    same(again, reference(written.asked[:6]))
+    all_from("host", again, served.reusable(written.asked[:6]))
+
+
+def test_whole_and_partial_hits(served: Served, reference: Ask, model: Path) -> None:
+    asked, process = served.documents, served.process
+    cold = answers(process, asked)
+    same(cold, reference(asked))
+    assert sum(answer.reused_tokens for answer in cold) == 0
+    settled(process)
+    warm = answers(process, asked)
+    same(warm, reference(asked))
+    all_from("host", warm, served.reusable(asked))
+    settled(process)
+    cuts = _branches(model, asked)
+    branched = answers(process, [prompt for prompt, _ in cuts], batch=4)
+    same(branched, reference([prompt for prompt, _ in cuts]))
+    least = max(served.page, BLOCK)
+    for answer, (_, cut) in zip(branched, cuts, strict=True):
+        assert answer.reused_tokens > cut - 2 * least, "the document's part was not brought back"
+
+
+def _branches(model: Path, documents: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """Prompts that leave a document's path somewhere, on no border of anything; and where."""
+    picks, text, prompts = random.Random(3), tokens(model), []
+    for document in documents:
+        cut = picks.randint(100, len(document) - 1)
+        start = picks.randrange(len(text) - 200)
+        prompts.append((document[:cut] + text[start : start + picks.randint(1, 120)], cut))
+    return prompts
+
+
+def test_the_next_turn_finds_the_answer_too(served: Served, reference: Ask) -> None:
+    asked = served.documents[:4]
+    same(answers(served.process, asked), reference(asked))
+    follow = [
+        [*document, *answer.token_ids, *range(300, 340)]
+        for document, answer in zip(asked, reference(asked), strict=True)
+    ]
+    settled(served.process)
+    turns = answers(served.process, follow)
+    same(turns, reference(follow))
+    least = max(served.page, BLOCK)
+    assert all(t.reused_tokens > len(d) - least for t, d in zip(turns, asked, strict=True))
+
+
+def test_another_tenants_kv_is_not_to_be_had(served: Served, reference: Ask) -> None:
+    """And one's own is."""
+    asked = served.documents[:2]
+    first = answers(served.process, asked, cache_salt="tenant-a")
+    settled(served.process)
+    second = answers(served.process, asked, cache_salt="tenant-a")
+    other = answers(served.process, asked, cache_salt="tenant-b")
+    for got in (first, second, other):
+        same(got, reference(asked))
+    assert sum(answer.reused_tokens for answer in [*first, *other]) == 0
+    all_from("host", second, served.reusable(asked))
+
+
+def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Path) -> None:
+    """Aborted before, while and after they load and save; then the same asked again."""
+    prompts = windows(model, 6, 500, 900, seed=9 + served.page)
+    before = counted(served.process, "kvcore_failures_total")
+    for after in (0, 1, 3):
+        futures = [served.process.submit(p, 64, abort_after=after) for p in prompts]
+        for future in futures:
+            future.result(600)
+        settled(served.process)
+    same(answers(served.process, prompts, batch=4), reference(prompts))
+    assert counted(served.process, "kvcore_failures_total") == before
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_is_computed_and_not_aborted(served: Served, reference: Ask) -> None:
+    """Every copy into the engine's pages fails for a while, also of prompts in chunks."""
+    asked, process = served.documents[:6], served.process
+    same(answers(process, asked), reference(asked))
+    settled(process)
+    before = counted(process, "kvcore_misses_total", reason="load_failed")
+    served.fails.touch()
+    try:
+        got = answers(process, asked, batch=3)
+    finally:
+        served.fails.unlink()
+    same(got, reference(asked))
+    assert all(answer.finish_reason == "length" for answer in got)
+    failed = counted(process, "kvcore_misses_total", reason="load_failed") - before
+    assert failed >= len(asked)
+    settled(process)
+    healed = answers(process, asked)
+    same(healed, reference(asked))
+    all_from("host", healed, served.reusable(asked))
+
+
+def test_a_rotten_disk_costs_time_not_correctness(
+    reference: Ask, model: Path, written: Written, tmp_path: Path
+) -> None:
+    shutil.copytree(written.folder, tmp_path, dirs_exist_ok=True)
+    picks = random.Random(5)
+    stores = (tmp_path / "kv").rglob("shard-0.data")  # and those of engines of one rank
+    [data] = [path for path in stores if path.with_name("shard-1.data").exists()]
+    used = sum(len(prompt) // BLOCK for prompt in written.asked) * _rank_block_nbytes()
+    with data.open("r+b") as file:
+        for _ in range(60):
+            file.seek(picks.randrange(used))
+            file.write(b"\xa5" * 64)
+    with engine(model, sglang_tiers(tmp_path)) as process:
+        got = answers(process, written.asked, batch=4)
+        same(got, reference(written.asked))
+        assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
+        settled(process)
+        healed = answers(process, written.asked)
+        same(healed, reference(written.asked))
+        assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
+
+
+def _rank_block_nbytes() -> int:
+    """Layers x a rank's heads x k/v x dim x tokens x bytes of the model's blocks."""
+    return 4 * 1 * 2 * 64 * BLOCK * 4
+
+
+# -- too little room ------------------------------------------------------------------------------
+
+
+def _cramped(folder: Path, write: str) -> dict[str, Any]:
+    """Tiers far too small for the work. Flushes are of kvcore too under ``write_through``."""
+    return {
+        **sglang_tiers(
+            folder, keep_on_flush=write != "write_through", layerwise=write != "selective"
+        ),
+        "block": {"tokens": 32},
+        "ops": {"backend": "faulty"},
+        "host": {"capacity": "16MiB"},
+        "disk": {
+            "path": str(folder / "kv"),
+            "capacity": "60MiB",
+            "write": write,
+            "policy": "s3fifo",
+        },
+    }
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back", "selective"])
+def test_eviction_retraction_and_chunked_prefill(
+    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path, write: str
+) -> None:
+    """Tiers and device memory far too small for the work, many requests at once; at last every load
+    fails too."""
+    asked = documents[:16]
+    wanted = [ANSWER if i % 3 else 150 for i in range(len(asked))]
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}  # as if no memory
+    env = {**retract, **failing_while(tmp_path / "fails")}
+    args = {"max_total_tokens": 2600, "chunked_prefill_size": 256}
+    with engine(model, _cramped(tmp_path, write), env, **args) as process:
+        for turn in range(3):
+            if turn == 2:
+                (tmp_path / "fails").touch()
+            futures = [process.submit(d, n) for d, n in zip(asked, wanted, strict=True)]
+            got = [future.result(1200) for future in futures]
+            assert [len(answer.token_ids) for answer in got] == wanted, "a token was answered twice"
+            wrong = [
+                i
+                for i, (a, b) in enumerate(zip(got, reference(asked), strict=True))
+                if a.token_ids[:ANSWER] != b.token_ids
+            ]
+            assert not wrong, f"answers {wrong} of turn {turn} differ"
+        assert counted(process, "kvcore_evictions_total", tier="host") > 0
+        assert counted(process, "kvcore_hits_total") > 0
+        assert counted(process, "kvcore_misses_total", reason="load_failed") > 0
+        assert "retracted" in process.log.read_text().lower(), "nothing was retracted"
+        if write == "write_through":
+            _flush_forgets_everything(process, reference, asked)
+    used = sum(f.stat().st_size for f in (tmp_path / "kv").rglob("*") if f.is_file())
+    assert used <= 60 << 20, "the disk tier is larger than its capacity"
+
+
+def _flush_forgets_everything(
+    process: EngineProcess, reference: Ask, asked: Sequence[list[int]]
+) -> None:
+    """Unless it was told otherwise: SGLang flushes when its weights were changed."""
+    process.reset_prefix_cache(connector=True, timeout_s=200)
+    forgotten = answers(process, asked)
+    same(forgotten, reference(asked))
+    assert sum(answer.reused_tokens for answer in forgotten) == 0

@@ -1,0 +1,101 @@
+"""Other models on real SGLang, and more than one replica; as in test_sglang.py.
+
+latent    DeepSeek-V2's attention: a latent in place of K and V
+real      SmolLM2: text that can be read, 30 layers, three heads; in two replicas
+declined  sliding windows
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvcore.testing.asking import all_from, answers, same, settled, sglang_tiers, small_engine
+from kvcore.testing.models import smollm2, tiny_model
+from kvcore.testing.prompts import windows
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+engine = partial(small_engine, engine="sglang")
+BLOCK = 16
+WINDOW = 256
+"""Tokens that the windowed layers of a tiny model see."""
+
+
+def whole(prompts: list[list[int]], unit: int = BLOCK) -> list[int]:
+    """Tokens of each that can be brought back, of all but the last."""
+    return [(len(prompt) - 1) // unit * unit for prompt in prompts]
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """Written under pages of one token, read from disk under pages of 64."""
+    tiny = tiny_model("deepseek_v2", layers=3)
+    prompts = windows(tiny, 12, 150, 600, seed=6)
+    with engine(tiny, None, disable_radix_cache=True) as process:
+        expected = answers(process, prompts)
+    assert len({tuple(answer.token_ids) for answer in expected}) > len(prompts) * 0.8
+    with engine(tiny, sglang_tiers(tmp_path)) as process:
+        cold = answers(process, prompts)
+        same(cold, expected)
+        assert sum(answer.reused_tokens for answer in cold) == 0
+        settled(process)
+        warm = answers(process, prompts, batch=4)
+        same(warm, expected)
+        all_from("host", warm, whole(prompts))
+    with engine(tiny, sglang_tiers(tmp_path), page_size=64) as process:
+        got = answers(process, prompts, batch=3)
+        same(got, expected)
+        all_from("disk", got, whole(prompts, 64))
+
+
+def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
+    """Each replica brings back what it made itself; a restarted engine reads from disk what one of
+    them wrote: the other has no disk tier."""
+    real = smollm2()
+    prompts = windows(real, 6, 100, 300, seed=2)
+    with engine(real, None, disable_radix_cache=True) as process:
+        expected = answers(process, prompts)
+    replicas = {"dp_size": 2, "load_balance_method": "round_robin"}
+    with engine(real, sglang_tiers(tmp_path), **replicas) as process:
+        cold = answers(process, prompts)
+        same(cold, expected)
+        assert sum(answer.reused_tokens for answer in cold) == 0
+        settled(process)
+        warm = answers(process, prompts)  # an even number in the same order: to the same replicas
+        same(warm, expected)
+        all_from("host", warm, whole(prompts))
+        assert "the tier disk is off" in process.log.read_text()
+    with engine(real, sglang_tiers(tmp_path)) as process:
+        got = answers(process, prompts, batch=2)
+        same(got, expected)
+        kept = [i for i, answer in enumerate(got) if answer.reused_tokens]
+        assert kept in ([0, 2, 4], [1, 3, 5]), (
+            "every other prompt went to the replica with the disk"
+        )
+        all_from("disk", [got[i] for i in kept], whole([prompts[i] for i in kept]))
+
+
+def test_sliding_windows(tmp_path: Path) -> None:
+    """In the one pool of all layers they are served. In a pool of their own they are not: then one
+    warning says why, and the engine answers as it does without kvcore."""
+    tiny = tiny_model("gemma3", layers=4)
+    prompts = windows(tiny, 8, 200, 700, seed=8)
+    assert max(map(len, prompts)) > 2 * WINDOW
+    with engine(tiny, None, disable_radix_cache=True) as process:
+        expected = answers(process, prompts)
+    with engine(tiny, sglang_tiers(tmp_path)) as process:
+        same(answers(process, prompts), expected)
+        settled(process)
+        warm = answers(process, prompts, batch=3)
+        same(warm, expected)
+        all_from("host", warm, whole(prompts))
+    two_pools = json.dumps({"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]})
+    with engine(tiny, sglang_tiers(tmp_path), json_model_override_args=two_pools) as process:
+        untouched = answers(process, prompts)
+        same(untouched, expected)
+        assert all(answer.kvcore == {} for answer in untouched)
+        [line] = [line for line in process.log.read_text().splitlines() if "stands aside" in line]
+        assert "sliding windows a second pool" in line

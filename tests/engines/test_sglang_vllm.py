@@ -1,0 +1,46 @@
+"""The same KV, two engines: what vLLM wrote to disk SGLang reads, and the other way round.
+
+Needs both environments: this one has SGLang, and .venvs/vllm has vLLM. Page sizes differ on
+purpose, 128 tokens and 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcore.testing.asking import answers, same, settled, sglang_tiers, small_engine
+from kvcore.testing.models import tiny_model
+from kvcore.testing.prompts import windows
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+VLLM = Path(__file__).parents[2] / ".venvs" / "vllm" / "bin" / "python"
+BLOCK = 16
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="no .venvs/vllm: python3 tools/env.py vllm")
+def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+    prompts = windows(model, 16, 150, 900, seed=12)
+    first, second = prompts[:8], prompts[8:]
+    kvcore = sglang_tiers(tmp_path)
+    with small_engine(model, kvcore, python=VLLM, block_size=128) as vllm:
+        of_vllm = answers(vllm, first)
+    with small_engine(model, kvcore, engine="sglang", page_size=1) as sglang:
+        read = answers(sglang, first)
+        same(read, of_vllm)
+        assert all(
+            r.tiers.get("disk", 0) >= len(p) - BLOCK for r, p in zip(read, first, strict=True)
+        )
+        of_sglang = answers(sglang, second)
+        assert sum(answer.reused_tokens for answer in of_sglang) == 0
+        settled(sglang)
+        same(answers(sglang, second), of_sglang)
+    with small_engine(model, kvcore, python=VLLM, block_size=128) as vllm:
+        read = answers(vllm, second)
+        same(read, of_sglang)
+        assert all(
+            r.tiers.get("disk", 0) >= len(p) - BLOCK for r, p in zip(read, second, strict=True)
+        )

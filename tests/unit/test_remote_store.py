@@ -1,0 +1,622 @@
+"""Remote stores over the naive one: frames, retries, questions in the background, beliefs."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.backing import prepare_backings
+from kvcore.breaker import Breaker, BreakerState
+from kvcore.config import load_config
+from kvcore.errors import (
+    BlockMissing,
+    ConfigError,
+    CorruptBlock,
+    TierError,
+    TierUnavailable,
+)
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.layout import BlockShape
+from kvcore.plugins import PluginManager, TierContext
+from kvcore.stores import StoreLookup
+from kvcore.testing.store_contract import StoreContract
+from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
+from kvcore.tiers.disk import Geometry
+from kvcore.tiers.remote import (
+    BlockStore,
+    Finder,
+    Item,
+    Question,
+    Shard,
+    StoreOptions,
+    StoreTier,
+)
+from kvcore.tiers.remote.frame import HEADER_NBYTES, Header
+from kvcore.tiers.remote.memory import MemoryStore, shared_store
+from kvcore.tiers.remote.options import read_options
+
+SHAPE = BlockShape(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+GEOMETRY = Geometry(SHAPE, b"model", ((0, 1), (1, 2)))
+SHARD = Shard.of(GEOMETRY, 0, "kvcore")
+SPACE = b"namespace".ljust(16, b"\0")
+SLOT = 4096
+
+
+class TestMemoryStore(StoreContract):
+    shared = MemoryStore()
+
+    def make_store(self) -> BlockStore:
+        return self.shared
+
+
+class Flaky(MemoryStore):
+    """Fails as it is told: ``planned`` errors are used up one a call, of whatever kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: list[TierError] = []
+        self.calls = 0
+        self.down = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.hang_at = 0
+
+    def put(self, items: Sequence[Item]) -> list[TierError | None]:
+        self._obey()
+        return super().put(items)
+
+    def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        self._obey()
+        return super().get(items)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._obey()
+        return super().exists(names)
+
+    def _obey(self) -> None:
+        self.calls += 1
+        if self.calls == self.hang_at:
+            self.gate.clear()
+        self.gate.wait(30)
+        if self.down:
+            raise TierUnavailable("told to be down")
+        if self.planned:
+            raise self.planned.pop()
+
+
+def key_of(seed: int) -> bytes:
+    return random.Random(seed).randbytes(16)
+
+
+def data_of(seed: int) -> bytes:
+    return random.Random(~seed).randbytes(SHARD.block_nbytes)
+
+
+def to_write(seed: int) -> BlockWrite:
+    padded = data_of(seed).ljust(SLOT, b"\xff")
+    return BlockWrite(seed, key_of(seed), key_of(seed - 1), SPACE, [memoryview(padded)])
+
+
+def read_one(tier: StoreTier, seed: int, slot: int = 0) -> bytes:
+    """A block as the tier has it, and proof that the slot's padding was let be."""
+    into = bytearray(b"\xee" * SLOT)
+    (error,) = tier.read([BlockRead(slot, key_of(seed), [memoryview(into)])])
+    if error is not None:
+        raise error
+    assert set(into[SHARD.block_nbytes :]) <= {0xEE}
+    return bytes(into[: SHARD.block_nbytes])
+
+
+@pytest.fixture
+def store() -> Flaky:
+    return Flaky()
+
+
+@pytest.fixture
+def tier(store: Flaky) -> Iterator[StoreTier]:
+    tier = StoreTier(store, SHARD, StoreOptions(), slot_nbytes=SLOT, sleep=lambda _: None)
+    yield tier
+    tier.close()
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def test_a_name_tells_all_that_the_bytes_depend_on() -> None:
+    other_model = Geometry(SHAPE, b"other", GEOMETRY.heads)
+    other_shape = Geometry(BlockShape(3, 2, 16, 16, "bfloat16"), b"model", GEOMETRY.heads)
+    whole = Geometry(SHAPE, b"model", ((0, 2),))
+    shards = [
+        Shard.of(GEOMETRY, 0, "kvcore"),
+        Shard.of(GEOMETRY, 1, "kvcore"),
+        Shard.of(whole, 0, "kvcore"),
+        Shard.of(other_model, 0, "kvcore"),
+        Shard.of(other_shape, 0, "kvcore"),
+    ]
+    names = {shard.name(key) for shard in shards for key in (key_of(1), key_of(2))}
+    assert len(names) == 10
+    assert len({shard.digest for shard in shards}) == 5
+    assert Shard.of(GEOMETRY, 0, "mine").digest == SHARD.digest
+    assert all(len(name) <= 200 for name in names)
+
+
+def test_ranks_with_the_same_heads_share_a_value() -> None:
+    doubled = Geometry(SHAPE, b"model", ((0, 1), (0, 1), (1, 2), (1, 2)))
+    assert len(Shard.all_of(doubled, "kvcore")) == 2
+    assert Shard.all_of(doubled, "kvcore") == Shard.all_of(GEOMETRY, "kvcore")
+
+
+# -- frames -------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1 << 60), st.tuples(*[st.binary(min_size=16, max_size=16)] * 5))
+def test_a_header_comes_back(nbytes: int, digests: tuple[bytes, ...]) -> None:
+    header = Header(nbytes, *digests)
+    packed = header.pack()
+    assert len(packed) == HEADER_NBYTES
+    assert Header.unpack(packed) == header
+
+
+def test_the_format_is_what_the_page_says() -> None:
+    """A change of these bytes makes every stored value unreadable: raise the version."""
+    header = Header(5, b"k" * 16, b"p" * 16, b"n" * 16, b"s" * 16, b"c" * 16)
+    assert header.pack().hex() == (
+        "4b565231" "0100" "0000" "0500000000000000" + "6b" * 16 + "70" * 16 + "6e" * 16
+        + "73" * 16 + "63" * 16 + "00" * 24 + "57d9b7b39c8ecbe1"
+    )  # fmt: skip
+
+
+@given(seed=st.integers(0, 3), position=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_any_changed_byte_is_a_miss_and_the_value_is_removed(
+    seed: int, position: int, flip: int
+) -> None:
+    store = MemoryStore()
+    tier = StoreTier(store, SHARD, StoreOptions(), slot_nbytes=SLOT)
+    assert tier.write([to_write(seed)]) == [None]
+    [name] = store.values
+    damaged = bytearray(store.values[name])
+    # Only flags and padding of the header are not covered: they say nothing yet.
+    position %= len(damaged)
+    covered = not (6 <= position < 8 or 96 <= position < 120)
+    damaged[position] ^= flip
+    store.values[name] = bytes(damaged)
+    if covered or position < 8:
+        with pytest.raises(CorruptBlock):
+            read_one(tier, seed)
+        assert not store.values
+    else:
+        assert read_one(tier, seed) == data_of(seed)
+    tier.close()
+
+
+def test_another_blocks_value_is_not_taken(tier: StoreTier, store: Flaky) -> None:
+    assert tier.write([to_write(1), to_write(2)]) == [None, None]
+    one, two = SHARD.name(key_of(1)), SHARD.name(key_of(2))
+    store.values[one] = store.values[two]
+    with pytest.raises(CorruptBlock, match=key_of(2).hex()):
+        read_one(tier, 1)
+    assert list(store.values) == [two]
+
+
+def test_another_shards_value_is_not_taken(store: Flaky) -> None:
+    """Two shards have the same size: only what the header says tells them apart."""
+    tiers = [
+        StoreTier(store, Shard.of(GEOMETRY, rank, "kvcore"), StoreOptions(), slot_nbytes=SLOT)
+        for rank in range(2)
+    ]
+    assert tiers[0].write([to_write(1)]) == [None]
+    [value] = store.values.values()
+    store.values[Shard.of(GEOMETRY, 1, "kvcore").name(key_of(1))] = value
+    with pytest.raises(CorruptBlock, match="shard"):
+        read_one(tiers[1], 1)
+    assert read_one(tiers[0], 1) == data_of(1)
+    for tier in tiers:
+        tier.close()
+
+
+# -- the tier -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 64])
+def test_a_batch_is_written_and_read_by_key_not_by_slot(store: Flaky, parallel: int) -> None:
+    tier = StoreTier(store, SHARD, StoreOptions(parallel=parallel), slot_nbytes=SLOT)
+    assert tier.write([to_write(seed) for seed in range(10)]) == [None] * 10
+    buffers = [bytearray(SLOT) for _ in range(10)]
+    reads = [BlockRead(7, key_of(9 - i), [memoryview(b)]) for i, b in enumerate(buffers)]
+    assert tier.read(reads) == [None] * 10
+    assert [bytes(b[: SHARD.block_nbytes]) for b in buffers] == [data_of(9 - i) for i in range(10)]
+    tier.close()
+    tier.close()
+
+
+def test_a_layerwise_arena_gives_a_block_in_pieces(tier: StoreTier) -> None:
+    data = memoryview(data_of(3))
+    third = len(data) // 3
+    pieces = [data[:third], data[third : 2 * third], data[2 * third :]]
+    assert tier.write([to_write(3)._replace(buffers=pieces)]) == [None]
+    assert read_one(tier, 3) == data_of(3)
+    back = [memoryview(bytearray(third)) for _ in range(3)]
+    assert tier.read([BlockRead(0, key_of(3), back)]) == [None]
+    assert b"".join(back) == data_of(3)
+
+
+def test_one_bad_request_does_not_fail_the_others(tier: StoreTier) -> None:
+    short = to_write(1)._replace(buffers=[memoryview(bytes(10))])
+    errors = tier.write([to_write(0), short, to_write(2)])
+    assert [type(error) for error in errors] == [type(None), SlotError, type(None)]
+    good, bad = bytearray(SLOT), bytearray(10)
+    reads = [
+        BlockRead(0, key_of(0), [memoryview(bad)]),
+        BlockRead(0, key_of(1), [memoryview(good)]),
+        BlockRead(0, key_of(2), [memoryview(good)]),
+    ]
+    assert [type(e) for e in tier.read(reads)] == [SlotError, BlockMissing, type(None)]
+    assert bytes(good[: SHARD.block_nbytes]) == data_of(2)
+
+
+def test_a_request_that_finds_no_store_is_repeated(tier: StoreTier, store: Flaky) -> None:
+    store.planned = [TierUnavailable("a blink"), TierUnavailable("another")]
+    assert tier.write([to_write(0)]) == [None]
+    assert store.calls == 3
+
+
+def test_it_gives_up_after_its_retries(tier: StoreTier, store: Flaky) -> None:
+    store.down = True
+    (error,) = tier.write([to_write(0)])
+    assert isinstance(error, TierUnavailable)
+    assert store.calls == 3
+    with pytest.raises(TierUnavailable):
+        read_one(tier, 0)
+
+
+def test_it_gives_up_at_its_deadline() -> None:
+    store, now = Flaky(), [0.0]
+    options = StoreOptions(retries=10, deadline_s=1)
+    tier = StoreTier(
+        store, SHARD, options, slot_nbytes=SLOT, clock=lambda: now[0],
+        sleep=lambda pause: now.__setitem__(0, now[0] + pause),
+    )  # fmt: skip
+    store.down = True
+    tier.write([to_write(0)])
+    assert 3 <= store.calls < 8
+    assert now[0] < 1
+    tier.close()
+
+
+def test_what_is_missing_is_not_asked_for_twice(tier: StoreTier, store: Flaky) -> None:
+    with pytest.raises(BlockMissing):
+        read_one(tier, 5)
+    assert store.calls == 1
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"timout_s": 1}, r"\[tiers.far.options\]: timout_s: .*did you mean timeout_s"),
+        ({"quux": 1}, "quux: there is no such option; there are .*prefix"),
+        ({"retries": -1}, "retries: given -1; supported is a whole number from 0 to 10"),
+        ({"timeout_s": 0.0}, "timeout_s: given 0.0; supported is a number above 0"),
+        ({"prefix": "a b"}, "prefix: given 'a b'"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_options(StoreOptions, TierContext("far", GEOMETRY, 1 << 20, options))
+
+
+def test_it_comes_through_the_plugins_door() -> None:
+    plugin = PluginManager(entry_points=[]).tier("memory-store")
+    context = TierContext("far", GEOMETRY, 64 * SLOT, {"name": "door"})
+    assert plugin.prepare is not None
+    prepared = plugin.prepare(context)
+    tier = plugin.factory(context)
+    try:
+        assert tier.write([to_write(0)]) == [None]
+        assert list(shared_store("door").values) == [SHARD.name(key_of(0))]
+        assert prepared.finder is not None
+        assert prepared.num_slots == context.num_slots
+    finally:
+        tier.close()
+        prepared.release()
+
+
+# -- questions ----------------------------------------------------------------------------------
+
+
+def names_of(key: bytes) -> list[str]:
+    return [shard.name(key) for shard in Shard.all_of(GEOMETRY, "kvcore")]
+
+
+def hold(store: MemoryStore, seeds: Sequence[int], ranks: int = 2) -> None:
+    for seed in seeds:
+        for name in names_of(key_of(seed))[:ranks]:
+            store.values[name] = b"?"
+
+
+@pytest.fixture
+def finder(store: Flaky) -> Iterator[Finder]:
+    finder = Finder(store, names_of, name="far")
+    yield finder
+    store.gate.set()
+    finder.close()
+
+
+def asked(finder: Finder, seeds: Sequence[int]) -> Question:
+    question = finder.ask([key_of(seed) for seed in seeds])
+    assert question is not None
+    for _ in range(100):
+        if question.ended:
+            return question
+        finder.wait(0.3)
+    raise AssertionError("no answer")
+
+
+@given(
+    held=st.lists(st.booleans(), max_size=1100),
+    half=st.sets(st.integers(0, 1099), max_size=3),
+)
+def test_it_finds_the_first_block_that_is_not_whole(held: list[bool], half: set[int]) -> None:
+    """The naive answer: walk the keys. A block that lacks one rank's part is not there."""
+    store = MemoryStore()
+    hold(store, [i for i, there in enumerate(held) if there])
+    hold(store, sorted(half), ranks=1)
+    expected = [*held, False].index(False)
+    finder = Finder(store, names_of, name="far")
+    try:
+        question = asked(finder, range(1100)[: len(held) or 1])
+        assert (question.found, question.failed) == (min(expected, len(held) or 1), False)
+    finally:
+        finder.close()
+
+
+def test_several_questions_are_answered_together(finder: Finder, store: Flaky) -> None:
+    hold(store, range(40))
+    store.gate.clear()
+    first = finder.ask([key_of(0)])  # keeps the thread busy
+    while store.calls == 0:
+        pass
+    questions = [finder.ask([key_of(seed) for seed in range(30 + n)]) for n in range(20)]
+    store.gate.set()
+    while not all(question is not None and question.ended for question in [first, *questions]):
+        finder.wait(0.1)
+    assert [q.found for q in questions if q] == [min(40, 30 + n) for n in range(20)]
+    assert store.calls <= 5
+
+
+def test_a_store_that_does_not_answer_ends_the_question(finder: Finder, store: Flaky) -> None:
+    store.down = True
+    assert asked(finder, [1, 2]).failed
+    store.down = False
+    assert not asked(finder, [1, 2]).failed
+
+
+def test_questions_are_bounded(finder: Finder, store: Flaky) -> None:
+    store.gate.clear()
+    taken = [finder.ask([key_of(n)]) for n in range(400)]
+    assert taken[0] is not None
+    assert taken[-1] is None
+    store.gate.set()
+
+
+def test_blocks_are_removed_before_it_closes(store: Flaky) -> None:
+    hold(store, range(5))
+    finder = Finder(store, names_of, name="far")
+    finder.delete([key_of(1), key_of(3)])
+    finder.close()
+    assert len(store.values) == 6
+    assert finder.ask([key_of(0)]) is None
+
+
+# -- beliefs ------------------------------------------------------------------------------------
+
+
+class Leader:
+    """An index with a store below host memory, a clock that is set, and a finder that is real."""
+
+    def __init__(self, store: Flaky, slots: int = 64) -> None:
+        self.now = 0.0
+        self.index = BlockIndex([TierSpec("host", 8), TierSpec("far", slots)])
+        self.breaker = Breaker("far", clock=lambda: self.now)
+        self.finder = Finder(store, names_of, name="far", lookup_s=1, absent_s=10)
+        self.lookup = StoreLookup(
+            "far", self.index, self.breaker, self.finder, clock=lambda: self.now
+        )
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Ask and take in the answer; how many blocks are believed then."""
+        if self.lookup.ask(keys):
+            while self.lookup._asked and not self.lookup._asked[keys[-1]].question.ended:
+                self.finder.wait(0.1)
+            assert self.lookup.settle(keys, SPACE) is not None
+        self.index.check_integrity()
+        return self.index.match(keys).depths[1]
+
+
+@pytest.fixture
+def leader(store: Flaky) -> Iterator[Leader]:
+    leader = Leader(store)
+    yield leader
+    store.gate.set()
+    leader.finder.close()
+
+
+def keys_of(seeds: Sequence[int]) -> list[bytes]:
+    return [key_of(seed) for seed in seeds]
+
+
+def test_what_another_host_wrote_is_found(leader: Leader, store: Flaky) -> None:
+    hold(store, range(5))
+    keys = keys_of(range(8))
+    assert leader.lookup.ask(keys)
+    assert leader.lookup.ask(keys), "still on its way"
+    assert leader.find(keys) == 5
+    assert not leader.lookup.ask(keys), "block 5 is known to be absent"
+    assert leader.lookup.settle(keys, SPACE) is None
+
+
+def test_a_hole_ends_what_is_believed(leader: Leader, store: Flaky) -> None:
+    hold(store, [0, 1, 3, 4])
+    assert leader.find(keys_of(range(5))) == 2
+
+
+def test_absent_blocks_are_asked_for_again_after_a_while(leader: Leader, store: Flaky) -> None:
+    keys = keys_of(range(4))
+    assert leader.find(keys) == 0
+    hold(store, range(4))
+    calls = store.calls
+    assert leader.find(keys) == 0
+    assert store.calls == calls
+    leader.now += 11
+    assert leader.find(keys) == 4
+
+
+def test_a_late_answer_is_not_waited_for(leader: Leader, store: Flaky) -> None:
+    store.gate.clear()
+    keys = keys_of(range(3))
+    assert leader.lookup.ask(keys)
+    leader.now = 0.9
+    assert leader.lookup.settle(keys, SPACE) is None
+    leader.now = 1.1
+    believed = leader.lookup.settle(keys, SPACE)
+    assert believed is not None
+    assert believed.outcome == "late"
+    assert not leader.lookup.ask(keys), "it does not wait twice in a row"
+
+
+def test_what_was_found_before_the_deadline_counts(leader: Leader, store: Flaky) -> None:
+    """Of a long prompt the first batches were answered, then the store hung."""
+    hold(store, range(100))
+    keys = keys_of(range(100))
+    store.hang_at = 3
+    assert leader.lookup.ask(keys)
+    while store.calls < 3:
+        leader.finder.wait(0.01)
+    leader.now = 2
+    assert leader.lookup.settle(keys, SPACE) is not None
+    assert leader.index.match(keys).depths[1] == 16 + 32
+    assert leader.breaker.allows()
+
+
+def test_a_dead_store_is_left_alone_and_tried_again(leader: Leader, store: Flaky) -> None:
+    store.down = True
+    for n in range(3):
+        assert leader.find(keys_of([n])) == 0
+    assert leader.breaker.state is BreakerState.OPEN
+    calls = store.calls
+    assert not leader.lookup.ask(keys_of([9]))
+    assert store.calls == calls
+    store.down = False
+    hold(store, [9])
+    leader.now = 6
+    assert leader.find(keys_of([9])) == 1
+    assert leader.breaker.state is BreakerState.CLOSED
+
+
+def test_a_probe_that_nobody_came_back_for_blocks_nothing(leader: Leader, store: Flaky) -> None:
+    """Its request was aborted. Otherwise a store that is back would never be asked again."""
+    store.down = True
+    for n in range(3):
+        leader.find(keys_of([n]))
+    store.down = False
+    hold(store, [8])
+    leader.now = 6
+    assert leader.lookup.ask(keys_of([7]))
+    assert not leader.lookup.ask(keys_of([8])), "one probe at a time"
+    while leader.finder.wait(0.1):
+        pass
+    leader.now = 8
+    assert leader.find(keys_of([8])) == 1
+
+
+def test_requests_that_go_away_leave_nothing_behind(leader: Leader, store: Flaky) -> None:
+    for n in range(1000):
+        leader.lookup.ask(keys_of([n]))
+        leader.now += 2
+    assert len(leader.lookup._asked) <= 256
+
+
+def test_belief_keeps_to_its_budget(store: Flaky) -> None:
+    """A store holds more than the leader has slots for: old prompts are forgotten, not stored."""
+    leader = Leader(store, slots=6)
+    hold(store, range(100))
+    for start in range(0, 40, 4):
+        assert leader.find(keys_of(range(start, start + 4))) == 4
+    assert leader.index.num_used("far") <= 6
+    assert leader.find(keys_of(range(50, 90))) <= 6
+    assert not leader.lookup.ask(keys_of(range(50, 90))), "what does not fit is not asked for again"
+    leader.finder.close()
+
+
+def test_blocks_dropped_while_it_was_asked_make_no_hole(leader: Leader, store: Flaky) -> None:
+    hold(store, range(6))
+    assert leader.find(keys_of(range(3))) == 3
+    keys = keys_of(range(6))
+    assert leader.lookup.ask(keys)
+    leader.index.drop_subtree("far", keys[1])
+    assert leader.find(keys) == 1
+
+
+@given(st.data())
+def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject) -> None:
+    """Whatever is stored, dropped and asked in between: what an answer adds was there."""
+    store = Flaky()
+    leader = Leader(store, slots=data.draw(st.integers(1, 12)))
+    chains = [keys_of([n // 2 * 100 + i if i < 3 else n * 1000 + i for i in range(6)])
+              for n in range(4)]  # fmt: skip
+    try:
+        for _ in range(data.draw(st.integers(1, 12))):
+            keys = data.draw(st.sampled_from(chains))
+            for key in data.draw(st.sets(st.sampled_from(keys))):
+                for name in names_of(key):
+                    store.values[name] = b"?"
+            before = leader.index.match(keys).depths[1]
+            after = leader.find(keys)
+            there = [names_of(key)[0] in store.values for key in keys]
+            if after > before:
+                assert all(there[before:after])
+            if after and data.draw(st.booleans()):
+                gone = data.draw(st.integers(0, after - 1))
+                leader.index.drop_subtree("far", keys[gone])
+                leader.lookup.absent(keys[gone])
+            leader.now += data.draw(st.sampled_from([0.1, 20]))
+    finally:
+        leader.finder.close()
+
+
+# -- the page -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["redis", "objects", "mooncake"])
+def test_the_page_names_every_option_with_its_default(module: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+    kind = import_module(f"kvcore.tiers.remote.{module}").KIND
+    for name, field in kind.options.model_fields.items():
+        rows = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert rows, name
+        default = field.get_default()
+        if isinstance(default, (float, str)) and not name.startswith("lend"):
+            shown = f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+            assert any(row.split("|")[2].strip() == shown for row in rows), (name, shown)
+
+
+def test_a_store_whose_client_is_missing_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    tiers = {"far": {"plugin": "redis", "capacity": "1MiB"}}
+    plugins = PluginManager(entry_points=[])
+    assert prepare_backings(load_config(None, {"tiers": tiers}), GEOMETRY, plugins) == []
+    assert "the tier far is off" in caplog.text
+    assert "pip install redis" in caplog.text

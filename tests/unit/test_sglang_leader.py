@@ -1,0 +1,571 @@
+"""SGLang's leader and worker over pools of token slots, without the engine.
+
+KV of a token is a number that its whole prefix makes, so what a load brings can be checked against
+what it must be: the oracle is `expected`, and the pages of the pool are poisoned before they are
+loaded into.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
+from kvcore_sglang.fusing import Asking, FusionLeader  # noqa: E402
+from kvcore_sglang.layout import read_pool  # noqa: E402
+from kvcore_sglang.leader import Leader  # noqa: E402
+from kvcore_sglang.messages import Order  # noqa: E402
+from kvcore_sglang.ranks import NoLines  # noqa: E402
+from kvcore_sglang.worker import ATTEMPTS, RankWorker  # noqa: E402
+
+from kvcore.adapting.build import LeaderParts, build_leader, build_worker  # noqa: E402
+from kvcore.adapting.model import LayerGroup, ModelDescription  # noqa: E402
+from kvcore.adapting.orders import BlendOrder, BlendReport  # noqa: E402
+from kvcore.config import load_config  # noqa: E402
+from kvcore.errors import UnsupportedError  # noqa: E402
+from kvcore.fusion.segments import Segments  # noqa: E402
+from kvcore.fusion.staging import Staging  # noqa: E402
+from kvcore.layout import BlockShape  # noqa: E402
+from kvcore.transfer.graph import OpReport, TransferGraph  # noqa: E402
+from kvcore.transfer.plan import layer_steps  # noqa: E402
+
+LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
+
+
+class MHATokenToKVPool:
+    """What the adapter reads of SGLang's pool of this name."""
+
+    dtype = store_dtype = torch.float32
+
+    def __init__(self, page: int, slots: int = SLOTS, v_dim: int = DIM) -> None:
+        self.k_buffer = [torch.zeros(slots + page, HEADS, DIM) for _ in range(LAYERS)]
+        self.v_buffer = [torch.zeros(slots + page, HEADS, v_dim) for _ in range(LAYERS)]
+
+    @property
+    def buffers(self) -> list[Any]:
+        return [*self.k_buffer, *self.v_buffer]
+
+
+class MLATokenToKVPool:
+    dtype = store_dtype = torch.bfloat16
+
+    def __init__(self, page: int, slots: int = SLOTS) -> None:
+        self.kv_buffer = [
+            torch.zeros(slots + page, 1, 12, dtype=torch.bfloat16) for _ in range(LAYERS)
+        ]
+
+    @property
+    def buffers(self) -> list[Any]:
+        return self.kv_buffer
+
+
+POOLS = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool}
+
+
+def prefix_numbers(tokens: list[int]) -> list[int]:
+    """For each token a small number that it and all before it make."""
+    state, found = hashlib.sha256(), []
+    for token in tokens:
+        state.update(token.to_bytes(4, "little"))
+        found.append(state.digest()[0])
+    return found
+
+
+class Landing:
+    """In the place of blends: brings the chunks of orders to staging, and keeps it."""
+
+    def __init__(self, worker: Any, shape: BlockShape) -> None:
+        self._worker, self._shape = worker, shape
+        self.landed: list[tuple[BlendOrder, Staging]] = []
+
+    def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
+        for order in orders:
+            staging = Staging(self._shape, order.blocks, torch.device("cpu"))
+            self.landed.append((order, staging))
+            for chunk in order.chunks:
+                assert not self._worker.submit(chunk.graph, staging.groups)
+        return []
+
+    def run(self, landed: Any) -> list[int]:
+        for layer in range(LAYERS):
+            landed(layer)
+        for order, _ in self.landed:
+            for chunk in order.chunks:
+                self._worker.release(chunk.graph.graph_id)
+        return []
+
+    def take_reports(self) -> list[BlendReport]:
+        return [BlendReport(order.request_id) for order, _ in self.landed]
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        return []
+
+
+class Rig:
+    """An engine of one rank: `compute` stands for its forward, `slots` for its allocator."""
+
+    def __init__(self, pool: Any, page: int, kvcore: dict[str, Any]) -> None:
+        self.config = load_config(overrides=kvcore, env={})
+        self.page = page
+        self.pool = pool
+        found = read_pool(pool, page)
+        shape = BlockShape(
+            found.layers,
+            found.heads,
+            found.dim,
+            self.config.block.tokens,
+            found.dtype,
+            kv_factor=1 if found.v_dim is None else 2,
+            v_head_dim=found.v_dim,
+        )
+        groups = (LayerGroup(0, page, tuple(range(found.layers))),)
+        model = ModelDescription(shape, groups, b"model-of-tests-1", 1)
+        self.served = Served(model, Rank(0, 1, None), found, page, 1000)
+        parts = build_worker(self.config, model, 0, [found.view])
+        self.engine = parts.worker
+        self.blends: Any = Landing(parts.worker, shape)
+        self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends)
+        self.leader = Leader(
+            self.config,
+            model,
+            self.worker,
+            NoLines(),
+            lambda outbox: build_leader(self.config, model, outbox),
+            parts.metrics,
+            fusion=self._fusion if self.config.fusion.enabled else None,
+        )
+        self.random = random.Random(7)
+        self.namespace = self.leader.namespace("", None)
+
+    def _fusion(self, parts: LeaderParts) -> FusionLeader:
+        shape = self.served.model.shape
+        segments = Segments(self.config.block.tokens, min_tokens=self.config.fusion.min_tokens)
+        steps = layer_steps(shape.layers)
+        return FusionLeader(
+            self.config, shape, parts.manager, segments, steps, self.page, parts.metrics
+        )
+
+    def slots(self, tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Slots of whole pages, in no order; page 0 is padding."""
+        pages = -(-tokens // self.page)
+        picked = self.random.sample(range(1, SLOTS // self.page), pages)
+        places = [page * self.page + i for page in picked for i in range(self.page)]
+        return np.array(places[:tokens], dtype=np.int64)
+
+    def expected(self, tokens: list[int], buffer: int) -> Any:
+        """``[tokens, heads, dim]`` of one of the pool's buffers."""
+        like = self.pool.buffers[buffer]
+        numbers = torch.tensor(prefix_numbers(tokens), dtype=torch.float32)
+        heads, dim = like.shape[1:]
+        grid = torch.arange(heads * dim, dtype=torch.float32).view(heads, dim)
+        return (numbers[:, None, None] + grid / 4 + buffer * 8).to(like.dtype)
+
+    def compute(self, tokens: list[int], slots: Any) -> None:
+        for i, buffer in enumerate(self.pool.buffers):
+            buffer[torch.from_numpy(slots)] = self.expected(tokens, i)
+
+    def insert(self, tokens: list[int], slots: Any) -> bool:
+        """Offer the tokens, all in the tree at ``slots``; whether there was something to save."""
+        offer = self.leader.offer()
+        order = self.leader.inserted(np.array(tokens), self.namespace, slots, [offer])
+        self.worker.carry_out(order)
+        assert self.leader.settle(30)
+        assert self.leader.done_offers() == 1
+        self.leader.take_offer()
+        return bool(order.graphs)
+
+    def keep(self, tokens: list[int]) -> bool:
+        whole = tokens[: len(tokens) // self.page * self.page]
+        slots = self.slots(len(whole))
+        self.compute(whole, slots)
+        return self.insert(whole, slots)
+
+    def lookup(self, rid: str, tokens: list[int], device: int = 0) -> int:
+        return self.leader.lookup(rid, np.array(tokens), device, self.namespace)
+
+    def load(self, rid: str, tokens: list[int], device: int, gain: int) -> bool:
+        """Load what was looked up into poisoned slots, and check every element; False where the
+        load was refused or failed."""
+        slots = self.slots(gain)
+        for buffer in self.pool.buffers:
+            buffer[torch.from_numpy(slots)] = float("nan")
+        order = self.leader.load(rid, slots)
+        if order.empty:
+            return False
+        [graph] = order.graphs
+        self.worker.start_loads([graph])
+        for layer in range(LAYERS):
+            self.worker.wait_layer([graph.graph_id], layer)
+            self.check(tokens, device, slots, layer)
+        landed = self.worker.finish([graph.graph_id])
+        assert self.leader.settle(30)
+        return landed
+
+    def check(self, tokens: list[int], device: int, slots: Any, layer: int) -> None:
+        for i in range(layer, len(self.pool.buffers), LAYERS):
+            want = self.expected(tokens, i)[device : device + len(slots)]
+            got = self.pool.buffers[i][torch.from_numpy(slots)]
+            assert torch.equal(got, want), f"layer {layer}, buffer {i}"
+
+    def close(self) -> None:
+        self.worker.close()
+        self.leader.check_integrity()
+        self.leader.close()
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.close()
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+SETTINGS: dict[str, Any] = {"host": {"capacity": "4MiB", "huge_pages": False}}
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("block", [8, 16, 64])
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_what_was_computed_comes_back(
+    rigs: list[Rig], kind: str, page: int, block: int, layerwise: bool
+) -> None:
+    settings = {**SETTINGS, "block": {"tokens": block}, "sglang": {"layerwise": layerwise}}
+    rig = Rig(POOLS[kind](page), page, settings)
+    rigs.append(rig)
+    for seed, length in enumerate([300, 64, 77, 512]):
+        tokens = text(length, seed)
+        assert rig.lookup("before", tokens) == 0
+        assert rig.keep(tokens)
+        assert not rig.keep(tokens), "saved twice"
+        whole = length // page * page // block * block // page * page
+        for device in {0, 128 // page * page, 64}:
+            wanted = whole - device
+            gain = rig.lookup(f"r{seed}-{device}", tokens, device)
+            assert gain == (wanted if wanted >= max(64, page) else 0)
+            if gain:
+                assert rig.load(f"r{seed}-{device}", tokens, device, gain)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_prefix_is_found_and_a_like_text_is_not(rigs: list[Rig], page: int) -> None:
+    rig = Rig(MHATokenToKVPool(page), page, SETTINGS)
+    rigs.append(rig)
+    tokens = text(400, 1)
+    rig.keep(tokens)
+    branch = [*tokens[:200], *text(200, 2)]
+    gain = rig.lookup("branch", branch)
+    assert gain == 192
+    assert rig.load("branch", branch, 0, gain)
+    assert rig.lookup("other", tokens[1:]) == 0
+    other = rig.leader.namespace("", "tenant")
+    assert rig.leader.lookup("tenant", np.array(tokens), 0, other) == 0
+
+
+def test_a_name_that_comes_again_with_another_prompt_finds_that_prompts_kv(
+    rigs: list[Rig],
+) -> None:
+    """Clients choose requests' names: as long a prompt under a name is not the same prompt."""
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    first, second = text(320, 20), text(320, 21)
+    assert rig.lookup("job", first) == 0
+    rig.keep(first)
+    assert rig.lookup("job", second) == 0, "the first prompt's KV was found for the second"
+    rig.keep(second)
+    gain = rig.lookup("job", second)
+    assert gain == 320
+    assert rig.load("job", second, 0, gain)
+
+
+def test_a_request_that_was_answered_in_part_is_known_until_it_is_loaded(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    tokens = text(320, 22)
+    rig.keep(tokens)
+    assert not rig.leader.is_resumed("unknown")
+    for resumed in (True, False):
+        gain = rig.leader.lookup("r", np.array(tokens), 0, rig.namespace, resumed=resumed)
+        assert rig.leader.is_resumed("r") is resumed
+    assert rig.load("r", tokens, 0, gain)
+    assert not rig.leader.is_resumed("r")
+
+
+def test_blocks_of_the_disk_are_staged_before_they_are_answered(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    settings = {**SETTINGS, "disk": disk, "sglang": {"prefetch": "wait"}}
+    tokens = text(500, 3)
+    first = Rig(MHATokenToKVPool(16), 16, settings)
+    first.keep(tokens)
+    first.close()
+    second = Rig(MHATokenToKVPool(1), 1, settings)
+    rigs.append(second)
+    gain = second.lookup("again", tokens)
+    assert gain == 496
+    assert second.load("again", tokens, 0, gain)
+    assert second.leader.state["requests"]["again"] == {"disk": 496}
+    assert second.lookup("host", tokens) == 496
+    assert second.load("host", tokens, 0, 496)
+    assert second.leader.state["requests"]["host"] == {"host": 496}
+
+
+def test_what_another_host_put_into_a_store_is_found(rigs: list[Rig]) -> None:
+    options = {"name": uuid.uuid4().hex, "lookup_s": 60}
+    far = {"plugin": "memory-store", "capacity": "4MiB", "options": options}
+    waits = {"prefetch": "wait", "prefetch_timeout_s": 60}
+    tokens = text(500, 4)
+    one, other = (
+        Rig(MHATokenToKVPool(page), page, {**SETTINGS, "tiers": {"far": far}, "sglang": waits})
+        for page in (16, 1)
+    )
+    rigs.extend([one, other])
+    one.keep(tokens)
+    gain = other.lookup("there", tokens)
+    assert gain == 496
+    assert other.load("there", tokens, 0, gain)
+    assert other.leader.state["requests"]["there"] == {"far": 496}
+
+
+def test_best_effort_answers_at_once_and_stages_for_the_next(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    settings = {**SETTINGS, "disk": disk, "sglang": {"prefetch": "best_effort"}}
+    tokens = text(500, 3)
+    first = Rig(MHATokenToKVPool(1), 1, settings)
+    first.keep(tokens)
+    first.close()
+    second = Rig(MHATokenToKVPool(1), 1, settings)
+    rigs.append(second)
+    second.lookup("early", tokens)
+    assert second.leader.settle(30)
+    gain = second.lookup("early", tokens)
+    assert gain == 496
+    assert second.load("early", tokens, 0, gain)
+
+
+def test_a_rotten_block_on_disk_is_computed_again(
+    rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    settings = {**SETTINGS, "disk": disk, "sglang": {"prefetch": "wait"}}
+    tokens = text(500, 4)
+    first = Rig(MHATokenToKVPool(1), 1, settings)
+    first.keep(tokens)
+    first.close()
+    [data] = (tmp_path / "kv").rglob("shard-0.data")
+    with data.open("r+b") as file:
+        file.seek(20 * 4096 + 100)  # somewhere in the 21st block
+        file.write(b"\xa5" * 64)
+    second = Rig(MHATokenToKVPool(1), 1, settings)
+    rigs.append(second)
+    gain = second.lookup("rotten", tokens)
+    assert 0 < gain < 496
+    assert second.load("rotten", tokens, 0, gain)
+    assert second.keep(tokens), "the rest is saved again"
+    assert second.lookup("healed", tokens) == 496
+    assert second.load("healed", tokens, 0, 496)
+
+
+def test_what_left_host_memory_since_the_lookup_is_refused(rigs: list[Rig]) -> None:
+    settings = {"host": {"capacity": "320KiB", "huge_pages": False}}
+    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    rigs.append(rig)
+    tokens = text(400, 5)
+    rig.keep(tokens)
+    gain = rig.lookup("late", tokens)
+    assert gain > 0
+    for seed in range(10, 30):
+        rig.keep(text(400, seed))
+    assert not rig.load("late", tokens, 0, gain)
+    assert rig.leader.load("unknown", rig.slots(64)).empty
+    assert rig.leader.manager.in_flight == 0
+
+
+def test_a_load_that_is_dropped_leaves_nothing(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    tokens = text(400, 6)
+    rig.keep(tokens)
+    gain = rig.lookup("gone", tokens)
+    order = rig.leader.load("gone", rig.slots(gain))
+    assert order.graphs
+    rig.leader.drop(order)
+    assert rig.leader.manager.in_flight == 0
+    rig.leader.check_integrity()
+
+
+@pytest.mark.parametrize("failures", [1, ATTEMPTS - 1, ATTEMPTS])
+def test_a_copy_that_fails_is_tried_again(
+    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "sglang": {"layerwise": False}})
+    rigs.append(rig)
+    tokens = text(400, 7)
+    rig.keep(tokens)
+    ops, left = rig.engine.ops, [failures]
+    copy = ops.copy_blocks
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError("injected")
+        copy(*args, **kwargs)
+
+    monkeypatch.setattr(type(ops), "copy_blocks", lambda self, *a, **k: failing(*a, **k))
+    if failures < ATTEMPTS:
+        assert rig.load("retried", tokens, 0, rig.lookup("retried", tokens))
+        return
+    gain = rig.lookup("failed", tokens)
+    [graph] = rig.leader.load("failed", rig.slots(gain)).graphs
+    rig.worker.start_loads([graph])
+    assert not rig.worker.finish([graph.graph_id])
+    rig.leader.refuse(["failed"])
+    assert rig.leader.settle(30)
+    assert rig.lookup("failed", tokens) == 0, "it would fail for ever"
+    assert rig.lookup("another", tokens) == gain
+
+
+def test_everything_is_forgotten_for_good(rigs: list[Rig], tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "disk": disk})
+    rigs.append(rig)
+    tokens = text(400, 8)
+    rig.keep(tokens)
+    old = rig.namespace
+    rig.leader.forget_all()
+    assert rig.lookup("forgotten", tokens) == 0
+    rig.namespace = rig.leader.namespace("", None)
+    assert rig.namespace.digest != old.digest, "what comes now must not be found after a restart"
+    rig.keep(tokens)
+    assert rig.lookup("new", tokens) == 400
+
+
+def test_offers_end_in_order_and_only_with_their_copies(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    tokens = text(320, 9)
+    slots = rig.slots(320)
+    rig.compute(tokens, slots)
+    first, second = rig.leader.offer(), rig.leader.offer()
+    assert rig.leader.done_offers() == 0, "its insert has not ended"
+    order = rig.leader.inserted(np.array(tokens), rig.namespace, slots, [first, second])
+    assert rig.leader.done_offers() == 0, "its save has not started"
+    rig.leader.check_integrity()
+    rig.worker.carry_out(order)
+    assert rig.leader.settle(30)
+    assert rig.leader.done_offers() == 2
+
+
+def test_orders_survive_the_line() -> None:
+    from kvcore_sglang import messages
+
+    graph = TransferGraph(1, 1, b"n" * 16, b"p" * 16, (b"k" * 16,), (3,), (-1,), (), ())  # type: ignore[arg-type]
+    order = Order(True, {"disk": {"a": 1}}, [("disk", [1, 2])], [7], [graph])
+    assert messages.decode_order(messages.encode(order)) == order
+    assert not order.empty
+    assert Order().empty
+
+
+# --- pools that are not served -------------------------------------------------------------------
+
+
+def pool(**changes: Any) -> Any:
+    made = MHATokenToKVPool(16)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (SimpleNamespace(), "of type SimpleNamespace"),
+        (pool(kv_cache_layout="hnd"), "laid out as 'hnd'"),
+        (pool(dtype=torch.float8_e4m3fn, store_dtype=torch.uint8), "its scales"),
+        (pool(use_dsa=True), "sparse"),
+        (pool(k_buffer=[], v_buffer=[]), "without a KV cache"),
+        (pool(k_buffer=[torch.zeros(30, HEADS, DIM)] * LAYERS), "whole pages of 16"),
+        (pool(dtype=torch.bfloat16, store_dtype=torch.bfloat16), "expects bfloat16"),
+    ],
+)
+def test_a_pool_that_cannot_be_copied_is_named(made: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read_pool(made, 16)
+
+
+def test_k_and_v_of_unlike_width(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(16, v_dim=8), 16, SETTINGS)
+    rigs.append(rig)
+    tokens = text(300, 11)
+    rig.keep(tokens)
+    assert rig.load("wide", tokens, 0, rig.lookup("wide", tokens))
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("fail", [False, True])
+def test_chunks_land_behind_an_exact_prefix(
+    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch, page: int, fail: bool
+) -> None:
+    """The prefix goes to the request's slots, the chunks to staging, each with the KV it was stored
+    with; a chunk that fails to land is told."""
+    rig = Rig(MHATokenToKVPool(page), page, {**SETTINGS, "fusion": {"enabled": True}})
+    rigs.append(rig)
+    opening, *chunks = (text(256, seed) for seed in (1, 2, 3))
+    for stored in (opening, *chunks):
+        assert rig.keep(stored)
+    prompt = [*opening, *text(30, 4), *chunks[1][5:205], *text(7, 5), *chunks[0], *text(9, 6)]
+    asking = Asking(np.array(prompt))
+    gain = rig.leader.lookup("one", np.array(prompt[:-1]), 64, rig.namespace, asking)
+    stop = 64 + gain
+    assert stop % page == 0
+    assert stop > len(prompt) - 9 - page
+    slots = rig.slots(gain)
+    order = rig.leader.load("one", slots)
+    [graph], [blend] = order.graphs, order.blends
+    assert (blend.exact, blend.stop, len(blend.chunks)) == (256, stop, 2)
+    if fail:
+        submit = rig.engine.submit
+
+        def failing(graph: TransferGraph, into: Any = None) -> Any:
+            if into is not None:
+                monkeypatch.setattr(
+                    type(rig.engine.ops), "copy_blocks", lambda *a, **k: 1 / 0, raising=True
+                )
+            return submit(graph, into)
+
+        monkeypatch.setattr(rig.engine, "submit", failing)
+    rig.worker.start_loads([graph])
+    assert rig.worker.finish([graph.graph_id])
+    rig.check(prompt, 64, slots[: 256 - 64], 0)
+    assert rig.worker.blend(order.blends, lambda layer: None) is not fail
+    assert rig.leader.settle(30)
+    assert ("error" in rig.leader.state["fusion"]["one"]) is fail
+    assert rig.leader.manager.in_flight == 0
+    if fail:
+        return
+    [(_, staging)] = rig.blends.landed
+    for chunk, source in zip(blend.chunks, (chunks[1], chunks[0]), strict=True):
+        here = prompt[chunk.position : chunk.position + chunk.length]
+        start = chunk.position - chunk.distance
+        assert here == source[start : start + chunk.length]
+        for i in range(2 * LAYERS):
+            got = staging.tensor[i % LAYERS, i // LAYERS][chunk.first :][: chunk.length]
+            assert torch.equal(got, rig.expected(source, i)[start : start + chunk.length])

@@ -1,0 +1,104 @@
+"""The linker without SGLang: loads that must be done when they are planned."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
+from kvcore_sglang.messages import Order  # noqa: E402
+from kvcore_sglang.ranks import NoLines  # noqa: E402
+
+BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+
+
+class Leader:
+    """Plans one load, of a request that was answered in part or not."""
+
+    def __init__(self, resumed: bool) -> None:
+        self.resumed = resumed
+        self.refused: list[str] = []
+
+    def is_resumed(self, rid: str) -> bool:
+        return self.resumed
+
+    def load(self, rid: str, slots: Any) -> Any:
+        self.resumed = False  # it is loaded, and forgotten
+        graph: Any = SimpleNamespace(graph_id=7)
+        return Order(graphs=[graph])
+
+    def refuse(self, rids: Iterable[str]) -> None:
+        self.refused += rids
+
+
+class Worker:
+    def __init__(self, lands: bool) -> None:
+        self.lands = lands
+        self.calls: list[Any] = []
+
+    def start_loads(self, graphs: Sequence[Any]) -> None:
+        self.calls.append(("start", [graph.graph_id for graph in graphs]))
+
+    def finish(self, graph_ids: Iterable[int]) -> bool:
+        self.calls.append(("finish", list(graph_ids)))
+        return self.lands
+
+
+@pytest.fixture
+def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`KVCoreLinker` over a stand-in for SGLang's base class, which it takes nothing from."""
+    base: Any = ModuleType(BASE)
+    base.UnifiedCacheLinker = object
+    names = [BASE.rsplit(".", depth)[0] for depth in range(1, BASE.count(".") + 1)]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, BASE, base)
+    monkeypatch.delitem(sys.modules, "kvcore_sglang.linker", raising=False)
+    found = importlib.import_module("kvcore_sglang.linker").KVCoreLinker
+    monkeypatch.delitem(sys.modules, "kvcore_sglang.linker")
+    return found
+
+
+def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
+    linker = linker_class.__new__(linker_class)
+    linker._queued = {}
+    linker._parts = SimpleNamespace(
+        leader=leader,
+        follower=None,
+        lines=NoLines(),
+        worker=worker,
+        served=SimpleNamespace(rank=Rank(0, 1, None)),
+    )
+    return linker
+
+
+TRANSFERS = [SimpleNamespace(device_indices=torch.from_numpy(np.arange(64)))]
+
+
+def test_a_load_is_queued_for_its_batch(linker_class: Any) -> None:
+    worker = Worker(lands=True)
+    linker = made(linker_class, Leader(resumed=False), worker)
+    assert linker.load("r", TRANSFERS)
+    assert [graph.graph_id for graph in linker._queued["r"].graphs] == [7]
+    assert not worker.calls, "it starts with the batch"
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_request_that_was_answered_in_part_is_loaded_at_once(
+    linker_class: Any, lands: bool
+) -> None:
+    """Where that fails it is refused, and the engine computes it: nothing waits for its batch."""
+    leader, worker = Leader(resumed=True), Worker(lands)
+    linker = made(linker_class, leader, worker)
+    assert linker.load("r", TRANSFERS) is lands
+    assert worker.calls == [("start", [7]), ("finish", [7])]
+    assert not linker._queued
+    assert leader.refused == ([] if lands else ["r"])
