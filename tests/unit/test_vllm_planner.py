@@ -129,7 +129,11 @@ def test_rates_are_kept_where_a_planner_or_fusion_decides_by_them() -> None:
         model_config=SimpleNamespace(get_hidden_size=lambda: 256),
         device_config=SimpleNamespace(device_type="cpu"),
     )
-    parts: Any = SimpleNamespace(manager=Side().manager, plugins=load_plugins(load_config(None)))
+    parts: Any = SimpleNamespace(
+        manager=Side().manager,
+        plugins=load_plugins(load_config(None)),
+        read_paths={"host": "h2d", "disk": "disk2h"},
+    )
     plain = load_config(None)
     assert build._pace(plain, engine, MODEL, parts) is None
     blends = load_config(None, {"fusion": {"enabled": True}})
