@@ -17,6 +17,7 @@ from kvcore._tables import (
     ROOT,
     Evicted,
     NodeTable,
+    Pin,
     Record,
     Reservation,
     TierSpec,
@@ -116,6 +117,9 @@ class BlockStates:
             self._nodes.recency.touch(nodes[-1])
             for node in nodes if table.policy.watches_blocks else nodes[-1:]:
                 table.policy.stored(node, self._key(node))
+            if ready.held:
+                ready.pin = Pin(table.name, nodes[-1])
+                table.pins.setdefault(nodes[-1], set()).add(ready.pin)
             if table.is_evictable(nodes[-1]):
                 table.policy.add(nodes[-1])
             if table.dependents:
@@ -126,7 +130,7 @@ class BlockStates:
         """Give up nodes[live:] of a reservation, and all reservations that stand on them.
 
         Slots of filled reservations are free at once; those of reservations in flight when their
-        owner commits or aborts.
+        owner commits or aborts; those of held ones when they are let go.
         """
         cuts = [(reservation, live)]
         for cut, first in cuts:  # grows while it runs: parents first
@@ -135,12 +139,21 @@ class BlockStates:
         for cut, first in reversed(cuts):
             gone = cut.nodes[first : cut.live]
             if cut.filled:
-                table.pool.free_all(cut.slots[first : cut.live].tolist())
+                self._give_back(table, cut, first, cut.live)
             if gone:
                 cut.live = first
                 self._withdraw(table, gone)
             if not cut.live:
                 self._stand_alone(table, cut)
+
+    def _give_back(self, table: TierTable, owner: Reservation, start: int, stop: int) -> None:
+        """Slots [start, stop) of a reservation hold nothing any more; held ones are still read."""
+        slots = owner.slots[start:stop].tolist()
+        if not owner.held:
+            table.pool.free_all(slots)
+        elif slots:
+            owner.parked += slots
+            table.parking.add(owner)
 
     def _withdraw(self, table: TierTable, nodes: list[int]) -> None:
         """Take unpublished blocks, each the only child of the one before, out of a tier."""

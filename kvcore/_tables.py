@@ -113,7 +113,20 @@ class Reservation:
     ``evicted`` lists what had to leave to make room: its slots may be among ``slots`` already.
     """
 
-    __slots__ = ("evicted", "filled", "keys", "live", "nodes", "parent", "slots", "start", "tier")
+    __slots__ = (
+        "evicted",
+        "filled",
+        "held",
+        "keys",
+        "live",
+        "nodes",
+        "parent",
+        "parked",
+        "pin",
+        "slots",
+        "start",
+        "tier",
+    )
 
     def __init__(self, tier: str, start: int, parent: int) -> None:
         self.tier = tier
@@ -125,6 +138,9 @@ class Reservation:
         self.evicted: list[Evicted] = []
         self.live = 0  # nodes[:live] are still in the index
         self.filled = False  # committed, waiting for the parent
+        self.held = False  # its slots are read after the commit, whatever becomes of its blocks
+        self.parked: list[int] = []  # slots of blocks that went while it was held
+        self.pin: Pin | None = None  # on what of it was published while it was held
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -163,6 +179,7 @@ class TierTable:
         self.dependents: dict[int, list[Reservation]] = {}  # by unpublished parent
         self.evicting: dict[int, Eviction] = {}
         self.leaving: set[Eviction] = set()
+        self.parking: set[Reservation] = set()  # held ones that have parked slots
         self.retained: dict[int, int] = {}  # dropped slots still pinned: number of pins
 
     def grow(self, count: int) -> None:
@@ -213,6 +230,7 @@ class TierTable:
         assert leaving == set(self.evicting), "leaving blocks"
         in_use = [self.slot[node] for node in [*held, *leaving]] + list(self.retained)
         in_use += [slot for eviction in self.leaving for slot in eviction.parked]
+        in_use += [slot for reservation in self.parking for slot in reservation.parked]
         unpublished = {node for node in held if self.state[node] != PUBLISHED}
         for reservation in self.open:
             unpublished -= set(reservation.nodes[: reservation.live])

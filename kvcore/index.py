@@ -228,7 +228,7 @@ class BlockIndex(BlockStates):
             return
         assert reservation in table.open, "a reservation is committed or aborted once"
         assert not reservation.filled, "a reservation is committed or aborted once"
-        table.pool.free_all(reservation.slots[reservation.live :].tolist())  # dropped meanwhile
+        self._give_back(table, reservation, reservation.live, len(reservation))  # dropped meanwhile
         reservation.filled = True
         self._cut(table, reservation, good)
         for node in reservation.nodes[: reservation.live]:
@@ -241,6 +241,23 @@ class BlockIndex(BlockStates):
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation up, with everything reserved on top of it."""
         self.commit(reservation, failed_from=reservation.start)
+
+    def hold(self, reservation: Reservation) -> None:
+        """Before the commit: its slots are read after it, too, and nothing else may take them until
+        `let_go`, whether its blocks are published, given up, dropped or cleared meanwhile."""
+        assert not reservation.filled, "a reservation is held before its commit"
+        reservation.held = True
+
+    def let_go(self, reservation: Reservation) -> None:
+        """Nothing reads a held reservation's slots any more. After its commit or abort, once."""
+        table = self._table(reservation.tier)
+        reservation.held = False
+        table.parking.discard(reservation)
+        table.pool.free_all(reservation.parked)
+        reservation.parked = []
+        pin, reservation.pin = reservation.pin, None
+        if pin is not None:
+            self.unpin(pin)
 
     # -- eviction -------------------------------------------------------------------------------
 

@@ -141,6 +141,7 @@ class _Flight:
     first_block: int
     targets: dict[int, Reservation]
     pins: list[Pin] = field(default_factory=list)
+    holds: list[Reservation] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     on_end: list[Callable[[], object]] = field(default_factory=list)
@@ -680,6 +681,10 @@ class KVManager:
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
         self._flights[graph.graph_id] = flight
+        for reservation in flight.targets.values():
+            if reservation.tier == HOST and len(graph.ops) > 1:  # what it fills is read on
+                self.index.hold(reservation)
+                flight.holds.append(reservation)
         for op in graph.ops:
             self._count_read(op, 1)
         for tier in {op.tier for op in graph.ops if op.tier}:
@@ -695,30 +700,30 @@ class KVManager:
 
     def _publish(self, flight: _Flight, op: TransferOp, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)
-        failed_from = None
+        self._forget_dropped(reservation)
+        stop, failed_from = reservation.start + reservation.live, None
         if report.failed:
             failed_from = flight.first_block + min(report.failed)
+            stop = min(stop, failed_from)
         self.index.commit(reservation, failed_from)
-        stop = reservation.stop if failed_from is None else failed_from
-        if stop <= reservation.start:
-            return
-        # What reads these blocks next in this graph must find them where they are.
-        last = flight.keys[stop - 1]
-        if (
-            flight.waiting
-            and self.index.match(flight.keys[:stop]).depths[self._tier_position(reservation.tier)]
-            == stop
-        ):
-            flight.pins.append(self.index.pin(reservation.tier, last))
-        self._stored(reservation.tier, flight.keys, reservation.start, stop)
+        if stop > reservation.start:
+            self._stored(reservation.tier, flight.keys, reservation.start, stop)
 
-    def _tier_position(self, tier: str) -> int:
-        return 0 if tier == HOST else 1 + list(self._backing).index(tier)
+    def _forget_dropped(self, reservation: Reservation) -> None:
+        """Blocks that were cleared or dropped while they were written have just been written."""
+        tier, live = reservation.tier, reservation.live
+        if tier == HOST or live == len(reservation):
+            return
+        if tier in self._stores:
+            self._stores[tier].delete(reservation.keys[live:])
+        else:
+            self.transport.forget(tier, reservation.slots[live:].tolist())
 
     def _release(self, flight: _Flight) -> None:
         for pin in flight.pins:
             self.index.unpin(pin)
-        flight.pins.clear()
+        for reservation in flight.holds:
+            self.index.let_go(reservation)
         self._staging += flight.staging
         flight.staging = []
         for call in flight.on_end:
