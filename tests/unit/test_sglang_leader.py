@@ -20,7 +20,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
+from kvcore_sglang.describe import Rank, Served, _check_components  # noqa: E402  (needs torch)
 from kvcore_sglang.fusing import Asking, FusionLeader  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
@@ -569,3 +569,11 @@ def test_chunks_land_behind_an_exact_prefix(
         for i in range(2 * LAYERS):
             got = staging.tensor[i % LAYERS, i // LAYERS][chunk.first :][: chunk.length]
             assert torch.equal(got, rig.expected(source, i)[start : start + chunk.length])
+
+
+@pytest.mark.parametrize("other", ["SWA", "MAMBA"])
+def test_a_model_with_a_pool_beside_its_kv_is_not_served(other: str) -> None:
+    full, more = SimpleNamespace(name="FULL"), SimpleNamespace(name=other)
+    _check_components([full])
+    with pytest.raises(UnsupportedError, match=f"FULL, {other} components"):
+        _check_components([full, more])
