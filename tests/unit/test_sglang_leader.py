@@ -577,3 +577,27 @@ def test_a_model_with_a_pool_beside_its_kv_is_not_served(other: str) -> None:
     _check_components([full])
     with pytest.raises(UnsupportedError, match=f"FULL, {other} components"):
         _check_components([full, more])
+
+
+def test_a_name_that_comes_again_with_other_wishes_gets_those(rigs: list[Rig]) -> None:
+    """Who asks for exact KV is not blended because the one before him of that name wished it: that
+    one was looked up, and gone before it was loaded."""
+    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "fusion": {"enabled": True}})
+    rigs.append(rig)
+    opening, chunk = text(256, 1), text(256, 2)
+    for stored in (opening, chunk):
+        assert rig.keep(stored)
+    prompt = [*opening, *text(30, 4), *chunk, *text(9, 6)]
+    tokens = np.array(prompt[:-1])
+
+    def gain(**wishes: Any) -> int:
+        asking = Asking(np.array(prompt), wishes or None)
+        return rig.leader.lookup("job", tokens, 0, rig.namespace, asking)
+
+    assert gain() > 256
+    assert gain(fusion={"enabled": False}) == 256
+    order = rig.leader.load("job", rig.slots(256))
+    assert not order.blends
+    rig.leader.drop(order)
+    assert gain(fusion={"enabled": False}) == 256
+    assert gain() > 256
