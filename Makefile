@@ -8,6 +8,7 @@ VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 SGLANG_TESTS := tests/engines/test_sglang*.py
+ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang demo tools/env.py
 
 .PHONY: help env env-sglang demo test test-unit test-sglang test-kernels lint bench docs clean clean-env
@@ -37,8 +38,8 @@ demo:
 
 test: env env-sglang
 	$(RUN) -m kvcore.testing.models smollm2
-	$(RUN) -m pytest --ignore=tests/kernels -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
-	$(RUN) -m pytest --ignore=tests/kernels -m whole_machine $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) -m whole_machine $(PYTEST)
 	$(RUN) -m pytest tests/kernels -n 2 --dist loadscope $(PYTEST)
 	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -n 2 --dist loadscope $(PYTEST)
 

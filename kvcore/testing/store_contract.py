@@ -10,6 +10,7 @@ evict) is for the store's own tests.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcore.errors import BlockMissing, CorruptBlock
+from kvcore.errors import BlockMissing, CorruptBlock, TierUnavailable
 from kvcore.tiers.remote import BlockStore, Item
 
 __all__ = ["StoreContract", "fetch", "value"]
@@ -160,21 +161,25 @@ class StoreContract:
                 done.result()
 
     def test_a_value_is_never_a_mix(self, store: BlockStore, folder: str) -> None:
-        """Two writers of one name: readers see the one or the other."""
+        """Two writers of one name: readers see the one or the other. A server may turn away who is
+        in another's way."""
         [name] = self.names(folder, 1)
         both = [bytes([n]) * self.nbytes for n in (1, 2)]
         put(store, {name: both[0]})
 
         def write(data: bytes) -> None:
             for _ in range(10):
-                put(store, {name: data})
+                [error] = store.put([Item(name, [memoryview(data)])])
+                assert error is None or isinstance(error, TierUnavailable), error
 
         with ThreadPoolExecutor(2) as pool:
             writers = [pool.submit(write, data) for data in both]
             for _ in range(10):
-                assert fetch(store, name, self.nbytes) in both
+                with contextlib.suppress(TierUnavailable):
+                    assert fetch(store, name, self.nbytes) in both
             for done in writers:
                 done.result()
+        assert fetch(store, name, self.nbytes) in both
 
     def test_it_can_be_closed_twice(self) -> None:
         store = self.make_store()

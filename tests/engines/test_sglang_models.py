@@ -7,7 +7,6 @@ declined  sliding windows
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -79,8 +78,7 @@ def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
 
 
 def test_sliding_windows(tmp_path: Path) -> None:
-    """In the one pool of all layers they are served. In a pool of their own they are not: then one
-    warning says why, and the engine answers as it does without kvcore."""
+    """In the one pool of all layers, where SGLang keeps those of Gemma 3, they are served."""
     tiny = tiny_model("gemma3", layers=4)
     prompts = windows(tiny, 8, 200, 700, seed=8)
     assert max(map(len, prompts)) > 2 * WINDOW
@@ -92,10 +90,3 @@ def test_sliding_windows(tmp_path: Path) -> None:
         warm = answers(process, prompts, batch=3)
         same(warm, expected)
         all_from("host", warm, whole(prompts))
-    two_pools = json.dumps({"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]})
-    with engine(tiny, sglang_tiers(tmp_path), json_model_override_args=two_pools) as process:
-        untouched = answers(process, prompts)
-        same(untouched, expected)
-        assert all(answer.kvcore == {} for answer in untouched)
-        [line] = [line for line in process.log.read_text().splitlines() if "stands aside" in line]
-        assert "sliding windows a second pool" in line

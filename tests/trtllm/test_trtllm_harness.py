@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,16 @@ def test_stand_ins_are_where_the_version_keeps_its_own(version: str) -> None:
                 importlib.import_module(path)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(MODULES[version])
+
+
+def test_stand_ins_that_overlap_leave_nothing_behind() -> None:
+    first, second = installed("1.3"), installed("1.3")
+    for one in (first, second):
+        one.__enter__()
+    first.__exit__(None, None, None)
+    assert "tensorrt_llm" in sys.modules
+    second.__exit__(None, None, None)
+    assert not [name for name in sys.modules if name.startswith("tensorrt_llm")]
 
 
 def test_stand_ins_are_loud_outside_a_harness() -> None:

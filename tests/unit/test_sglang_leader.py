@@ -20,7 +20,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
+from kvcore_sglang.describe import Rank, Served, _check_components  # noqa: E402  (needs torch)
 from kvcore_sglang.fusing import Asking, FusionLeader  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
@@ -569,3 +569,35 @@ def test_chunks_land_behind_an_exact_prefix(
         for i in range(2 * LAYERS):
             got = staging.tensor[i % LAYERS, i // LAYERS][chunk.first :][: chunk.length]
             assert torch.equal(got, rig.expected(source, i)[start : start + chunk.length])
+
+
+@pytest.mark.parametrize("other", ["SWA", "MAMBA"])
+def test_a_model_with_a_pool_beside_its_kv_is_not_served(other: str) -> None:
+    full, more = SimpleNamespace(name="FULL"), SimpleNamespace(name=other)
+    _check_components([full])
+    with pytest.raises(UnsupportedError, match=f"FULL, {other} components"):
+        _check_components([full, more])
+
+
+def test_a_name_that_comes_again_with_other_wishes_gets_those(rigs: list[Rig]) -> None:
+    """Who asks for exact KV is not blended because the one before him of that name wished it: that
+    one was looked up, and gone before it was loaded."""
+    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "fusion": {"enabled": True}})
+    rigs.append(rig)
+    opening, chunk = text(256, 1), text(256, 2)
+    for stored in (opening, chunk):
+        assert rig.keep(stored)
+    prompt = [*opening, *text(30, 4), *chunk, *text(9, 6)]
+    tokens = np.array(prompt[:-1])
+
+    def gain(**wishes: Any) -> int:
+        asking = Asking(np.array(prompt), wishes or None)
+        return rig.leader.lookup("job", tokens, 0, rig.namespace, asking)
+
+    assert gain() > 256
+    assert gain(fusion={"enabled": False}) == 256
+    order = rig.leader.load("job", rig.slots(256))
+    assert not order.blends
+    rig.leader.drop(order)
+    assert gain(fusion={"enabled": False}) == 256
+    assert gain() > 256

@@ -58,6 +58,11 @@ class Asking:
     wishes: Any = None
     fresh: bool = True
 
+    def is_like(self, other: Asking) -> bool:
+        """Whether fusion would do the same for both."""
+        same = self.wishes == other.wishes and self.fresh == other.fresh
+        return same and np.array_equal(self.tokens, other.tokens)
+
 
 def asking_of(req: Any) -> Asking:
     """Of SGLang's request. Wishes are the text of a JSON object, ``custom_params["kvcore"]``:

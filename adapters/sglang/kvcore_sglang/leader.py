@@ -80,6 +80,13 @@ class Asked:
     wanted: Wanted | None = None
     plan: BlendPlan | None = None
 
+    def take(self, asking: Asking | None) -> None:
+        """Who asks now. Clients name requests: one of the same name and tokens may wish for other
+        things, and what fusion knew of the one before is then forgotten."""
+        before, self.asking = self.asking, asking
+        if before is None or asking is None or not before.is_like(asking):
+            self.wanted = None
+
     @property
     def exact(self) -> int:
         """Tokens of what was answered that are exact."""
@@ -177,7 +184,7 @@ class Leader:
         host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         stop = min(host * self._block, len(tokens)) // self._page * self._page
         gain = stop - device_tokens
-        asked.asking = asking
+        asked.take(asking)
         asked.plan = self._blend(rid, asked, namespace, max(stop, device_tokens))
         if asked.plan is not None:
             asked.stop = asked.plan.stop

@@ -174,25 +174,35 @@ def _modules(version: str) -> dict[str, ModuleType]:
 
 @contextmanager
 def installed(version: str = "1.3") -> Iterator[None]:
-    """Within it, the names that ``version`` ("1.2" or "1.3") has can be imported.
+    """Within it, the names that ``version`` ("1.2" or "1.3") has can be imported. Blocks may
+    overlap in any way: the one begun last, of those that have not ended, is what is imported.
 
     Raises UnsupportedError where the real engine is installed: it must be tested, not hidden.
     """
-    if "tensorrt_llm" not in sys.modules and importlib.util.find_spec("tensorrt_llm") is not None:
+    if not _active and importlib.util.find_spec("tensorrt_llm") is not None:
         raise UnsupportedError(
             "TensorRT-LLM is installed here; the harness stands in for it where it is not. "
             "Run adapters/trtllm/verify_on_gpu.py against the real one"
         )
-    before = {name: module for name, module in sys.modules.items() if _ours(name)}
-    for name in before:
-        del sys.modules[name]
-    sys.modules.update(_modules(version))
+    made = _modules(version)
+    _active.append(made)
+    _show()
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if _ours(name)]:
-            del sys.modules[name]
-        sys.modules.update(before)
+        _active[:] = [modules for modules in _active if modules is not made]
+        _show()
+
+
+_active: list[dict[str, ModuleType]] = []
+"""The modules of the blocks that have not ended, in the order in which they began."""
+
+
+def _show() -> None:
+    for name in [name for name in sys.modules if _ours(name)]:
+        del sys.modules[name]
+    if _active:
+        sys.modules.update(_active[-1])
 
 
 def _ours(name: str) -> bool:

@@ -152,7 +152,9 @@ class MooncakeStore(BlockStore):
             return self._client
 
     def _join(self) -> Any:
-        options, client = self._options, self._module.MooncakeDistributedStore()
+        options = self._options
+        _reach(options.master, options.timeout_s)  # Mooncake itself tries for a minute and a half
+        client = self._module.MooncakeDistributedStore()
         code = client.setup(
             options.host,
             options.metadata,
@@ -218,6 +220,15 @@ class MooncakeStore(BlockStore):
                 one.sizes.append(flat.nbytes)
             placed.append(one)
         return placed
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Raises TierUnavailable unless something listens at ``HOST:PORT``. Blocks."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError as error:
+        raise TierUnavailable(f"Mooncake Store at {address} cannot be joined: {error}") from error
 
 
 def _columns(placed: Sequence[_Placed]) -> tuple[list[str], list[list[int]], list[list[int]]]:
