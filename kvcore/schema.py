@@ -517,9 +517,10 @@ class SglangConfig(SchemaModel):
     )
     prefetch: Literal["best_effort", "timeout", "wait"] = Field(
         default="timeout",
-        description="How long a lookup waits for blocks on their way from disk or a remote store "
-        "into host memory, before it answers with what is there: not at all, at most "
-        "`prefetch_timeout_s`, or until they are there (at most `transfer.load_deadline_s`).",
+        description="How long a request stays in SGLang's queue for its blocks, on their way from "
+        "disk or a remote store into host memory since it came: not at all, at most "
+        "`prefetch_timeout_s` in all, or until they are there (at most "
+        "`transfer.load_deadline_s`). Others go first meanwhile.",
     )
     prefetch_timeout_s: Seconds = Field(
         default=0.5, description='Seconds, for `prefetch = "timeout"`.'

@@ -32,6 +32,7 @@ from kvcore.testing.asking import (
     sglang_tiers,
     small_engine,
 )
+from kvcore.testing.conformance.faults import NAME, write_plugin
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import tokens, windows
@@ -289,6 +290,50 @@ def test_a_rotten_disk_costs_time_not_correctness(
 def _rank_block_nbytes() -> int:
     """Layers x a rank's heads x k/v x dim x tokens x bytes of the model's blocks."""
     return 4 * 1 * 2 * 64 * BLOCK * 4
+
+
+# -- a tier that takes its time -------------------------------------------------------------------
+
+
+def _far_tier(folder: Path) -> tuple[dict[str, Any], dict[str, str], Path]:
+    """kvcore's config with host memory for four documents and a tier behind it that obeys a file;
+    the engine's environment, and the file."""
+    control = folder / "control"
+    control.write_text("ok")
+    far = {"plugin": NAME, "capacity": "256MiB", "options": {"control": str(control)}}
+    tiers = sglang_tiers(folder)
+    del tiers["disk"]
+    kvcore = {**tiers, "host": {"capacity": "12MiB"}, "tiers": {"far": far}}
+    path = os.pathsep.join([str(write_plugin(folder / "plugin")), os.environ.get("PYTHONPATH", "")])
+    return kvcore, {"PYTHONPATH": path}, control
+
+
+def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
+    reference: Ask, model: Path, tmp_path: Path
+) -> None:
+    """On two ranks. While the tier hangs, others are answered; an abort of one that waits, and what
+    came in the end, harm nothing."""
+    kvcore, env, control = _far_tier(tmp_path)
+    asked = windows(model, 8, 700, 800, seed=60)
+    others = [[7 + i, *prompt[:250]] for i, prompt in enumerate(asked[:3])]  # no prefix of any
+    with engine(model, kvcore, env, tp_size=2) as process:
+        same(answers(process, asked), reference(asked))
+        settled(process)
+        control.write_text("hang")
+        try:
+            far = [process.submit(prompt, ANSWER) for prompt in asked[:2]]
+            lost = process.submit(asked[2], ANSWER, abort_after=0)
+            same(answers(process, others), reference(others))
+            lost.result(600)
+            assert not any(future.done() for future in far), "nobody waited for the tier"
+        finally:
+            control.write_text("ok")
+        got = [future.result(600) for future in far]
+        same(got, reference(asked[:2]))
+        all_from("far", got, [(len(p) - 1) // BLOCK * BLOCK for p in asked[:2]])
+        same(answers(process, asked, batch=4), reference(asked))
+        settled(process)
+        assert counted(process, "kvcore_misses_total", reason="load_failed") == 0
 
 
 # -- too little room ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +191,11 @@ class Rig:
         return self.insert(whole, slots)
 
     def lookup(self, rid: str, tokens: list[int], device: int = 0) -> int:
-        return self.leader.lookup(rid, np.array(tokens), device, self.namespace)
+        """As the scheduler does: again while the request is held back."""
+        while True:
+            gain = self.leader.lookup(rid, np.array(tokens), device, self.namespace)
+            if not self.leader.holds(rid, resting=True):
+                return gain
 
     def load(self, rid: str, tokens: list[int], device: int, gain: int) -> bool:
         """Load what was looked up into poisoned slots, and check every element; False where the
@@ -341,6 +345,103 @@ def test_what_another_host_put_into_a_store_is_found(rigs: list[Rig]) -> None:
     assert gain == 496
     assert other.load("there", tokens, 0, gain)
     assert other.leader.state["requests"]["there"] == {"far": 496}
+
+
+@pytest.fixture
+def from_disk(rigs: list[Rig], tmp_path: Path) -> Callable[[dict[str, Any], list[int]], Rig]:
+    """Makes a rig on whose disk a prompt lies, as another left it."""
+
+    def made(sglang: dict[str, Any], tokens: list[int]) -> Rig:
+        disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+        settings = {**SETTINGS, "disk": disk, "sglang": sglang}
+        first = Rig(MHATokenToKVPool(1), 1, settings)
+        first.keep(tokens)
+        first.close()
+        second = Rig(MHATokenToKVPool(1), 1, settings)
+        rigs.append(second)
+        return second
+
+    return made
+
+
+FromDisk = Callable[[dict[str, Any], list[int]], Rig]
+
+
+def held_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Nothing that the worker did is heard of until the returned function is called."""
+    poll = rig.worker.poll
+    monkeypatch.setattr(rig.worker, "poll", list)
+    return lambda: monkeypatch.setattr(rig.worker, "poll", poll)
+
+
+def ask_once(rig: Rig, rid: str, tokens: list[int]) -> tuple[int, bool]:
+    gain = rig.leader.lookup(rid, np.array(tokens), 0, rig.namespace)
+    return gain, rig.leader.holds(rid)
+
+
+def missed(rig: Rig) -> dict[str, float]:
+    counted = rig.leader.metrics.snapshot().get("kvcore_misses_total", {})
+    return {name: count for name, count in counted.items() if count}
+
+
+def test_a_request_is_held_back_for_the_disk_and_others_are_not(
+    from_disk: FromDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, here = text(500, 30), text(300, 31)
+    rig = from_disk({"prefetch": "wait"}, tokens)
+    rig.keep(here)
+    let_go = held_back(rig, monkeypatch)
+    for _ in range(5):
+        assert ask_once(rig, "far", tokens) == (0, True)
+        assert ask_once(rig, "near", here) == (288, False)
+    assert not missed(rig), "what is still to come is not missing"
+    rig.leader.ask_anew("far")
+    assert not rig.leader.holds("far"), "the engine asked no more: it has the prompt itself"
+    let_go()
+    assert rig.leader.settle(30)
+    assert ask_once(rig, "far", tokens) == (496, False)
+    assert rig.load("far", tokens, 0, 496)
+    assert rig.leader.state["requests"]["far"] == {"disk": 496}
+
+
+def test_what_is_late_is_computed_and_found_by_the_next(
+    from_disk: FromDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = text(500, 32)
+    rig = from_disk({"prefetch": "timeout", "prefetch_timeout_s": 5}, tokens)
+    now = 100.0
+    monkeypatch.setattr(rig.leader._staging, "_clock", lambda: now)
+    let_go = held_back(rig, monkeypatch)
+    assert ask_once(rig, "late", tokens) == (0, True)
+    now += 4.9
+    assert ask_once(rig, "late", tokens) == (0, True)
+    now += 0.1
+    assert not rig.leader.holds("late"), "held longer than its setting says"
+    for _ in range(3):
+        assert ask_once(rig, "late", tokens) == (0, False)
+    assert missed(rig) == {"pending": 1}, "one request, one miss"
+    let_go()
+    assert rig.leader.settle(30)
+    assert ask_once(rig, "next", tokens) == (496, False)
+
+
+def test_a_request_waits_once_whatever_it_waits_for(
+    from_disk: FromDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that come and go again keep nobody waiting for ever."""
+    tokens = text(500, 33)
+    rig = from_disk({"prefetch": "timeout", "prefetch_timeout_s": 5}, tokens)
+    now = 100.0
+    monkeypatch.setattr(rig.leader._staging, "_clock", lambda: now)
+    rounds = 0
+    while ask_once(rig, "r", tokens)[1] or rig.leader.holds("r"):
+        now += 1.0
+        rounds += 1
+        assert rounds <= 5
+        assert rig.leader.settle(30)
+        for seed in range(50 * rounds, 50 * rounds + 50):  # more than host memory holds
+            rig.keep(text(500, 100 + seed))
+    assert rounds == 5
 
 
 def test_best_effort_answers_at_once_and_stages_for_the_next(

@@ -8,6 +8,7 @@
     SchedulerOutputStreamer.stream_output           in place of being answered with an error
     Scheduler.send_abort_output
     Scheduler.get_internal_state                    what kvcore says of itself, on /server_info
+    PrefillAdder.add_one_req                        others go first while KV comes from a disk
 
 Every hook is around the original and passes through unless the cache's linker is kvcore's. One
 whose signature is not the one known here is not registered, and the linker then stands aside.
@@ -31,6 +32,7 @@ Original = Callable[..., Any]
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
@@ -97,6 +99,28 @@ def around_load_back(original: Original, wrapper: Any, req: Any) -> Any:
     return result
 
 
+# --- KV that takes a while -----------------------------------------------------------------------
+
+
+def _look_up(cache: Any, req: Any) -> None:
+    """Match a request that has just come, so that its KV is on the way while it waits its turn."""
+    if kvcore_linker(cache).stages and req.to_finish is None and not req.finished():
+        req.init_next_round_input(cache, cow_mamba=False)
+
+
+def around_add_one_req(original: Original, adder: Any, req: Any, *args: Any, **options: Any) -> Any:
+    """A request whose KV is on the way stays in the queue, and the next one is looked at."""
+    linker = kvcore_linker(adder.tree_cache)
+    if linker is not None:
+        running = adder.running_batch
+        idle = not adder.can_run_list and (running is None or running.is_empty())
+        if linker.holds(req.rid, resting=idle):
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.CONTINUE
+    return original(adder, req, *args, **options)
+
+
 # --- a load that failed --------------------------------------------------------------------------
 
 SOURCE = "kvcore_source"
@@ -112,6 +136,7 @@ def around_handle_generate_request(
     queued = scheduler.waiting_queue
     if queued and queued[-1].rid == recv_req.rid and kvcore_linker(scheduler.tree_cache):
         setattr(queued[-1], SOURCE, (weakref.ref(scheduler), recv_req))
+        _look_up(scheduler.tree_cache, queued[-1])
     return result
 
 
@@ -197,6 +222,15 @@ HOOKS = (
 FUSION_HOOKS = (Hook(f"{_WRAPPER}.load_back", ("self", "req"), around_load_back),)
 """Without these there is no fusion, and all the rest."""
 
+HOLD_HOOKS = (
+    Hook(
+        f"{_ADDER}.add_one_req",
+        ("self", "req", "has_chunked_req", "truncation_align_size"),
+        around_add_one_req,
+    ),
+)
+"""Without these requests are computed with what is in host memory when their turn comes."""
+
 _BARRING = ("checkpoint_kv_cache", "release_kv_cache")
 """Of ``sglang.srt.mem_cache.common``: all that publishes a request's KV, and heeds the bar."""
 
@@ -208,7 +242,7 @@ def register_all() -> None:
     """Register every hook whose target is what it was. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in (*HOOKS, *FUSION_HOOKS):
+    for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS):
         problem = _misfit(hook)
         if problem:
             _problems.append(problem)
@@ -239,17 +273,27 @@ def check_fusion() -> None:
             raise UnsupportedError(f"{name} does not ask whether a request is barred from the tree")
 
 
+def fit(hooks: Iterable[Hook]) -> bool:
+    """Whether every one of ``hooks`` took."""
+    return not _loose(hooks)
+
+
 def check(hooks: Iterable[Hook] | None = None) -> None:
     """Raise UnsupportedError unless every one of ``hooks`` took: all that kvcore cannot do
     without, where none are given."""
-    loose = [
-        hook.target
-        for hook in (HOOKS if hooks is None else hooks)
-        if hook.target not in _originals
-        or pkgutil.resolve_name(hook.target) is _originals[hook.target]
-    ]
+    loose = _loose(HOOKS if hooks is None else hooks)
     if loose:
         raise UnsupportedError(
             f"kvcore's hooks did not take at {', '.join(loose)}: "
             f"{'; '.join(_problems) or 'SGLang did not load its plugins (SGLANG_PLUGINS?)'}"
         )
+
+
+def _loose(hooks: Iterable[Hook]) -> list[str]:
+    """Targets of hooks that did not take."""
+    return [
+        hook.target
+        for hook in hooks
+        if hook.target not in _originals
+        or pkgutil.resolve_name(hook.target) is _originals[hook.target]
+    ]

@@ -6,7 +6,8 @@
     pump      reports in, spills out
 
 SGLang counts on what a lookup answered and aborts a request whose load fails, so only blocks that
-lie verified in every rank's host memory are answered. A load that is refused is computed by the
+lie verified in every rank's host memory are answered. For the others a request stays in the
+scheduler's queue (`holds`): no call waits for a disk. A load that is refused is computed by the
 engine as if nothing had been found. Between lookup and load nothing is pinned: an aborted request
 leaves nothing behind.
 """
@@ -17,7 +18,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from kvcore_sglang.fusing import Asking, FusionLeader, Held, Wanted
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
+from kvcore_sglang.staging import Staging, Wait, in_host
 from kvcore_sglang.worker import RankWorker
 
 from kvcore.adapting.build import LeaderParts
@@ -36,8 +38,7 @@ from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import Paging
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
-from kvcore.errors import CapacityError, KVCoreError
-from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Hit, KVManager
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -49,9 +50,9 @@ ASKED_KEPT = 1024
 """Requests whose last lookup is remembered: more than wait in any queue that is scanned."""
 SERVED_KEPT = 1024
 """Requests of which it can be asked what they reused."""
-MAX_FETCH = 8
-"""Blocks brought to host memory for one block of a chunk, at most."""
-STAGE_POLL_S = 0.02
+SETTLE_POLL_S = 0.02
+REST_S = 0.002
+"""How long an engine that has nothing else to do rests before it asks again whether KV is there."""
 PUBLISH_S = 1.0
 """How often counts are handed to the engine's metrics."""
 
@@ -65,7 +66,8 @@ class Asked:
 
     ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
     for another prompt. ``resumed``: some of them were its answer already. ``plan`` is the blend
-    that was answered, of the request in ``asking``; ``wanted`` is what fusion knows of it.
+    that was answered, of the request in ``asking``; ``wanted`` is what fusion knows of it. ``wait``
+    is what it waits for, and ``held`` says that the last lookup found it better held back.
     """
 
     chain: KeyChain
@@ -79,6 +81,8 @@ class Asked:
     asking: Asking | None = None
     wanted: Wanted | None = None
     plan: BlendPlan | None = None
+    wait: Wait = field(default_factory=Wait)
+    held: bool = False
 
     def take(self, asking: Asking | None) -> None:
         """Who asks now. Clients name requests: one of the same name and tokens may wish for other
@@ -103,6 +107,11 @@ class Offer:
     @property
     def done(self) -> bool:
         return not self.open and not self.graphs
+
+
+def _below(blocks: Mapping[str, int]) -> int:
+    """Blocks that lie below host memory, of those counted by tier."""
+    return sum(count for tier, count in blocks.items() if tier != HOST)
 
 
 class Leader:
@@ -142,6 +151,7 @@ class Leader:
         self._block = config.block.tokens
         self._page = model.groups[0].page_tokens
         self._paging = Paging(model.groups, self._block, no_page=NO_PAGE)
+        self._staging = Staging(config, self.manager, self._paging, lambda: self._tell(self._now()))
         self._namespaces = Namespaces(config.namespace, model.fingerprint)
         self._steps = layer_steps(model.shape.layers) if self._settings.layerwise else []
         self._asked: OrderedDict[str, Asked] = OrderedDict()
@@ -171,29 +181,52 @@ class Leader:
         """Tokens beyond ``device_tokens`` that can be loaded now, a multiple of the page.
 
         ``tokens`` are those the engine would reuse, so at least one more is computed. Where the
-        prompt in ``asking`` is one to be blended, what the blend makes is counted too. Blocks while
-        blocks come from lower tiers, as ``sglang.prefetch`` says. ``resumed`` is what `is_resumed`
-        says of the request until it is loaded.
+        prompt in ``asking`` is one to be blended, what the blend makes is counted too. What lies
+        below host memory is on its way from then on, and `holds` says whether to wait for it.
+        ``resumed`` is what `is_resumed` says of the request until it is loaded.
         """
         if self._aside or rid in self._refused:
             return 0
         self._pump()
         asked = self._ask(rid, tokens, device_tokens, namespace)
         asked.resumed = resumed
-        hit = self._hit(asked, namespace)
-        host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
-        stop = min(host * self._block, len(tokens)) // self._page * self._page
-        gain = stop - device_tokens
+        hit = self._hit(asked)
         asked.take(asking)
+        asked.plan, asked.held = None, self._staging.waits(asked.wait)
+        if asked.held:
+            return 0
+        stop = min(in_host(hit) * self._block, len(tokens)) // self._page * self._page
         asked.plan = self._blend(rid, asked, namespace, max(stop, device_tokens))
+        if asked.held:
+            return 0
         if asked.plan is not None:
             asked.stop = asked.plan.stop
             return asked.stop - device_tokens
+        gain = stop - device_tokens
         if gain < max(self._settings.min_load_tokens, self._page):
             self._count_miss(asked, gain, hit)
             return 0
         asked.stop = stop
         return gain
+
+    def holds(self, rid: str, *, resting: bool = False) -> bool:
+        """Whether the request is to stay in the queue until it is looked up again: KV of its was on
+        the way at its last lookup.
+
+        Where the engine is ``resting``, having nothing to compute until then, this blocks a moment
+        for what is under way.
+        """
+        asked = self._asked.get(rid)
+        if self._aside or asked is None or not asked.held:
+            return False
+        if resting:
+            self._work(REST_S)
+        return self._staging.in_time(asked.wait)
+
+    def ask_anew(self, rid: str) -> None:
+        """The request is about to be matched: what the last lookup said of it is old."""
+        if rid in self._asked:
+            self._asked[rid].held = False
 
     def _ask(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> Asked:
         """The request's keys; hashed once however often it is looked up."""
@@ -212,22 +245,17 @@ class Leader:
             self._asked.popitem(last=False)
         return asked
 
-    def _hit(self, asked: Asked, namespace: Namespace) -> Hit:
-        """What is held, after as much of it as possible was brought to host memory."""
-        keys, digest = asked.chain.keys, namespace.digest
-        first = asked.device_tokens // self._block
-        hit = self._after_stores(self.manager.get_match(keys, digest), first)
-        last = min(hit.depth, -(-asked.tokens // self._block))
+    def _hit(self, asked: Asked) -> Hit:
+        """What is held; what of it is below host memory is on its way from then on."""
+        keys, digest = asked.chain.keys, asked.chain.namespace.digest
+        hit = self.manager.get_match(keys, digest)
+        first, last = asked.device_tokens // self._block, -(-asked.tokens // self._block)
+        last = min(hit.depth, last)
         found = hit.blocks_by_tier(first, last) if first < last else {}
-        if not asked.sources:
+        if _below(found) >= _below(asked.sources):  # what came up meanwhile came from there
             asked.sources = found
-        if not any(tier != HOST for tier in found):
-            return hit
-        if (last - first) * self._block < self._settings.min_load_tokens:
-            return hit
-        if self._stage(hit, last):
-            self._wait_staged(keys, digest, last)
-        return self.manager.get_match(keys, digest)
+        self._staging.bring(asked.wait, hit, first, last)
+        return hit
 
     def _blend(self, rid: str, asked: Asked, namespace: Namespace, exact: int) -> BlendPlan | None:
         """What to blend of a prompt held exactly up to ``exact``, out of host memory."""
@@ -244,74 +272,9 @@ class Leader:
             return None
         if not asked.wanted.fetched:
             asked.wanted.fetched = True
-            self._fetch(fusion, plan)
+            self._staging.fetch(asked.wait, fusion, plan)
+            asked.held = self._staging.waits(asked.wait)
         return fusion.in_host(plan)
-
-    def _fetch(self, fusion: FusionLeader, plan: BlendPlan) -> None:
-        """Bring the chunks of a plan to host memory, each with the blocks before it: a chunk that
-        stands far behind in a chain which is not there is left alone."""
-        under_way = []
-        for chunk in plan.chunks:
-            try:
-                hit, start, stop = fusion.chunks.source(chunk)
-            except KVCoreError:
-                continue
-            low = next((source.stop for source in hit.sources if source.tier == HOST), 0)
-            if low < stop <= low + MAX_FETCH * (stop - start) and self._stage(hit, stop):
-                digest = self.manager.index.namespace_of(chunk.last_key)
-                under_way.append((hit.keys, digest, stop))
-        for keys, digest, stop in under_way:
-            self._wait_staged(keys, digest, stop)
-
-    def _stage(self, hit: Hit, last: int) -> bool:
-        """Start bringing blocks up to ``last`` into host memory; False where there is no room."""
-        start = next((s.stop for s in hit.sources if s.tier == HOST), 0)
-        if self.manager.index.held(HOST, hit.keys[:last]) > start:
-            return True  # on its way already
-        if self.manager.can_load(hit, start, last) is not Readiness.READY:
-            return False
-        try:
-            self.manager.launch_load(
-                hit,
-                start,
-                last,
-                self._paging.no_units(start, last),
-                deadline_s=self._config.transfer.load_deadline_s,
-            )
-        except CapacityError as error:
-            _log.debug("nothing staged: %s", error)
-            return False
-        self._tell(self._now())
-        return True
-
-    def _wait_staged(self, keys: Sequence[bytes], digest: bytes, last: int) -> None:
-        mode = self._settings.prefetch
-        if mode == "best_effort":
-            return
-        wait_s = self._settings.prefetch_timeout_s
-        if mode == "wait":
-            wait_s = self._config.transfer.load_deadline_s
-        limit = time.monotonic() + wait_s
-        while self.manager.index.held(HOST, keys[:last]) > self._in_host(keys, digest):
-            if (left := limit - time.monotonic()) <= 0:
-                return
-            self._work(min(left, STAGE_POLL_S))
-            self._pump()
-
-    def _after_stores(self, hit: Hit, computed: int) -> Hit:
-        """The hit with what remote stores hold beyond it and beyond ``computed`` blocks: asked, and
-        waited for as for any lower tier."""
-        limit = time.monotonic() + self._settings.prefetch_timeout_s
-        while self.manager.ask_stores(hit, computed) and self._settings.prefetch != "best_effort":
-            self.manager.wait_stores(max(limit - time.monotonic(), 0))
-            hit = self.manager.get_match(hit.keys, hit.namespace)
-            if time.monotonic() >= limit:
-                break
-        return hit
-
-    def _in_host(self, keys: Sequence[bytes], digest: bytes) -> int:
-        hit = self.manager.get_match(keys, digest)
-        return next((s.stop for s in hit.sources if s.tier == HOST), 0)
 
     def _count_miss(self, asked: Asked, gain: int, hit: Hit) -> None:
         if asked.counted:  # a request is looked up again and again while it waits
@@ -361,7 +324,7 @@ class Leader:
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
         if asked.exact > asked.device_tokens:
             last = -(-asked.exact // self._block)
-            if self._in_host(keys, digest) < last:
+            if in_host(self.manager.get_match(keys, digest)) < last:
                 return False
         if asked.plan is None:
             return True
@@ -568,7 +531,7 @@ class Leader:
         while self.manager.in_flight:
             if time.monotonic() >= limit:
                 return False
-            self._work(STAGE_POLL_S)
+            self._work(SETTLE_POLL_S)
             self._pump()
         return True
 

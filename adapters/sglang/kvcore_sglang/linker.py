@@ -81,6 +81,10 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         worker = self._parts.worker if self._parts else None
         self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
         self._asking: tuple[Any, int, Any] | None = None
+        self._stages = False
+        """Whether KV can lie below host memory, for which requests may be held back."""
+        if self._parts is not None and hooks.fit(hooks.HOLD_HOOKS):
+            self._stages = self._config.disk.path is not None or bool(self._config.tiers)
         self._queued: dict[str, Order] = {}
         self._inserting: list[Offer] | None = None
         self._offered = 0
@@ -150,6 +154,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         """While a match is under way: the key whose page hashes `lookup` is given, and whose it
         is."""
         self._asking = key, device_tokens, req
+        if self.leader is not None:
+            self.leader.ask_anew(req.rid)
         try:
             yield
         finally:
@@ -208,6 +214,19 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         rest = whole[len(tokens) :]
         known = int(rest.min()) >= 0 and int(rest.max()) < self._parts.served.vocabulary
         return asking if known else None
+
+    @property
+    def stages(self) -> bool:
+        """Whether a request is looked up as soon as it comes: its KV may take a while. The same on
+        all ranks."""
+        return self._stages
+
+    def holds(self, rid: str, *, resting: bool) -> bool:
+        """Whether a request stays in the queue, on all ranks alike; see `Leader.holds`."""
+        if not self._stages or self._config.sglang.prefetch == "best_effort":
+            return False
+        order = self._decide(lambda leader: Order(hold=leader.holds(rid, resting=resting)))
+        return order.hold
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Plan the load; False where the blocks are gone, and on all ranks alike."""

@@ -23,7 +23,8 @@ class Order(msgspec.Struct, array_like=True):
 
     ``open_tiers`` comes once, before any graph that names those tiers; ``forget`` are slots of
     tiers to make unreadable. ``at_once``: the graphs are loads to finish before anything else.
-    ``blends`` belong to a load, and their pages are filled in where they are carried out.
+    ``blends`` belong to a load, and their pages are filled in where they are carried out. ``hold``
+    answers whether a request stays in the queue.
     """
 
     now: bool = False
@@ -33,6 +34,7 @@ class Order(msgspec.Struct, array_like=True):
     graphs: list[TransferGraph] = []
     at_once: bool = False
     blends: list[BlendOrder] = []
+    hold: bool = False
 
     @property
     def empty(self) -> bool:

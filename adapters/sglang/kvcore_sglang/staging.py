@@ -1,0 +1,143 @@
+"""KV on its way into host memory while its request waits in the scheduler's queue.
+
+    a request comes     lookup: starts what has to come from disk or a remote store
+    its turn comes      lookup: what is there now; `Staging.waits`: held back, others go first
+    it is there, or late    lookup: what is there is loaded, the rest is computed
+
+Nothing here blocks: a step that waited for a disk would hold up every request that is running.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvcore_sglang.fusing import FusionLeader
+
+from kvcore.adapting.chunks import BlendPlan
+from kvcore.adapting.paging import Paging
+from kvcore.config import Config
+from kvcore.errors import CapacityError, KVCoreError
+from kvcore.manager import HOST, Hit, KVManager, Readiness
+
+__all__ = ["Staging", "Wait", "Way", "in_host"]
+
+_log = logging.getLogger("kvcore.sglang.staging")
+
+MAX_FETCH = 8
+"""Blocks brought to host memory for one block of a chunk, at most."""
+
+
+class Way(NamedTuple):
+    """Blocks that are being brought into host memory: a chain up to the last of them."""
+
+    keys: Sequence[bytes]
+    digest: bytes
+
+
+@dataclass
+class Wait:
+    """What one request waits for.
+
+    ``ways`` are by the last key of each; ``since`` is when it first had to.
+    ``unsettled``: a store has not answered yet, or there is no room to bring more up now.
+    """
+
+    ways: dict[bytes, Way] = field(default_factory=dict)
+    unsettled: bool = False
+    since: float | None = None
+
+
+def in_host(hit: Hit) -> int:
+    """Leading blocks of a hit that lie in host memory."""
+    return next((source.stop for source in hit.sources if source.tier == HOST), 0)
+
+
+class Staging:
+    """Of one leader; scheduler's thread only. ``send`` has the ranks carry out what was launched.
+
+    ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manager: KVManager,
+        paging: Paging,
+        send: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = config.sglang
+        self._deadline_s = config.transfer.load_deadline_s
+        self._block = config.block.tokens
+        self._manager = manager
+        self._paging = paging
+        self._send = send
+        self._clock = clock
+
+    @property
+    def limit_s(self) -> float:
+        """How long a request is held back, in all."""
+        most = {"best_effort": 0.0, "timeout": self._settings.prefetch_timeout_s}
+        return most.get(self._settings.prefetch, self._deadline_s)
+
+    def waits(self, wait: Wait) -> bool:
+        """Whether the request is better held back than computed with what is there now."""
+        wait.ways = {key: way for key, way in wait.ways.items() if self._is_coming(way)}
+        if not wait.ways and not wait.unsettled:
+            return False
+        if wait.since is None:
+            wait.since = self._clock()
+        return self.in_time(wait)
+
+    def in_time(self, wait: Wait) -> bool:
+        """Whether a request that waits may still be held back."""
+        return wait.since is not None and self._clock() - wait.since < self.limit_s
+
+    def _is_coming(self, way: Way) -> bool:
+        here = in_host(self._manager.get_match(way.keys, way.digest))
+        return self._manager.index.held(HOST, way.keys) > here
+
+    def bring(self, wait: Wait, hit: Hit, first: int, stop: int) -> None:
+        """Start what brings blocks [first, stop) of a prompt up, of which ``hit`` is held; stores
+        are asked for what nobody here knows."""
+        wait.unsettled = self._manager.ask_stores(hit, first)
+        below = any(tier != HOST for tier in hit.blocks_by_tier(first, stop)) if first < stop else 0
+        if below and (stop - first) * self._block >= self._settings.min_load_tokens:
+            self._stage(wait, hit, stop)
+
+    def fetch(self, wait: Wait, fusion: FusionLeader, plan: BlendPlan) -> None:
+        """Start bringing the chunks of a plan up, each with the blocks before it: a chunk that
+        stands far behind in a chain which is not there is left alone."""
+        for chunk in plan.chunks:
+            try:
+                hit, start, stop = fusion.chunks.source(chunk)
+            except KVCoreError:
+                continue
+            low = in_host(hit)
+            if low < stop <= low + MAX_FETCH * (stop - start):
+                self._stage(wait, hit, stop)
+
+    def _stage(self, wait: Wait, hit: Hit, stop: int) -> None:
+        start = in_host(hit)
+        if self._manager.index.held(HOST, hit.keys[:stop]) <= start:
+            ready = self._manager.can_load(hit, start, stop)
+            if ready is not Readiness.READY:
+                wait.unsettled |= ready is Readiness.LATER
+                return
+            try:
+                self._manager.launch_load(
+                    hit,
+                    start,
+                    stop,
+                    self._paging.no_units(start, stop),
+                    deadline_s=self._deadline_s,
+                )
+            except CapacityError as error:
+                _log.debug("nothing staged: %s", error)
+                return
+            self._send()
+        wait.ways[hit.keys[stop - 1]] = Way(hit.keys[:stop], hit.namespace)
