@@ -174,6 +174,14 @@ def check_conformance(
         list[str] | None,
         typer.Option("--with", help="Engine to exchange KV with, beside the others given."),
     ] = None,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="ENGINE=PATH",
+            help="Interpreter of the environment that has an engine, where this one has not.",
+        ),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder of a Llama; else a tiny one is made.")
     ] = None,
@@ -201,6 +209,7 @@ def check_conformance(
         partners or [],
         model,
         cases or [],
+        conformance.interpreters(pythons or []),
         lambda engine, result: progress.print(
             f"{engine} {result.section} {result.case}: {result.outcome} {result.why}",
             markup=False,

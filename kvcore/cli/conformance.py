@@ -39,6 +39,17 @@ def chosen(patterns: Sequence[str]) -> list[Case]:
     return found
 
 
+def interpreters(given: Sequence[str]) -> dict[str, Path]:
+    """``ENGINE=PATH`` as they are given to ``--python``, by engine."""
+    found = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--python: given {text!r}; it takes ENGINE=PATH")
+        found[name] = Path(path).absolute()
+    return found
+
+
 def _case_column() -> Column:
     """Names are what `--case` takes: they are never cut, however narrow the terminal."""
     return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
@@ -58,23 +69,31 @@ def run_engines(
     partners: Sequence[str],
     model: Path | None,
     patterns: Sequence[str],
+    pythons: Mapping[str, Path],
     told: Callable[[str, Result], None],
 ) -> Record:
     """Run the cases on every engine; each also exchanges KV with the others and ``partners``.
 
-    ``told`` hears of every result as it comes. Raises ConfigError for names that mean nothing.
+    ``pythons`` are interpreters of engines that another environment has. ``told`` hears of every
+    result as it comes. Raises ConfigError for names that mean nothing.
     """
-    cases, drivers = chosen(patterns), {name: find_driver(name) for name in engines}
+    cases = chosen(patterns)
+    drivers = {
+        name: find_driver(name, pythons.get(name)) for name in dict.fromkeys([*engines, *partners])
+    }
+    if unused := pythons.keys() - drivers:
+        raise ConfigError(f"--python: {', '.join(sorted(unused))} is none of the engines asked for")
     found: Record = {}
-    for name, driver in drivers.items():
-        others = [other for other in dict.fromkeys([*engines, *partners]) if other != name]
+    for name in dict.fromkeys(engines):
+        driver = drivers[name]
+        others = [other for other in drivers if other != name]
         with (
             tempfile.TemporaryDirectory(prefix="kvcore-conformance-") as scratch,
             Kit(
                 driver,
                 Path(scratch),
                 model=model,
-                partners=[find_driver(other) for other in others],
+                partners=[drivers[other] for other in others],
             ) as kit,
         ):
             results = run(kit, cases, lambda result, name=name: told(name, result))  # type: ignore[misc]
@@ -148,6 +167,7 @@ was reused, so that none passes because nothing was.
 
     kvcore conformance --engine reference                   # a table; --json, --list, --case GLOB
     kvcore conformance --engine vllm --with trtllm          # exchange KV with another engine
+    kvcore conformance --engine sglang --with vllm --python vllm=.venvs/vllm/bin/python
     kvcore conformance --engine NAME --page docs/conformance.md
 
 """

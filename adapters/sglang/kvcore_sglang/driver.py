@@ -14,6 +14,7 @@ import contextlib  # noqa: E402
 import importlib.util  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
+import multiprocessing  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
@@ -57,6 +58,7 @@ class Driver:
     def __init__(self) -> None:
         self._engine: Any = None
         self._kvcore: dict[str, Any] | None = None
+        self._forgets: Any = None
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
@@ -94,6 +96,8 @@ class Driver:
             from kvcore.config import load_config
 
             self._kvcore = kvcore
+            if start_method == "fork" and on_cpu:
+                self._forgets = _forget_on_word()
             config = load_config(overrides=kvcore, env={}, overrides_from="the test")
             engine_args.update(engine_settings(config))
         self._engine = sglang.Engine(model_path=model, log_level="info", **engine_args)
@@ -175,19 +179,38 @@ class Driver:
         self._engine.tokenizer_manager.abort_request(rid=request_id)
 
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache. Whether kvcore forgets too is ``sglang.keep_on_flush``."""
+        """Empty the engine's own cache. Whether kvcore forgets too is ``sglang.keep_on_flush``;
+        where that is true, processes that are forks can be told to forget all the same."""
         keeps = bool((self._kvcore or {}).get("sglang", {}).get("keep_on_flush", False))
-        if self._kvcore is not None and connector == keeps:
+        told = connector and self._forgets is not None
+        if self._kvcore is not None and connector == keeps and not told:
             raise UnsupportedError(
                 f"given connector={connector} and sglang.keep_on_flush={keeps}; a flush of SGLang "
                 "empties kvcore where keep_on_flush is false, and nowhere else"
             )
+        if not told:
+            return await self._flush(timeout_s)
+        self._forgets.value = 1
+        try:
+            await self._flush(timeout_s)
+        finally:
+            self._forgets.value = 0
+
+    async def _flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not (await self._engine.tokenizer_manager.flush_cache()).success:
             if time.monotonic() > deadline:
                 raise UnsupportedError(
                     f"the prefix cache could not be reset within {timeout_s} s: requests run"
                 )
+            await asyncio.sleep(0.05)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until nothing of kvcore's is under way."""
+        limit = time.monotonic() + timeout_s
+        while self._kvcore is not None and any(s["in_flight"] for s in await self._states()):
+            if time.monotonic() >= limit:
+                raise UnsupportedError(f"saves are still under way after {timeout_s} s")
             await asyncio.sleep(0.05)
 
     async def metrics(self) -> dict[str, float]:
@@ -208,16 +231,9 @@ class Driver:
         """End the engine, with nothing of kvcore's under way."""
         if self._engine is None:
             return
+        with contextlib.suppress(UnsupportedError):
+            await self.settle(SETTLE_S)
         engine, self._engine = self._engine, None
-        if self._kvcore is not None:
-            self._engine = engine
-            with contextlib.suppress(UnsupportedError):
-                limit = time.monotonic() + SETTLE_S
-                while time.monotonic() < limit:
-                    if not any(state["in_flight"] for state in await self._states()):
-                        break
-                    await asyncio.sleep(0.05)
-            self._engine = None
         engine.shutdown()
 
 
@@ -260,10 +276,25 @@ class _Collected:
 
 def _fork_processes() -> None:
     """Make this process's children forks of it, although SGLang asks to spawn them."""
-    import multiprocessing
-
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **options: None
+
+
+def _forget_on_word() -> Any:
+    """Make flushes forget kvcore's tiers too while the value returned is not 0: in this process's
+    forks, which have it in common."""
+    from kvcore_sglang.linker import KVCoreLinker
+
+    word = multiprocessing.get_context("fork").Value("b", 0, lock=False)
+    real = KVCoreLinker.reset
+
+    def reset(linker: KVCoreLinker) -> None:
+        real(linker)
+        if word.value and linker.leader is not None:
+            linker.leader.forget_all()
+
+    KVCoreLinker.reset = reset  # type: ignore[method-assign]
+    return word
 
 
 def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, Any]:
@@ -332,7 +363,7 @@ def _sample_name(name: str, labels: dict[str, str]) -> str:
 
 async def _run(descriptor: int) -> None:
     driver = Driver()
-    calls = ("start", "generate", "abort", "reset_prefix_cache", "metrics")
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
     try:
         await serve(descriptor, {name: getattr(driver, name) for name in calls})
     finally:

@@ -219,9 +219,23 @@ class Kit:
         ]
         assert not wrong, f"{len(wrong)} of {len(got)} answers differ: {'; '.join(wrong[:3])}"
 
-    def reusable(self, ask: Ask, block: int = BLOCK) -> int:
-        """Tokens of a prompt that was stored whole: its full blocks, without its last token."""
-        return min(len(ask.tokens) // block * block, len(ask.tokens) - 1)
+    def reusable(
+        self,
+        ask: Ask,
+        block: int = BLOCK,
+        *,
+        shared: int | None = None,
+        writer: Driver | None = None,
+        reader: Driver | None = None,
+    ) -> int:
+        """Tokens that must be reused of a prompt that was answered before, by ``writer``; or of
+        one whose first ``shared`` tokens are those of a longer one that was."""
+        prompt = len(ask.tokens)
+        computed = prompt + ask.max_tokens - 1  # the last token of an answer is not computed
+        stored = (writer or self.driver).stores(computed)
+        return (reader or self.driver).reuses(
+            prompt, min(stored, prompt if shared is None else shared), block
+        )
 
     def stored(self, engine: Engine, asks: Sequence[Ask]) -> None:
         """Ask one by one until all is stored, and let the engine forget what it holds itself."""

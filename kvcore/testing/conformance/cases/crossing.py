@@ -22,8 +22,10 @@ def cross(kit: Kit, writer: Driver, reader: Driver, seed: int) -> None:
         for ask in asks:
             got = engine.ask([ask])
             kit.same(got, [ask])
-            assert got[0].reused_tokens == kit.reusable(ask), (
-                f"{reader.name} reused {got[0].reused} of what {writer.name} wrote"
+            expected = kit.reusable(ask, writer=writer, reader=reader)
+            assert got[0].reused_tokens == expected, (
+                f"{reader.name} reused {got[0].reused} of {expected} tokens that {writer.name} "
+                f"wrote, of a prompt of {len(ask.tokens)}"
             )
 
 
