@@ -182,6 +182,12 @@ def check_conformance(
             help="Interpreter of the environment that has an engine, where this one has not.",
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Remote store to exchange KV through: redis://, s3://, file://."
+        ),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder of a Llama; else a tiny one is made.")
     ] = None,
@@ -209,12 +215,13 @@ def check_conformance(
         partners or [],
         model,
         cases or [],
-        conformance.interpreters(pythons or []),
         lambda engine, result: progress.print(
             f"{engine} {result.section} {result.case}: {result.outcome} {result.why}",
             markup=False,
             highlight=False,
         ),
+        pythons=conformance.interpreters(pythons or []),
+        store=store,
     )
     if page is not None:
         beside = page.with_suffix(".json")

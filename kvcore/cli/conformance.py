@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvcore.errors import ConfigError, FormatError
 from kvcore.testing.conformance import CASES, Case, Kit, Result, find_driver, run
-from kvcore.testing.conformance.kit import in_order
+from kvcore.testing.conformance.kit import in_order, store_plugin
 
 __all__ = ["as_json", "as_table", "failures", "listing", "merged", "page", "run_engines"]
 
@@ -69,15 +69,20 @@ def run_engines(
     partners: Sequence[str],
     model: Path | None,
     patterns: Sequence[str],
-    pythons: Mapping[str, Path],
     told: Callable[[str, Result], None],
+    *,
+    pythons: Mapping[str, Path] | None = None,
+    store: str | None = None,
 ) -> Record:
     """Run the cases on every engine; each also exchanges KV with the others and ``partners``.
 
-    ``pythons`` are interpreters of engines that another environment has. ``told`` hears of every
-    result as it comes. Raises ConfigError for names that mean nothing.
+    ``told`` hears of every result as it comes. ``pythons`` are interpreters of engines that another
+    environment has, ``store`` is the URL of a remote store. Raises ConfigError for names that mean
+    nothing.
     """
-    cases = chosen(patterns)
+    cases, pythons = chosen(patterns), pythons or {}
+    if store is not None:
+        store_plugin(store)
     drivers = {
         name: find_driver(name, pythons.get(name)) for name in dict.fromkeys([*engines, *partners])
     }
@@ -94,6 +99,7 @@ def run_engines(
                 Path(scratch),
                 model=model,
                 partners=[drivers[other] for other in others],
+                store=store,
             ) as kit,
         ):
             results = run(kit, cases, lambda result, name=name: told(name, result))  # type: ignore[misc]
@@ -168,6 +174,7 @@ was reused, so that none passes because nothing was.
     kvcore conformance --engine reference                   # a table; --json, --list, --case GLOB
     kvcore conformance --engine vllm --with trtllm          # exchange KV with another engine
     kvcore conformance --engine sglang --with vllm --python vllm=.venvs/vllm/bin/python
+    kvcore conformance --engine NAME --with OTHER --store redis://localhost:6379/0
     kvcore conformance --engine NAME --page docs/conformance.md
 
 """

@@ -150,12 +150,13 @@ class EngineProcess:
             )
         self._reader = threading.Thread(target=self._read, name="engine-replies", daemon=True)
         self._reader.start()
-        self._ready = self._send(
-            "start",
-            model=str(model),
-            kvcore=None if kvcore is None else dict(kvcore),
-            **engine_args,
-        )
+        self._ready = self._start(model, kvcore, engine_args)
+
+    def _start(
+        self, model: str | Path, kvcore: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    ) -> Future[Any]:
+        told = None if kvcore is None else dict(kvcore)
+        return self._send("start", model=str(model), kvcore=told, **engine_args)
 
     def __enter__(self) -> EngineProcess:
         self.wait_ready()
@@ -263,6 +264,22 @@ class EngineProcess:
         """The engine's Prometheus samples by name with labels, ``name{a="b"}``."""
         return dict(self._call("metrics"))
 
+    def stop(self) -> None:
+        """Let the engine shut down and wait for it, as `close` does, and keep the child: `restart`
+        has it start another.
+
+        Raises:
+            EngineFailed: the driver of this engine cannot.
+        """
+        self._call("stop")
+
+    def restart(
+        self, model: str | Path, *, kvcore: Mapping[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        """Start an engine in the place of the one that was stopped, and return at once. The child
+        need not import its modules again, and has the environment that it had."""
+        self._ready = self._start(model, kvcore, engine_args)
+
     def kill(self) -> None:
         """End the child and all it started with SIGKILL, as a crash would, and wait for it."""
         self._closing = True
@@ -362,7 +379,7 @@ async def serve(descriptor: int, handlers: Mapping[str, Callable[..., Awaitable[
         descriptor: the socket's file descriptor, from the command line.
         handlers: by call name; each takes the call's arguments by name. A driver has ``start``,
             ``generate``, ``abort``, ``reset_prefix_cache``, ``settle`` and ``metrics``, as
-            `EngineProcess` has.
+            `EngineProcess` has, and ``stop`` where it can start a second engine.
     """
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

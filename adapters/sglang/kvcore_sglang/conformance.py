@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from kvcore.testing.asking import SMALL_SGLANG
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import ProcessDriver
-from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
 
 PAGE_TOKENS = 32
 """But one where requests are blended: a blend ends at a page's border, and the oracle with which
@@ -25,6 +24,7 @@ machine is, what is found is certain."""
 class SglangDriver(ProcessDriver):
     name: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"
+    restarts: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.LORA}
     small: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
 
@@ -52,10 +52,9 @@ class SglangDriver(ProcessDriver):
             made["schedule_conservativeness"] = 0.0
         return made
 
-    def preemptions(self, process: EngineProcess) -> int:
+    def preemptions(self, engine: InProcessOfItsOwn) -> int:
         """SGLang says so in its log."""
-        said = re.findall(r"#retracted_reqs: (\d+)", process.log.read_text(errors="replace"))
-        return sum(map(int, said))
+        return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", engine.log)))
 
     def stores(self, tokens: int) -> int:
         """Whole pages: that is what the tree of prefixes has."""

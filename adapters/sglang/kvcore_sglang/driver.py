@@ -27,6 +27,7 @@ from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
 from kvcore.testing.engine_process import serve  # noqa: E402
 
+CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 SETTLE_S = 60.0
 """How long saves that are under way may take at the end: SGLang kills its scheduler."""
 
@@ -59,6 +60,8 @@ class Driver:
         self._engine: Any = None
         self._kvcore: dict[str, Any] | None = None
         self._forgets: Any = None
+        self._architecture: str | None = None
+        self._cores = os.environ.get(CORES_VARIABLE)
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
@@ -71,8 +74,16 @@ class Driver:
         """Build the engine; blocks this process's loop until it takes requests.
 
         With the ``start_method`` "fork" its processes do not import SGLang again, each in 15 s of
-        a core: on a CPU alone, a GPU's state does not survive a fork.
+        a core: on a CPU alone, a GPU's state does not survive a fork. One engine may follow another
+        that was shut down; their models are of one architecture.
         """
+        architecture = _architecture(model)
+        if self._architecture not in (None, architecture):
+            raise UnsupportedError(
+                f"this process has had an engine for {self._architecture}, and {model} holds "
+                f"{architecture or 'another'}: use a process of its own"
+            )
+        self._architecture = architecture
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
         import torch
@@ -81,13 +92,14 @@ class Driver:
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             engine_args = {**CPU_SETTINGS, **engine_args}
-            _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
-            _import_one_model(_architecture(model))
+            if self._cores is None:
+                _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
+            _import_one_model(architecture)
         import sglang
 
         if start_method == "fork" and on_cpu:
             _fork_processes()
-            _attend_latents_in_torch(_architecture(model))
+            _attend_latents_in_torch(architecture)
         if on_cpu and engine_args.get("enable_hierarchical_cache"):
             engine_args = _with_hicache(engine_args, start_method)
         if kvcore is not None:
@@ -96,7 +108,7 @@ class Driver:
             from kvcore.config import load_config
 
             self._kvcore = kvcore
-            if start_method == "fork" and on_cpu:
+            if start_method == "fork" and on_cpu and self._forgets is None:
                 self._forgets = _forget_on_word()
             config = load_config(overrides=kvcore, env={}, overrides_from="the test")
             engine_args.update(engine_settings(config))
@@ -228,12 +240,12 @@ class Driver:
         }
 
     async def shutdown(self) -> None:
-        """End the engine, with nothing of kvcore's under way."""
+        """End the engine, with nothing of kvcore's under way; `start` may be called again."""
         if self._engine is None:
             return
         with contextlib.suppress(UnsupportedError):
             await self.settle(SETTLE_S)
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._kvcore = self._engine, None, None
         engine.shutdown()
 
 
@@ -315,9 +327,10 @@ def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, A
 def _name_cores(ranks: int) -> None:
     """Without a core named for each rank, SGLang wants a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
-    named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    os.environ.pop(CORES_VARIABLE, None)
     if ranks > 1:
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", named)
+        named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ[CORES_VARIABLE] = named
 
 
 def _architecture(model: str) -> str:
@@ -364,8 +377,9 @@ def _sample_name(name: str, labels: dict[str, str]) -> str:
 async def _run(descriptor: int) -> None:
     driver = Driver()
     calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
+    handlers = {name: getattr(driver, name) for name in calls}
     try:
-        await serve(descriptor, {name: getattr(driver, name) for name in calls})
+        await serve(descriptor, {**handlers, "stop": driver.shutdown})
     finally:
         await driver.shutdown()
 

@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 
 from kvcore.testing.asking import SMALL, SPACE
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.metrics import total_of_samples
-from kvcore.testing.conformance.process import ProcessDriver
-from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
 
 PAGE_TOKENS = 32
 
@@ -42,8 +40,8 @@ class VllmDriver(ProcessDriver):
             made |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
         return made
 
-    def preemptions(self, process: EngineProcess) -> int:
-        return int(total_of_samples(process.metrics(), "vllm:num_preemptions_total", {}))
+    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+        return int(engine.counted("vllm:num_preemptions_total"))
 
 
 def driver() -> Driver:

@@ -158,6 +158,9 @@ class Driver(ABC):
         """
         raise ConfigError(f"engine {self.name} runs in this process: it cannot be that of {python}")
 
+    def close(self) -> None:
+        """Let go of what is kept between engines, none of which runs. `start` may follow."""
+
     # -- how much is there to be reused: the kit asks for no less and no more ---------------
 
     def stores(self, tokens: int) -> int:

@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvcore.errors import ConfigError, TransferError
+from kvcore.errors import ConfigError, KVCoreError, TransferError
 from kvcore.testing.asking import SETTLE_S
 from kvcore.testing.conformance.driver import Answer, Ask, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total_of_samples
@@ -33,16 +33,19 @@ class ProcessDriver(Driver):
     """An engine that `EngineProcess` starts: its module is ``kvcore_<name>.driver``.
 
     ``title`` is the engine's name as it is written; ``small`` are its arguments for a small model
-    on a CPU, ``space`` what its environment needs there.
+    on a CPU, ``space`` what its environment needs there. Where a child ``restarts``, the next
+    engine is started in the one that the last left: it has all modules.
     """
 
     title: ClassVar[str]
+    restarts: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]]
     space: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self) -> None:
         self._python: Path | None = None
         self._told: dict[str, Any] = {}
+        self._kept: dict[tuple[Path, ...], EngineProcess] = {}
 
     def use(self, python: Path) -> None:
         if not os.access(python, os.X_OK):
@@ -58,16 +61,45 @@ class ProcessDriver(Driver):
 
     def start(self, setup: Setup) -> Engine:
         kvcore = None if setup.kvcore is None else settings(self.settings(setup.kvcore))
-        process = EngineProcess(
-            setup.model,
-            engine=self.name,
-            kvcore=kvcore,
-            python=self._python,
-            env={**self.space, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
-            **{**self.small, "dtype": setup.dtype, **self.arguments(setup)},
-        )
-        self._told = process.wait_ready()
-        return InProcessOfItsOwn(self, process)
+        args = {**self.small, "dtype": setup.dtype, **self.arguments(setup)}
+        process = self._kept.pop(setup.path, None)
+        if process is None:
+            process = EngineProcess(
+                setup.model,
+                engine=self.name,
+                kvcore=kvcore,
+                python=self._python,
+                env={**self.space, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
+                **args,
+            )
+        else:
+            process.restart(setup.model, kvcore=kvcore, **args)
+        return self._ready(process, setup)
+
+    def _ready(self, process: EngineProcess, setup: Setup) -> InProcessOfItsOwn:
+        began = process.log.stat().st_size
+        try:
+            self._told = process.wait_ready()
+        except KVCoreError:
+            process.kill()
+            raise
+        return InProcessOfItsOwn(self, process, setup, began)
+
+    def end(self, process: EngineProcess, setup: Setup) -> None:
+        """Stop an engine that `start` gave."""
+        if not self.restarts or setup.path in self._kept:
+            process.close()
+            return
+        try:
+            process.stop()
+        except KVCoreError:
+            process.kill()
+            raise
+        self._kept[setup.path] = process
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].close()
 
     @abstractmethod
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,16 +110,25 @@ class ProcessDriver(Driver):
         """The engine's own arguments for a setup."""
 
     @abstractmethod
-    def preemptions(self, process: EngineProcess) -> int:
-        """Requests that lost their pages and started over, so far."""
+    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+        """Requests of an engine that lost their pages and started over, so far."""
 
 
 class InProcessOfItsOwn(Engine):
-    """An `EngineProcess`."""
+    """An `EngineProcess`, whose log is ``began`` bytes long when the engine starts."""
 
-    def __init__(self, driver: ProcessDriver, process: EngineProcess) -> None:
+    def __init__(
+        self, driver: ProcessDriver, process: EngineProcess, setup: Setup, began: int
+    ) -> None:
         self._driver = driver
         self._process = process
+        self._setup = setup
+        self._began = began
+
+    @property
+    def log(self) -> str:
+        """What the engine has said."""
+        return self._process.log.read_bytes()[self._began :].decode(errors="replace")
 
     def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
         futures = [
@@ -123,14 +164,14 @@ class InProcessOfItsOwn(Engine):
 
     @property
     def preemptions(self) -> int:
-        return self._driver.preemptions(self._process)
+        return self._driver.preemptions(self)
 
     def check(self) -> None:
         """That every page can be let go of; the rest is in the engine's own process."""
         self._process.reset_prefix_cache(timeout_s=SETTLE_S)
 
     def stop(self) -> None:
-        self._process.close()
+        self._driver.end(self._process, self._setup)
 
 
 def _answer(generation: Generation) -> Answer:
