@@ -177,6 +177,10 @@ was reused, so that none passes because nothing was.
     kvcore conformance --engine NAME --with OTHER --store redis://localhost:6379/0
     kvcore conformance --engine NAME --page docs/conformance.md
 
+Engines that cannot be installed together exchange KV all the same: `--python` names the interpreter
+of the environment that has one. `--store` names a remote store; its client must be installed
+wherever an engine runs.
+
 """
 
 _TAIL = """\
@@ -204,10 +208,14 @@ class MyEngine(Engine):
     def stop(self): ...
 ```
 
-- `kvcore.testing.conformance.reference` is the shortest driver, `kvcore_vllm.conformance` one of an
-  engine in a process of its own (`kvcore.testing.engine_process` carries the calls).
+- `kvcore.testing.conformance.reference` is the shortest driver. For an engine in a process of its
+  own, subclass `ProcessDriver` of `kvcore.testing.conformance.process`, as `kvcore_vllm.conformance`
+  does (`kvcore.testing.engine_process` carries the calls): its environment can be another one's.
 - `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
   answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
+- How many tokens must be reused is the driver's word, and no more nor less may be: `Driver.stores`
+  (of a request's tokens), `reuses` (of a prompt whose start lies in the tiers) and `looks_up`. An
+  engine that stores every computed token and takes any whole block needs none of them.
 - `Setup.dtype` is what the model is computed and its KV is kept in: float32 but for one case.
 - `Setup.path` are folders to search for plugins: the faults come as a tier plugin, which works in
   any process.

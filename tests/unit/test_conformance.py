@@ -103,8 +103,8 @@ def test_an_interpreter_is_for_an_engine_that_starts_processes(tmp_path: Path) -
         "a": Path("b/c").absolute(),
         "d": Path("/e=f"),
     }
-    for given, message in (("vllm", "takes ENGINE=PATH"), ("vllm=python", "none of the engines")):
-        arguments = ["conformance", "--case", "miss", "--python", given]
+    for told, message in (("vllm", "takes ENGINE=PATH"), ("vllm=python", "none of the engines")):
+        arguments = ["conformance", "--case", "miss", "--python", told]
         assert message in squeezed(CliRunner().invoke(app, arguments).output)
 
 

@@ -158,7 +158,7 @@ class Driver(ABC):
         """
         raise ConfigError(f"engine {self.name} runs in this process: it cannot be that of {python}")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of what is kept between engines, none of which runs. `start` may follow."""
 
     # -- how much is there to be reused: the kit asks for no less and no more ---------------
