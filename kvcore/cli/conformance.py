@@ -208,9 +208,9 @@ class MyEngine(Engine):
     def stop(self): ...
 ```
 
-- `kvcore.testing.conformance.reference` is the shortest driver. For an engine in a process of its
-  own, subclass `ProcessDriver` of `kvcore.testing.conformance.process`, as `kvcore_vllm.conformance`
-  does (`kvcore.testing.engine_process` carries the calls): its environment can be another one's.
+- `kvcore.testing.conformance.reference` is the shortest driver. An engine in a process of its own
+  subclasses `ProcessDriver` of `kvcore.testing.conformance.process`, as `kvcore_vllm.conformance`
+  does (`kvcore.testing.engine_process` carries the calls); its environment can be another one's.
 - `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
   answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
 - How many tokens must be reused is the driver's word, and no more nor less may be: `Driver.stores`
