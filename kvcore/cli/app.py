@@ -174,6 +174,20 @@ def check_conformance(
         list[str] | None,
         typer.Option("--with", help="Engine to exchange KV with, beside the others given."),
     ] = None,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="ENGINE=PATH",
+            help="Interpreter of the environment that has an engine, where this one has not.",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Remote store to exchange KV through: redis://, s3://, file://."
+        ),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder of a Llama; else a tiny one is made.")
     ] = None,
@@ -206,6 +220,8 @@ def check_conformance(
             markup=False,
             highlight=False,
         ),
+        pythons=conformance.interpreters(pythons or []),
+        store=store,
     )
     if page is not None:
         beside = page.with_suffix(".json")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvcore.errors import ConfigError, FormatError
 from kvcore.testing.conformance import CASES, Case, Kit, Result, find_driver, run
-from kvcore.testing.conformance.kit import in_order
+from kvcore.testing.conformance.kit import in_order, store_plugin
 
 __all__ = ["as_json", "as_table", "failures", "listing", "merged", "page", "run_engines"]
 
@@ -39,6 +39,17 @@ def chosen(patterns: Sequence[str]) -> list[Case]:
     return found
 
 
+def interpreters(given: Sequence[str]) -> dict[str, Path]:
+    """``ENGINE=PATH`` as they are given to ``--python``, by engine."""
+    found = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--python: given {text!r}; it takes ENGINE=PATH")
+        found[name] = Path(path).absolute()
+    return found
+
+
 def _case_column() -> Column:
     """Names are what `--case` takes: they are never cut, however narrow the terminal."""
     return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
@@ -59,22 +70,36 @@ def run_engines(
     model: Path | None,
     patterns: Sequence[str],
     told: Callable[[str, Result], None],
+    *,
+    pythons: Mapping[str, Path] | None = None,
+    store: str | None = None,
 ) -> Record:
     """Run the cases on every engine; each also exchanges KV with the others and ``partners``.
 
-    ``told`` hears of every result as it comes. Raises ConfigError for names that mean nothing.
+    ``told`` hears of every result as it comes. ``pythons`` are interpreters of engines that another
+    environment has, ``store`` is the URL of a remote store. Raises ConfigError for names that mean
+    nothing.
     """
-    cases, drivers = chosen(patterns), {name: find_driver(name) for name in engines}
+    cases, pythons = chosen(patterns), pythons or {}
+    if store is not None:
+        store_plugin(store)
+    drivers = {
+        name: find_driver(name, pythons.get(name)) for name in dict.fromkeys([*engines, *partners])
+    }
+    if unused := pythons.keys() - drivers:
+        raise ConfigError(f"--python: {', '.join(sorted(unused))} is none of the engines asked for")
     found: Record = {}
-    for name, driver in drivers.items():
-        others = [other for other in dict.fromkeys([*engines, *partners]) if other != name]
+    for name in dict.fromkeys(engines):
+        driver = drivers[name]
+        others = [other for other in drivers if other != name]
         with (
             tempfile.TemporaryDirectory(prefix="kvcore-conformance-") as scratch,
             Kit(
                 driver,
                 Path(scratch),
                 model=model,
-                partners=[find_driver(other) for other in others],
+                partners=[drivers[other] for other in others],
+                store=store,
             ) as kit,
         ):
             results = run(kit, cases, lambda result, name=name: told(name, result))  # type: ignore[misc]
@@ -148,7 +173,13 @@ was reused, so that none passes because nothing was.
 
     kvcore conformance --engine reference                   # a table; --json, --list, --case GLOB
     kvcore conformance --engine vllm --with trtllm          # exchange KV with another engine
+    kvcore conformance --engine sglang --with vllm --python vllm=.venvs/vllm/bin/python
+    kvcore conformance --engine NAME --with OTHER --store redis://localhost:6379/0
     kvcore conformance --engine NAME --page docs/conformance.md
+
+Engines that cannot be installed together exchange KV all the same: `--python` names the interpreter
+of the environment that has one. `--store` names a remote store; its client must be installed
+wherever an engine runs.
 
 """
 
@@ -177,10 +208,14 @@ class MyEngine(Engine):
     def stop(self): ...
 ```
 
-- `kvcore.testing.conformance.reference` is the shortest driver, `kvcore_vllm.conformance` one of an
-  engine in a process of its own (`kvcore.testing.engine_process` carries the calls).
+- `kvcore.testing.conformance.reference` is the shortest driver. An engine in a process of its own
+  subclasses `ProcessDriver` of `kvcore.testing.conformance.process`, as `kvcore_vllm.conformance`
+  does (`kvcore.testing.engine_process` carries the calls); its environment can be another one's.
 - `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
   answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
+- How many tokens must be reused is the driver's word, and no more nor less may be: `Driver.stores`
+  (of a request's tokens), `reuses` (of a prompt whose start lies in the tiers) and `looks_up`. An
+  engine that stores every computed token and takes any whole block needs none of them.
 - `Setup.dtype` is what the model is computed and its KV is kept in: float32 but for one case.
 - `Setup.path` are folders to search for plugins: the faults come as a tier plugin, which works in
   any process.

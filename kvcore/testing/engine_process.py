@@ -108,7 +108,8 @@ class EngineProcess:
         kvcore: kvcore's config as the engine's JSON would carry it; None leaves kvcore out.
         python: interpreter of the environment that has the engine; by default this one's.
         log: where the engine's output goes; by default a temporary file, removed by `close`.
-        env: added to this process's environment for the child.
+        env: added to this process's environment for the child; its PYTHONPATH stands before what
+            the child has anyway.
         engine_args: the engine's own arguments, by the names its Python API has.
 
     The constructor starts the child and returns at once; `wait_ready`, or the first call, waits.
@@ -144,17 +145,18 @@ class EngineProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": _python_path(engine), **(env or {})},
+                env=_environment(engine, env or {}),
                 start_new_session=True,
             )
         self._reader = threading.Thread(target=self._read, name="engine-replies", daemon=True)
         self._reader.start()
-        self._ready = self._send(
-            "start",
-            model=str(model),
-            kvcore=None if kvcore is None else dict(kvcore),
-            **engine_args,
-        )
+        self._ready = self._start(model, kvcore, engine_args)
+
+    def _start(
+        self, model: str | Path, kvcore: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    ) -> Future[Any]:
+        told = None if kvcore is None else dict(kvcore)
+        return self._send("start", model=str(model), kvcore=told, **engine_args)
 
     def __enter__(self) -> EngineProcess:
         self.wait_ready()
@@ -250,9 +252,33 @@ class EngineProcess:
         """
         self._call("reset_prefix_cache", connector=connector, timeout_s=timeout_s)
 
+    def settle(self, timeout_s: float = 200.0) -> None:
+        """Block until what was being saved is published, as far as the engine can tell.
+
+        Raises:
+            EngineFailed: saves were still under way after `timeout_s`.
+        """
+        self._call("settle", timeout_s=timeout_s)
+
     def metrics(self) -> dict[str, float]:
         """The engine's Prometheus samples by name with labels, ``name{a="b"}``."""
         return dict(self._call("metrics"))
+
+    def stop(self) -> None:
+        """Let the engine shut down and wait for it, as `close` does, and keep the child: `restart`
+        has it start another.
+
+        Raises:
+            EngineFailed: the driver of this engine cannot.
+        """
+        self._call("stop")
+
+    def restart(
+        self, model: str | Path, *, kvcore: Mapping[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        """Start an engine in the place of the one that was stopped, and return at once. The child
+        need not import its modules again, and has the environment that it had."""
+        self._ready = self._start(model, kvcore, engine_args)
 
     def kill(self) -> None:
         """End the child and all it started with SIGKILL, as a crash would, and wait for it."""
@@ -352,7 +378,8 @@ async def serve(descriptor: int, handlers: Mapping[str, Callable[..., Awaitable[
     Args:
         descriptor: the socket's file descriptor, from the command line.
         handlers: by call name; each takes the call's arguments by name. A driver has ``start``,
-            ``generate``, ``abort``, ``reset_prefix_cache`` and ``metrics``, as `EngineProcess` has.
+            ``generate``, ``abort``, ``reset_prefix_cache``, ``settle`` and ``metrics``, as
+            `EngineProcess` has, and ``stop`` where it can start a second engine.
     """
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -399,8 +426,14 @@ def _temporary_log(engine: str) -> Path:
     return Path(name)
 
 
+def _environment(engine: str, added: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: this process's, and ``added``."""
+    path = filter(None, [added.get("PYTHONPATH"), _python_path(engine)])
+    return {**os.environ, **added, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def _python_path(engine: str) -> str:
-    """The child's PYTHONPATH: this one's, with the source tree's folders where we run from one."""
+    """PYTHONPATH for a child: this one's, with the source tree's folders where we run from one."""
     root = Path(__file__).resolve().parents[2]
     sources = root / "adapters" / engine
     if not sources.is_dir() and importlib.util.find_spec(f"kvcore_{engine}") is None:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
 from kvcore.cli import conformance  # after the skip
 from kvcore.cli.app import app
+from kvcore.config import load_config
 from kvcore.errors import ConfigError, FormatError
 from kvcore.testing.conformance import (
     CASES,
@@ -24,6 +27,7 @@ from kvcore.testing.conformance import (
     find_driver,
     run,
 )
+from kvcore.testing.conformance.kit import store_plugin
 from kvcore.testing.conformance.suite import ConformanceSuite
 
 QUICK = ("miss", "host-hit", "salts-kept-apart", "metrics-add-up", "small-blocks")
@@ -71,6 +75,9 @@ def test_what_an_engine_lacks_is_left_out_and_what_it_raises_is_a_failure(tmp_pa
     assert results["salts-kept-apart"].outcome == "left out"
     assert results["salts-kept-apart"].why == "no tenant salts"
     assert results["reads-what-others-wrote"].why == "no other engine at hand"
+    with Kit(Idle(), tmp_path, partners=[Idle()]) as kit:
+        [stored] = [one for one in CASES if one.store]
+        assert stored.lacks(kit) == "no remote store at hand"
     assert results["miss"].outcome == "failed"
     assert results["miss"].why == "RuntimeError: no engine for 1 ranks"
 
@@ -85,6 +92,56 @@ def test_setups_that_one_engine_serves_are_equal() -> None:
 def test_an_engine_without_a_driver() -> None:
     with pytest.raises(ConfigError, match=r"kvcore_nothing\.conformance"):
         find_driver("nothing")
+
+
+def test_an_interpreter_is_for_an_engine_that_starts_processes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engine reference runs in this process"):
+        find_driver("reference", tmp_path)
+    with pytest.raises(ConfigError, match="no interpreter"):
+        find_driver("sglang", tmp_path / "python")
+    assert conformance.interpreters(["a=b/c", "d=/e=f"]) == {
+        "a": Path("b/c").absolute(),
+        "d": Path("/e=f"),
+    }
+    for told, message in (("vllm", "takes ENGINE=PATH"), ("vllm=python", "none of the engines")):
+        arguments = ["conformance", "--case", "miss", "--python", told]
+        assert message in squeezed(CliRunner().invoke(app, arguments).output)
+
+
+def squeezed(output: str) -> str:
+    """Words of what the command printed, however the terminal cut it."""
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
+    plugins = {"redis://h:1/0": "redis", "unix:///s": "redis", "s3://b/p": "objects"}
+    assert {url: store_plugin(url) for url in plugins} == plugins
+    done = CliRunner().invoke(app, ["conformance", "--case", "miss", "--store", "localhost:6379"])
+    assert "given the store 'localhost:6379'" in squeezed(done.output)
+    with Kit(Idle(), tmp_path, store="redis://h:1/0") as kit:
+        one, other = kit.far(), kit.far()
+        assert one["options"]["prefix"] != other["options"]["prefix"], "cases share no blocks"
+        assert load_config(None, {"tiers": {"far": one}}, {}).tiers["far"].plugin == "redis"
+
+
+@given(st.integers(1, 600), st.integers(1, 40), st.sampled_from([1, 8, 16, 48, 64]), st.data())
+def test_an_engine_that_takes_whole_pages_is_asked_for_as_many(
+    prompt: int, answer: int, block: int, data: st.DataObject
+) -> None:
+    """SGLang's numbers beside counting one by one, and never more than another engine's."""
+    driver, page = find_driver("sglang"), 32
+    stored = driver.stores(prompt + answer - 1)
+    assert stored == max(n for n in range(prompt + answer) if n % page == 0)
+    shared = data.draw(st.integers(0, prompt))
+    held = max(n for n in range(min(stored, shared) + 1) if n % block == 0 or n == 0)
+    usable = [n for n in range(prompt) if n % page == 0 and covered(n, held, prompt, block)]
+    assert driver.reuses(prompt, min(stored, shared), block) == max(usable)
+    assert max(usable) <= find_driver("reference").reuses(prompt, shared, block)
+
+
+def covered(tokens: int, held: int, prompt: int, block: int) -> bool:
+    """Whether blocks that an engine asks for, all of whose tokens it looks up, hold so many."""
+    return tokens <= min(held, (prompt - 1) // block * block)
 
 
 def test_the_command_writes_table_json_and_page(tmp_path: Path) -> None:
@@ -103,7 +160,7 @@ def test_the_command_writes_table_json_and_page(tmp_path: Path) -> None:
 
 
 def test_a_failed_case_is_the_commands_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "find_driver", lambda name: Idle())
+    monkeypatch.setattr(conformance, "find_driver", lambda name, python: Idle())
     done = CliRunner().invoke(app, ["conformance", "--case", "miss"])
     assert done.exit_code == 1
     assert "failed" in done.output

@@ -14,6 +14,7 @@ import contextlib  # noqa: E402
 import importlib.util  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
+import multiprocessing  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
@@ -26,6 +27,7 @@ from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
 from kvcore.testing.engine_process import serve  # noqa: E402
 
+CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 SETTLE_S = 60.0
 """How long saves that are under way may take at the end: SGLang kills its scheduler."""
 
@@ -57,6 +59,9 @@ class Driver:
     def __init__(self) -> None:
         self._engine: Any = None
         self._kvcore: dict[str, Any] | None = None
+        self._forgets: Any = None
+        self._architecture: str | None = None
+        self._cores = os.environ.get(CORES_VARIABLE)
         self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
@@ -69,8 +74,16 @@ class Driver:
         """Build the engine; blocks this process's loop until it takes requests.
 
         With the ``start_method`` "fork" its processes do not import SGLang again, each in 15 s of
-        a core: on a CPU alone, a GPU's state does not survive a fork.
+        a core: on a CPU alone, a GPU's state does not survive a fork. One engine may follow another
+        that was shut down; their models are of one architecture.
         """
+        architecture = _architecture(model)
+        if self._architecture not in (None, architecture):
+            raise UnsupportedError(
+                f"this process has had an engine for {self._architecture}, and {model} holds "
+                f"{architecture or 'another'}: use a process of its own"
+            )
+        self._architecture = architecture
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
         import torch
@@ -79,13 +92,14 @@ class Driver:
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             engine_args = {**CPU_SETTINGS, **engine_args}
-            _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
-            _import_one_model(_architecture(model))
+            if self._cores is None:
+                _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
+            _import_one_model(architecture)
         import sglang
 
         if start_method == "fork" and on_cpu:
             _fork_processes()
-            _attend_latents_in_torch(_architecture(model))
+            _attend_latents_in_torch(architecture)
         if on_cpu and engine_args.get("enable_hierarchical_cache"):
             engine_args = _with_hicache(engine_args, start_method)
         if kvcore is not None:
@@ -94,6 +108,8 @@ class Driver:
             from kvcore.config import load_config
 
             self._kvcore = kvcore
+            if start_method == "fork" and on_cpu and self._forgets is None:
+                self._forgets = _forget_on_word()
             config = load_config(overrides=kvcore, env={}, overrides_from="the test")
             engine_args.update(engine_settings(config))
         self._engine = sglang.Engine(model_path=model, log_level="info", **engine_args)
@@ -175,19 +191,38 @@ class Driver:
         self._engine.tokenizer_manager.abort_request(rid=request_id)
 
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache. Whether kvcore forgets too is ``sglang.keep_on_flush``."""
+        """Empty the engine's own cache. Whether kvcore forgets too is ``sglang.keep_on_flush``;
+        where that is true, processes that are forks can be told to forget all the same."""
         keeps = bool((self._kvcore or {}).get("sglang", {}).get("keep_on_flush", False))
-        if self._kvcore is not None and connector == keeps:
+        told = connector and self._forgets is not None
+        if self._kvcore is not None and connector == keeps and not told:
             raise UnsupportedError(
                 f"given connector={connector} and sglang.keep_on_flush={keeps}; a flush of SGLang "
                 "empties kvcore where keep_on_flush is false, and nowhere else"
             )
+        if not told:
+            return await self._flush(timeout_s)
+        self._forgets.value = 1
+        try:
+            await self._flush(timeout_s)
+        finally:
+            self._forgets.value = 0
+
+    async def _flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not (await self._engine.tokenizer_manager.flush_cache()).success:
             if time.monotonic() > deadline:
                 raise UnsupportedError(
                     f"the prefix cache could not be reset within {timeout_s} s: requests run"
                 )
+            await asyncio.sleep(0.05)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until nothing of kvcore's is under way."""
+        limit = time.monotonic() + timeout_s
+        while self._kvcore is not None and any(s["in_flight"] for s in await self._states()):
+            if time.monotonic() >= limit:
+                raise UnsupportedError(f"saves are still under way after {timeout_s} s")
             await asyncio.sleep(0.05)
 
     async def metrics(self) -> dict[str, float]:
@@ -205,19 +240,12 @@ class Driver:
         }
 
     async def shutdown(self) -> None:
-        """End the engine, with nothing of kvcore's under way."""
+        """End the engine, with nothing of kvcore's under way; `start` may be called again."""
         if self._engine is None:
             return
-        engine, self._engine = self._engine, None
-        if self._kvcore is not None:
-            self._engine = engine
-            with contextlib.suppress(UnsupportedError):
-                limit = time.monotonic() + SETTLE_S
-                while time.monotonic() < limit:
-                    if not any(state["in_flight"] for state in await self._states()):
-                        break
-                    await asyncio.sleep(0.05)
-            self._engine = None
+        with contextlib.suppress(UnsupportedError):
+            await self.settle(SETTLE_S)
+        engine, self._engine, self._kvcore = self._engine, None, None
         engine.shutdown()
 
 
@@ -260,10 +288,25 @@ class _Collected:
 
 def _fork_processes() -> None:
     """Make this process's children forks of it, although SGLang asks to spawn them."""
-    import multiprocessing
-
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **options: None
+
+
+def _forget_on_word() -> Any:
+    """Make flushes forget kvcore's tiers too while the value returned is not 0: in this process's
+    forks, which have it in common."""
+    from kvcore_sglang.linker import KVCoreLinker
+
+    word = multiprocessing.get_context("fork").Value("b", 0, lock=False)
+    real = KVCoreLinker.reset
+
+    def reset(linker: KVCoreLinker) -> None:
+        real(linker)
+        if word.value and linker.leader is not None:
+            linker.leader.forget_all()
+
+    KVCoreLinker.reset = reset  # type: ignore[method-assign]
+    return word
 
 
 def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, Any]:
@@ -284,9 +327,10 @@ def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, A
 def _name_cores(ranks: int) -> None:
     """Without a core named for each rank, SGLang wants a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
-    named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    os.environ.pop(CORES_VARIABLE, None)
     if ranks > 1:
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", named)
+        named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ[CORES_VARIABLE] = named
 
 
 def _architecture(model: str) -> str:
@@ -332,9 +376,10 @@ def _sample_name(name: str, labels: dict[str, str]) -> str:
 
 async def _run(descriptor: int) -> None:
     driver = Driver()
-    calls = ("start", "generate", "abort", "reset_prefix_cache", "metrics")
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
+    handlers = {name: getattr(driver, name) for name in calls}
     try:
-        await serve(descriptor, {name: getattr(driver, name) for name in calls})
+        await serve(descriptor, {**handlers, "stop": driver.shutdown})
     finally:
         await driver.shutdown()
 

@@ -20,6 +20,8 @@ from kvcore.testing.engine_process import serve
 
 SHUTDOWN_S = 60.0
 """How long the engine core may take to end: it must finish the saves that are under way."""
+PUBLISHED_S = 0.5
+"""vLLM tells nobody when a save is published; after this long without work it is."""
 
 
 class Driver:
@@ -149,6 +151,10 @@ class Driver:
                 )
             await asyncio.sleep(0.05)
 
+    async def settle(self, timeout_s: float) -> None:
+        """Wait as long as saves take that nobody tells of."""
+        await asyncio.sleep(min(PUBLISHED_S, timeout_s))
+
     async def metrics(self) -> dict[str, float]:
         """Every Prometheus sample of this process."""
         from prometheus_client import REGISTRY
@@ -253,7 +259,7 @@ def _sample_name(name: str, labels: dict[str, str]) -> str:
 
 async def _run(descriptor: int) -> None:
     driver = Driver()
-    calls = ("start", "generate", "abort", "reset_prefix_cache", "metrics")
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
     try:
         await serve(descriptor, {name: getattr(driver, name) for name in calls})
     finally:

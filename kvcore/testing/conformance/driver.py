@@ -151,11 +151,37 @@ class Driver(ABC):
         """Which engine this is, and its version."""
         return self.name
 
+    def use(self, python: Path) -> None:
+        """Start engines with this interpreter, that of another environment.
 
-def find_driver(name: str) -> Driver:
+        Raises ConfigError where they run in this process.
+        """
+        raise ConfigError(f"engine {self.name} runs in this process: it cannot be that of {python}")
+
+    def close(self) -> None:  # noqa: B027 - most keep nothing
+        """Let go of what is kept between engines, none of which runs. `start` may follow."""
+
+    # -- how much is there to be reused: the kit asks for no less and no more ---------------
+
+    def stores(self, tokens: int) -> int:
+        """How many tokens are stored of a request whose KV was computed for so many."""
+        return tokens
+
+    def reuses(self, prompt: int, stored: int, block: int) -> int:
+        """How many of ``prompt`` tokens are reused where the first ``stored`` of them lie in
+        kvcore's tiers, in token blocks of ``block``. One at least is always computed."""
+        return min(stored // block * block, prompt - 1)
+
+    def looks_up(self, prompt: int) -> int:
+        """How many tokens of a prompt kvcore is asked for."""
+        return prompt
+
+
+def find_driver(name: str, python: Path | None = None) -> Driver:
     """The driver of an engine: "reference", or that of the adapter package ``kvcore_<name>``.
 
-    Raises ConfigError where there is none.
+    ``python`` is the interpreter of the environment that has the engine; by default this one's.
+    Raises ConfigError where there is none, or where it takes no interpreter.
     """
     module = f"kvcore_{name}.conformance"
     if name == "reference":
@@ -170,4 +196,6 @@ def find_driver(name: str) -> Driver:
             "adapter that is installed and has one"
         ) from error
     driver: Driver = found.driver()
+    if python is not None:
+        driver.use(python)
     return driver

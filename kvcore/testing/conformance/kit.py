@@ -10,6 +10,7 @@ import json
 import random
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvcore.errors import ConfigError
 from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.models import tiny_model
 
@@ -24,13 +26,30 @@ __all__ = ["CASES", "SECTIONS", "Case", "Kit", "Result", "case", "run"]
 
 SECTIONS = ("equality", "accounting", "fusion", "faults", "crossing")
 BLOCK = 16
+PATIENT = {"lookup_s": 60, "timeout_s": 30, "deadline_s": 60}
+"""Options of a store on a machine that is busy: what is there is found."""
+
+_STORES = {"redis": "redis", "rediss": "redis", "unix": "redis"}
+"""By the scheme of a URL; what is not here is for "objects" (``s3``, ``gs``, ``az``, ``file``)."""
+
+
+def store_plugin(url: str) -> str:
+    """The tier plugin for a remote store. Raises ConfigError for what is no URL."""
+    scheme, found, _ = url.partition("://")
+    if not found:
+        raise ConfigError(
+            f"given the store {url!r}; it takes a URL: redis://HOST:PORT/DB, s3://BUCKET/PATH, "
+            "file:///FOLDER"
+        )
+    return _STORES.get(scheme, "objects")
 
 
 @dataclass(frozen=True)
 class Case:
     """Something every engine must do: ``run(kit)`` raises AssertionError where it does not.
 
-    A case of more than one engine runs where the kit has ``partners``.
+    A case of more than one engine runs where the kit has ``partners``, one that needs a remote
+    store where it has a ``store``.
     """
 
     section: str
@@ -39,13 +58,16 @@ class Case:
     needs: frozenset[Capability]
     run: Callable[[Kit], None]
     pairs: bool = False
+    store: bool = False
 
     def lacks(self, kit: Kit) -> str:
         """Why the case is not for this engine; empty where it is."""
         missing = self.needs - kit.driver.capabilities
         if missing:
             return "no " + ", ".join(sorted(capability.value for capability in missing))
-        return "no other engine at hand" if self.pairs and not kit.partners else ""
+        if self.pairs and not kit.partners:
+            return "no other engine at hand"
+        return "no remote store at hand" if self.store and kit.store is None else ""
 
 
 CASES: list[Case] = []
@@ -53,7 +75,7 @@ CASES: list[Case] = []
 
 
 def case(
-    section: str, *needs: Capability, pairs: bool = False
+    section: str, *needs: Capability, pairs: bool = False, store: bool = False
 ) -> Callable[[Callable[[Kit], None]], Callable[[Kit], None]]:
     """Register a function as a case: its name and the first line of its docstring are shown."""
     assert section in SECTIONS, section
@@ -61,7 +83,7 @@ def case(
     def register(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
         name = function.__name__.replace("_", "-")
         about = (function.__doc__ or "").strip().splitlines()[0]
-        CASES.append(Case(section, name, about, frozenset(needs), function, pairs))
+        CASES.append(Case(section, name, about, frozenset(needs), function, pairs, store))
         return function
 
     return register
@@ -84,7 +106,8 @@ class Result:
 class Kit:
     """What a case may use. One thread; close it when done.
 
-    ``partners`` are drivers of the engines that share a disk with this one. ``folder`` is scratch.
+    ``partners`` are drivers of the engines that share a disk with this one. ``store`` is the URL
+    of a remote store for all of them, as `store_plugin` knows it. ``folder`` is scratch.
     """
 
     def __init__(
@@ -94,8 +117,10 @@ class Kit:
         *,
         model: Path | None = None,
         partners: Sequence[Driver] = (),
+        store: str | None = None,
     ) -> None:
         self.driver = driver
+        self.store = store
         self.folder = folder
         self.partners = tuple(partners)
         self.model = model or tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
@@ -118,11 +143,13 @@ class Kit:
         self.close()
 
     def close(self) -> None:
-        """Stop every engine."""
+        """Stop every engine, and let go of what the drivers keep."""
         self.stop()
         if self._plain is not None:
             self._plain[1].stop()
             self._plain = None
+        for driver in (self.driver, *self.partners):
+            driver.close()
 
     # -- prompts ----------------------------------------------------------------------------
 
@@ -154,6 +181,12 @@ class Kit:
     def disk(self) -> dict[str, Any]:
         """A disk tier in a folder of its own."""
         return {"path": str(self.new_folder()), "capacity": "256MiB"}
+
+    def far(self) -> dict[str, Any]:
+        """A tier in the kit's remote store, under a name of its own. Lookups wait for its word."""
+        assert self.store is not None
+        options = {"url": self.store, "prefix": f"kit-{uuid.uuid4().hex}", **PATIENT}
+        return {"plugin": store_plugin(self.store), "capacity": "256MiB", "options": options}
 
     @contextmanager
     def engine(self, kvcore: Mapping[str, Any] | None = None, **setup: Any) -> Iterator[Engine]:
@@ -219,9 +252,23 @@ class Kit:
         ]
         assert not wrong, f"{len(wrong)} of {len(got)} answers differ: {'; '.join(wrong[:3])}"
 
-    def reusable(self, ask: Ask, block: int = BLOCK) -> int:
-        """Tokens of a prompt that was stored whole: its full blocks, without its last token."""
-        return min(len(ask.tokens) // block * block, len(ask.tokens) - 1)
+    def reusable(
+        self,
+        ask: Ask,
+        block: int = BLOCK,
+        *,
+        shared: int | None = None,
+        writer: Driver | None = None,
+        reader: Driver | None = None,
+    ) -> int:
+        """Tokens that must be reused of a prompt that was answered before, by ``writer``; or of
+        one whose first ``shared`` tokens are those of a longer one that was."""
+        prompt = len(ask.tokens)
+        computed = prompt + ask.max_tokens - 1  # the last token of an answer is not computed
+        stored = (writer or self.driver).stores(computed)
+        return (reader or self.driver).reuses(
+            prompt, min(stored, prompt if shared is None else shared), block
+        )
 
     def stored(self, engine: Engine, asks: Sequence[Ask]) -> None:
         """Ask one by one until all is stored, and let the engine forget what it holds itself."""

@@ -28,13 +28,19 @@ class ConformanceSuite:
         """Drivers of the engines that must read what it writes, and the other way round."""
         return ()
 
+    def make_store(self) -> str | None:
+        """The URL of a remote store that all of them reach."""
+        return None
+
     @pytest.fixture(scope="class")
     def kit(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Kit]:
         suite: ConformanceSuite = request.cls()
         folder = tmp_path_factory.mktemp("conformance")
-        with Kit(suite.make_driver(), folder, partners=suite.make_partners()) as kit:
+        with Kit(
+            suite.make_driver(), folder, partners=suite.make_partners(), store=suite.make_store()
+        ) as kit:
             yield kit
 
     @pytest.mark.parametrize("one", CASES, ids=lambda one: f"{one.section}-{one.name}")

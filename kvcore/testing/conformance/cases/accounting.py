@@ -39,7 +39,7 @@ def metrics_add_up(kit: Kit) -> None:
         engine.settle()
         hit, miss = counted("hit") - before["hit"], counted("miss") - before["miss"]
         assert hit == reused > 0, f"{hit} tokens counted as hits, {reused} reused"
-        asked = 2 * sum(len(ask.tokens) for ask in asks)
+        asked = 2 * sum(kit.driver.looks_up(len(ask.tokens)) for ask in asks)
         assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} asked"
 
 

@@ -12,33 +12,51 @@ from kvcore.testing.conformance.kit import Kit, case
 from kvcore.testing.models import tiny_model
 
 
-def cross(kit: Kit, writer: Driver, reader: Driver, seed: int) -> None:
-    """The writer on two ranks where it can; all that it stored is reused, and rightly."""
-    asks, config = prompts(kit, seed, (97, 150, 201)), kit.config(disk=kit.disk())
-    ranks = 2 if Capability.RANKS in writer.capabilities else 1
+def cross(
+    kit: Kit, writer: Driver, reader: Driver, seed: int, config: dict[str, Any], ranks: int = 1
+) -> None:
+    """The writer on ``ranks``, the reader on one; all that was stored is reused, and rightly."""
+    asks = prompts(kit, seed, (97, 150, 201))
     with kit.fresh(config, writer, ranks=ranks) as engine:
         kit.stored(engine, asks)
     with kit.fresh(config, reader) as engine:
         for ask in asks:
             got = engine.ask([ask])
             kit.same(got, [ask])
-            assert got[0].reused_tokens == kit.reusable(ask), (
-                f"{reader.name} reused {got[0].reused} of what {writer.name} wrote"
+            expected = kit.reusable(ask, writer=writer, reader=reader)
+            assert got[0].reused_tokens == expected, (
+                f"{reader.name} reused {got[0].reused} of {expected} tokens that {writer.name} "
+                f"wrote, of a prompt of {len(ask.tokens)}"
             )
+
+
+def through_disk(kit: Kit, writer: Driver, reader: Driver, seed: int) -> None:
+    """The writer on two ranks where it can."""
+    ranks = 2 if Capability.RANKS in writer.capabilities else 1
+    cross(kit, writer, reader, seed, kit.config(disk=kit.disk()), ranks)
 
 
 @case("crossing", pairs=True)
 def reads_what_others_wrote(kit: Kit) -> None:
     """Through disk, from two ranks to one; tokens reused are counted."""
     for number, partner in enumerate(kit.partners):
-        cross(kit, partner, kit.driver, 6000 + 100 * number)
+        through_disk(kit, partner, kit.driver, 6000 + 100 * number)
 
 
 @case("crossing", pairs=True)
 def others_read_what_it_wrote(kit: Kit) -> None:
     """And the way back."""
     for number, partner in enumerate(kit.partners):
-        cross(kit, kit.driver, partner, 6500 + 100 * number)
+        through_disk(kit, kit.driver, partner, 6500 + 100 * number)
+
+
+@case("crossing", pairs=True, store=True)
+def both_ways_through_a_store(kit: Kit) -> None:
+    """Through a remote store, where all have as many ranks; tokens reused are counted."""
+    for number, partner in enumerate(kit.partners):
+        for way, pair in enumerate([(partner, kit.driver), (kit.driver, partner)]):
+            seed = 7300 + 100 * number + 50 * way
+            cross(kit, *pair, seed, kit.config(tiers={"far": kit.far()}))
 
 
 @case("crossing", Capability.RANKS)

@@ -68,8 +68,8 @@ def vanished_block(kit: Kit) -> None:
 @contextmanager
 def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[[str], None]]]:
     """An engine whose lower tier obeys a word, and holds the first of ``asks`` alone."""
-    folder = write_plugin(kit.new_folder())
-    control = folder / "control"
+    folder = write_plugin(kit.folder / "plugin")  # one for all: an engine may keep its process
+    control = kit.new_folder() / "control"
 
     def say(word: str) -> None:
         made = control.with_suffix(".new")

@@ -1,0 +1,178 @@
+"""Engines in processes of their own, for the kit: an adapter says only how its engine is started.
+
+class MyDriver(ProcessDriver):
+    name, title, small = "mine", "My engine", {"dtype": "float32"}
+
+    def settings(self, kvcore): ...    kvcore's settings, with what this engine needs
+    def arguments(self, setup): ...    the engine's own, over ``small``
+
+This imports no engine: the child does, and its environment can be another one's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvcore.errors import ConfigError, KVCoreError, TransferError
+from kvcore.testing.asking import SETTLE_S
+from kvcore.testing.conformance.driver import Answer, Ask, Driver, Engine, Setup
+from kvcore.testing.conformance.metrics import total_of_samples
+from kvcore.testing.conformance.reference import settings
+from kvcore.testing.engine_process import EngineProcess, Generation
+
+__all__ = ["InProcessOfItsOwn", "ProcessDriver"]
+
+
+class ProcessDriver(Driver):
+    """An engine that `EngineProcess` starts: its module is ``kvcore_<name>.driver``.
+
+    ``title`` is the engine's name as it is written; ``small`` are its arguments for a small model
+    on a CPU, ``space`` what its environment needs there. Where a child ``restarts``, the next
+    engine is started in the one that the last left: it has all modules.
+    """
+
+    title: ClassVar[str]
+    restarts: ClassVar[bool] = False
+    small: ClassVar[Mapping[str, Any]]
+    space: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self) -> None:
+        self._python: Path | None = None
+        self._told: dict[str, Any] = {}
+        self._kept: dict[tuple[Path, ...], EngineProcess] = {}
+
+    def use(self, python: Path) -> None:
+        if not os.access(python, os.X_OK):
+            raise ConfigError(f"given {python} for {self.name}: it is no interpreter to start")
+        self._python = python
+
+    def about(self) -> str:
+        """As the engine that was started last says it."""
+        if not self._told:
+            return f"{self.title}, never started"
+        device = "a CPU" if self._told["device"] == "cpu" else self._told["device"]
+        return f"{self.title} {self._told['version']}, float32 on {device}"
+
+    def start(self, setup: Setup) -> Engine:
+        kvcore = None if setup.kvcore is None else settings(self.settings(setup.kvcore))
+        args = {**self.small, "dtype": setup.dtype, **self.arguments(setup)}
+        process = self._kept.pop(setup.path, None)
+        if process is None:
+            process = EngineProcess(
+                setup.model,
+                engine=self.name,
+                kvcore=kvcore,
+                python=self._python,
+                env={**self.space, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
+                **args,
+            )
+        else:
+            process.restart(setup.model, kvcore=kvcore, **args)
+        return self._ready(process, setup)
+
+    def _ready(self, process: EngineProcess, setup: Setup) -> InProcessOfItsOwn:
+        began = process.log.stat().st_size
+        try:
+            self._told = process.wait_ready()
+        except KVCoreError:
+            process.kill()
+            raise
+        return InProcessOfItsOwn(self, process, setup, began)
+
+    def end(self, process: EngineProcess, setup: Setup) -> None:
+        """Stop an engine that `start` gave."""
+        if not self.restarts or setup.path in self._kept:
+            process.close()
+            return
+        try:
+            process.stop()
+        except KVCoreError:
+            process.kill()
+            raise
+        self._kept[setup.path] = process
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+    @abstractmethod
+    def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+        """The kit's settings of kvcore, with what makes hits certain on this engine."""
+
+    @abstractmethod
+    def arguments(self, setup: Setup) -> dict[str, Any]:
+        """The engine's own arguments for a setup."""
+
+    @abstractmethod
+    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+        """Requests of an engine that lost their pages and started over, so far."""
+
+
+class InProcessOfItsOwn(Engine):
+    """An `EngineProcess`, whose log is ``began`` bytes long when the engine starts."""
+
+    def __init__(
+        self, driver: ProcessDriver, process: EngineProcess, setup: Setup, began: int
+    ) -> None:
+        self._driver = driver
+        self._process = process
+        self._setup = setup
+        self._began = began
+
+    @property
+    def log(self) -> str:
+        """What the engine has said."""
+        return self._process.log.read_bytes()[self._began :].decode(errors="replace")
+
+    def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
+        futures = [
+            self._process.submit(
+                ask.tokens,
+                ask.max_tokens,
+                cache_salt=ask.salt,
+                lora=ask.lora,
+                abort_after=ask.abort_after,
+                fusion=dict(ask.fusion) if ask.fusion is not None else {"enabled": False},
+            )
+            for ask in asks
+        ]
+        limit = time.monotonic() + timeout_s
+        try:
+            return [_answer(future.result(max(limit - time.monotonic(), 0))) for future in futures]
+        except FutureTimeout as error:
+            raise TransferError(f"a request did not end within {timeout_s} s") from error
+
+    def settle(self) -> None:
+        self._process.settle()
+
+    def forget(self) -> None:
+        """Waits for pages that are being saved."""
+        self._process.reset_prefix_cache(timeout_s=SETTLE_S)
+
+    def clear(self) -> None:
+        self.settle()
+        self._process.reset_prefix_cache(connector=True, timeout_s=SETTLE_S)
+
+    def counted(self, name: str, **labels: str) -> float:
+        return total_of_samples(self._process.metrics(), name, labels)
+
+    @property
+    def preemptions(self) -> int:
+        return self._driver.preemptions(self)
+
+    def check(self) -> None:
+        """That every page can be let go of; the rest is in the engine's own process."""
+        self._process.reset_prefix_cache(timeout_s=SETTLE_S)
+
+    def stop(self) -> None:
+        self._driver.end(self._process, self._setup)
+
+
+def _answer(generation: Generation) -> Answer:
+    return Answer(generation.token_ids, generation.tiers)
