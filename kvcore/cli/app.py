@@ -10,8 +10,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from kvcore import __version__, log
-from kvcore.config import Config, load_config, merge_tables, parse_assignment
-from kvcore.errors import KVCoreError
+from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
+from kvcore.errors import ConfigError, KVCoreError
 
 __all__ = ["app"]
 
@@ -313,6 +313,44 @@ def simulate_trace(
         Console().print(simulate.as_table(trace, outcomes))
     if picture is not None:
         simulate.draw(picture, trace, outcomes)
+
+
+@app.command("scrub")
+def scrub_stores(
+    path: Annotated[
+        Path | None, typer.Argument(help="Folder of the disk tier; else disk.path.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Change nothing; else damaged blocks are erased.")
+    ] = False,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read and verify every block on disk, while no engine runs there.
+
+    Exit code 0: all is whole; 1: something was damaged; 3: a store is in use, or not readable.
+    """
+    from kvcore.cli import scrub
+
+    folder = path or _load(file, assignments).disk.path
+    if folder is None:
+        raise ConfigError("given no folder and no disk.path: name the folder of the disk tier")
+    log.configure("error")
+    with Console(stderr=True).status("reading") as status:
+        total = [0]
+
+        def done(nbytes: int) -> None:
+            total[0] += nbytes
+            status.update(f"read {format_size(total[0], exact=False)}")
+
+        found = scrub.run(folder, not keep, done)
+    if as_json:
+        typer.echo(scrub.as_json(found))
+    else:
+        Console().print(scrub.as_table(found))
+    if code := scrub.exit_code(found):
+        raise typer.Exit(code)
 
 
 def _load(file: Path | None, assignments: list[str] | None) -> Config:

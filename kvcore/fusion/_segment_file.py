@@ -51,7 +51,7 @@ from kvcore.block import KEY_BYTES, TOKEN_BYTES
 from kvcore.errors import FormatError
 from kvcore.fusion._chains import Piece
 
-__all__ = ["Kept", "SegmentFile"]
+__all__ = ["Kept", "SegmentCounts", "SegmentFile", "verify"]
 
 _log = logging.getLogger("kvcore.fusion.segments")
 
@@ -142,6 +142,50 @@ class _Span(NamedTuple):
     nbytes: int
 
 
+def _walk(
+    data: mmap.mmap, block_tokens: int
+) -> Iterator[tuple[_Span, tuple[bytes, Piece] | None, bool]]:
+    """Where each record is, what it holds (None: damaged), whether bytes before it are no record's.
+    Ends at the last that is there to its end."""
+    at, damaged = FILE_HEADER_NBYTES, False
+    while 0 <= at < len(data):
+        header = _Header.unpack(data, at)
+        if header is None:
+            damaged = True
+            at = data.find(_MAGIC, at + 1)
+            continue
+        start = at + RECORD_HEADER_NBYTES
+        stop = start + header.body_nbytes(block_tokens)
+        if stop > len(data):
+            return
+        yield _Span(at, stop - at), header.piece(data[start:stop], block_tokens), damaged
+        at, damaged = stop, False
+
+
+class SegmentCounts(NamedTuple):
+    """What a file of segments holds: records that are whole and that are not."""
+
+    records: int
+    corrupt: int
+
+
+def verify(path: Path, *, repair: bool = False) -> SegmentCounts | None:
+    """Read every record of a file; None when an engine writes it. ``repair`` leaves it with those
+    that are whole, otherwise nothing is changed. Raises FormatError, OSError."""
+    with path.open("rb") as file:
+        header = file.read(FILE_HEADER_NBYTES)
+    block_tokens = _FILE.unpack_from(header)[2] if len(header) == FILE_HEADER_NBYTES else 0
+    if header != _file_header(block_tokens):
+        raise FormatError(_what_it_is(header, block_tokens))
+    store = SegmentFile(path, block_tokens)
+    try:
+        if not store.writable:
+            return None
+        return store.count(repair=repair)
+    finally:
+        store.close()
+
+
 class SegmentFile:
     """Records of pieces, each with a number by which it is declared dead.
 
@@ -189,6 +233,18 @@ class SegmentFile:
                 yield from self._scan(data)
         if self.writable:
             os.ftruncate(self._file, self._end)
+
+    def count(self, *, repair: bool) -> SegmentCounts:
+        """Read every record, instead of `records`; ``repair`` drops what is damaged."""
+        if os.fstat(self._file).st_size > FILE_HEADER_NBYTES:
+            with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
+                for _ in self._scan(data):
+                    pass
+        torn = os.fstat(self._file).st_size != self._end
+        counts = SegmentCounts(len(self._spans), self.corrupt + torn)
+        if repair and counts.corrupt:
+            self._compact()
+        return counts
 
     def start(self) -> None:
         """Begin to write, where this engine is the one that may."""
@@ -251,25 +307,13 @@ class SegmentFile:
         raise FormatError(f"{_what_it_is(header, self._block_tokens)}: it is left as it is")
 
     def _scan(self, data: mmap.mmap) -> Iterator[Kept]:
-        at, damaged = FILE_HEADER_NBYTES, False
-        while 0 <= at < len(data):
-            header = _Header.unpack(data, at)
-            if header is None:
-                damaged = True
-                at = data.find(_MAGIC, at + 1)
-                continue
-            start = at + RECORD_HEADER_NBYTES
-            stop = start + header.body_nbytes(self._block_tokens)
-            if stop > len(data):
-                break
-            found = header.piece(data[start:stop], self._block_tokens)
+        for span, found, damaged in _walk(data, self._block_tokens):
             self.corrupt += damaged + (found is None)
             if found is not None:
                 self._last += 1
-                self._enter(self._last, _Span(at, stop - at))
+                self._enter(self._last, span)
                 yield Kept(self._last, *found)
-            at, damaged = stop, False
-            self._end = stop
+            self._end = span.offset + span.nbytes
 
     def _enter(self, number: int, span: _Span) -> None:
         self._spans[number] = span

@@ -27,7 +27,7 @@ def builtin_ops() -> list[DeviceOps]:
 
         found.append(NativeOps())
     except UnsupportedError as error:
-        _log.warning("%s", error)
+        _log.warning("no native copies: %s", error)
     return found
 
 

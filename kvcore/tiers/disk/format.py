@@ -110,11 +110,23 @@ def read_table(path: Path) -> tuple[Table, int]:
     return Table(slots[valid], candidates[valid]), torn + int(len(slots) - valid.sum())
 
 
+def suspect_slots(path: Path) -> list[int]:
+    """Slots of an index file whose records are neither valid nor empty."""
+    written = np.flatnonzero(np.fromfile(path, dtype=_ROW)["magic"])
+    table, _ = read_table(path)
+    slots: list[int] = np.setdiff1d(written, table.slots).tolist()
+    return slots
+
+
 class Table(NamedTuple):
     """Records by column. ``slots[i]`` holds what ``rows[i]`` says."""
 
     slots: np.ndarray[Any, np.dtype[np.int64]]
     rows: np.ndarray[Any, np.dtype[np.void]]
+
+    @classmethod
+    def empty(cls) -> Table:
+        return cls(np.empty(0, np.int64), np.empty(0, _ROW))
 
     def where(self, keep: np.ndarray[Any, np.dtype[np.bool_]]) -> Table:
         return Table(self.slots[keep], self.rows[keep])
@@ -215,7 +227,7 @@ def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
     """What a shard's index says it holds, as far as the data file reaches. Drops are logged."""
     data, index = shard_files(folder, shard)
     if not index.exists() or not data.exists():
-        return Table(np.empty(0, np.int64), np.empty(0, _ROW))
+        return Table.empty()
     table, torn = read_table(index)
     shape = geometry.shard_shape(shard)
     inside = (table.slots + 1) * slot_bytes(shape) <= data.stat().st_size

@@ -85,7 +85,7 @@ def prepare_store(
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            with _exclusive(path):
+            with exclusive(path):
                 return _prepare(path, geometry, capacity, capacity // share)
         except _Crowded:
             if time.monotonic() >= deadline:
@@ -165,7 +165,7 @@ def _reason(error: OSError) -> str:
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> Iterator[None]:
     """Stores under ``path`` are chosen, made and removed by one process at a time. Blocks."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -176,7 +176,7 @@ def _exclusive(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
+def lock_store(folder: Path) -> int | None:
     """A held lock on the store, None when another engine has it."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -187,7 +187,7 @@ def _lock(folder: Path) -> int | None:
     return lock
 
 
-def _stores(base: Path) -> list[Path]:
+def stores_under(base: Path) -> list[Path]:
     """Folders of stores, those written to last first. Folders with other files are no stores."""
     if not _BASE_NAME.fullmatch(base.name) or not base.is_dir():
         return []
@@ -205,8 +205,8 @@ def _adopt(base: Path, geometry: Geometry, locks: ExitStack) -> tuple[_Held | No
     """(The store to write to, the others of the same blocks), of those that no engine uses."""
     own: _Held | None = None
     mounted: list[_Held] = []
-    for folder in _stores(base):
-        lock = _lock(folder)
+    for folder in stores_under(base):
+        lock = lock_store(folder)
         if lock is None:
             _log.info("store %s is in use by another engine", folder)
             continue
@@ -242,7 +242,7 @@ def _create(base: Path, geometry: Geometry, locks: ExitStack) -> _Held:
     number = next(i for i in range(len(taken) + 1) if f"store-{i}" not in taken)
     folder = base / f"store-{number}"
     folder.mkdir(mode=0o700)
-    lock = _lock(folder)
+    lock = lock_store(folder)
     assert lock is not None, "made under the folder's lock"
     locks.callback(os.close, lock)
     geometry.save(folder)
@@ -257,8 +257,8 @@ def _make_room(path: Path, own: _Held | None, mounted: list[_Held], most: int) -
     kept = {store.folder for store in (own, *mounted) if store is not None}
     total = sum(_usage(store.folder) for store in mounted)
     idle: list[tuple[Path, int]] = []
-    for folder in (f for base in path.iterdir() for f in _stores(base) if f not in kept):
-        lock = _lock(folder)
+    for folder in (f for base in path.iterdir() for f in stores_under(base) if f not in kept):
+        lock = lock_store(folder)
         if lock is None:
             total += max(_usage(folder), _reserved(folder))
         else:

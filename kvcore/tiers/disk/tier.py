@@ -313,7 +313,7 @@ class _Flusher:
             try:
                 self._flush()
             except TierUnavailable as error:
-                _log.warning("%s", error)
+                _log.warning("a flush failed: %s", error)
 
 
 def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -56,6 +56,14 @@ class Header(NamedTuple):
         return cls(*fields)
 
 
+def _not_ours(header: bytes | memoryview) -> str:
+    """What bytes are that are no header."""
+    data = bytes(header[:6])
+    if data.startswith(MAGIC) and (version := int.from_bytes(data[4:], "little")) != VERSION:
+        return f"has a header of format version {version}; this kvcore reads {VERSION}"
+    return "has no header that is whole"
+
+
 def verify(
     header: bytes | memoryview, key: bytes, shard: bytes, buffers: Buffers
 ) -> CorruptBlock | None:
@@ -64,7 +72,7 @@ def verify(
     found = Header.unpack(header)
     size = sum(part.nbytes for part in buffers)
     if found is None:
-        wrong = "has no header of version 1"
+        wrong = _not_ours(header)
     elif found.key != key or found.shard != shard or found.nbytes != size:
         wrong = (
             f"is block {found.key.hex()} of shard {found.shard.hex()} with {found.nbytes} bytes; "

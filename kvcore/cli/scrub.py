@@ -1,0 +1,105 @@
+"""`kvcore scrub`: what was found in a folder of the disk tier, as a table or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from kvcore.config import format_size
+from kvcore.errors import ConfigError, FormatError
+from kvcore.fusion import _segment_file
+from kvcore.tiers.disk.scrub import State, StoreReport, scrub
+
+__all__ = ["Found", "as_json", "as_table", "exit_code", "run"]
+
+CLEAN, DAMAGE, NOT_ALL = 0, 1, 3
+
+
+class Segments(NamedTuple):
+    """A file of segments: records that are whole, and that are not."""
+
+    file: Path
+    state: State
+    why: str = ""
+    records: int = 0
+    corrupt: int = 0
+
+
+class Found(NamedTuple):
+    """All there is in a folder, and whether what was damaged is gone now."""
+
+    path: Path
+    stores: list[StoreReport]
+    segments: list[Segments]
+    erased: bool
+
+
+def run(path: Path, erase: bool, done: Callable[[int], object]) -> Found:
+    """Verify all there is under ``path``. Blocks. Raises ConfigError, TierUnavailable."""
+    stores = list(scrub(path, erase=erase, done=done))
+    files = sorted(file for file in path.glob("segments-*") if file.suffix != ".new")
+    return Found(path, stores, [_segments(file, erase) for file in files], erase)
+
+
+def _segments(file: Path, erase: bool) -> Segments:
+    try:
+        counts = _segment_file.verify(file, repair=erase)
+    except FormatError as error:
+        return Segments(file, State.NOT_READ, str(error))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}; run it as the engine's user") from error
+    if counts is None:
+        return Segments(file, State.IN_USE, "an engine uses it: verify it when that ended")
+    state = State.DAMAGED if counts.corrupt else State.WHOLE
+    return Segments(file, state, "", counts.records, counts.corrupt)
+
+
+def exit_code(found: Found) -> int:
+    """0: all is whole. 1: something is, or was, damaged. 3: not everything could be verified."""
+    states = {store.state for store in found.stores} | {each.state for each in found.segments}
+    if State.DAMAGED in states:
+        return DAMAGE
+    return NOT_ALL if states & {State.IN_USE, State.NOT_READ} else CLEAN
+
+
+def as_json(found: Found) -> str:
+    segments: list[dict[str, Any]] = [
+        {
+            "file": str(each.file),
+            "state": each.state.value,
+            "why": each.why,
+            "records": each.records,
+            "bad_records": each.corrupt,
+        }
+        for each in found.segments
+    ]
+    told = {
+        "path": str(found.path),
+        "changed": found.erased,
+        "stores": [store.as_dict() for store in found.stores],
+        "segments": segments,
+    }
+    return json.dumps(told, indent=1)
+
+
+def as_table(found: Found) -> Table:
+    caption = "damaged blocks are erased" if found.erased else "nothing was changed"
+    table = Table(title=str(found.path), caption=caption)
+    for name in ("", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("whole", "bad", "torn", "read"):
+        table.add_column(name, justify="right")
+    table.add_column("why", overflow="fold")
+    for store in found.stores:
+        name = str(store.folder.relative_to(found.path))
+        why = store.why or (store.bad[0].why if store.bad else "")
+        counts = map(str, (store.blocks, store.num_bad, store.torn))
+        table.add_row(name, store.state.value, *counts, format_size(store.nbytes, exact=False), why)
+    for each in found.segments:
+        counts = map(str, (each.records, each.corrupt))
+        table.add_row(each.file.name, each.state.value, *counts, "", "", each.why)
+    return table

@@ -1,0 +1,241 @@
+"""Verifying stores that no engine uses: every record, every block's checksum.
+
+A block whose bytes are not those written is taken out (its record is erased in every shard), as a
+read would do. Records that vouch for nothing are erased too. Stores in use, and those of another
+version, are named and left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcore.errors import ConfigError, FormatError, TierUnavailable
+from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
+from kvcore.tiers.disk.format import (
+    RECORD_NBYTES,
+    Geometry,
+    Table,
+    checksum,
+    read_table,
+    shard_files,
+    suspect_slots,
+)
+from kvcore.tiers.disk.store import exclusive, lock_store, stores_under
+from kvcore.tiers.host import slot_bytes
+from kvcore.tiers.pages import Pages
+
+__all__ = ["Bad", "State", "StoreReport", "scrub"]
+
+_AT_ONCE_NBYTES = 64 << 20
+_NAMED = 100  # bad blocks of a store; the others are only counted
+
+
+class State(str, Enum):
+    """What is to be said of a store."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    IN_USE = "in use"
+    NOT_READ = "not read"
+
+
+class Bad(NamedTuple):
+    """A block that is not whole, and why."""
+
+    shard: int
+    slot: int
+    key: bytes
+    why: str
+
+
+@dataclass
+class StoreReport:
+    """What is in a store. ``blocks`` are whole in every shard, ``partial`` are not in every one (an
+    engine that was killed leaves such: they are never served). ``torn`` records vouch for nothing.
+    The first 100 of ``num_bad`` are in ``bad``. ``nbytes`` were read."""
+
+    folder: Path
+    state: State = State.WHOLE
+    why: str = ""
+    blocks: int = 0
+    partial: int = 0
+    torn: int = 0
+    num_bad: int = 0
+    erased: int = 0
+    nbytes: int = 0
+    bad: list[Bad] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "store": str(self.folder),
+            "state": self.state.value,
+            "why": self.why,
+            "blocks": self.blocks,
+            "partial": self.partial,
+            "torn_records": self.torn,
+            "bad_blocks": self.num_bad,
+            "erased": self.erased,
+            "bytes": self.nbytes,
+            "bad": [
+                {"shard": bad.shard, "slot": bad.slot, "key": bad.key.hex(), "why": bad.why}
+                for bad in self.bad
+            ],
+        }
+
+
+def scrub(
+    path: Path, *, erase: bool = True, done: Callable[[int], object] = lambda nbytes: None
+) -> Iterator[StoreReport]:
+    """A report of each store under ``path``, as it is verified; ``done`` hears of bytes read.
+
+    Each store's lock is held while it is read. Without ``erase`` nothing is changed. Raises
+    ConfigError where there is no such folder, TierUnavailable where it cannot be read.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no folder: give the one that disk.path names")
+    try:
+        with exclusive(path):
+            folders = [folder for base in sorted(path.iterdir()) for folder in stores_under(base)]
+        for folder in sorted(folders):
+            yield _scrub_store(path, folder, erase, done)
+    except OSError as error:
+        raise TierUnavailable(f"cannot read {path}: {error}") from error
+
+
+def _scrub_store(
+    path: Path, folder: Path, erase: bool, done: Callable[[int], object]
+) -> StoreReport:
+    report = StoreReport(folder)
+    with ExitStack() as locks:
+        with exclusive(path):  # an engine that makes room may have removed it meanwhile
+            lock = lock_store(folder) if folder.is_dir() else None
+        if lock is None:
+            report.state, report.why = State.IN_USE, "an engine uses it: verify it when that ended"
+            return report
+        locks.callback(os.close, lock)
+        try:
+            geometry = Geometry.load(folder)
+        except FormatError as error:
+            report.state, report.why = State.NOT_READ, str(error)
+            return report
+        _Scrub(folder, geometry, erase, report, done).run()
+    if report.num_bad or report.torn:
+        report.state = State.DAMAGED
+    return report
+
+
+class _Scrub:
+    """One store, whose lock is held."""
+
+    def __init__(
+        self,
+        folder: Path,
+        geometry: Geometry,
+        erase: bool,
+        report: StoreReport,
+        done: Callable[[int], object],
+    ) -> None:
+        self._folder = folder
+        self._geometry = geometry
+        self._erase_bad = erase
+        self._report = report
+        self._done = done
+        self._bad_slots: set[int] = set()
+
+    def run(self) -> None:
+        tables = [self._shard(shard) for shard in range(len(self._geometry.heads))]
+        whole = tables[0]
+        for table in tables[1:]:
+            whole = whole.also_in(table)
+        seen = np.unique(np.concatenate([table.slots for table in tables]))
+        good = np.setdiff1d(whole.slots, list(self._bad_slots))
+        self._report.blocks = len(good)
+        self._report.partial = len(np.setdiff1d(seen, list(self._bad_slots))) - len(good)
+        if self._erase_bad:
+            self._erase_everywhere(sorted(self._bad_slots))
+
+    def _shard(self, shard: int) -> Table:
+        """Verify a shard; its records that vouch for themselves."""
+        data, index = shard_files(self._folder, shard)
+        if not index.exists():
+            return Table.empty()
+        table, torn = read_table(index)
+        self._report.torn += torn
+        if torn and self._erase_bad:
+            self._erase_torn(index)
+        shape = self._geometry.shard_shape(shard)
+        size = data.stat().st_size if data.exists() else 0
+        for place in np.flatnonzero(table.rows["nbytes"] != shape.nbytes):
+            self._found(shard, table, int(place), "its record is of a block of another size")
+        inside = (table.slots + 1) * slot_bytes(shape) <= size
+        for place in np.flatnonzero(~inside & (table.rows["nbytes"] == shape.nbytes)):
+            self._found(shard, table, int(place), "the data file ends before it")
+        readable = np.flatnonzero(inside & (table.rows["nbytes"] == shape.nbytes))
+        if len(readable):
+            self._read(shard, table, readable.tolist(), data)
+        return table
+
+    def _read(self, shard: int, table: Table, places: list[int], data: Path) -> None:
+        """Read and verify the blocks of rows ``places``."""
+        nbytes = self._geometry.shard_shape(shard).nbytes
+        slot_nbytes = slot_bytes(self._geometry.shard_shape(shard))
+        at_once = max(1, min(_AT_ONCE_NBYTES // slot_nbytes, len(places)))
+        with ExitStack() as stack:
+            file = stack.enter_context(
+                closing(DataFile(data, slot_nbytes, num_slots=None, io_threads=2))
+            )
+            pages = stack.enter_context(closing(Pages(at_once * slot_nbytes)))
+            views = [pages.view[i * slot_nbytes : (i + 1) * slot_nbytes] for i in range(at_once)]
+            for first in range(0, len(places), at_once):
+                some = places[first : first + at_once]
+                pieces = [Piece(i, int(table.slots[at]), [views[i]]) for i, at in enumerate(some)]
+                for i, outcome in file.read(pieces):
+                    self._judge(shard, table, some[i], views[i][:nbytes], outcome)
+                self._report.nbytes += len(some) * nbytes
+                self._done(len(some) * nbytes)
+            for view in views:
+                view.release()
+
+    def _judge(
+        self, shard: int, table: Table, place: int, block: memoryview, outcome: int | OSError
+    ) -> None:
+        row = table.rows[place]
+        if isinstance(outcome, OSError):
+            self._found(shard, table, place, f"it cannot be read: {outcome}", sure=False)
+        elif checksum(bytes(row["key"]), [block], len(block)) != bytes(row["checksum"]):
+            self._found(shard, table, place, "its bytes are not those written")
+
+    def _found(self, shard: int, table: Table, place: int, why: str, *, sure: bool = True) -> None:
+        """A bad block. One that could not be read may be read another day: it is not erased."""
+        slot, key = int(table.slots[place]), bytes(table.rows[place]["key"])
+        self._report.num_bad += 1
+        if len(self._report.bad) < _NAMED:
+            self._report.bad.append(Bad(shard, slot, key, why))
+        if sure:
+            self._bad_slots.add(slot)
+
+    def _erase_torn(self, index: Path) -> None:
+        with closing(IndexFile(index)) as file:
+            for slot in suspect_slots(index):
+                file.erase(slot)
+                self._report.erased += 1
+        os.truncate(index, index.stat().st_size // RECORD_NBYTES * RECORD_NBYTES)
+
+    def _erase_everywhere(self, slots: list[int]) -> None:
+        for shard in range(len(self._geometry.heads)):
+            _, index = shard_files(self._folder, shard)
+            if slots and index.exists():
+                with closing(IndexFile(index)) as file:
+                    for slot in slots:
+                        file.erase(slot)
+                    file.sync()
+        self._report.erased += len(slots)

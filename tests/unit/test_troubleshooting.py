@@ -1,0 +1,50 @@
+"""docs/troubleshooting.md names every error and every warning there is, and no other."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "kvcore_troubleshooting", ROOT / "tools" / "troubleshooting.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_error_and_every_line_has_its_entry(tool: Any) -> None:
+    lines = tool.logged()
+    assert len(lines) > 80
+    assert not tool.missing(lines)
+
+
+def test_the_page_is_current(tool: Any) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert tool.page() == page, "python -m tools.troubleshooting > docs/troubleshooting.md"
+
+
+def test_a_new_line_or_one_that_went_is_noticed(tool: Any, tmp_path: Path) -> None:
+    """The scanner sees what a logger is told, in whatever words."""
+    (tmp_path / "kvcore").mkdir()
+    (tmp_path / "kvcore" / "new.py").write_text(
+        'def f(x):\n    _log.info("no")\n    _log.warning("one %s", x)\n    _log.exception(f"two {x}")\n'
+    )
+    lines = tool.logged(tmp_path)
+    assert [(line.text, line.level) for line in lines] == [
+        ("one %s", "warning"), ("f'two {x}'", "error"),
+    ]  # fmt: skip
+    said = tool.missing(lines)
+    assert "kvcore/new.py: no entry for 'one %s'" in said
+    assert "no code logs 'kvcore failed'" in said

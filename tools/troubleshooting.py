@@ -1,0 +1,520 @@
+"""Writes docs/troubleshooting.md: every error kvcore raises, every warning it logs, what to do.
+
+    python -m tools.troubleshooting > docs/troubleshooting.md
+
+What there is comes from the code: the classes of kvcore/errors.py, and each call of a logger's
+``warning``, ``error`` or ``exception`` in kvcore and its adapters. What it means and what to do
+stands here. A test fails for a line without an entry, and for an entry without a line.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcore import errors
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = ("kvcore", "kernels", "adapters")
+LEFT_OUT = ("kvcore/testing",)
+LEVELS = {"warning": "warning", "error": "error", "exception": "error"}
+
+
+class Line(NamedTuple):
+    """A line that can be logged: its text before anything is filled in."""
+
+    text: str
+    level: str
+    file: str
+
+
+class Trouble(NamedTuple):
+    """A line of the log by its text, what it means, and what to do."""
+
+    text: str
+    means: str
+    do: str
+
+
+NOTHING = "Nothing."
+
+ERRORS = {
+    "KVCoreError": "See the one that was raised.",
+    "ConfigError": "Change the setting, option or file that the message names; it says what is "
+    "supported. `kvcore config` shows every value and where it came from.",
+    "PluginError": "Repair or update the plugin, or name it in `plugins.disable`. `kvcore plugins` "
+    "shows what was found.",
+    "UnsupportedError": "See the page of the engine for what is served. The engine itself runs on, "
+    "without kvcore or without the part that is named.",
+    "LayoutError": "Report it with the engine's version and model. KV is not stored where its "
+    "place in memory is not understood.",
+    "CapacityError": "Raise the capacity that is named, or `transfer.queue_depth`.",
+    "TierError": "See the one that was raised.",
+    "TierUnavailable": "Look at the medium: is it there, writable, not full? The tier is tried "
+    "again by itself.",
+    "BlockMissing": "Nothing: a store that others use has dropped it, and it is computed again. "
+    "Where it happens often the store is too small.",
+    "CorruptBlock": "Nothing at once: the block is taken out and computed again. Where it happens "
+    "again look at the medium, and run `kvcore scrub`.",
+    "FormatError": "Use the version of kvcore that wrote it, or another folder. See "
+    "[formats](format.md).",
+    "TransferError": "See the lines before it in the log.",
+    "TransferCancelled": NOTHING,
+    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is slower "
+    "than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
+}
+
+TROUBLES: dict[str, list[Trouble]] = {
+    "Start": [
+        Trouble(
+            "plugin_left_out",
+            "A plugin could not be loaded; the others serve.",
+            "Repair it, or name it in `plugins.disable`.",
+        ),
+        Trouble(
+            "ops_left_out",
+            "An implementation of the copies cannot be used; another is.",
+            "For `native`: install a wheel, or run `python3 kvcore/ops/build.py` (a C compiler).",
+        ),
+        Trouble(
+            "attention_hook_left_out",
+            "A plugin's hook around attention is not for this model, or failed.",
+            "Look at its error; name the plugin in `plugins.disable` if it is not wanted.",
+        ),
+        Trouble(
+            "no native copies: %s",
+            "The C copies are not built; torch does them, more slowly.",
+            "Install a wheel, or run `python3 kvcore/ops/build.py` (a C compiler).",
+        ),
+        Trouble(
+            "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
+            "hub serves under that name; give the engine a revision or a local folder",
+            "Weights that change under one name would be served old KV.",
+            "Give the engine a revision or a local folder.",
+        ),
+        Trouble(
+            "the tier %s is off: %s",
+            "A tier cannot be used; the others serve.",
+            "Do what the message says, and restart the engine.",
+        ),
+        Trouble(
+            "tier %s cannot be opened here: %s",
+            "A worker cannot open a tier that its leader found; nothing goes there.",
+            "Every worker needs the folder or store: look at mounts, rights and addresses.",
+        ),
+        Trouble(
+            "host memory is not pinned (CUDA error %d, locked-memory limit %s bytes): copies to "
+            "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
+            "The GPU cannot copy from host memory by itself.",
+            "Raise the limit (`ulimit -l unlimited`, or the container's), or lower "
+            "`host.capacity`.",
+        ),
+        Trouble(
+            "huge pages are not to be had (%s): disk reads into host memory are slower; write "
+            "madvise or always to %s",
+            "Memory is in pages of 4 KiB.",
+            "Write `madvise` to the file named, or set `host.huge_pages = false`.",
+        ),
+        Trouble(
+            "no trace is written: %s",
+            "The folder of `trace.path` cannot be written.",
+            "Give one that can.",
+        ),
+        Trouble(
+            "attention hooks are left out: %s: %s",
+            "Hooks around attention do not fit this model or runner; the engine runs without.",
+            "Name the plugin in `plugins.disable` if it is not wanted.",
+        ),
+        Trouble(
+            "exact prefixes only: %s",
+            "Fusion is on, and is not right for this model or engine.",
+            "Nothing, or `fusion.enabled = false`.",
+        ),
+        Trouble(
+            "connector_not_registered",
+            "This vLLM is outside of what the adapter serves, or registering failed.",
+            "Install a version that `kvcore plugins` names.",
+        ),
+        Trouble(
+            "hooks_not_registered",
+            "This SGLang is outside of what the adapter serves, or registering failed.",
+            "Install a version that `kvcore plugins` names.",
+        ),
+        Trouble(
+            "hook_not_registered",
+            "A function of SGLang that kvcore goes around has changed.",
+            "Install a version that `kvcore plugins` names.",
+        ),
+    ],
+    "Standing aside": [
+        Trouble(
+            "kvcore stands aside, the model runs without it: %s",
+            "The model, or the way its KV lies, is not one that kvcore serves right.",
+            "See the engine's page. The engine runs as without kvcore.",
+        ),
+        Trouble(
+            "kvcore stands aside on rank %d: %s",
+            "As above, on one rank.",
+            "See the engine's page. The engine runs as without kvcore.",
+        ),
+        Trouble(
+            "a worker refused its work: kvcore stands aside until the engine restarts",
+            "A worker cannot move KV; nothing more is promised.",
+            "Look for the worker's own line before it; restart the engine.",
+        ),
+        Trouble(
+            "%s: kvcore stands aside until the engine restarts",
+            "Something unexpected, named in the line; nothing more is promised.",
+            "Restart the engine; report what stands before it in the log.",
+        ),
+        Trouble(
+            "kvcore failed",
+            "An error of kvcore's own in SGLang's scheduler; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "%s failed",
+            "An error of kvcore's own in TensorRT-LLM's calls; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "the load of request %s cannot be planned",
+            "An error of kvcore's own; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "the step cannot be planned",
+            "An error of kvcore's own; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "reports could not be taken in",
+            "An error of kvcore's own; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+    ],
+    "Loads and saves": [
+        Trouble(
+            "load failed, computing instead request=%s attempt=%d retry=%s",
+            "Blocks could not be read; they are computed.",
+            "Look for the tier's own line before it.",
+        ),
+        Trouble(
+            "load refused request=%s: %s",
+            "There was no room to load through; it is computed.",
+            "Where it happens often raise `host.capacity` or `transfer.queue_depth`.",
+        ),
+        Trouble(
+            "load abandoned at its deadline graph=%d after_s=%s",
+            "A load was late; its tokens are computed.",
+            "Where it happens often look at the tier, or set `planner.enabled = true`.",
+        ),
+        Trouble(
+            "a load failed and is tried again graph=%d",
+            "Blocks could not be read in the first try.",
+            "Look for the tier's own line before it.",
+        ),
+        Trouble(
+            "a promised load failed request=%s: %s",
+            "TensorRT-LLM takes no word back: the request is failed.",
+            "Look at the tier, and at `trtllm.stage_wait_s`.",
+        ),
+        Trouble(
+            "computed_again",
+            "A request's KV could not be loaded; SGLang computes it from the start.",
+            "Look for the tier's own line before it.",
+        ),
+        Trouble("%s tier=%s failed: %s", "An operation on a tier failed.", "Look at the tier."),
+        Trouble(
+            "transfer op failed graph=%d path=%s",
+            "A copy failed; a load is computed, a save is dropped.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "graph refused: %s",
+            "The queue is full: a load is computed, a save is dropped.",
+            "Raise `transfer.queue_depth`.",
+        ),
+        Trouble(
+            "report of an unknown op graph=%d op=%d",
+            "A worker reported work that its leader does not know.",
+            "Report it, unless the cache was cleared at that time.",
+        ),
+        Trouble(
+            "transfers still hung at shutdown; what they wrote is not published",
+            "A medium did not answer before the engine ended.",
+            "Look at the medium.",
+        ),
+        Trouble("shutdown: %s", "Something failed while closing.", "Look at the tier it names."),
+        Trouble(
+            "copies under way when the cache was flushed did not end",
+            "A medium hangs; kvcore stands aside.",
+            "Look at the medium, and restart the engine.",
+        ),
+    ],
+    "Tiers": [
+        Trouble(
+            "tier left alone tier=%s failures=%d pause_s=%g",
+            "Three failures: it is neither read nor written for a while, then tried.",
+            "Look at the medium. It comes back by itself.",
+        ),
+        Trouble("tier works again tier=%s", "It was left alone, and answers.", NOTHING),
+        Trouble("the tier %s failed: %s", "Reading or writing failed.", "Look at the medium."),
+        Trouble("the tier %s raised", "A plugin's tier raised.", "Report the traceback."),
+        Trouble(
+            "tier %s could not forget %d slots: %s",
+            "What was cleared may be found there after a restart.",
+            "Look at the medium; remove the folder if it must be gone.",
+        ),
+        Trouble("closing tier %s: %s", "It failed while closing.", "Look at the medium."),
+        Trouble(
+            "a stored page is bad and dropped: %s",
+            "Bytes were not those written; SGLang computes the page.",
+            "Where it happens again look at the medium; `kvcore scrub` for a disk.",
+        ),
+    ],
+    "Disk": [
+        Trouble(
+            "%s: dropped records torn=%d beyond_data_or_of_other_size=%d",
+            "An engine was killed while it wrote, or the files were cut: these blocks are gone.",
+            "Nothing after a crash. Otherwise look at the disk.",
+        ),
+        Trouble(
+            "store %s is not used: %s",
+            "Its `store.json` is of another version, or damaged.",
+            "Remove the store's folder if nobody needs it.",
+        ),
+        Trouble(
+            "store %s is not used: it holds blocks of another model",
+            "Two models came to the same name of a folder.",
+            "Remove the store's folder if nobody needs it.",
+        ),
+        Trouble(
+            "the store %s is not read: %s",
+            "A store of another engine vanished or cannot be opened; its blocks are computed.",
+            NOTHING,
+        ),
+        Trouble(
+            "cutting the store %s to %d blocks to make room",
+            "The capacity is shared by all stores in the folder.",
+            "Raise `disk.capacity` to keep more.",
+        ),
+        Trouble(
+            "removing the store %s (%d bytes) to make room",
+            "The capacity is shared by all stores in the folder; this one was used last of all.",
+            "Raise `disk.capacity` to keep more.",
+        ),
+        Trouble(
+            "slot %d could not be marked bad: %s",
+            "A bad block was found, and its record could not be erased; it is not served.",
+            "Look at the disk.",
+        ),
+        Trouble(
+            "a flush failed: %s",
+            "What was written may not survive a loss of power.",
+            "Look at the disk.",
+        ),
+        Trouble(
+            "no asynchronous I/O for %s (%s): threads do it instead",
+            "The kernel, its limits or a sandbox refuse it; reads are slower.",
+            "Raise `fs.aio-max-nr`, or allow io_submit in the container.",
+        ),
+        Trouble(
+            "no direct I/O in %s: reads and writes go through the page cache",
+            "The file system refuses it.",
+            "Give `disk.path` on a local file system, or leave it.",
+        ),
+    ],
+    "Remote stores": [
+        Trouble(
+            "store %s does not tell what it holds: %s",
+            "Lookups there failed: misses.",
+            "Look at the store and at the network.",
+        ),
+        Trouble(
+            "asking store %s failed", "An error in the store's client.", "Report the traceback."
+        ),
+        Trouble(
+            "store %s still answers nothing at shutdown: it is left behind",
+            "A request hangs.",
+            "Look at the store and at the network.",
+        ),
+        Trouble(
+            "store %s keeps %d values: %s",
+            "Values that were cleared could not be removed.",
+            "Remove them with the store's own means if they must be gone.",
+        ),
+        Trouble(
+            "removing from store %s failed",
+            "An error in the store's client.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "%d bad values stay in the store: %s",
+            "They could not be removed. They are not served.",
+            "Look at the store.",
+        ),
+    ],
+    "Fusion": [
+        Trouble(
+            "request=%s is answered without fusion: %s",
+            "What the request asks of fusion cannot be read.",
+            "Change the request: see [fusion](fusion.md).",
+        ),
+        Trouble(
+            "request %s is answered without fusion: %s",
+            "What the request asks of fusion cannot be read.",
+            "Change the request: see [fusion](fusion.md).",
+        ),
+        Trouble(
+            "%d blends failed one after another: exact prefixes only until the engine restarts",
+            "Fusion fails with this model.",
+            "Report the tracebacks before it; set `fusion.enabled = false`.",
+        ),
+        Trouble(
+            "blend failed, computing instead request=%s",
+            "The request is computed in full.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "no memory for the chunks of request=%s: %s",
+            "The request is computed in full.",
+            "Lower `fusion.staging_max`, or what the engine takes of the device.",
+        ),
+        Trouble(
+            "the model's layers could not be timed",
+            "Whether a blend is worth it is not measured.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "a chunk is computed, since it cannot be loaded: %s",
+            "There was no room to load through.",
+            "Where it happens often raise `host.capacity`.",
+        ),
+        Trouble(
+            "chunks have not arrived from their tier in time, computing instead",
+            "The tier is late.",
+            "Look at the tier, and at `transfer.load_deadline_s`.",
+        ),
+        Trouble(
+            "attention hooks are not called again: %s: %s",
+            "A hook around attention failed.",
+            "Report the traceback to the plugin.",
+        ),
+        Trouble(
+            "attention hook %r failed at layer %d and is not called again",
+            "A hook around attention failed.",
+            "Report the traceback to the plugin.",
+        ),
+        Trouble(
+            "tokens of stored blocks are not kept in %s: %s",
+            "The file of segments cannot be used: after a restart chunks are not found.",
+            "Look at the file; remove it if it is of another version.",
+        ),
+        Trouble(
+            "%s is written by another engine: tokens are not kept",
+            "Two engines of one model share the folder: one of them writes.",
+            "Nothing, or give each its own `disk.path`.",
+        ),
+        Trouble(
+            "%s could not be %s: %s",
+            "The file of segments could not be written: after a restart chunks are not found.",
+            "Look at the disk.",
+        ),
+    ],
+    "Traces": [
+        Trouble("trace %s is full and ends here", "A file of 256 MiB.", NOTHING),
+        Trouble("trace %s ends here: %s", "The disk failed.", "Look at the disk."),
+        Trouble("trace %s: %s", "The file could not be closed.", "Look at the disk."),
+    ],
+}
+
+
+def logged(root: Path = ROOT) -> list[Line]:
+    """Every line that can be logged as a warning or an error, in order of files."""
+    found = []
+    for room in CODE:
+        for file in sorted((root / room).rglob("*.py")):
+            name = file.relative_to(root).as_posix()
+            if not name.startswith(LEFT_OUT):
+                found += [Line(*line, name) for line in _lines(ast.parse(file.read_text()))]
+    return found
+
+
+def _lines(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        level = _level(call.func)
+        first = call.args[0]
+        if level and isinstance(first, ast.Constant) and isinstance(first.value, str):
+            yield first.value, level
+        elif level:
+            yield ast.unparse(first), level
+
+
+def _level(func: ast.expr) -> str:
+    """Of a call of ``_log.warning`` and the like, or of the ``tell`` that is picked from them."""
+    if isinstance(func, ast.Attribute) and ast.unparse(func.value) in ("_log", "log", "logger"):
+        return LEVELS.get(func.attr, "")
+    return "warning" if isinstance(func, ast.Name) and func.id == "tell" else ""
+
+
+def error_names() -> list[str]:
+    """Of kvcore's errors, in the order of their module."""
+    classes = inspect.getmembers(errors, inspect.isclass)
+    ours = [one for _, one in classes if issubclass(one, errors.KVCoreError)]
+    return [one.__name__ for one in sorted(ours, key=lambda one: inspect.getsourcelines(one)[1])]
+
+
+def missing(lines: list[Line]) -> list[str]:
+    """What the catalogue lacks or has too much, in words."""
+    known = {trouble.text for group in TROUBLES.values() for trouble in group}
+    there = {line.text for line in lines}
+    texts = [f"{line.file}: no entry for {line.text!r}" for line in lines if line.text not in known]
+    texts += [f"no code logs {text!r}" for text in sorted(known - there)]
+    names = set(error_names())
+    return texts + [f"error {name!r}: entry or class?" for name in sorted(names ^ set(ERRORS))]
+
+
+HEAD = """\
+<!-- Made by `python -m tools.troubleshooting` from the code; do not edit. -->
+# Troubleshooting
+
+`kvcore doctor` looks at the machine, the engines and the settings first. Below stand every error
+that kvcore raises on purpose, and every warning and error line of its log. `...` is filled in.
+"""
+
+
+def page() -> str:
+    """docs/troubleshooting.md."""
+    lines = logged()
+    levels = {line.text: line.level for line in lines}
+    rows = [HEAD, "## Errors", "", "| error | means | do |", "|---|---|---|"]
+    for name in error_names():
+        means = " ".join((getattr(errors, name).__doc__ or "").split())
+        rows.append(_row(f"`{name}`", means, ERRORS[name]))
+    for title, troubles in TROUBLES.items():
+        rows += ["", f"## {title}", "", "| line | level | means | do |", "|---|---|---|---|"]
+        for text, means, do in troubles:
+            rows.append(_row(f"`{_shown(text)}`", levels[text], means, do))
+    return "\n".join(rows) + "\n"
+
+
+def _shown(text: str) -> str:
+    return re.sub(r"%[a-z]", "...", text)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    if problems := missing(logged()):
+        sys.exit("\n".join(problems))
+    sys.stdout.write(page())
