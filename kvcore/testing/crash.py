@@ -333,6 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="on the disk to try; default: a temporary one")
     options = parser.parse_args(arguments)
+    logging.getLogger("kvcore").setLevel(logging.ERROR)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = crash_rounds(Path(folder), options.rounds, options.seed, _progress)

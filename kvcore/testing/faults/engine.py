@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcore.config import Config
+from kvcore.manager import HOST
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine
 from kvcore.testing.engine.transport import DirectTransport
 from kvcore.testing.faults.plan import Faults
 from kvcore.testing.faults.worker import FaultyMessages, into_worker
 from kvcore.worker import KVWorker
 
-__all__ = ["faulty_engine", "nothing_left"]
+__all__ = ["faulty_engine", "held", "nothing_left"]
 
 _SETTLE_S = 10.0
 
@@ -72,3 +73,30 @@ def _files() -> Counter[str]:
         if path.startswith("/") and not path.startswith(("/dev", "/proc")):
             found[path] += 1
     return found
+
+
+def held(engine: ReferenceEngine) -> dict[str, int]:
+    """What an engine that is idle and settled should not hold any more, and holds: by its name."""
+    assert engine.leader is not None
+    manager, index = engine.leader.manager, engine.leader.manager.index
+    arena = engine.workers[0].worker.arena
+    lent = arena.num_slots - index.num_slots(HOST) - len(manager._staging)
+    found = {"staging slots": lent, "flights": manager.in_flight, **_unanswered(engine)}
+    for table in index._tables:
+        parts = {
+            "pins": table.pins,
+            "reservations": table.open,
+            "waiting reservations": table.dependents,
+            "evictions": table.evicting,
+            "retained slots": table.retained,
+            "parked slots": table.parking,
+        }
+        found.update({f"{table.name} {what}": len(some) for what, some in parts.items()})
+    return {what: count for what, count in found.items() if count}
+
+
+def _unanswered(engine: ReferenceEngine) -> dict[str, int]:
+    """Ops of the workers, and reports that wait for other ranks."""
+    transport: Any = engine.leader._transport if engine.leader is not None else None
+    ops = sum(made.worker.engine.in_flight for made in engine.workers)
+    return {"ops": ops, "partial reports": len(transport._quorum)}
