@@ -45,6 +45,9 @@ from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, build_
 _log = logging.getLogger("kvcore.manager")
 
 HOST = "host"
+STALLED_S = 1.0
+"""Seconds without any op's end after which nothing is waited for that others must end first."""
+_GIVEN_UP = frozenset({RowError.CANCELLED, RowError.DEADLINE})
 
 
 class Readiness(Enum):
@@ -54,6 +57,7 @@ class Readiness(Enum):
     LATER = "later"
     """When loads in flight have ended."""
     NEVER = "never"
+    """Or too late: what has the slots hangs."""
 
 
 class WritePolicy(str, Enum):
@@ -134,7 +138,8 @@ class Event(NamedTuple):
 
 @dataclass
 class _Flight:
-    """A graph on its way. ``first_block`` is the chain position of row 0."""
+    """A graph on its way. ``first_block`` is the chain position of row 0. ``late``: it was given
+    up, and what of it is still running may take for ever."""
 
     graph: TransferGraph
     keys: Sequence[bytes]
@@ -144,6 +149,7 @@ class _Flight:
     holds: list[Reservation] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
+    late: bool = False
     on_end: list[Callable[[], object]] = field(default_factory=list)
 
 
@@ -184,6 +190,8 @@ class KVManager:
         self._max_in_flight = max_in_flight
         self._metrics = metrics or Metrics(enabled=False)
         self._on_event = on_event
+        self._clock = clock
+        self._last_end = clock()
         self._flights: dict[int, _Flight] = {}
         self._ids = itertools.count(1)
         self._demoting: set[str] = set()
@@ -231,14 +239,17 @@ class KVManager:
         """Whether ``launch_load`` has slots for these blocks now, or will when others end."""
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
         if len(self._flights) >= self._max_in_flight:
-            return Readiness.LATER
+            moving = self._clock() - self._last_end < STALLED_S
+            return Readiness.LATER if moving else Readiness.NEVER
         if not below or self._staging or self.index.num_free(HOST) >= below:
             return Readiness.READY
-        return Readiness.LATER if self._staging_lent else Readiness.NEVER
+        return Readiness.LATER if self._staging_comes_back else Readiness.NEVER
 
     @property
-    def _staging_lent(self) -> bool:
-        return any(flight.staging for flight in self._flights.values())
+    def _staging_comes_back(self) -> bool:
+        """Whether a load has the staging slots that has not been given up: a read that hangs keeps
+        them for as long as it likes."""
+        return any(flight.staging and not flight.late for flight in self._flights.values())
 
     # -- launching --------------------------------------------------------------------------
 
@@ -322,6 +333,8 @@ class KVManager:
             _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
             return
         flight.waiting.discard(report.op_id)
+        flight.late |= not _GIVEN_UP.isdisjoint(report.failed.values())
+        self._last_end = self._clock()
         op = flight.graph.ops[report.op_id]
         self._count_read(op, -1)
         self._judge_tier(op, report)
@@ -680,6 +693,8 @@ class KVManager:
     def _launch(self, flight: _Flight, graph: TransferGraph) -> None:
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
+        if not self._flights:
+            self._last_end = self._clock()  # nothing could end before
         self._flights[graph.graph_id] = flight
         for reservation in flight.targets.values():
             if reservation.tier == HOST and len(graph.ops) > 1:  # what it fills is read on

@@ -32,8 +32,9 @@ from kvcore.testing.asking import (
     sglang_tiers,
     small_engine,
 )
-from kvcore.testing.conformance.faults import NAME, write_plugin
 from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.faults import Fault, Rule, Seam, write_rules
+from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import tokens, windows
 
@@ -296,16 +297,16 @@ def _rank_block_nbytes() -> int:
 
 
 def _far_tier(folder: Path) -> tuple[dict[str, Any], dict[str, str], Path]:
-    """kvcore's config with host memory for four documents and a tier behind it that obeys a file;
-    the engine's environment, and the file."""
-    control = folder / "control"
-    control.write_text("ok")
-    far = {"plugin": NAME, "capacity": "256MiB", "options": {"control": str(control)}}
+    """kvcore's config with host memory for four documents and a tier behind it that follows a file
+    of rules; the engine's environment, and the file."""
+    rules = folder / "rules"
+    write_rules(rules)
+    far = {"plugin": FAULTY_MEMORY, "capacity": "256MiB", "options": {"rules": str(rules)}}
     tiers = sglang_tiers(folder)
     del tiers["disk"]
     kvcore = {**tiers, "host": {"capacity": "12MiB"}, "tiers": {"far": far}}
     path = os.pathsep.join([str(write_plugin(folder / "plugin")), os.environ.get("PYTHONPATH", "")])
-    return kvcore, {"PYTHONPATH": path}, control
+    return kvcore, {"PYTHONPATH": path}, rules
 
 
 def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
@@ -313,13 +314,13 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
 ) -> None:
     """On two ranks. While the tier hangs, others are answered; an abort of one that waits, and what
     came in the end, harm nothing."""
-    kvcore, env, control = _far_tier(tmp_path)
+    kvcore, env, rules = _far_tier(tmp_path)
     asked = windows(model, 8, 700, 800, seed=60)
     others = [[7 + i, *prompt[:250]] for i, prompt in enumerate(asked[:3])]  # no prefix of any
     with engine(model, kvcore, env, tp_size=2) as process:
         same(answers(process, asked), reference(asked))
         settled(process)
-        control.write_text("hang")
+        write_rules(rules, Rule(Fault.HANG, Seam.TIER_READ, seconds=600))
         try:
             far = [process.submit(prompt, ANSWER) for prompt in asked[:2]]
             lost = process.submit(asked[2], ANSWER, abort_after=0)
@@ -327,7 +328,7 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
             lost.result(600)
             assert not any(future.done() for future in far), "nobody waited for the tier"
         finally:
-            control.write_text("ok")
+            write_rules(rules)
         got = [future.result(600) for future in far]
         same(got, reference(asked[:2]))
         all_from("far", got, [(len(p) - 1) // BLOCK * BLOCK for p in asked[:2]])

@@ -26,13 +26,14 @@ from PIL import Image
 
 from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, same, settled
 from kvcore.testing.asking import small_engine as engine
+from kvcore.testing.faults import Fault, Rule, Seam, write_rules
+from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
 
 pytestmark = pytest.mark.engine
 
 IMAGE = 49153  # IMAGE_TOKEN of tiny_vision_model: SmolLM2's vocabulary, and the second one added
-FAULTY = Path(__file__).with_name("faulty")
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
 HOST_ONLY = {"host": {"capacity": "256MiB"}}
 
@@ -56,24 +57,31 @@ def reference(model: Path) -> Iterator[Reference]:
 # -- loads that are slow, fail or never end -------------------------------------------------------
 
 
-def faulty(**options: Any) -> dict[str, Any]:
+def faulty(folder: Path, *rules: Rule) -> dict[str, Any]:
     """Host memory for a few prompts only; the rest lies in a tier that misbehaves."""
+    write_rules(folder / "rules", *rules)
+    options = {"rules": str(folder / "rules")}
     return {
         "host": {"capacity": "12MiB"},
-        "tiers": {"shelf": {"plugin": "faulty", "capacity": "512MiB", "options": options}},
+        "tiers": {"shelf": {"plugin": FAULTY_MEMORY, "capacity": "512MiB", "options": options}},
         "transfer": {"load_deadline_s": 2.0},
     }
 
 
-def path_to_plugin() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")])}
+def slow(seconds: float) -> Rule:
+    return Rule(Fault.LATENCY, Seam.TIER_READ, seconds=seconds)
+
+
+def path_to_plugin(folder: Path) -> dict[str, str]:
+    found = [str(write_plugin(folder)), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(found)}
 
 
 def test_aborts_while_loads_are_under_way(
-    reference: Reference, model: Path, documents: list[list[int]]
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
     """Each load takes a good part of a second; requests go away at all points of it."""
-    with engine(model, faulty(read_delay_s=0.15), path_to_plugin()) as process:
+    with engine(model, faulty(tmp_path, slow(0.15)), path_to_plugin(tmp_path)) as process:
         same(answers(process, documents), reference(documents))
         picks = random.Random(4)
         for _ in range(3):
@@ -100,9 +108,10 @@ def _names(picks: random.Random) -> Iterator[str]:
 
 
 def test_blocks_that_cannot_be_read_are_computed_again(
-    reference: Reference, model: Path, documents: list[list[int]]
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
-    with engine(model, faulty(fail_every=7), path_to_plugin()) as process:
+    fails = Rule(Fault.ERROR, Seam.TIER_READ, rate=1 / 7)
+    with engine(model, faulty(tmp_path, fails), path_to_plugin(tmp_path)) as process:
         for batch in (1, 4, 8):
             same(answers(process, documents, batch=batch), reference(documents))
             settled(process)
@@ -111,11 +120,11 @@ def test_blocks_that_cannot_be_read_are_computed_again(
 
 
 def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
-    reference: Reference, model: Path, documents: list[list[int]]
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
     """Prefill of the tiny model takes milliseconds; every read of the shelf half a second."""
-    slow = faulty(read_delay_s=0.5) | {"planner": {"enabled": True}}
-    with engine(model, slow, path_to_plugin()) as process:
+    kvcore = faulty(tmp_path, slow(0.5)) | {"planner": {"enabled": True}}
+    with engine(model, kvcore, path_to_plugin(tmp_path)) as process:
         for _ in range(3):
             same(answers(process, documents), reference(documents))
             settled(process)
@@ -123,11 +132,18 @@ def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
 
-@pytest.mark.parametrize("fault", [{"die_after": 40}, {"read_delay_s": 6.0}], ids=["dies", "hangs"])
+DIES = tuple(Rule(Fault.ERROR, seam, skip=40) for seam in (Seam.TIER_READ, Seam.TIER_WRITE))
+
+
+@pytest.mark.parametrize("fault", [DIES, (slow(6.0),)], ids=["dies", "hangs"])
 def test_a_dead_tier_costs_time_not_answers(
-    reference: Reference, model: Path, documents: list[list[int]], fault: dict[str, Any]
+    reference: Reference,
+    model: Path,
+    documents: list[list[int]],
+    fault: tuple[Rule, ...],
+    tmp_path: Path,
 ) -> None:
-    with engine(model, faulty(**fault), path_to_plugin()) as process:
+    with engine(model, faulty(tmp_path, *fault), path_to_plugin(tmp_path)) as process:
         for _ in range(3):
             same(answers(process, documents, batch=8), reference(documents))
             settled(process)

@@ -21,7 +21,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvcore.breaker import Breaker, BreakerState
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import HOST, Backing, Event, KVManager, Readiness, WritePolicy
+from kvcore.manager import (
+    HOST,
+    STALLED_S,
+    Backing,
+    Event,
+    KVManager,
+    Readiness,
+    WritePolicy,
+)
 from kvcore.metrics import Metrics
 from kvcore.policy.admission import OnNthUse
 from kvcore.transfer.graph import (
@@ -427,6 +435,56 @@ def test_a_load_waits_only_for_what_will_come() -> None:
     rig.manager._staging.clear()
     assert rig.manager.can_load(hit, 0, 2) is Readiness.NEVER
     rig.manager.index.unpin(pin)
+
+
+@pytest.mark.parametrize("why", [RowError.DEADLINE, RowError.CANCELLED])
+def test_nothing_waits_for_a_load_that_was_given_up(why: RowError) -> None:
+    """Its read hangs and keeps the staging slots; another request is computed, and does not hang
+    with it."""
+    rig = Rig(host=2, disk=16, staging=2, batch=2)
+    long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
+    for keys in (long[:2], other):
+        rig.save(keys)
+        rig.drain()
+    hit = rig.manager.get_match(long, NAMESPACE)
+    pin = rig.manager.index.pin(HOST, other[-1])
+    graph = rig.manager.launch_load(hit, 0, 2, rig.units(2))
+    reads = [op for op in graph.ops if op.path.reads_tier]
+    for op in graph.ops:
+        if op not in reads:
+            rig.media.reports.append(
+                OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why))
+            )
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.LATER
+    rig.manager.pump()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.NEVER
+    for op in reads:  # it comes back after all
+        rig.media.reports.append(OpReport(graph.graph_id, op.op_id, {}))
+    rig.manager.pump()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
+    rig.manager.index.unpin(pin)
+    rig.manager.check_integrity()
+
+
+def test_nothing_waits_behind_saves_that_do_not_end() -> None:
+    """A disk whose writes hang fills the flights with saves: loads wait while some end, not for
+    ever."""
+    rig = Rig(host=16, disk=16)
+    rig.manager._max_in_flight = 3
+    rig.save(chain(1, 2))
+    rig.drain()
+    hit = rig.manager.get_match(chain(1, 2), NAMESPACE)
+    rig.now = 100.0  # idle for long
+    for i in range(3):
+        rig.save(chain(10 + i))
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.LATER
+    rig.now += 2 * STALLED_S
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.NEVER
+    assert rig.media.step(0)
+    rig.manager.pump()
+    assert rig.manager.can_load(hit, 0, 2) is not Readiness.NEVER
+    rig.drain()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
 
 
 def test_cancel_returns_everything() -> None:

@@ -14,6 +14,7 @@ Before a page changes hands the engine calls `fence`, which waits for the graphs
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -58,13 +59,15 @@ class Lookup(NamedTuple):
 
 @dataclass
 class _Tracked:
-    """A request as the leader knows it. ``fetching`` are loads of chunks into host memory."""
+    """A request as the leader knows it. ``fetching`` are loads of chunks into host memory, waited
+    for until ``give_up_at``."""
 
     chain: KeyChain
     saved_blocks: int = 0
     attempts: int = 0
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
+    give_up_at: float = 0.0
     memo: Memo = field(default_factory=Memo)
 
 
@@ -194,11 +197,12 @@ class Leader:
             return None
         if not tracked.fetched:
             tracked.fetched = True
+            tracked.give_up_at = time.monotonic() + self._deadline_s
             wanted = [(hit, *self._blocks(computed, exact))]
             wanted += [fusion.chunks.source(chunk) for chunk in plan.chunks]
             for source, start, stop in wanted:
                 self._fetch(tracked, source, start, stop)
-        if tracked.fetching:
+        if tracked.fetching and time.monotonic() < tracked.give_up_at:
             return Lookup(hit, computed, computed, wait=True)
         in_host = fusion.chunks.in_host(plan)
         first, last = self._blocks(computed, exact)

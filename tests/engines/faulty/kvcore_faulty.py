@@ -1,11 +1,8 @@
-"""A third party's tier, selector and device operations, as a plugin of its own.
+"""A third party's selector and device operations, as a plugin of its own.
 
-The tier is the naive one, slow and failing as told. The selector "faulty" fails every second time;
-"telling" picks rows by their number and writes what it is shown to the folder ``TELLING`` names.
-
-Put this folder on PYTHONPATH and kvcore finds it by its entry point. Options: ``read_delay_s``
-before every batch of reads; ``fail_every`` n: each n-th block that is read is said to be gone;
-``die_after`` n: after n blocks read, every call fails.
+The selector "faulty" fails every second time; "telling" picks rows by their number and writes what
+it is shown to the folder ``TELLING`` names. Put this folder on PYTHONPATH and kvcore finds it by
+its entry point. A tier that fails is `kvcore.testing.faults.plugin`'s.
 
 The device operations fail every load into the engine's pages while there is the file that
 ``FAULTY_OPS`` names, and a blend's attention on the second rank now and then while there is the one
@@ -16,51 +13,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Sequence
 from typing import Any
 
-from kvcore.errors import TierError, TierUnavailable
-from kvcore.plugins import OpsPlugin, SelectorPlugin, TierContext, TierPlugin, hookimpl
-from kvcore.tiers.base import BlockRead, BlockWrite
-from kvcore.tiers.memory import MemoryTier
-
-
-class FaultyTier(MemoryTier):
-    def __init__(
-        self, context: TierContext, read_delay_s: float = 0, fail_every: int = 0, die_after: int = 0
-    ) -> None:
-        super().__init__(context.capacity // context.slot_nbytes, context.slot_nbytes)
-        self._delay = read_delay_s
-        self._fail_every = fail_every
-        self._die_after = die_after
-        self._reads = itertools.count(1)
-        self._seen = 0
-
-    def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
-        self._check_alive()
-        return super().write(requests)
-
-    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
-        time.sleep(self._delay)
-        return [self._read_one(request) for request in requests]
-
-    def _read_one(self, request: BlockRead) -> TierError | None:
-        self._seen = next(self._reads)
-        self._check_alive()
-        if self._fail_every and self._seen % self._fail_every == 0:
-            return TierUnavailable(f"block {self._seen} is not to be had today")
-        [result] = super().read([request])
-        return result
-
-    def _check_alive(self) -> None:
-        if self._die_after and self._seen > self._die_after:
-            raise TierUnavailable("this tier has died")
-
-
-@hookimpl
-def kvcore_tiers() -> list[TierPlugin]:
-    return [TierPlugin("faulty", "remote", lambda c: FaultyTier(c, **c.options))]
+from kvcore.plugins import OpsPlugin, SelectorPlugin, hookimpl
 
 
 def faulty_selector() -> Any:

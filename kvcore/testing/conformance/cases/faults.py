@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvcore.testing.conformance.cases.equality import prompts
 from kvcore.testing.conformance.driver import Ask, Engine
-from kvcore.testing.conformance.faults import NAME, write_plugin
 from kvcore.testing.conformance.kit import Kit, case
+from kvcore.testing.faults import Fault, Rule, Seam, write_rules
+from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 
 IN_TIME_S = 60.0
 """How long a request may take that a load has failed: far beyond its deadline of a second, for the
@@ -65,22 +66,29 @@ def vanished_block(kit: Kit) -> None:
     after(kit, cut, 4100)
 
 
+CALLS = (Seam.TIER_READ, Seam.TIER_WRITE)
+HANGS = tuple(Rule(Fault.HANG, seam, seconds=IN_TIME_S) for seam in CALLS)
+FAILS = (Rule(Fault.ERROR, Seam.TIER_READ),)
+DOWN = tuple(Rule(Fault.ERROR, seam) for seam in CALLS)
+
+
 @contextmanager
-def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[[str], None]]]:
-    """An engine whose lower tier obeys a word, and holds the first of ``asks`` alone."""
+def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[..., None]]]:
+    """An engine whose lower tier follows rules, and holds the first of ``asks`` alone."""
     folder = write_plugin(kit.folder / "plugin")  # one for all: an engine may keep its process
-    control = kit.new_folder() / "control"
+    rules = kit.new_folder() / "rules"
 
-    def say(word: str) -> None:
-        made = control.with_suffix(".new")
-        made.write_text(word)
-        made.replace(control)
+    def say(*now: Rule) -> None:
+        write_rules(rules, *now)
 
-    say("ok")
     config = kit.config(
         host={"capacity": "2MiB"},
         tiers={
-            "faulty": {"plugin": NAME, "capacity": "64MiB", "options": {"control": str(control)}}
+            "faulty": {
+                "plugin": FAULTY_MEMORY,
+                "capacity": "64MiB",
+                "options": {"rules": str(rules)},
+            }
         },
         transfer={"load_deadline_s": 1.0},
     )
@@ -90,19 +98,19 @@ def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[[str]
             try:
                 yield engine, say
             finally:
-                say("ok")  # before it stops
+                say()  # before it stops
     finally:
-        say("ok")
+        say()
 
 
-def troubles(kit: Kit, word: str, seed: int) -> None:
+def troubles(kit: Kit, rules: Sequence[Rule], seed: int) -> None:
     asks = prompts(kit, seed, (150, 170, 190, 210))
     with troubled(kit, asks) as (engine, say):
-        say(word)
+        say(*rules)
         for ask in asks:
             kit.same(engine.ask([ask], IN_TIME_S), [ask])
             engine.forget()
-        say("ok")
+        say()
         for ask in asks:
             kit.same(engine.ask([ask], IN_TIME_S), [ask])
         engine.settle()
@@ -112,19 +120,19 @@ def troubles(kit: Kit, word: str, seed: int) -> None:
 @case("faults")
 def a_load_that_hangs(kit: Kit) -> None:
     """A read that does not come back is given up at its deadline."""
-    troubles(kit, "hang", 4200)
+    troubles(kit, HANGS, 4200)
 
 
 @case("faults")
 def a_read_that_fails(kit: Kit) -> None:
     """A block that is not to be had is computed."""
-    troubles(kit, "fail", 4300)
+    troubles(kit, FAILS, 4300)
 
 
 @case("faults")
 def a_tier_that_is_down(kit: Kit) -> None:
     """A store that is gone, for reads and writes, is done without."""
-    troubles(kit, "down", 4400)
+    troubles(kit, DOWN, 4400)
 
 
 @case("faults")

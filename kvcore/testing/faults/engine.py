@@ -1,0 +1,102 @@
+"""The reference engine with faults at every seam, and what must not be left behind by it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvcore.config import Config
+from kvcore.manager import HOST
+from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine
+from kvcore.testing.engine.transport import DirectTransport
+from kvcore.testing.faults.plan import Faults
+from kvcore.testing.faults.worker import FaultyMessages, into_worker
+from kvcore.worker import KVWorker
+
+__all__ = ["faulty_engine", "held", "nothing_left"]
+
+_SETTLE_S = 10.0
+
+
+def faulty_engine(
+    model: Llama, args: EngineArgs, config: Config, faults: Faults
+) -> ReferenceEngine:
+    """A `ReferenceEngine` whose workers and messages have ``faults``. Close it when done.
+
+    Remote stores get theirs where they are made (`FaultyStore`).
+    """
+
+    def transport(workers: Sequence[KVWorker]) -> Any:
+        return FaultyMessages(DirectTransport(workers), faults)
+
+    class Faulty(ReferenceEngine):
+        transport_type = staticmethod(transport)  # type: ignore[assignment]
+
+    engine = Faulty(model, args, config)
+    for made in engine.workers:
+        into_worker(made.worker, faults)
+    return engine
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """AssertionError where this process has more open files or kvcore's threads after the block.
+
+    Threads that are ending get some seconds."""
+    files, threads = _files(), _threads()
+    yield
+    until = time.monotonic() + _SETTLE_S
+    while (more := _threads() - threads) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not more, f"threads left: {dict(more)}"
+    more = _files() - files
+    assert not more, f"files left open: {dict(more)}"
+
+
+def _threads() -> Counter[str]:
+    return Counter(t.name for t in threading.enumerate() if t.name.startswith("kvcore"))
+
+
+def _files() -> Counter[str]:
+    """Regular files that are open, by path."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        if path.startswith("/") and not path.startswith(("/dev", "/proc")):
+            found[path] += 1
+    return found
+
+
+def held(engine: ReferenceEngine) -> dict[str, int]:
+    """What an engine that is idle and settled should not hold any more, and holds: by its name."""
+    assert engine.leader is not None
+    manager, index = engine.leader.manager, engine.leader.manager.index
+    arena = engine.workers[0].worker.arena
+    lent = arena.num_slots - index.num_slots(HOST) - len(manager._staging)
+    found = {"staging slots": lent, "flights": manager.in_flight, **_unanswered(engine)}
+    for table in index._tables:
+        parts = {
+            "pins": table.pins,
+            "reservations": table.open,
+            "waiting reservations": table.dependents,
+            "evictions": table.evicting,
+            "retained slots": table.retained,
+            "parked slots": table.parking,
+        }
+        found.update({f"{table.name} {what}": len(some) for what, some in parts.items()})
+    return {what: count for what, count in found.items() if count}
+
+
+def _unanswered(engine: ReferenceEngine) -> dict[str, int]:
+    """Ops of the workers, and reports that wait for other ranks."""
+    transport: Any = engine.leader._transport if engine.leader is not None else None
+    ops = sum(made.worker.engine.in_flight for made in engine.workers)
+    return {"ops": ops, "partial reports": len(transport._quorum)}

@@ -1,0 +1,303 @@
+"""Faults of media: a tier, a remote store, and the files of the disk tier."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import TypeVar
+
+from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.testing.faults.plan import Fault, Faults, Seam, Strike, die
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Buffers, Tier, nbytes_of
+from kvcore.tiers.disk import DiskTier
+from kvcore.tiers.disk.aio import AioMover
+from kvcore.tiers.disk.files import IndexFile
+from kvcore.tiers.disk.format import RECORD_NBYTES
+from kvcore.tiers.disk.moves import Move, Mover, Outcome, Outcomes, write_all
+from kvcore.tiers.pages import PAGE, Pages
+from kvcore.tiers.remote.base import BlockStore, Item
+
+__all__ = ["FaultyStore", "FaultyTier", "into_disk"]
+
+_Request = TypeVar("_Request", BlockRead, BlockWrite)
+_SAID = {Fault.ERROR: errno.EIO, Fault.FULL: errno.ENOSPC}
+_OTHERS = tuple(set(Fault) - set(_SAID))
+_ORDER = (Fault.REORDER,)
+_ONE_BY_ONE = tuple(set(Fault) - {Fault.REORDER})
+
+
+def _os_error(strike: Strike) -> OSError:
+    code = _SAID[strike.fault]
+    return OSError(code, f"{os.strerror(code)}, as told")
+
+
+# -- tiers and stores -----------------------------------------------------------------------
+
+
+class FaultyTier(Tier):
+    """``inner``, with faults at `Seam.TIER_READ` and `Seam.TIER_WRITE`."""
+
+    def __init__(self, inner: Tier, faults: Faults) -> None:
+        self.inner = inner
+        self.faults = faults
+        self.slot_nbytes = inner.slot_nbytes
+
+    def attach(self, memory: memoryview) -> None:
+        self.inner.attach(memory)
+
+    def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
+        return self._some(Seam.TIER_WRITE, requests, self.inner.write)
+
+    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
+        return self._some(Seam.TIER_READ, requests, self.inner.read)
+
+    def invalidate(self, slots: Iterable[int]) -> None:
+        self.inner.invalidate(slots)
+
+    def scan(self) -> list[BlockRecord]:
+        return self.inner.scan()
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
+    def _some(
+        self,
+        seam: Seam,
+        requests: Sequence[_Request],
+        call: Callable[[Sequence[_Request]], list[TierError | None]],
+    ) -> list[TierError | None]:
+        """``call`` those requests that no fault takes away."""
+        self.faults.meet(seam, _OTHERS)
+        results: list[TierError | None] = [self._refusal(seam) for _ in requests]
+        good = [i for i, error in enumerate(results) if error is None]
+        for i, error in zip(good, call([requests[i] for i in good]), strict=True):
+            results[i] = error
+        return results
+
+    def _refusal(self, seam: Seam) -> TierError | None:
+        strike = self.faults.at(seam, tuple(_SAID))
+        return None if strike is None else TierUnavailable(str(_os_error(strike)))
+
+
+class FaultyStore(BlockStore):
+    """``inner``, with faults at the seams of stores: once a value, once a question."""
+
+    def __init__(self, inner: BlockStore, faults: Faults) -> None:
+        self.inner = inner
+        self.faults = faults
+
+    def attach(self, memory: memoryview) -> None:
+        self.inner.attach(memory)
+
+    def put(self, items: Sequence[Item]) -> list[TierError | None]:
+        return [self._put(item) for item in items]
+
+    def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        return [self._get(item) for item in items]
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        strike = self.faults.meet(Seam.STORE_EXISTS)
+        if strike is not None:
+            raise TierUnavailable(str(_os_error(strike)))
+        return self.inner.exists(names)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.inner.delete(names)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _put(self, item: Item) -> TierError | None:
+        strike = self.faults.meet(Seam.STORE_PUT)
+        if strike is not None:
+            if strike.fault in _SAID:
+                return TierUnavailable(str(_os_error(strike)))
+            if strike.fault is Fault.LOST:
+                return None
+            item = Item(item.name, [_spoilt(item.parts, strike)])
+        return self.inner.put([item])[0]
+
+    def _get(self, item: Item) -> TierError | None:
+        strike = self.faults.meet(Seam.STORE_GET)
+        if strike is not None and strike.fault is Fault.ERROR:
+            return TierUnavailable(str(_os_error(strike)))
+        [error] = self.inner.get([item])
+        if error is None and strike is not None:
+            if strike.fault is Fault.SHORT_READ:
+                return CorruptBlock(f"value {item.name} came in part, as told")
+            _flip(item.parts, strike.draw)
+        return error
+
+
+# -- the disk tier's files ------------------------------------------------------------------
+
+
+def into_disk(tier: DiskTier, faults: Faults) -> DiskTier:
+    """Put faults under an open disk tier: at `Seam.FILE_READ`, `FILE_WRITE`, `RECORD` and `SYNC`.
+
+    Its own files alone, not those of foreign stores. Nothing may be in flight. Returns the tier.
+    """
+    data = tier._data
+    data._threads = _FaultyMover(data._threads, faults)  # type: ignore[assignment]
+    if data._queue is not None:
+        data._queue = _FaultyQueue(data._queue, faults)  # type: ignore[assignment]
+    sync = data.sync
+
+    def flush() -> None:
+        _flush(faults, sync)
+
+    data.sync = flush  # type: ignore[method-assign]
+    tier._index = _FaultyRecords(tier._index, faults)
+    return tier
+
+
+def _flush(faults: Faults, sync: Callable[[], None]) -> None:
+    strike = faults.meet(Seam.SYNC)
+    if strike is not None:
+        raise _os_error(strike)
+    sync()
+
+
+class _FaultyMover(Mover):
+    """``inner``, some of whose moves go wrong."""
+
+    def __init__(self, inner: Mover, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    def move(self, file: int, moves: Iterable[Move], *, write: bool) -> Outcomes:
+        run = _Moves(self._faults, file, moves, write)
+        late = self._faults.at(run.seam, _ORDER) is not None
+        held: list[tuple[int, Outcome]] = []
+        with closing(self._inner.move(file, run.begun(), write=write)) as ended:
+            for tag, outcome in ended:
+                pair = tag, run.ended(tag, outcome)
+                if late:
+                    held.append(pair)
+                else:
+                    yield pair
+        yield from reversed(held)
+        yield from run.not_moved
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FaultyQueue(_FaultyMover):
+    def __init__(self, inner: AioMover, faults: Faults) -> None:
+        super().__init__(inner, faults)
+        self.takes = inner.takes
+
+
+class _Moves:
+    """The moves of one call: ``begun`` are those that go to the mover, with what is put in their
+    way; ``not_moved`` the others' outcomes."""
+
+    def __init__(self, faults: Faults, file: int, moves: Iterable[Move], write: bool) -> None:
+        self.seam = Seam.FILE_WRITE if write else Seam.FILE_READ
+        self.not_moved: list[tuple[int, Outcome]] = []
+        self._faults = faults
+        self._file = file
+        self._moves = moves
+        self._struck: dict[int, tuple[Strike, Move]] = {}
+
+    def begun(self) -> Iterator[Move]:
+        for move in self._moves:
+            strike = self._faults.at(self.seam, _ONE_BY_ONE)
+            if strike is None or strike.fault in (Fault.LATENCY, Fault.HANG):
+                if strike is not None:
+                    self._faults.endure(strike)
+                yield move
+            elif strike.fault in _SAID:
+                self.not_moved.append((move.tag, _os_error(strike)))
+            elif self.seam is Seam.FILE_WRITE:
+                yield from self._spoil(move, strike)
+            elif strike.fault is Fault.KILL:
+                die()
+            else:
+                self._struck[move.tag] = strike, move
+                yield move
+
+    def _spoil(self, move: Move, strike: Strike) -> Iterator[Move]:
+        """A write of which a part arrives, or another bit."""
+        if strike.fault is Fault.BIT_FLIP:
+            yield move._replace(buffers=[_spoilt(move.buffers, strike)])
+            return
+        part = _spoilt(move.buffers, strike)
+        pages = part.nbytes // PAGE
+        write_all(self._file, [part[: strike.draw % max(pages, 1) * PAGE]], move.offset)
+        if strike.fault is Fault.KILL:
+            die()
+        self.not_moved.append((move.tag, nbytes_of(move.buffers)))
+
+    def ended(self, tag: int, outcome: Outcome) -> Outcome:
+        strike, move = self._struck.pop(tag, (None, None))
+        if strike is None or move is None or isinstance(outcome, OSError):
+            return outcome
+        _flip(move.buffers, strike.draw)
+        return strike.draw % max(outcome, 1) if strike.fault is Fault.SHORT_READ else outcome
+
+
+class _FaultyRecords(IndexFile):
+    """``inner``'s file, some writes to which go wrong. Takes the descriptor over."""
+
+    def __init__(self, inner: IndexFile, faults: Faults) -> None:
+        self._file = inner._file
+        self._faults = faults
+
+    def sync(self) -> None:
+        _flush(self._faults, super().sync)
+
+    def _write(self, slot: int, data: bytes) -> None:
+        strike = self._faults.at(Seam.RECORD)
+        if strike is None:
+            super()._write(slot, data)
+        elif strike.fault in _SAID:
+            raise _os_error(strike)
+        elif strike.fault is Fault.BIT_FLIP:
+            flipped = memoryview(bytearray(data))
+            _flip([flipped], strike.draw)
+            super()._write(slot, bytes(flipped))
+        elif strike.fault in (Fault.TORN_WRITE, Fault.KILL):
+            os.pwrite(self._file, data[: strike.draw % len(data)], slot * RECORD_NBYTES)
+            self._faults.endure(strike)
+        else:
+            self._faults.endure(strike)
+            super()._write(slot, data)
+
+
+# -- bytes ----------------------------------------------------------------------------------
+
+
+def _spoilt(parts: Buffers, strike: Strike) -> memoryview:
+    """A copy of ``parts`` in whole pages: with a bit flipped, with its end lost, or as it is."""
+    total = nbytes_of(parts)
+    copy = Pages(-(-total // PAGE) * PAGE, huge=False).view[:total]
+    start = 0
+    for part in parts:
+        copy[start : start + part.nbytes] = part.cast("B")
+        start += part.nbytes
+    if strike.fault is Fault.BIT_FLIP:
+        _flip([copy], strike.draw)
+    elif strike.fault is Fault.TORN_WRITE:
+        keep = strike.draw % total
+        copy[keep:] = bytes(total - keep)
+    return copy
+
+
+def _flip(parts: Buffers, draw: int) -> None:
+    bit = draw % (8 * nbytes_of(parts))
+    place = bit // 8
+    for part in parts:
+        if place < part.nbytes:
+            part.cast("B")[place] ^= 1 << bit % 8
+            return
+        place -= part.nbytes

@@ -1,0 +1,149 @@
+"""Faults between leader and worker, and in the worker: messages, transfers, copies, the clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcore.layout import KVView
+from kvcore.manager import Transport
+from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore.testing.faults.media import FaultyTier, into_disk
+from kvcore.testing.faults.plan import Fault, Faults, Seam
+from kvcore.tiers.disk import DiskTier
+from kvcore.transfer.engine import Executor
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
+from kvcore.worker import KVWorker, _DeviceCopy
+
+__all__ = ["FaultyClock", "FaultyExecutor", "FaultyMessages", "FaultyOps", "into_worker"]
+
+
+def into_worker(worker: KVWorker, faults: Faults) -> None:
+    """Put faults into a worker whose tiers are open: its transfers, copies, clock and tiers.
+
+    A `DiskTier` gets them under its checksums, any tier above them too. Nothing may be in flight.
+    """
+    engine = worker.engine
+    seams = {Path.H2D: Seam.LOAD, Path.D2H: Seam.SAVE}
+    for path, seam in seams.items():
+        executor = engine._executors[path]
+        assert isinstance(executor, _DeviceCopy)
+        executor._ops = FaultyOps(executor._ops, faults)
+        engine._executors[path] = FaultyExecutor(executor, faults, seam)
+    engine._clock = FaultyClock(faults, engine._clock)
+    for name, tier in worker.tiers.items():
+        under = into_disk(tier, faults) if isinstance(tier, DiskTier) else tier
+        worker.tiers[name] = FaultyTier(under, faults)
+
+
+class FaultyExecutor:
+    """``inner``, with faults at ``seam``, once an op. An error fails all of its rows."""
+
+    def __init__(self, inner: Executor, faults: Faults, seam: Seam) -> None:
+        self.inner = inner
+        self.faults = faults
+        self.seam = seam
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        if self.faults.meet(self.seam) is not None:
+            return dict.fromkeys(rows, RowError.INTERNAL)
+        return self.inner.run(graph, op, rows)
+
+
+class FaultyOps(DeviceOps):
+    """``inner``, with faults at `Seam.DEVICE`, once a copy. A copy that fails has done one half."""
+
+    name = "faulty"
+    priority = -1
+
+    def __init__(self, inner: DeviceOps, faults: Faults) -> None:
+        self.inner = inner
+        self.faults = faults
+
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        return self.inner.supports(src, dst)
+
+    def fusion(self) -> Any:
+        return self.inner.fusion()
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        strike = self.faults.meet(Seam.DEVICE)
+        half = len(src_units) if strike is None else len(src_units) // 2
+        if half:
+            self.inner.copy(
+                src, src_units[:half], dst, dst_units[:half], layers, unit_tokens, heads
+            )
+        if strike is not None:
+            raise OSError("a copy that stops half way, as told")
+
+
+class FaultyMessages:
+    """Messages of ``inner``, a `kvcore.manager.Transport`, some of which come late or not at all.
+
+    What ``inner`` has beyond the protocol is passed through. A report that is held back comes with
+    those of a later poll, behind them; one that is held back alone comes at the next.
+    """
+
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        self.inner = inner
+        self.faults = faults
+        self._held: list[OpReport] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def submit(self, graph: TransferGraph) -> None:
+        self._unless_lost(Seam.SUBMIT, lambda: self.inner.submit(graph))
+
+    def cancel(self, graph_id: int) -> None:
+        self._unless_lost(Seam.CANCEL, lambda: self.inner.cancel(graph_id))
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        self._unless_lost(Seam.FORGET, lambda: self.inner.forget(tier, slots))
+
+    def wait_report(self, timeout: float) -> bool:
+        return bool(self._held) or self.inner.wait_report(timeout)
+
+    def poll(self) -> Sequence[OpReport]:
+        now: list[OpReport] = []
+        later: list[OpReport] = []
+        for report in self.inner.poll():
+            strike = self.faults.meet(Seam.REPORT)
+            if strike is None:
+                now.append(report)
+            elif strike.fault is Fault.REORDER:
+                later.append(report)
+        held, self._held = self._held, later
+        return [*now, *reversed(held)]
+
+    def _unless_lost(self, seam: Seam, send: Callable[[], None]) -> None:
+        if self.faults.meet(seam) is None:
+            send()
+
+
+class FaultyClock:
+    """``inner``, in seconds, which jumps at `Seam.CLOCK`, once a look. Thread-safe."""
+
+    def __init__(self, faults: Faults, inner: Callable[[], float] = time.monotonic) -> None:
+        self.faults = faults
+        self.inner = inner
+        self._lock = threading.Lock()
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        strike = self.faults.at(Seam.CLOCK)
+        with self._lock:
+            if strike is not None:
+                self._ahead += strike.rule.seconds
+            return self.inner() + self._ahead
