@@ -62,7 +62,8 @@ class KeyTable:
 
     def pack(self, nodes: npt.NDArray[np.integer]) -> bytes:
         """The keys of nodes, one after another."""
-        return np.frombuffer(self._keys, dtype=f"V{KEY_BYTES}")[nodes].tobytes()
+        packed: bytes = np.frombuffer(self._keys, dtype=f"V{KEY_BYTES}")[nodes].tobytes()
+        return packed
 
     def put(self, key: bytes, node: int) -> None:
         """Enter a key that is not in the table, for a node `grow` has made room for."""

@@ -62,6 +62,7 @@ def build_scheduler_side(
         model,
         outbox,
         on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
+        data_parallel_rank=_data_parallel_rank(vllm_config),
     )
     side = SchedulerSide(
         config,
@@ -114,6 +115,11 @@ def _pace(
         parts.read_paths,
         selector.needs_question,
     )
+
+
+def _data_parallel_rank(vllm_config: VllmConfig) -> int | None:
+    parallel = vllm_config.parallel_config
+    return parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:
