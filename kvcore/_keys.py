@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore.block import KEY_BYTES
 
@@ -58,6 +59,11 @@ class KeyTable:
     def key(self, node: int) -> bytes:
         """The key last put for a node."""
         return bytes(self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES])
+
+    def pack(self, nodes: npt.NDArray[np.integer]) -> bytes:
+        """The keys of nodes, one after another."""
+        packed: bytes = np.frombuffer(self._keys, dtype=f"V{KEY_BYTES}")[nodes].tobytes()
+        return packed
 
     def put(self, key: bytes, node: int) -> None:
         """Enter a key that is not in the table, for a node `grow` has made room for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvcore._tables import (
     PUBLISHED,
     RESERVED,
     ROOT,
+    Event,
     Evicted,
     NodeTable,
     Pin,
@@ -36,6 +37,7 @@ class BlockStates:
             raise ConfigError(f"an index needs one or more tiers of different names, got {names}")
         self._nodes = NodeTable(sum(spec.num_slots for spec in tiers))
         self._tables = tuple(TierTable(spec, self._nodes.recency) for spec in tiers)
+        self._observer: Callable[[Event], object] | None = None
 
     def _key(self, node: int) -> bytes:
         assert self._nodes.parent[node] != FREE, f"node {node} is not in use"
@@ -44,6 +46,11 @@ class BlockStates:
     def _parent_key(self, node: int) -> bytes:
         parent = self._nodes.parent[node]
         return ROOT_PARENT if parent == ROOT else self._key(parent)
+
+    def _tell(self, stored: bool, table: TierTable, keys: Iterable[bytes], parent: bytes) -> None:
+        """Blocks became PUBLISHED, or are that no longer. One call a change, in order."""
+        if self._observer is not None:
+            self._observer(Event(stored, table.name, tuple(keys), parent))
 
     def _evicted(self, table: TierTable, node: int) -> Evicted:
         namespace = self._nodes.space_names[self._nodes.space[node]]
@@ -63,6 +70,7 @@ class BlockStates:
 
     def _leave(self, table: TierTable, node: int, key: bytes) -> None:
         """A victim is a child no more; its history goes up."""
+        self._tell(False, table, (key,), ROOT_PARENT)
         parent = self._nodes.parent[node]
         table.policy.forget(node, key, parent, evicted=True)
         if parent != ROOT:
@@ -114,6 +122,7 @@ class BlockStates:
             nodes = ready.nodes[: ready.live]
             for node in nodes:
                 table.state[node] = PUBLISHED
+            self._tell(True, table, ready.keys[: ready.live], self._parent_key(nodes[0]))
             self._nodes.recency.touch(nodes[-1])
             for node in nodes if table.policy.watches_blocks else nodes[-1:]:
                 table.policy.stored(node, self._key(node))
@@ -199,6 +208,7 @@ class BlockStates:
         self._nodes.parent[node] = parent
         table.add_child(parent)
         table.state[node] = PUBLISHED
+        self._tell(True, table, (self._key(node),), self._parent_key(node))
         table.policy.stored(node, self._key(node))
         table.policy.add(node)
         return True
@@ -231,6 +241,8 @@ class BlockStates:
                 table.policy.remove(node)
         self._doom_pins(table, inside)
         blocks = [self._evicted(table, node) for node in inside]
+        if blocks:
+            self._tell(False, table, (block.key for block in blocks), ROOT_PARENT)
         self._hand_up(table, inside)
         for node in inside:
             if table.slot[node] not in table.retained:
@@ -352,6 +364,8 @@ class BlockStates:
         leaves = children[nodes] == 0
         del children  # a column that is looked at cannot grow
         self._nodes.recency.restore(nodes[::-1])
+        for record in records:
+            self._tell(True, table, (record.key,), record.parent)
         for index in np.flatnonzero(leaves | table.policy.watches_blocks)[::-1].tolist():
             table.policy.stored(made[index], records[index].key)
             if leaves[index]:

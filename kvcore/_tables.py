@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore._keys import KeyTable
+from kvcore.block import ROOT_PARENT
 from kvcore.errors import ConfigError
 from kvcore.policy import BUILTIN_POLICIES
 from kvcore.policy.base import MAX_NODES, EvictionPolicy, Recency
@@ -70,6 +71,16 @@ class Evicted(NamedTuple):
     slot: int
     parent: bytes
     namespace: bytes
+
+
+class Event(NamedTuple):
+    """Blocks that a tier began to publish (``stored``), a run of a chain whose first stands on
+    ``parent``, or that it publishes no longer: then in no order, and ``parent`` says nothing."""
+
+    stored: bool
+    tier: str
+    keys: tuple[bytes, ...]
+    parent: bytes = ROOT_PARENT
 
 
 class BlockInfo(NamedTuple):

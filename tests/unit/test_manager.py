@@ -508,7 +508,7 @@ def test_clear_forgets_a_namespace() -> None:
     rig.drain()
     assert len(rig.media.tiers["disk"]) == 2
     told: list[Event] = []
-    rig.manager._on_event = told.append
+    rig.manager.index.watch(told.append)
     assert rig.manager.clear(NAMESPACE) == 4, "two blocks in each of two tiers"
     assert rig.manager.get_match(chain(1, 2), NAMESPACE).depth == 0
     assert not rig.media.tiers["disk"], "they would come back with a restart"

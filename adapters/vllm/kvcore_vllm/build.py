@@ -63,6 +63,7 @@ def build_scheduler_side(
         model,
         outbox,
         on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
+        data_parallel_rank=_data_parallel_rank(vllm_config),
     )
     pace = _pace(config, vllm_config, model, parts)
     side = SchedulerSide(
@@ -140,6 +141,11 @@ def _planning(
         min_load_tokens=config.vllm.min_load_tokens,
         layerwise=config.vllm.layerwise,
     )
+
+
+def _data_parallel_rank(vllm_config: VllmConfig) -> int | None:
+    parallel = vllm_config.parallel_config
+    return parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
 
 
 def _wants_events(vllm_config: VllmConfig) -> bool:

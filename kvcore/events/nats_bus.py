@@ -1,0 +1,284 @@
+"""Block events on NATS JetStream: what is published stays in a stream for those that were away.
+
+    kvcore.events.TOPIC    the batches, in the stream; the number is in the header Kvcore-Number
+    kvcore.ask.TOPIC       requests, as over ZMQ; the answer goes to the request's reply subject
+
+nats-py is asyncio: each side runs a loop of its own in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+import nats
+import nats.errors
+from nats.js import api
+from nats.js.errors import Error as JetStreamError
+
+from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.events.wire import Message
+
+__all__ = ["NatsOutlet", "NatsSource"]
+
+_log = logging.getLogger("kvcore.events")
+
+NUMBER, COUNT = "Kvcore-Number", "Kvcore-Count"
+STREAM_BYTES = 256 << 20
+STREAM_S = 3600.0
+"""Limits of a stream that kvcore makes; an existing one is used as it is."""
+
+_RETRY_S = 0.5
+_ACK_S = 5.0
+_START_S = 10.0
+_CLOSE_S = 2.0
+
+T = TypeVar("T")
+
+
+def subject(topic: str) -> str:
+    return f"kvcore.events.{topic}"
+
+
+def ask_subject(topic: str) -> str:
+    return f"kvcore.ask.{topic}"
+
+
+def check_topic(topic: str) -> None:
+    """Raises ConfigError for what is no token of a NATS subject."""
+    if not topic or set(topic) & set(" \t\r\n.*>"):
+        raise ConfigError(
+            f"given the topic {topic!r}; supported on NATS is text without blanks, dots, * and >"
+        )
+
+
+class _Loop:
+    """An event loop in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancel what runs, and wait for it, some seconds."""
+        self.start(self._end())
+        self._thread.join(2 * _CLOSE_S)
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_CLOSE_S)
+        self.loop.stop()
+
+
+async def _connect(url: str) -> nats.NATS:
+    """Waits for the server as long as it takes, and for it to come back when it goes."""
+
+    async def quiet(error: Exception) -> None:
+        _log.debug("nats: %s", error)
+
+    while True:
+        try:
+            return await nats.connect(
+                url, max_reconnect_attempts=-1, reconnect_time_wait=_RETRY_S, error_cb=quiet
+            )
+        except (OSError, nats.errors.Error) as error:  # noqa: PERF203  it is tried until it works
+            _log.debug("nats: %s", error)
+            await asyncio.sleep(_RETRY_S)
+
+
+class NatsOutlet:
+    """Publishes to a stream, one batch after another, each until the stream has it.
+
+    At most ``queue_batches`` wait for the server; while it is away the newest are left out. The
+    server may be away when this is made.
+    """
+
+    def __init__(self, url: str, stream: str, topic: str, *, queue_batches: int = 1000) -> None:
+        check_topic(topic)
+        self._url = url
+        self._stream = stream
+        self._topic = topic
+        self._limit = queue_batches
+        self._waiting: deque[Message] = deque()
+        self._asked: deque[NatsRequest] = deque()
+        self._more = asyncio.Event()
+        self._loop = _Loop("kvcore-nats-out")
+        self._loop.start(self._run())
+
+    def send(self, message: Message) -> bool:
+        if len(self._waiting) >= self._limit:
+            return False
+        self._waiting.append(message)
+        self._loop.loop.call_soon_threadsafe(self._more.set)
+        return True
+
+    def requests(self) -> Sequence[NatsRequest]:
+        return [self._asked.popleft() for _ in range(len(self._asked))]
+
+    def close(self) -> None:
+        """Gives what waits a moment to go out."""
+        limit = time.monotonic() + _CLOSE_S
+        while self._waiting and time.monotonic() < limit:
+            time.sleep(0.01)
+        self._loop.close()
+
+    async def _run(self) -> None:
+        client = await _connect(self._url)
+        try:
+            await client.subscribe(ask_subject(self._topic), cb=self._note_request)
+            stream = client.jetstream(timeout=_ACK_S)
+            await self._make_stream(stream)
+            while True:
+                await self._more.wait()
+                self._more.clear()
+                while self._waiting:
+                    if await self._publish(stream, self._waiting[0]):
+                        self._waiting.popleft()
+                    else:
+                        await asyncio.sleep(_RETRY_S)
+        finally:
+            await client.close()
+
+    async def _publish(self, stream: Any, message: Message) -> bool:
+        """A batch that was sent twice is kept once: the server knows it by its id."""
+        name = subject(self._topic)
+        headers = {NUMBER: str(message.number), "Nats-Msg-Id": f"{name}-{message.number}"}
+        try:
+            await stream.publish(name, message.payload, headers=headers, timeout=_ACK_S)
+        except nats.js.errors.NoStreamResponseError:
+            return await self._make_stream(stream) and await self._publish(stream, message)
+        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+            _log.debug("nats: %s", error)
+            return False
+        return True
+
+    async def _make_stream(self, stream: Any) -> bool:
+        config = api.StreamConfig(
+            name=self._stream, subjects=[subject("*")], max_bytes=STREAM_BYTES, max_age=STREAM_S
+        )
+        try:
+            await stream.add_stream(config)
+        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+            _log.warning("stream %s is not made or changed: %s", self._stream, error)
+            return False
+        return True
+
+    async def _note_request(self, message: Any) -> None:
+        if message.reply and len(self._asked) < self._limit:
+            self._asked.append(NatsRequest(self._loop, message))
+
+
+class NatsRequest:
+    """A NATS message with a reply subject."""
+
+    def __init__(self, loop: _Loop, message: Any) -> None:
+        self.body: bytes = message.data
+        self._loop = loop
+        self._message = message
+
+    def answer(self, messages: Iterator[Message]) -> None:
+        self._loop.start(self._answer(list(messages)))
+
+    async def _answer(self, messages: Sequence[Message]) -> None:
+        client, reply = self._message._client, self._message.reply
+        for message in messages:
+            await client.publish(reply, message.payload, headers={NUMBER: str(message.number)})
+        await client.publish(reply, b"", headers={COUNT: str(len(messages))})
+
+
+class NatsSource:
+    """One publisher's messages, live ones through an ordered consumer of the stream.
+
+    Ends, and then begins again, with the connection: what the stream took meanwhile is delivered.
+    """
+
+    def __init__(self, url: str, topic: str, *, queue_batches: int = 65536) -> None:
+        """Raises TierUnavailable where there is no server or no stream."""
+        check_topic(topic)
+        self._topic = topic
+        self._queue: queue.Queue[Message] = queue.Queue(queue_batches)
+        self._loop = _Loop("kvcore-nats-in")
+        try:
+            self._client = self._loop.start(self._open(url)).result(_START_S)
+        except (FutureTimeout, asyncio.TimeoutError, JetStreamError, nats.errors.Error) as error:
+            self._loop.close()
+            raise TierUnavailable(
+                f"no block events of topic {topic!r} at {url}: {error or 'no server answers'}; a "
+                "publisher makes the stream with its first batch"
+            ) from error
+
+    def receive(self, timeout: float) -> Message | None:
+        try:
+            return self._queue.get(timeout=timeout) if timeout else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
+        try:
+            return self._loop.start(self._ask(body, timeout)).result(timeout + 1)
+        except (FutureTimeout, asyncio.TimeoutError, nats.errors.Error):
+            return None
+
+    def close(self) -> None:
+        try:
+            self._loop.start(self._client.close()).result(_CLOSE_S)
+        except (FutureTimeout, asyncio.TimeoutError, nats.errors.Error) as error:
+            _log.debug("nats: %s", error)
+        self._loop.close()
+
+    async def _open(self, url: str) -> nats.NATS:
+        client = await _connect(url)
+        stream = client.jetstream(timeout=_ACK_S)
+        await stream.subscribe(
+            subject(self._topic),
+            cb=self._note,
+            ordered_consumer=True,
+            deliver_policy=api.DeliverPolicy.NEW,
+        )
+        return client
+
+    async def _note(self, message: Any) -> None:
+        """What does not fit is lost; the consumer sees the gap."""
+        found = _message(message)
+        if found is not None and not self._queue.full():
+            self._queue.put_nowait(found)
+
+    async def _ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
+        inbox = self._client.new_inbox()
+        subscription = await self._client.subscribe(inbox, pending_bytes_limit=-1)
+        messages: list[Message] = []
+        limit = time.monotonic() + timeout
+        try:
+            await self._client.publish(ask_subject(self._topic), body, reply=inbox)
+            while True:
+                reply = await subscription.next_msg(max(0.01, limit - time.monotonic()))
+                if COUNT in (reply.headers or {}):
+                    whole = reply.headers[COUNT] == str(len(messages))
+                    return messages if whole else None
+                found = _message(reply)
+                if found is None:
+                    return None
+                messages.append(found)
+        finally:
+            await subscription.unsubscribe()
+
+
+def _message(message: Any) -> Message | None:
+    """None for what bears no number."""
+    text = (message.headers or {}).get(NUMBER, "")
+    return Message(int(text), message.data) if text.isdecimal() else None

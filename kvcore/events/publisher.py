@@ -1,0 +1,267 @@
+"""Numbers batches of events, sends them, and answers those that missed some.
+
+    leader ── note ──▶ Feed ── take ──▶ ┌ publisher's thread ──────────────────────┐
+                                        │ mirror: what the batches so far add up to│──▶ outlets
+                                        │ history: the last batches, by number     │◀── requests
+                                        └──────────────────────────────────────────┘
+
+Numbers count up by one from a start that the clock gives, so that a restarted publisher does not
+go on, by chance, where a consumer left off. A number is left out where events were dropped: there
+a consumer sees a gap, and asks for the batches it lacks or for everything held. When nothing
+happens an empty batch is sent now and then, so that who missed the last one learns of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcore.block import KEY_BYTES
+from kvcore.errors import FormatError
+from kvcore.events.feed import Content, Feed, Lost
+from kvcore.events.wire import (
+    SNAPSHOT,
+    AllBlocksCleared,
+    Message,
+    WireEvent,
+    encode,
+    number,
+    wire_events,
+)
+from kvcore.index import Event
+from kvcore.metrics import Metrics
+
+__all__ = ["Outlet", "Pacing", "Publisher", "Request"]
+
+_log = logging.getLogger("kvcore.events")
+
+_CLOSE_S = 5.0
+
+
+class Request(Protocol):
+    """Somebody who asks for what it missed."""
+
+    @property
+    def body(self) -> bytes:
+        """`wire.SNAPSHOT`, or the first number wanted."""
+
+    def answer(self, messages: Iterator[Message]) -> None:
+        """Send these and the end of them. Returns without waiting for the receiver."""
+
+
+class Outlet(Protocol):
+    """A bus that events go to. Called on the publisher's thread only. No call waits for others,
+    and none raises because of them."""
+
+    def send(self, message: Message) -> bool:
+        """Pass a message on; False when there is no room for it: its number stays a gap."""
+
+    def requests(self) -> Sequence[Request]:
+        """What was asked since the last call."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How much is sent, how often, and how much is kept to be sent again."""
+
+    interval_s: float = 0.02
+    batch_blocks: int = 1024
+    queue_blocks: int = 262_144
+    history_bytes: int = 64 << 20
+    heartbeat_s: float = 5.0
+
+
+class Publisher:
+    """Tells the outlets of everything that is noted.
+
+    `note` is for the leader's thread; after `start` all else happens on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        content: Callable[[], Content],
+        outlets: Sequence[Outlet],
+        block_tokens: int,
+        *,
+        pacing: Pacing | None = None,
+        rank: int | None = None,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``content`` gives what the index publishes now; it is called here, and on the thread that
+        notes. ``rank`` is the data-parallel rank that batches bear."""
+        self._pacing = pacing or Pacing()
+        self._feed = Feed(self._pacing.queue_blocks, content)
+        self._outlets = list(outlets)
+        self._block_tokens = block_tokens
+        self._rank = rank
+        self._metrics = metrics or Metrics(enabled=False)
+        self._clock = clock
+        self._number = (int(clock() * 1000) << 12) - 1
+        self._mirror = _unpack(content())
+        self._history: deque[Message] = deque()
+        self._history_bytes = 0
+        self._sent_at = clock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- leader's thread --------------------------------------------------------------------
+
+    def note(self, event: Event) -> None:
+        """Queue an event. Does no I/O and waits for nobody."""
+        dropped = self._feed.note(event)
+        if dropped:
+            self._metrics.told("dropped", dropped)
+
+    def start(self) -> None:
+        """Publish from now on."""
+        self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is queued, then let go of the outlets. Waits for the thread, some seconds."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        else:
+            self._close_outlets()
+
+    # -- publisher's thread -----------------------------------------------------------------
+
+    def step(self) -> None:
+        """Publish what is queued, then answer what was asked."""
+        batch: list[Event] = []
+        blocks = 0
+        for item in self._feed.take():
+            if isinstance(item, Lost):
+                self._publish(batch, blocks)
+                batch, blocks = [], 0
+                self._resume(item)
+                continue
+            batch.append(item)
+            blocks += len(item.keys)
+            if blocks >= self._pacing.batch_blocks:
+                self._publish(batch, blocks)
+                batch, blocks = [], 0
+        self._publish(batch, blocks)
+        if self._clock() - self._sent_at >= self._pacing.heartbeat_s:
+            self._send([])
+        for outlet in self._outlets:
+            for request in outlet.requests():
+                self._answer(request)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pacing.interval_s):
+            self.step()
+        self.step()
+        self._close_outlets()
+
+    def _close_outlets(self) -> None:
+        for outlet in self._outlets:
+            outlet.close()
+        self._outlets = []
+
+    def _publish(self, events: Sequence[Event], blocks: int) -> None:
+        if not events:
+            return
+        for event in events:
+            self._apply(event)
+        self._metrics.told("published", blocks)
+        self._send(wire_events(events, self._block_tokens))
+
+    def _apply(self, event: Event) -> None:
+        held = self._mirror.setdefault(event.tier, {})
+        if event.stored:
+            held.update(zip(event.keys, (event.parent, *event.keys), strict=False))
+        else:
+            for key in event.keys:
+                held.pop(key, None)
+
+    def _resume(self, lost: Lost) -> None:
+        """Go on from what is held now; the number left out says that something is missing."""
+        _log.warning("events of blocks=%d were dropped: raise events.queue_blocks", lost.blocks)
+        self._mirror = _unpack(lost.content)
+        self._number += 1
+        self._history.clear()
+        self._history_bytes = 0
+        self._send([])
+
+    def _send(self, events: Sequence[WireEvent]) -> None:
+        now = self._clock()
+        self._number += 1
+        self._sent_at = now
+        message = Message(self._number, encode(events, now, self._rank))
+        self._keep(message)
+        for outlet in self._outlets:
+            if not outlet.send(message):
+                self._metrics.told("unsent", sum(map(_blocks, events)))
+
+    def _keep(self, message: Message) -> None:
+        self._history.append(message)
+        self._history_bytes += len(message.payload)
+        while self._history_bytes > self._pacing.history_bytes:
+            self._history_bytes -= len(self._history.popleft().payload)
+
+    def _answer(self, request: Request) -> None:
+        if request.body == SNAPSHOT:
+            request.answer(self._snapshot())
+            return
+        try:
+            first = number(request.body)
+        except FormatError as error:
+            _log.warning("a request for events is left alone: %s", error)
+            return
+        request.answer(message for message in tuple(self._history) if message.number >= first)
+
+    def _snapshot(self) -> Iterator[Message]:
+        """All that is held, in batches that bear the number of the last one sent."""
+        batch: list[Event] = []
+        blocks = 0
+        first: list[WireEvent] = [AllBlocksCleared()]
+        for run in self._runs():
+            batch.append(run)
+            blocks += len(run.keys)
+            if blocks >= self._pacing.batch_blocks:
+                yield self._held_message(first, batch)
+                first, batch, blocks = [], [], 0
+        if batch or first:
+            yield self._held_message(first, batch)
+
+    def _held_message(self, first: list[WireEvent], runs: Sequence[Event]) -> Message:
+        events = first + wire_events(runs, self._block_tokens)
+        return Message(self._number, encode(events, self._clock(), self._rank))
+
+    def _runs(self) -> Iterator[Event]:
+        """What is held, as runs of chains of at most a batch's size."""
+        longest = self._pacing.batch_blocks
+        for tier, held in self._mirror.items():
+            run: list[bytes] = []
+            for key, parent in held.items():
+                if run and (run[-1] != parent or len(run) == longest):
+                    yield Event(True, tier, tuple(run), held[run[0]])
+                    run = []
+                run.append(key)
+            if run:
+                yield Event(True, tier, tuple(run), held[run[0]])
+
+
+def _blocks(event: WireEvent) -> int:
+    return 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+
+
+def _unpack(content: Content) -> dict[str, dict[bytes, bytes]]:
+    return {
+        tier: dict(zip(_keys(keys), _keys(parents), strict=True))
+        for tier, (keys, parents) in content.items()
+    }
+
+
+def _keys(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]

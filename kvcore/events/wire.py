@@ -1,0 +1,147 @@
+"""The bytes of block events: those of vLLM 0.32's KV events, so that its consumers read them.
+
+    message     topic | sequence number, 8 bytes, big-endian | payload
+    payload     msgpack [seconds, [event, ...]] or [seconds, [event, ...], data-parallel rank]
+    event       msgpack map with its class under "type"; what has its default is left out
+    request     sequence number, 8 bytes: every kept message from it on, then one numbered -1
+    extension   "snapshot", 8 bytes: everything held, as messages that begin with AllBlocksCleared
+                and all bear the number they are as of; then -1, with how many they were. For a
+                publisher without it this is a number far ahead: it answers -1 at once.
+
+Hashes are kvcore's prefix keys. Token ids are not told. ``medium`` is vLLM's word for the kind of
+memory, ``ownership`` names the tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvcore.block import ROOT_PARENT
+from kvcore.errors import FormatError
+from kvcore.index import Event
+
+__all__ = [
+    "END",
+    "SNAPSHOT",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "Message",
+    "WireEvent",
+    "decode",
+    "encode",
+    "number",
+    "number_bytes",
+    "wire_events",
+]
+
+SNAPSHOT = b"snapshot"
+NUMBER_BYTES = 8
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+
+HOST = "host"
+MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
+
+
+class Message(NamedTuple):
+    """A batch on its way. Its number is one more than that of the message before it."""
+
+    number: int
+    payload: bytes
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """A run of a chain is held: each block stands on the one before it, the first on the parent."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    ownership: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks are held no longer."""
+
+    block_hashes: list[bytes | int]
+    medium: str | None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Nothing is held."""
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
+def number_bytes(value: int) -> bytes:
+    return value.to_bytes(NUMBER_BYTES, "big", signed=True)
+
+
+def number(data: bytes) -> int:
+    """Raises FormatError for what is no sequence number."""
+    if len(data) != NUMBER_BYTES:
+        raise FormatError(f"a sequence number has {NUMBER_BYTES} bytes, given {len(data)}")
+    return int.from_bytes(data, "big", signed=True)
+
+
+def encode(events: Sequence[WireEvent], seconds: float, rank: int | None = None) -> bytes:
+    """The payload of a message. ``seconds`` since the epoch."""
+    return _encoder.encode(_Batch(seconds, list(events), rank))
+
+
+def decode(payload: bytes) -> list[WireEvent]:
+    """Events of a payload; fields that a later version added are left out.
+
+    Raises FormatError for what is no batch of KV events.
+    """
+    try:
+        events: list[WireEvent] = _decoder.decode(payload).events
+    except msgspec.DecodeError as error:  # of which a ValidationError is one
+        raise FormatError(f"not a batch of KV events: {error}") from error
+    return events
+
+
+def wire_events(events: Iterable[Event], block_tokens: int) -> list[WireEvent]:
+    """``events`` in order; runs that continue each other, and removals in a row, become one."""
+    made: list[WireEvent] = []
+    for event in events:
+        last = made[-1] if made else None
+        if last is not None and _continues(last, event):
+            last.block_hashes.extend(event.keys)  # type: ignore[union-attr]
+        else:
+            made.append(_wire_event(event, block_tokens))
+    return made
+
+
+def _continues(last: WireEvent, event: Event) -> bool:
+    if isinstance(last, BlockStored):
+        same_run = event.stored and last.block_hashes[-1] == event.parent
+        return same_run and last.ownership == event.tier
+    return isinstance(last, BlockRemoved) and not event.stored and last.ownership == event.tier
+
+
+def _wire_event(event: Event, block_tokens: int) -> WireEvent:
+    medium = MEDIUM_CPU if event.tier == HOST else MEDIUM_STORAGE
+    hashes: list[bytes | int] = list(event.keys)
+    if not event.stored:
+        return BlockRemoved(hashes, medium, event.tier)
+    parent = None if event.parent == ROOT_PARENT else event.parent
+    return BlockStored(hashes, parent, [], block_tokens, None, medium, None, event.tier)

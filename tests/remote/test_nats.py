@@ -1,0 +1,140 @@
+"""Block events on NATS JetStream, with a server that is not there yet, and one that goes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvcore.block import ROOT_PARENT
+from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.events import Pacing, Publisher, Subscriber
+from kvcore.index import Event
+from kvcore.testing.servers import Server, Start, nats, need_client
+
+need_client("nats")
+
+from kvcore.events.nats_bus import NUMBER, NatsOutlet, NatsSource, subject  # noqa: E402
+
+LIMIT_S = 90
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(16, "big")
+
+
+def stored(*numbers: int) -> Event:
+    return Event(True, "host", tuple(map(key, numbers)), ROOT_PARENT)
+
+
+def publisher(outlet: NatsOutlet) -> Publisher:
+    pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
+    made = Publisher(lambda: {"host": (b"", b"")}, [outlet], 16, pacing=pacing)
+    made.start()
+    return made
+
+
+@pytest.fixture
+def server(start_server: Start) -> Iterator[Server]:
+    made = start_server(nats())
+    yield made
+    made.kill()
+
+
+def url(server: Server) -> str:
+    return f"nats://127.0.0.1:{server.port}"
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < limit, what
+        time.sleep(0.01)
+
+
+def source(server: Server, topic: str) -> NatsSource:
+    """The stream is there a moment after the publisher is."""
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return NatsSource(url(server), topic)
+        except TierUnavailable:  # noqa: PERF203  a loop is the point
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+
+
+def holds(consumer: Subscriber, numbers: set[int]) -> Callable[[], bool]:
+    def true() -> bool:
+        consumer.poll(0.05)
+        return consumer.synced and consumer.tiers().get("host", {}).keys() == set(map(key, numbers))
+
+    return true
+
+
+def test_a_consumer_follows_catches_up_and_survives_the_server(server: Server) -> None:
+    telling = publisher(NatsOutlet(url(server), "KVCORE", "one"))
+    telling.note(stored(1, 2, 3, 4, 5))
+    consumer = Subscriber(source(server, "one"), retry_s=0.2, silence_s=2)
+    until(holds(consumer, {1, 2, 3, 4, 5}), "a late consumer was not told what is held")
+    telling.note(Event(False, "host", (key(2),)))
+    until(holds(consumer, {1, 3, 4, 5}), "a removal did not come")
+    server.kill()
+    for n in range(10, 30):
+        telling.note(stored(n))
+    time.sleep(0.5)
+    server.start()
+    until(holds(consumer, {1, 3, 4, 5, *range(10, 30)}), "not in step after the server came back")
+    telling.note(stored(99))
+    until(holds(consumer, {1, 3, 4, 5, 99, *range(10, 30)}), "live news come no more")
+    consumer.close()
+    telling.close()
+
+
+def test_the_stream_keeps_batches_in_order_for_who_was_away(server: Server) -> None:
+    telling = publisher(NatsOutlet(url(server), "KVCORE", "two"))
+    for n in range(20):
+        telling.note(stored(n))
+    telling.close()
+
+    async def kept() -> list[int]:
+        client = await nats_connect(url(server))
+        messages = await client.jetstream().subscribe(subject("two"), ordered_consumer=True)
+        numbers = []
+        try:
+            while True:
+                numbers.append(int((await messages.next_msg(2)).headers[NUMBER]))
+        except asyncio.TimeoutError:
+            await client.close()
+        return numbers
+
+    numbers = asyncio.run(kept())
+    assert len(numbers) >= 5
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+async def nats_connect(address: str):  # type: ignore[no-untyped-def]
+    import nats
+
+    return await nats.connect(address)
+
+
+def test_a_publisher_does_not_wait_for_a_server_that_is_not_there(server: Server) -> None:
+    server.kill()
+    telling = publisher(NatsOutlet(url(server), "KVCORE", "three", queue_batches=3))
+    began = time.monotonic()
+    for n in range(40):
+        telling.note(stored(n))
+        time.sleep(0.005)
+    assert time.monotonic() - began < 10, "the leader waited"
+    server.start()
+    consumer = Subscriber(source(server, "three"), retry_s=0.2)
+    until(holds(consumer, set(range(40))), "what was published before the server came is unknown")
+    consumer.close()
+    telling.close()
+
+
+def test_no_server_is_named() -> None:
+    with pytest.raises(ConfigError, match="dots"):
+        NatsOutlet("nats://127.0.0.1:1", "KVCORE", "a.b")

@@ -1,0 +1,435 @@
+"""Block events: what a consumer holds in the end is what the index holds, whatever was lost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvcore.block import ROOT_PARENT
+from kvcore.errors import FormatError
+from kvcore.events import Content, Feed, Message, Pacing, Publisher, Subscriber
+from kvcore.events.feed import Lost
+from kvcore.events.wire import SNAPSHOT, BlockStored, decode, encode, number_bytes, wire_events
+from kvcore.index import BlockIndex, Event, TierSpec
+from kvcore.metrics import Metrics
+
+NAMESPACE = b"n" * 16
+TIERS = {"host": 5, "disk": 8}
+Path = tuple[int, ...]
+paths: st.SearchStrategy[Path] = st.lists(st.integers(1, 2), min_size=1, max_size=5).map(tuple)
+
+
+def keys_of(path: Path) -> list[bytes]:
+    return [hashlib.sha256(bytes(path[: i + 1])).digest()[:16] for i in range(len(path))]
+
+
+class Ask:
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.messages: list[Message] | None = None
+
+    def answer(self, messages: Iterator[Message]) -> None:
+        self.messages = list(messages)
+
+
+class Bus:
+    """An outlet and its consumer's source in one: it loses what it is told to."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.losing = 0
+        self.queue: deque[Message] = deque()
+        self.asked: list[Ask] = []
+        self.publisher: Publisher | None = None
+
+    def send(self, message: Message) -> bool:
+        if self.losing:
+            self.losing -= 1
+        elif self.up:
+            self.queue.append(message)
+        return True
+
+    def requests(self) -> Sequence[Ask]:
+        asked, self.asked = self.asked, []
+        return asked
+
+    def receive(self, timeout: float) -> Message | None:
+        return self.queue.popleft() if self.queue else None
+
+    def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
+        if not self.up:
+            return None
+        assert self.publisher is not None
+        ask = Ask(body)
+        self.asked.append(ask)
+        self.publisher.step()
+        return ask.messages
+
+    def close(self) -> None:
+        self.queue.clear()
+
+
+def content_of(index: BlockIndex) -> Content:
+    return {tier: index.published(tier) for tier in index.tiers}
+
+
+class EventMachine(RuleBasedStateMachine):
+    """One index, one publisher, a bus that loses, one consumer."""
+
+    @initialize()
+    def build(self) -> None:
+        self.now = 1e6
+        self.index = BlockIndex([TierSpec(name, size) for name, size in TIERS.items()])
+        self.bus = Bus()
+        self.open: list[Any] = []
+        self.leaving: list[Any] = []
+        self.restart()
+        self.consumer = Subscriber(self.bus, retry_s=0, clock=lambda: self.now)
+
+    def clock(self) -> float:
+        self.now += 0.01
+        return self.now
+
+    # -- what the index goes through
+
+    @rule(tier=st.sampled_from([*TIERS]), path=paths, wait=st.booleans())
+    def store(self, tier: str, path: Path, wait: bool) -> None:
+        keys = keys_of(path)
+        start = self.index.held(tier, keys)
+        reservation = self.index.reserve(tier, keys, start, len(keys), NAMESPACE)
+        if not len(reservation):
+            return
+        if wait:
+            self.open.append(reservation)
+        else:
+            self.index.commit(reservation)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=st.integers(0, 9), failed=st.none() | st.integers(0, 4))
+    def commit(self, pick: int, failed: int | None) -> None:
+        reservation = self.open.pop(pick % len(self.open))
+        self.index.commit(reservation, failed)
+
+    @rule(tier=st.sampled_from([*TIERS]), count=st.integers(1, 3), slowly=st.booleans())
+    def evict(self, tier: str, count: int, slowly: bool) -> None:
+        if slowly:
+            self.leaving.append(self.index.begin_eviction(tier, count))
+        else:
+            self.index.evict(tier, count)
+
+    @precondition(lambda self: self.leaving)
+    @rule(pick=st.integers(0, 9), cancel=st.booleans())
+    def end_eviction(self, pick: int, cancel: bool) -> None:
+        eviction = self.leaving.pop(pick % len(self.leaving))
+        if cancel:
+            self.index.cancel_eviction(eviction)
+        else:
+            self.index.finish_eviction(eviction)
+
+    @rule(tier=st.sampled_from([*TIERS]), path=paths)
+    def drop(self, tier: str, path: Path) -> None:
+        self.index.drop_subtree(tier, keys_of(path)[-1])
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+
+    # -- what the events go through
+
+    @rule()
+    def publish(self) -> None:
+        self.publisher.step()
+
+    @rule()
+    def poll(self) -> None:
+        self.consumer.poll(0)
+
+    @rule(count=st.integers(1, 4))
+    def lose(self, count: int) -> None:
+        self.bus.losing = count
+
+    @rule(up=st.booleans())
+    def connect(self, up: bool) -> None:
+        self.bus.up = up
+
+    @rule()
+    def restart(self) -> None:
+        """Another publisher takes over; what the first had queued is gone."""
+        pacing = Pacing(batch_blocks=3, queue_blocks=6, history_bytes=200, heartbeat_s=60)
+        self.publisher = Publisher(
+            lambda: content_of(self.index), [self.bus], 16, pacing=pacing, clock=self.clock
+        )
+        self.index.watch(self.publisher.note)
+        self.bus.publisher = self.publisher
+
+    @rule()
+    def settle(self) -> None:
+        """All is well again for as long as it takes to say so once."""
+        self.bus.up, self.bus.losing = True, 0
+        self.now += 61
+        self.publisher.step()
+        while self.consumer.poll(0):
+            pass
+        assert self.consumer.synced
+        for tier in TIERS:
+            keys, parents = self.index.published(tier)
+            held = {
+                keys[at : at + 16]: None if parent == ROOT_PARENT else parent
+                for at in range(0, len(keys), 16)
+                for parent in [parents[at : at + 16]]
+            }
+            assert self.consumer.tiers().get(tier, {}) == held
+
+    def teardown(self) -> None:
+        if hasattr(self, "consumer"):
+            self.settle()
+
+
+TestConvergence = EventMachine.TestCase
+TestConvergence.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Rig:
+    """A publisher over an index that the test plays."""
+
+    def __init__(self, now: float = 100.0, **pacing: Any) -> None:
+        self.held: Content = {"host": (b"", b"")}
+        self.bus = Bus()
+        self.metrics = Metrics()
+        self.now = now
+        self.publisher = Publisher(
+            lambda: self.held,
+            [self.bus],
+            16,
+            pacing=Pacing(**pacing),
+            metrics=self.metrics,
+            clock=lambda: self.now,
+        )
+        self.bus.publisher = self.publisher
+
+    @property
+    def numbers(self) -> list[int]:
+        return [message.number for message in self.bus.queue]
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(16, "big")
+
+
+def stored(*numbers: int, parent: bytes = ROOT_PARENT, tier: str = "host") -> Event:
+    return Event(True, tier, tuple(map(key, numbers)), parent)
+
+
+def removed(*numbers: int, tier: str = "host") -> Event:
+    return Event(False, tier, tuple(map(key, numbers)))
+
+
+def test_a_full_queue_drops_what_is_in_it_counts_it_and_leaves_a_gap() -> None:
+    rig = Rig(queue_blocks=4)
+    rig.publisher.note(stored(9))
+    rig.publisher.step()
+    [first] = rig.numbers
+    rig.publisher.note(stored(1, 2, 3))
+    rig.held = {"host": (key(1) + key(2), ROOT_PARENT + key(1))}
+    rig.publisher.note(removed(3, 9))
+    rig.publisher.step()
+    assert rig.numbers[1] == first + 2, "no gap where events were dropped"
+    assert rig.metrics.snapshot()["kvcore_event_blocks_total"]["dropped"] == 3
+    consumer = Subscriber(rig.bus)
+    while consumer.poll(0):
+        pass
+    assert consumer.tiers() == {"host": {key(1): None, key(2): key(1)}}
+
+
+def test_events_that_fit_are_not_dropped_and_a_queue_is_bounded() -> None:
+    looks: list[int] = []
+    feed = Feed(3, lambda: looks.append(1) or {})  # type: ignore[func-returns-value]
+    assert feed.note(stored(1, 2)) == 0
+    assert feed.note(stored(3)) == 0
+    assert feed.note(stored(4)) == 3
+    for n in range(5, 8):
+        feed.note(stored(n))
+    assert feed.note(stored(8)) == 3, "dropped blocks are counted once"
+    [lost, last] = feed.take()
+    assert isinstance(lost, Lost)
+    assert lost.blocks == 6
+    assert last == stored(8)
+    assert len(looks) == 2
+    assert feed.take() == []
+
+
+def test_a_consumer_that_missed_little_is_told_that_alone() -> None:
+    rig = Rig(batch_blocks=1)
+    consumer = Subscriber(rig.bus)
+    rig.publisher.note(stored(1))
+    rig.publisher.step()
+    assert consumer.poll(0)
+    assert consumer.resyncs == 1
+    rig.bus.losing = 2
+    for n in (2, 3, 4):
+        rig.publisher.note(stored(n))
+    rig.publisher.step()
+    assert consumer.poll(0)
+    assert consumer.resyncs == 1, "everything was asked for where two batches would do"
+    assert consumer.tiers()["host"].keys() == set(map(key, (1, 2, 3, 4)))
+
+
+def test_an_idle_publisher_lets_a_consumer_find_that_it_missed_the_last_batch() -> None:
+    rig = Rig(heartbeat_s=5)
+    consumer = Subscriber(rig.bus)
+    rig.publisher.step()
+    rig.now += 5
+    rig.publisher.step()
+    assert consumer.poll(0), "no heartbeat"
+    rig.bus.losing = 1
+    rig.publisher.note(stored(1))
+    rig.publisher.step()
+    assert not consumer.poll(0)
+    rig.now += 5
+    rig.publisher.step()
+    assert consumer.poll(0)
+    assert consumer.tiers() == {"host": {key(1): None}}
+
+
+def test_a_publisher_that_falls_silent_is_asked() -> None:
+    rig = Rig()
+    now = [0.0]
+    consumer = Subscriber(rig.bus, silence_s=30, clock=lambda: now[0])
+    rig.publisher.note(stored(1))
+    rig.publisher.step()
+    consumer.poll(0)
+    rig.bus.up = False
+    now[0] = 31
+    consumer.poll(0)
+    assert not consumer.synced, "the publisher is gone and this is not known"
+    assert consumer.tiers(), "what is known stays"
+    rig.bus.up = True
+    now[0] = 33
+    consumer.poll(0)
+    assert consumer.synced
+
+
+def test_a_restarted_publisher_never_goes_on_where_a_consumer_left_off() -> None:
+    rig, later = Rig(), Rig(now=100.002)
+    for each in (rig, later):
+        for n in range(3):
+            each.publisher.note(stored(n))
+            each.publisher.step()
+    assert not set(rig.numbers) & set(later.numbers)
+    assert max(rig.numbers) - min(rig.numbers) == 2
+
+
+def test_history_is_bounded_in_bytes() -> None:
+    rig = Rig(batch_blocks=1, history_bytes=2000)
+    for n in range(200):
+        rig.publisher.note(stored(n))
+    rig.publisher.step()
+    kept = rig.bus.ask(number_bytes(0), 1)
+    assert kept
+    assert sum(len(message.payload) for message in kept) <= 2000
+    assert kept[-1].number == rig.numbers[-1]
+
+
+def test_a_large_snapshot_comes_in_batches_of_one_number() -> None:
+    rig = Rig(batch_blocks=10, queue_blocks=1000)
+    chain = stored(*range(95))
+    rig.publisher.note(chain)
+    rig.publisher.note(stored(*range(200, 203), tier="disk"))
+    rig.publisher.step()
+    messages = rig.bus.ask(SNAPSHOT, 1)
+    assert messages is not None
+    assert {message.number for message in messages} == {rig.numbers[-1]}
+    runs = [e for m in messages for e in decode(m.payload) if isinstance(e, BlockStored)]
+    assert max(len(run.block_hashes) for run in runs) == 10
+    assert [h for run in runs if run.ownership == "host" for h in run.block_hashes] == [*chain.keys]
+
+
+@pytest.mark.parametrize("body", [b"", b"12345", b"123456789"])
+def test_a_request_that_makes_no_sense_is_left_alone(body: bytes) -> None:
+    rig = Rig()
+    assert rig.bus.ask(body, 1) is None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode([1.0, [{"type": "No"}]])],
+)
+def test_a_payload_that_is_none_is_refused_and_asked_for_again(payload: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode(payload)
+    rig = Rig()
+    consumer = Subscriber(rig.bus, retry_s=0)
+    rig.publisher.note(stored(1))
+    rig.publisher.step()
+    consumer.poll(0)
+    rig.bus.queue.append(Message(rig.publisher._number + 1, payload))
+    consumer.poll(0)
+    assert consumer.synced
+    assert consumer.resyncs == 2
+
+
+def test_runs_that_continue_each_other_become_one() -> None:
+    merged = wire_events(
+        [
+            stored(1, 2),
+            stored(3, parent=key(2)),
+            stored(5, parent=key(4)),
+            stored(6, parent=key(5), tier="disk"),
+            removed(1),
+            removed(2),
+            removed(3, tier="disk"),
+        ],
+        16,
+    )
+    assert [list(event.block_hashes) for event in merged] == [  # type: ignore[union-attr]
+        [key(1), key(2), key(3)],
+        [key(5)],
+        [key(6)],
+        [key(1), key(2)],
+        [key(3)],
+    ]
+
+
+def test_vllm_reads_what_is_sent() -> None:
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    events = wire_events([stored(1, 2), stored(7, parent=key(2), tier="far"), removed(2)], 16)
+    payload = encode(events, 12.5, rank=3)
+    batch = msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch)
+    host = {"block_size": 16, "lora_id": None, "lora_name": None, "token_ids": []}
+    assert batch.ts == 12.5
+    assert batch.data_parallel_rank == 3
+    assert batch.events == [
+        kv_events.BlockStored(
+            block_hashes=[key(1), key(2)],
+            parent_block_hash=None,
+            medium=kv_events.MEDIUM_CPU,
+            ownership="host",
+            **host,
+        ),
+        kv_events.BlockStored(
+            block_hashes=[key(7)],
+            parent_block_hash=key(2),
+            medium=kv_events.MEDIUM_STORAGE,
+            ownership="far",
+            **host,
+        ),
+        kv_events.BlockRemoved(
+            block_hashes=[key(2)], medium=kv_events.MEDIUM_CPU, ownership="host"
+        ),
+    ]
+    again = msgspec.msgpack.encode(batch)
+    assert again == payload, "the bytes differ from those of vLLM's own encoder"
+    assert decode(again) == events
