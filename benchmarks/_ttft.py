@@ -31,6 +31,7 @@ Forget = Callable[[EngineProcess], None]
 
 _Item = TypeVar("_Item")
 
+MISSES = "TTFT of a miss"
 COLD, OWN, MISS, HOST, DISK = "cold", "own cache", "kvcore miss", "kvcore host", "kvcore disk"
 DRY_RUN = {"tokens": [384], "prompts": 2, "misses": 2, "decode_rounds": 2, "dtype": "float32"}
 
@@ -95,6 +96,11 @@ class Contest(ABC):
     @abstractmethod
     def compare_peers(self) -> None:
         """Measure what else there is for the engine."""
+
+    @property
+    def disturb(self) -> Forget | None:
+        """Done before each question to the engine's own cache: as much other work as `forget`."""
+        return None
 
     def tier_args(self) -> dict[str, Any]:
         """Arguments of the engine that only those with tiers behind it get."""
@@ -161,7 +167,7 @@ class Contest(ABC):
         """Measure every contender on the same prompts, one engine process after the other."""
         with self.running(None) as process:
             self.ask(process, COLD)
-            self.ask(process, OWN)
+            self.ask(process, OWN, self.disturb)
         with tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder:
             kvcore, args = self.kvcore(folder), self.tier_args()
             with self.running(kvcore, **args) as process:
@@ -194,7 +200,7 @@ class Contest(ABC):
             if answer.cached_tokens:
                 raise SystemExit(f"{answer.cached_tokens} tokens of a new prompt were cached")
             times[which].append(answer.ttft_s)
-        return _shown(Cost(f"TTFT of a miss, {size} tokens", "s", *map(median, times)))
+        return shown(Cost(f"{MISSES}, {size} tokens", "s", *map(median, times)))
 
     def _decoding(self, engines: Sequence[EngineProcess]) -> Cost:
         """Tokens a second of four requests at once, after their first token."""
@@ -203,7 +209,7 @@ class Contest(ABC):
             prompts = _unseen(windows(self.model, 4, 100, 100, seed=0), seed)
             got = engines[which].generate(prompts, 96)
             rates[which].append(sum(95 / (g.total_s - g.ttft_s) for g in got))
-        return _shown(Cost("decode", "tokens/s", *map(median, rates)))
+        return shown(Cost("decode", "tokens/s", *map(median, rates)))
 
     # -- reports ------------------------------------------------------------------------------
 
@@ -335,7 +341,7 @@ def _turns(items: Iterable[_Item]) -> Iterator[tuple[_Item, int]]:
         yield item, 1 - number % 2
 
 
-def _shown(cost: Cost) -> Cost:
+def shown(cost: Cost) -> Cost:
     print(f"{cost.what}: {cost.without:.4g} -> {cost.ours:.4g} {cost.unit}", flush=True)
     return cost
 

@@ -6,7 +6,10 @@
 its file backend; it contends with the same host memory, page size and waiting for the disk as
 kvcore. A flush would empty its host memory too, so before each request that is to be answered from
 host memory, of kvcore as of HiCache, a long prompt crowds the others out of a pool of tokens that
-is hardly larger. HiCache's files are read through the page cache, unlike kvcore's.
+is hardly larger; the radix cache is asked after as long a prompt. HiCache reads its files through
+the page cache, unlike kvcore: where this process may, it is dropped before each of these requests.
+
+A host hit is also measured in turns with a hit of the radix cache in one engine, which is flushed.
 
 On a CPU HiCache runs with `kvcore.testing.sglang.hicache`.
 """
@@ -14,18 +17,36 @@ On a CPU HiCache runs with `kvcore.testing.sglang.hicache`.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks._ttft import DISK, HOST, OWN, Bar, Contest, Cost, measure, parse, parser
-from kvcore.testing.engine_process import EngineProcess
+from benchmarks._ttft import (
+    DISK,
+    HOST,
+    MISSES,
+    Bar,
+    Contest,
+    Cost,
+    Forget,
+    measure,
+    parse,
+    parser,
+    shown,
+)
+from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.prompts import windows
 
 PEER_MISS, PEER_HOST, PEER_FILE = "hicache miss", "hicache host", "hicache file"
+HITS = "TTFT of a host hit, of the radix hit"
+ROUNDS = 4
+"""Turns of both kinds of hit, with each prompt."""
+PAGE_CACHE = Path("/proc/sys/vm/drop_caches")
 FILES_SETTLED_S = 3.0
 """No new file for so long: HiCache has written what it was going to."""
 FILES_TIMEOUT_S = 300.0
@@ -56,18 +77,47 @@ class SGLangContest(Contest):
             "page_size": page,
             "random_seed": 0,
             "dtype": options.dtype,
+            "sleep_on_idle": True,
             "start_method": "fork",
         }
         self._pool = pool
 
     def kvcore(self, folder: str) -> dict[str, Any]:
-        return {**super().kvcore(folder), "sglang": {"prefetch": "wait"}}
+        return {**super().kvcore(folder), "sglang": {"prefetch": "wait", "keep_on_flush": True}}
 
     def tier_args(self) -> dict[str, Any]:
         return {"max_total_tokens": self._pool}
 
     def forget(self, process: EngineProcess) -> None:
         process.generate([self._crowd], 1)
+
+    @property
+    def disturb(self) -> Forget:
+        return self.forget
+
+    def side_by_side(self) -> list[Cost]:
+        return [*super().side_by_side(), *self._hits()]
+
+    def _hits(self) -> Iterator[Cost]:
+        """Host hits and radix hits of the same prompts in turns, in one engine."""
+        with (
+            tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder,
+            self.running(self.kvcore(folder)) as process,
+        ):
+            for size, prompts in self.prompts.items():
+                times: dict[str, list[float]] = {"device": [], "host": []}
+                for prompt in prompts:
+                    process.generate([prompt], 8)
+                    time.sleep(self.settle_s)
+                    for source in ["host", "device"] * ROUNDS:
+                        if source == "host":
+                            process.reset_prefix_cache(timeout_s=FILES_TIMEOUT_S)
+                        [answer] = process.generate([prompt], 8)
+                        if (found := _source(answer)) != source:
+                            raise SystemExit(f"a {source} hit came from {found or 'nowhere'}")
+                        times[source].append(answer.ttft_s)
+                radix, host = median(times["device"]), median(times["host"])
+                yield shown(Cost(f"{HITS}, {size} tokens", "s", radix, host))
 
     def compare_peers(self) -> None:
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
@@ -77,7 +127,7 @@ class SGLangContest(Contest):
                 _await_files(Path(folder))
                 self.ask(process, PEER_HOST, self.forget)
             with self._hicache(folder) as process:
-                self.ask(process, PEER_FILE)
+                self.ask(process, PEER_FILE, _drop_page_cache)
 
     @contextmanager
     def _hicache(self, folder: str) -> Iterator[EngineProcess]:
@@ -94,13 +144,17 @@ class SGLangContest(Contest):
             yield process
 
     def bars(self, costs: Sequence[Cost]) -> list[Bar]:
-        found = [Bar(c.what, None, c.ratio, 1.02) for c in costs if c.unit == "s"]
+        limits = {MISSES: 1.02, HITS: 1.15}
+        found = [
+            Bar(cost.what, None, cost.ratio, limit)
+            for cost in costs
+            for name, limit in limits.items()
+            if cost.what.startswith(f"{name}, ")
+        ]
         for size in self.options.tokens if self.seconds else []:
             host, disk = self.seconds[HOST, size], self.seconds[DISK, size]
-            radix, peer_host = self.seconds[OWN, size], self.seconds[PEER_HOST, size]
             found += [
-                Bar("host hit, of the radix hit", size, host / radix, 1.15),
-                Bar("host hit, of HiCache's", size, host / peer_host, 1.0),
+                Bar("host hit, of HiCache's", size, host / self.seconds[PEER_HOST, size], 1.0),
                 Bar("disk hit, of HiCache's", size, disk / self.seconds[PEER_FILE, size], 0.667),
             ]
         return found
@@ -108,6 +162,21 @@ class SGLangContest(Contest):
 
 def _up(tokens: int, page: int) -> int:
     return -(-tokens // page) * page
+
+
+def _source(answer: Generation) -> str:
+    """Where the tokens of an answer's prompt came from."""
+    sources = answer.tiers or answer.sources
+    return " ".join(name for name, tokens in sources.items() if tokens)
+
+
+def _drop_page_cache(process: EngineProcess) -> None:
+    """Have files come from the disk, where this process may do that."""
+    os.sync()
+    if os.access(PAGE_CACHE, os.W_OK):
+        PAGE_CACHE.write_text("3")
+    else:
+        print(f"{PAGE_CACHE} is not ours to write: HiCache reads its files from memory")
 
 
 def _await_files(folder: Path) -> None:

@@ -35,10 +35,14 @@ def test_a_dry_run_measures_every_contender(tmp_path: Path) -> None:
     assert {row["cached_tokens"] for row in hits} == {320}
     assert not any(row["answers_differ"] for row in tiers.values())
     costs = [row["what"] for row in rows(tmp_path, "sglang_cost")]
-    assert costs == ["TTFT of a miss, 384 tokens", "decode"]
+    assert costs == [
+        "TTFT of a miss, 384 tokens",
+        "decode",
+        "TTFT of a host hit, of the radix hit, 384 tokens",
+    ]
     assert [(row["tokens"], row["at_most"]) for row in rows(tmp_path, "sglang_bars")] == [
         (None, 1.02),
-        (384, 1.15),
+        (None, 1.15),
         (384, 1.0),
         (384, 0.667),
     ]
