@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from typer.core import TyperGroup
 from kvcore import __version__, log
 from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
 from kvcore.errors import ConfigError, KVCoreError
+
+if TYPE_CHECKING:
+    from kvcore.testing.conformance import Result
 
 __all__ = ["app"]
 
@@ -210,24 +213,22 @@ def check_conformance(
         return
     log.configure("error")
     progress = Console(stderr=True)
+
+    def told(engine: str, result: Result, so_far: conformance.Record) -> None:
+        line = f"{engine} {result.section} {result.case}: {result.outcome} {result.why}"
+        progress.print(line, markup=False, highlight=False)
+        if page is not None:
+            conformance.keep(page, so_far)  # a run may take an hour, and be interrupted
+
     record = conformance.run_engines(
         engines or ["reference"],
         partners or [],
         model,
         cases or [],
-        lambda engine, result: progress.print(
-            f"{engine} {result.section} {result.case}: {result.outcome} {result.why}",
-            markup=False,
-            highlight=False,
-        ),
+        told,
         pythons=conformance.interpreters(pythons or []),
         store=store,
     )
-    if page is not None:
-        beside = page.with_suffix(".json")
-        everything = conformance.merged(beside, record)
-        beside.write_text(conformance.as_json(everything))
-        page.write_text(conformance.page(everything))
     if as_json:
         typer.echo(conformance.as_json(record), nl=False)
     else:

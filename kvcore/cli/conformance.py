@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvcore.errors import ConfigError, FormatError
-from kvcore.testing.conformance import CASES, Case, Kit, Result, find_driver, run
+from kvcore.testing.conformance import CASES, Case, Driver, Kit, Result, find_driver, run
 from kvcore.testing.conformance.kit import in_order, store_plugin
 
-__all__ = ["as_json", "as_table", "failures", "listing", "merged", "page", "run_engines"]
+__all__ = ["as_json", "as_table", "failures", "keep", "listing", "merged", "page", "run_engines"]
 
 Record = dict[str, Any]
 """``{engine: {"about", "date", "partners", "results": [...]}}``, plain data for JSON."""
@@ -69,16 +70,16 @@ def run_engines(
     partners: Sequence[str],
     model: Path | None,
     patterns: Sequence[str],
-    told: Callable[[str, Result], None],
+    told: Callable[[str, Result, Record], None],
     *,
     pythons: Mapping[str, Path] | None = None,
     store: str | None = None,
 ) -> Record:
     """Run the cases on every engine; each also exchanges KV with the others and ``partners``.
 
-    ``told`` hears of every result as it comes. ``pythons`` are interpreters of engines that another
-    environment has, ``store`` is the URL of a remote store. Raises ConfigError for names that mean
-    nothing.
+    ``told`` hears of every result as it comes, with all until then. ``pythons`` are interpreters of
+    engines that another environment has, ``store`` is the URL of a remote store. Raises ConfigError
+    for names that mean nothing.
     """
     cases, pythons = chosen(patterns), pythons or {}
     if store is not None:
@@ -90,26 +91,37 @@ def run_engines(
         raise ConfigError(f"--python: {', '.join(sorted(unused))} is none of the engines asked for")
     found: Record = {}
     for name in dict.fromkeys(engines):
-        driver = drivers[name]
         others = [other for other in drivers if other != name]
         with (
             tempfile.TemporaryDirectory(prefix="kvcore-conformance-") as scratch,
             Kit(
-                driver,
+                drivers[name],
                 Path(scratch),
                 model=model,
                 partners=[drivers[other] for other in others],
                 store=store,
             ) as kit,
         ):
-            results = run(kit, cases, lambda result, name=name: told(name, result))  # type: ignore[misc]
-        found[name] = {
-            "about": driver.about(),
-            "date": date.today().isoformat(),
-            "partners": others,
-            "results": [result.to_dict() for result in results],
-        }
+            run(kit, cases, partial(_take, found, drivers[name], others, told))
     return found
+
+
+def _take(
+    found: Record,
+    driver: Driver,
+    partners: list[str],
+    told: Callable[[str, Result, Record], None],
+    result: Result,
+) -> None:
+    """Put a result in, and tell of it."""
+    before = found.get(driver.name, {"results": []})["results"]
+    found[driver.name] = {
+        "about": driver.about(),
+        "date": date.today().isoformat(),
+        "partners": partners,
+        "results": [*before, result.to_dict()],
+    }
+    told(driver.name, result, found)
 
 
 def failures(record: Record) -> int:
@@ -135,6 +147,14 @@ def as_table(record: Record) -> Table:
 
 def as_json(record: Record) -> str:
     return json.dumps(record, indent=1) + "\n"
+
+
+def keep(page_path: Path, record: Record) -> None:
+    """Write the page and the results beside it, with those that are there of other runs."""
+    beside = page_path.with_suffix(".json")
+    everything = merged(beside, record)
+    beside.write_text(as_json(everything))
+    page_path.write_text(page(everything))
 
 
 def merged(path: Path, record: Record) -> Record:
@@ -199,7 +219,7 @@ class MyDriver(Driver):
 
 
 class MyEngine(Engine):
-    def ask(self, asks, timeout_s=120.0): ...  # all at once, greedy -> Answers
+    def ask(self, asks, timeout_s=600.0): ...  # all at once, greedy -> Answers
     def settle(self): ...  # every save is published
     def forget(self): ...  # the engine's own prefix cache is empty
     def clear(self): ...  # and so are kvcore's tiers

@@ -218,6 +218,16 @@ class TransferEngine:
         with self._lock:
             return self._live_ops
 
+    @property
+    def on_device(self) -> int:
+        """Those of them that touch the device: until they have ended its pages are not free."""
+        with self._lock:
+            return sum(
+                op.path.touches_device and not state.ended
+                for run in self._runs.values()
+                for op, state in zip(run.graph.ops, run.states, strict=True)
+            )
+
     def queue_depths(self) -> dict[Path, int]:
         """Ready ops waiting for a thread, by path."""
         with self._lock:

@@ -26,6 +26,7 @@ class Leader:
     def __init__(self, resumed: bool) -> None:
         self.resumed = resumed
         self.refused: list[str] = []
+        self.told: list[str] = []
 
     def is_resumed(self, rid: str) -> bool:
         return self.resumed
@@ -38,6 +39,19 @@ class Leader:
     def refuse(self, rids: Iterable[str]) -> None:
         self.refused += rids
 
+    def settle(self, timeout: float) -> bool:
+        self.told.append("settle")
+        return False  # a medium hangs
+
+    def stand_aside(self, why: str) -> None:
+        self.told.append("stand aside")
+
+    def forget_requests(self) -> None:
+        self.told.append("forget requests")
+
+    def forget_all(self) -> None:
+        self.told.append("forget all")
+
 
 class Worker:
     def __init__(self, lands: bool) -> None:
@@ -49,6 +63,9 @@ class Worker:
 
     def finish(self, graph_ids: Iterable[int]) -> bool:
         self.calls.append(("finish", list(graph_ids)))
+        return self.lands
+
+    def quiesce(self, timeout: float) -> bool:
         return self.lands
 
 
@@ -102,3 +119,18 @@ def test_a_request_that_was_answered_in_part_is_loaded_at_once(
     assert worker.calls == [("start", [7]), ("finish", [7])]
     assert not linker._queued
     assert leader.refused == ([] if lands else ["r"])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_flush_waits_for_pages_and_not_for_ever_for_media(
+    linker_class: Any, lands: bool, keeps: bool
+) -> None:
+    """Copies of pages that do not end are the end of kvcore here; a medium that hangs is not."""
+    leader, worker = Leader(resumed=False), Worker(lands)
+    linker = made(linker_class, leader, worker)
+    linker._config = SimpleNamespace(sglang=SimpleNamespace(keep_on_flush=keeps))
+    linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
+    linker.reset()
+    first = "settle" if lands else "stand aside"
+    assert leader.told == [first, "forget requests", *([] if keeps else ["forget all"])]

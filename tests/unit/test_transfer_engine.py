@@ -258,6 +258,20 @@ def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: Rig) -> None:
     assert rig.engine.wait_layer(1, 3, timeout=WAIT)
 
 
+def test_a_medium_that_hangs_leaves_the_device_free(rig: Rig) -> None:
+    for path in (Path.DISK2H, Path.H2DISK):
+        rig.at[path].gate.clear()
+    saving, loading = save(1, 4), load(2, 0, 2)
+    rig.engine.submit(saving)
+    assert rig.engine.wait_device(1, WAIT)
+    assert rig.engine.on_device == 0 < rig.engine.in_flight
+    rig.engine.submit(loading)
+    assert rig.engine.on_device > 0, "its pages wait for what the disk reads"
+    rig.at[Path.DISK2H].gate.set()
+    assert rig.engine.wait(2, WAIT)
+    assert rig.engine.on_device == 0 < rig.engine.in_flight
+
+
 def test_cancel_ends_what_has_not_started(rig: Rig) -> None:
     rig.at[Path.DISK2H].gate.clear()
     graph = load(1, 0, 4)

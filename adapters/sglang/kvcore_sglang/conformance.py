@@ -27,6 +27,9 @@ class SglangDriver(ProcessDriver):
     restarts: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.LORA}
     small: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
+    space: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+    """Requests are let in as if answers had one token: otherwise as many as will fit for certain,
+    and none is ever retracted."""
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
         waiting = {"prefetch": "wait", "prefetch_timeout_s": PATIENT_S}
@@ -48,8 +51,6 @@ class SglangDriver(ProcessDriver):
         if setup.memory_tokens is not None:
             made["max_total_tokens"] = setup.memory_tokens
             made["context_length"] = setup.memory_tokens - PAGE_TOKENS
-            # Requests are let in as if answers had no length; otherwise only what will fit.
-            made["schedule_conservativeness"] = 0.0
         return made
 
     def preemptions(self, engine: InProcessOfItsOwn) -> int:

@@ -391,12 +391,23 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self.layer_done_counter.reset()
         self._queued.clear()
         self._offered = 0
-        if self._parts is not None and not self._parts.worker.quiesce(SETTLE_S):
-            _log.error("copies under way when the cache was flushed did not end")
+        if self._parts is None:
+            return
+        landed = self._parts.worker.quiesce(SETTLE_S)
+        problems = [
+            word
+            for word in agree(
+                self._parts.served.rank,
+                "" if landed else "copies of pages did not end when the cache was flushed",
+            )
+            if word
+        ]
         if self.leader is None:
             return
-        if not self.leader.settle(SETTLE_S):
-            self.leader.stand_aside("copies under way when the cache was flushed did not end")
+        if problems:
+            self.leader.stand_aside(problems[0])
+        elif not self.leader.settle(SETTLE_S):
+            _log.warning("a medium has not answered for %d s: flushed without it", SETTLE_S)
         self.leader.forget_requests()
         if not self._config.sglang.keep_on_flush:
             self.leader.forget_all()

@@ -213,9 +213,10 @@ class RankWorker:
         self._reports += load.reports
 
     def quiesce(self, timeout: float) -> bool:
-        """Block until nothing is under way on this rank; False after ``timeout`` seconds."""
+        """Block until this rank copies neither from nor to the engine's pages; False after
+        ``timeout`` seconds. A medium that hangs has no page."""
         limit = time.monotonic() + timeout
-        while self._worker.engine.in_flight:
+        while self._worker.engine.on_device:
             if time.monotonic() >= limit:
                 return False
             time.sleep(RETRY_WAIT_S / 10)

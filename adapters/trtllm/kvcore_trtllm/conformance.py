@@ -18,7 +18,7 @@ from kvcore_trtllm.salt import fusion_salt
 
 from kvcore.config import FORWARDED_VARIABLE
 from kvcore.errors import TransferError
-from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
+from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total
 from kvcore.testing.conformance.reference import searching, settings
 from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, LlmRequest, State, installed
@@ -82,7 +82,7 @@ class InHarness(Engine):
     def _leader(self) -> Any:
         return self._harness.scheduler and self._harness.scheduler._leader
 
-    def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
+    def ask(self, asks: Sequence[Ask], timeout_s: float = ASK_S) -> list[Answer]:
         requests = [
             self._harness.submit(
                 ask.tokens,

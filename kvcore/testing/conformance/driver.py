@@ -23,7 +23,10 @@ from typing import Any, ClassVar
 
 from kvcore.errors import ConfigError
 
-__all__ = ["Answer", "Ask", "Capability", "Driver", "Engine", "Setup", "find_driver"]
+ASK_S = 600.0
+"""How long requests may take: on a machine that does much else, minutes."""
+
+__all__ = ["ASK_S", "Answer", "Ask", "Capability", "Driver", "Engine", "Setup", "find_driver"]
 
 
 class Capability(Enum):
@@ -98,7 +101,7 @@ class Engine(ABC):
     """An engine that runs. One thread uses it."""
 
     @abstractmethod
-    def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
+    def ask(self, asks: Sequence[Ask], timeout_s: float = ASK_S) -> list[Answer]:
         """Answer all at once, in any order inside; results in the order given.
 
         Raises TransferError where a request does not end within ``timeout_s``.

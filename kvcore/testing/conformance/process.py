@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from kvcore.errors import ConfigError, KVCoreError, TransferError
 from kvcore.testing.asking import SETTLE_S
-from kvcore.testing.conformance.driver import Answer, Ask, Driver, Engine, Setup
+from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total_of_samples
 from kvcore.testing.conformance.reference import settings
 from kvcore.testing.engine_process import EngineProcess, Generation
@@ -130,7 +130,7 @@ class InProcessOfItsOwn(Engine):
         """What the engine has said."""
         return self._process.log.read_bytes()[self._began :].decode(errors="replace")
 
-    def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
+    def ask(self, asks: Sequence[Ask], timeout_s: float = ASK_S) -> list[Answer]:
         futures = [
             self._process.submit(
                 ask.tokens,

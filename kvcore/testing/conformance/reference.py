@@ -14,7 +14,7 @@ import torch
 from kvcore.config import load_config
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.metrics import Metrics
-from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
+from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load
 
@@ -51,7 +51,7 @@ class InProcess(Engine):
     def __init__(self, engine: ReferenceEngine) -> None:
         self.engine = engine
 
-    def ask(self, asks: Sequence[Ask], timeout_s: float = 120.0) -> list[Answer]:
+    def ask(self, asks: Sequence[Ask], timeout_s: float = ASK_S) -> list[Answer]:
         requests = [
             self.engine.submit(
                 ask.tokens,

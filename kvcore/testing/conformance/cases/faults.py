@@ -114,6 +114,11 @@ def troubles(kit: Kit, rules: Sequence[Rule], seed: int) -> None:
         for ask in asks:
             kit.same(engine.ask([ask], IN_TIME_S), [ask])
         engine.settle()
+        engine.forget()
+        got = engine.ask(asks[-1:])
+        kit.same(got, asks[-1:])
+        assert got[0].reused, "when the trouble is over nothing is kept"
+        engine.settle()
         engine.check()
 
 
