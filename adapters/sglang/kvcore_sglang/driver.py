@@ -300,10 +300,10 @@ def _forget_on_word() -> Any:
     word = multiprocessing.get_context("fork").Value("b", 0, lock=False)
     real = KVCoreLinker.reset
 
-    def reset(linker: KVCoreLinker) -> None:
-        real(linker)
-        if word.value and linker.leader is not None:
-            linker.leader.forget_all()
+    def reset(self: KVCoreLinker) -> None:
+        real(self)
+        if word.value and self.leader is not None:
+            self.leader.forget_all()
 
     KVCoreLinker.reset = reset  # type: ignore[method-assign]
     return word
