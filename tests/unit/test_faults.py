@@ -196,12 +196,18 @@ def test_a_write_that_was_spoilt_in_silence_is_found_when_it_is_read(
     disk: tuple[DiskTier, Faults], seam: Seam, fault: Fault
 ) -> None:
     tier, faults = disk
+    harmless = 0
     for block in blocks():
         faults.set(Rule(fault, seam, skip=int(seam is Seam.RECORD), limit=1))  # after the erase
         assert tier.write([block.to_write()]) == [None], "nothing is said"
         faults.clear()
-        with pytest.raises(CorruptBlock):
-            read_back(tier, block)
+        try:
+            assert read_back(tier, block) == block.data
+            harmless += 1
+        except CorruptBlock:
+            pass
+    # Bytes 88..120 of a record say nothing: a bit that flips there does no harm.
+    assert harmless <= (2 if (seam, fault) == (Seam.RECORD, Fault.BIT_FLIP) else 0)
     write_blocks(tier, blocks())
     assert [read_back(tier, block) for block in blocks()] == [block.data for block in blocks()]
 
