@@ -397,6 +397,11 @@ class BlockIndex(BlockStates):
         """Slots of a tier that are free without evicting."""
         return self._table(tier).pool.num_free
 
+    def free_slots(self, tier: str) -> list[int]:
+        """Slots of a tier that hold nothing the index knows of. The medium may: what was dropped,
+        or left there by an engine that was killed. O(slots)."""
+        return self._table(tier).pool.free_slots()
+
     def num_used(self, tier: str) -> int:
         """Slots of a tier in use, those reserved, leaving or still pinned after a drop included."""
         return self._table(tier).pool.num_used

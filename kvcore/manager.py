@@ -129,8 +129,8 @@ class Transport(Protocol):
 
 @dataclass
 class _Flight:
-    """A graph on its way. ``first_block`` is the chain position of row 0. ``late``: it was given
-    up, and what of it is still running may take for ever."""
+    """A graph on its way. ``first_block`` is the chain position of row 0. ``given_up``: cancelled,
+    or past its deadline; what of it is still running may take for ever."""
 
     graph: TransferGraph
     keys: Sequence[bytes]
@@ -140,7 +140,7 @@ class _Flight:
     holds: list[Reservation] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
-    late: bool = False
+    given_up: RowError | None = None
     on_end: list[Callable[[], object]] = field(default_factory=list)
 
 
@@ -167,11 +167,21 @@ class KVManager:
     ) -> None:
         self.index = index
         self.transport = transport
+        self.not_taken: dict[str, list[int]] = {}
+        """By tier: slots of other engines' stores whose blocks did not fit into the index."""
         self._backing = {tier.name: tier for tier in backing}
+        # What a medium does well says nothing of the rest: a full disk reads, and a store whose
+        # reads hang may answer questions.
         self._breakers = {tier.name: Breaker(tier.name, clock=clock) for tier in backing}
+        self._writers = {tier.name: Breaker(f"{tier.name} writes", clock=clock) for tier in backing}
         self._stores = {
             tier.name: StoreLookup(
-                tier.name, index, self._breakers[tier.name], tier.finder, clock=clock
+                tier.name,
+                index,
+                Breaker(f"{tier.name} lookups", clock=clock),
+                tier.finder,
+                readable=self._breakers[tier.name].allows,
+                clock=clock,
             )
             for tier in backing
             if tier.finder is not None
@@ -242,7 +252,7 @@ class KVManager:
     def _staging_comes_back(self) -> bool:
         """Whether a load has the staging slots that has not been given up: a read that hangs keeps
         them for as long as it likes."""
-        return any(flight.staging and not flight.late for flight in self._flights.values())
+        return any(flight.staging and flight.given_up is None for flight in self._flights.values())
 
     # -- launching --------------------------------------------------------------------------
 
@@ -326,11 +336,10 @@ class KVManager:
             _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
             return
         flight.waiting.discard(report.op_id)
-        flight.late |= not _GIVEN_UP.isdisjoint(report.failed.values())
         self._last_end = self._clock()
         op = flight.graph.ops[report.op_id]
         self._count_read(op, -1)
-        self._judge_tier(op, report)
+        self._judge_tier(flight, op, report)
         if report.op_id in flight.targets:
             self._publish(flight, report)
         for row, error in report.failed.items():
@@ -389,16 +398,19 @@ class KVManager:
     def clear(self, namespace: bytes | None = None) -> int:
         """Forget every block (of a namespace), in flight or not; returns how many copies.
 
-        Backing tiers are told to forget them too: they do not come back with a restart. From a
-        store those blocks are removed, for everyone, that this leader knew to be there.
+        Backing tiers are told to forget them too, and what may lie in slots that the index knows
+        nothing of: nothing comes back with a restart. From a store those blocks are removed, for
+        everyone, that this leader knew to be there.
         """
         gone = self.index.clear(namespace)
         for tier, blocks in gone.items():
             self._left(tier, blocks)
             if tier in self._stores:
                 self._stores[tier].delete([block.key for block in blocks])
-            elif blocks and tier != HOST:
-                self.transport.forget(tier, [block.slot for block in blocks])
+        for tier in self._backing.keys() - self._stores.keys():
+            slots = [block.slot for block in gone.get(tier, ())]
+            slots += self.index.free_slots(tier) + self.not_taken.pop(tier, [])
+            self.transport.forget(tier, sorted(set(slots)))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
@@ -515,7 +527,7 @@ class KVManager:
         )
         sink: TierRows | None = None
         written: list[Reservation] = []
-        if sink_tier is not None and self._breakers[sink_tier.name].allows():
+        if sink_tier is not None and self._writers[sink_tier.name].allows():
             self._spill(sink_tier, keys, namespace, start)
             sink, written = self._reserve_sink(sink_tier, keys, namespace, start, stop)
         graph = build_save(
@@ -573,7 +585,7 @@ class KVManager:
         """Write to ``tier`` what the host tier holds of ``keys[:stop]`` and it does not."""
         start = self.index.held(tier.name, keys[:stop])
         stop = min(stop, self.index.match(keys[:stop]).depths[0])
-        if start >= stop or not self._breakers[tier.name].allows():
+        if start >= stop or not self._writers[tier.name].allows():
             return None
         pin = self.index.pin(HOST, keys[stop - 1])
         sink, written = self._reserve_sink(tier, keys, namespace, start, stop)
@@ -610,7 +622,7 @@ class KVManager:
         """Start moving the host tier's oldest blocks down when less than an eighth is free."""
         total = self.index.num_free(HOST) + self.index.num_used(HOST)
         short = total // 8 - self.index.num_free(HOST)
-        if short <= 0 or not self._breakers[tier.name].allows():
+        if short <= 0 or not self._writers[tier.name].allows():
             return
         eviction = self.index.begin_eviction(HOST, short)
         if not eviction.blocks:
@@ -695,8 +707,8 @@ class KVManager:
                 flight.holds.append(reservation)
         for op in graph.ops:
             self._count_read(op, 1)
-        for tier in {op.tier for op in graph.ops if op.tier}:
-            self._breakers[tier].started()
+        for tier, writes in {(op.tier, op.path.writes_tier) for op in graph.ops if op.tier}:
+            self._breaker(tier, writes).started()
         self.transport.submit(graph)
 
     def _count_read(self, op: TransferOp, sign: int) -> None:
@@ -737,21 +749,39 @@ class KVManager:
         host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         self._offer(hit.keys, hit.namespace, min(host, stop))
 
-    def _judge_tier(self, op: TransferOp, report: OpReport) -> None:
+    def _judge_tier(self, flight: _Flight, op: TransferOp, report: OpReport) -> None:
         for error in set(report.failed.values()):
             blocks = sum(1 for e in report.failed.values() if e is error)
             self._metrics.failed(op.path.value, error.value, blocks)
             if error is RowError.CORRUPT:
                 self._metrics.corrupt(op.tier, blocks)
+        errors = set(report.failed.values())
+        self._judge_late(flight, op, errors)
         if not op.tier:
             return
-        breaker, errors = self._breakers[op.tier], set(report.failed.values())
+        breaker = self._breaker(op.tier, op.path.writes_tier)
         if errors & {RowError.IO, RowError.DEADLINE}:
             breaker.failed()
+        elif flight.given_up is RowError.DEADLINE:
+            breaker.undecided()  # it was too slow, and that is counted
         elif errors <= {RowError.CORRUPT, RowError.MISSING}:
             breaker.succeeded()  # the medium works, whatever lies there
         else:
             breaker.undecided()
+
+    def _judge_late(self, flight: _Flight, op: TransferOp, errors: set[RowError]) -> None:
+        """A load is given up: reads that were running then are to blame, whenever they end."""
+        why = errors & _GIVEN_UP
+        if flight.given_up is not None or not why or not op.path.touches_device:
+            return
+        flight.given_up = why.pop()
+        if flight.given_up is RowError.DEADLINE:
+            running = (flight.graph.ops[op_id] for op_id in flight.waiting)
+            for tier in {op.tier for op in running if op.path.reads_tier}:
+                self._breakers[tier].failed()
+
+    def _breaker(self, tier: str, writes: bool) -> Breaker:
+        return (self._writers if writes else self._breakers)[tier]
 
     def _drop(self, tier: str, key: bytes) -> None:
         """A block that could not be had as it was written, and all that stand on it, are gone."""

@@ -110,6 +110,11 @@ class SlotPool:
         self._stale = True
         return True
 
+    def free_slots(self) -> list[int]:
+        """Own slots that are not in use, in rising order."""
+        found: list[int] = np.flatnonzero(np.frombuffer(self._used, dtype=np.uint8) == 0).tolist()
+        return found
+
     def check_integrity(self, in_use: Sequence[int]) -> None:
         """Assert that exactly ``in_use`` are taken and that the free set is the rest, once each."""
         assert len(set(in_use)) == len(in_use), "one slot holds two blocks"

@@ -42,7 +42,10 @@ class _Asked(NamedTuple):
 
 
 class StoreLookup:
-    """Beliefs about one store. Leader thread only; nothing blocks but `wait`."""
+    """Beliefs about one store. Leader thread only; nothing blocks but `wait`.
+
+    ``breaker`` is that of its questions. It is not asked while it is not ``readable`` either.
+    """
 
     def __init__(
         self,
@@ -51,12 +54,14 @@ class StoreLookup:
         breaker: Breaker,
         finder: Finder,
         *,
+        readable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
         self._index = index
         self._breaker = breaker
         self._finder = finder
+        self._readable = readable
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
         self._absent: dict[bytes, float] = {}  # key -> until when
@@ -142,4 +147,4 @@ class StoreLookup:
         if len(self._asked) >= MAX_OPEN or not self._breaker.allows():
             for key in [key for key, asked in self._asked.items() if self._is_late(asked)]:
                 self._judge(self._asked.pop(key))
-        return len(self._asked) < MAX_OPEN and self._breaker.allows()
+        return len(self._asked) < MAX_OPEN and self._breaker.allows() and self._readable()

@@ -365,11 +365,15 @@ class KVWorker:
         self.engine.wait_layer(graph_id, layer)
 
     def close(self, *, timeout: float = 30.0) -> bool:
-        """Finish what is in flight, flush the tiers and give the memory back."""
+        """Finish what is in flight, flush the tiers and give the memory back.
+
+        False when something has not ended within ``timeout`` seconds: tiers and memory stay as they
+        are then, for it may go on to use them. It can be called again.
+        """
         ended = self.engine.close(drain=True, timeout=timeout)
-        for name, tier in self.tiers.items():
-            _close_tier(name, tier)
         if ended:
+            for name, tier in self.tiers.items():
+                _close_tier(name, tier)
             self.arena.close()
         self.tracer.close()
         return ended

@@ -142,8 +142,7 @@ def build_leader(
         HOST, slots.indexed, plugins.policy(config.host.policy), config.host.policy_options
     )
     index = BlockIndex([host, *(found.spec for found in backings)])
-    for found in backings:
-        _restore(index, found)
+    not_taken = {found.spec.name: _restore(index, found) for found in backings}
     metrics = Metrics("leader", enabled=config.metrics.enabled)
     publisher = open_publisher(config, index, metrics, data_parallel_rank)
     manager = KVManager(
@@ -155,6 +154,7 @@ def build_leader(
         metrics=metrics,
         on_event=_both(on_event, publisher),
     )
+    manager.not_taken.update(not_taken)
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
         config.block.tokens,
@@ -180,8 +180,8 @@ def _both(
     return both
 
 
-def _restore(index: BlockIndex, found: PreparedBacking) -> None:
-    """Put what a backing tier still holds into the index."""
+def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
+    """Put what a backing tier still holds into the index; slots beyond its own that did not fit."""
     lost = index.restore(found.spec.name, found.prepared.records)
     _log.info(
         "tier restored name=%s blocks=%d dropped=%d slots=%d",
@@ -190,6 +190,7 @@ def _restore(index: BlockIndex, found: PreparedBacking) -> None:
         len(lost),
         found.spec.num_slots,
     )
+    return [record.slot for record in lost if record.slot >= found.spec.num_slots]
 
 
 def build_segments(config: Config, model: ModelDescription) -> Segments:

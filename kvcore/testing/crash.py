@@ -244,7 +244,8 @@ def _compute_oracle(bench: _Bench) -> None:
 
 
 def _floats(parts: Sequence[memoryview]) -> Array:
-    return np.concatenate([np.frombuffer(part, np.float32) for part in parts]).copy()
+    joined: Array = np.concatenate([np.frombuffer(part, np.float32) for part in parts])
+    return joined
 
 
 def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule]) -> Iterator[str]:

@@ -383,7 +383,7 @@ class TransferEngine:
             return self._executors[op.path].run(graph, op, rows)
         except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue lives on
             _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
-            return dict.fromkeys(rows, RowError.INTERNAL)
+            return dict.fromkeys(rows, RowError.IO if op.tier else RowError.INTERNAL)
 
 
 def _settle_thread(*, background: bool) -> None:

@@ -7,6 +7,48 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvcore.block import ROOT_PARENT, KeyChain
+from kvcore.config import load_config
+from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
+
+
+def disk_blocks(engine: ReferenceEngine, prompt: list[int]) -> int:
+    """Leading blocks of a prompt that the disk tier holds."""
+    assert engine.leader is not None
+    leader = engine.leader
+    chain = KeyChain(leader._namespaces.of("", ""), 16)
+    chain.extend(prompt)
+    return leader.manager.index.match(chain.keys).depths[1]
+
+
+def test_what_a_crash_left_behind_does_not_come_back_after_a_clear(tmp_path: Path) -> None:
+    """Blocks whose first one is gone are on the disk, and not in the index. Were they let be when
+    everything is cleared, they would be found as soon as the first one is stored again."""
+    model, prompt = random_llama(), list(range(1, 120))
+    tables = {
+        "host": {"capacity": "1MiB", "huge_pages": False},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "2MiB"},
+    }
+
+    def start() -> ReferenceEngine:
+        return ReferenceEngine(model, EngineArgs(), load_config(None, tables, {}))
+
+    with start() as engine:
+        engine.generate([prompt], 1)
+        engine.settle()
+        assert disk_blocks(engine, prompt) == 7
+        disk = engine.workers[0].worker.tiers["disk"]
+        disk.invalidate([r.slot for r in disk.scan() if r.parent == ROOT_PARENT])
+    with start() as engine:
+        assert disk_blocks(engine, prompt) == 0
+        assert len(engine.workers[0].worker.tiers["disk"].scan()) == 6
+        assert engine.leader is not None
+        engine.leader.clear()
+        engine.generate([prompt[:17]], 1)
+        engine.settle()
+    with start() as engine:
+        assert disk_blocks(engine, prompt) == 1
+
 
 def run(module: str, *arguments: str) -> str:
     """What a command of `kvcore.testing` prints. It forks, or looks at its own memory: it has a

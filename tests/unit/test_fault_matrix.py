@@ -157,6 +157,25 @@ def test_cell(
         engine.close()
 
 
+def test_tiers_stay_open_while_something_hangs_in_them(
+    start: Callable[..., ReferenceEngine],
+) -> None:
+    """Closed under a read that goes on later, a file's number would be another file's by then."""
+    faults = Faults()
+    engine = start(faults, Seam.TIER_WRITE, False)
+    faults.set(Rule(Fault.HANG, Seam.FILE_WRITE, seconds=FOR_EVER))
+    engine.generate(prompts()[:1], ANSWER)
+    worker = engine.workers[0].worker
+    while not faults.struck[Seam.FILE_WRITE, Fault.HANG]:
+        time.sleep(0.01)
+    assert not worker.close(timeout=0.2)
+    tier = worker.tiers["disk"]
+    assert tier.scan() == []
+    faults.clear()
+    assert worker.close()
+    assert tier.scan(), "what hung has been written after all"
+
+
 def provoke(engine: ReferenceEngine, seam: Seam) -> None:
     """What traffic alone does not do: clear everything, or give up a load."""
     assert engine.leader is not None

@@ -30,7 +30,7 @@ from kvcore.testing.faults import (
 )
 from kvcore.testing.store_contract import StoreContract
 from kvcore.testing.tier_contract import Block, TierContract, read_back, write_blocks
-from kvcore.tiers.base import Tier
+from kvcore.tiers.base import BlockRead, Tier
 from kvcore.tiers.disk import DiskTier, Geometry
 from kvcore.tiers.disk import files as disk_files
 from kvcore.tiers.host import slot_bytes
@@ -196,15 +196,18 @@ def test_a_write_that_was_spoilt_in_silence_is_found_when_it_is_read(
     disk: tuple[DiskTier, Faults], seam: Seam, fault: Fault
 ) -> None:
     tier, faults = disk
+    harmless = 0
     for block in blocks():
         faults.set(Rule(fault, seam, skip=int(seam is Seam.RECORD), limit=1))  # after the erase
         assert tier.write([block.to_write()]) == [None], "nothing is said"
         faults.clear()
-        with pytest.raises(CorruptBlock):
-            data = read_back(tier, block)
-            if fault is Fault.BIT_FLIP and seam is Seam.RECORD:  # a bit that says nothing
-                assert data == block.data
-                raise CorruptBlock
+        try:
+            assert read_back(tier, block) == block.data
+            harmless += 1
+        except CorruptBlock:
+            pass
+    # Bytes 88..120 of a record say nothing: a bit that flips there does no harm.
+    assert harmless <= (2 if (seam, fault) == (Seam.RECORD, Fault.BIT_FLIP) else 0)
     write_blocks(tier, blocks())
     assert [read_back(tier, block) for block in blocks()] == [block.data for block in blocks()]
 
@@ -245,10 +248,14 @@ def test_reads_that_end_in_another_order_go_where_they_belong(
     disk: tuple[DiskTier, Faults],
 ) -> None:
     tier, faults = disk
-    write_blocks(tier, blocks())
     faults.set(Rule(Fault.REORDER, Seam.FILE_READ), Rule(Fault.REORDER, Seam.FILE_WRITE))
-    assert [read_back(tier, block) for block in blocks()] == [block.data for block in blocks()]
-    assert faults.struck[Seam.FILE_READ, Fault.REORDER] == len(blocks())
+    write_blocks(tier, blocks())
+    memory = [block.memory() for block in blocks()]
+    reads = [BlockRead(b.slot, b.key, [into]) for b, into in zip(blocks(), memory, strict=True)]
+    assert tier.read(reads) == [None] * len(reads)
+    assert [bytes(into) for into in memory] == [block.data for block in blocks()]
+    assert faults.struck[Seam.FILE_READ, Fault.REORDER]
+    assert faults.struck[Seam.FILE_WRITE, Fault.REORDER]
 
 
 def test_a_flush_that_fails_is_raised(disk: tuple[DiskTier, Faults]) -> None:
@@ -316,7 +323,7 @@ def test_reports_come_in_another_order_and_none_is_lost() -> None:
     while messages.wait_report(0):
         got += messages.poll()
     assert got != sent
-    assert sorted(got) == sent
+    assert sorted(got, key=lambda report: report.graph_id) == sent
 
 
 def test_a_clock_jumps() -> None:

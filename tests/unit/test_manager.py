@@ -562,6 +562,64 @@ def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) ->
     assert breaker.allows()
 
 
+def late_load(rig: Rig, keys: list[bytes]) -> list[OpReport]:
+    """A load that is given up while its read runs; what the read reports when it ends after all."""
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    graph = rig.manager.launch_load(hit, 0, hit.depth, rig.units(hit.depth))
+    rig.media.todo = [todo for todo in rig.media.todo if todo[0] is not graph]
+    reads = [op for op in graph.ops if op.path.reads_tier]
+    assert reads
+    rig.media.reports += [
+        OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), RowError.DEADLINE))
+        for op in graph.ops
+        if op not in reads
+    ]
+    rig.manager.pump()
+    return [OpReport(graph.graph_id, op.op_id, {}) for op in reads]
+
+
+def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
+    """They end well, after their deadline, and what is written between them ends well in time."""
+    rig = Rig(host=4, disk=64)
+    rig.save(chain(1, 2, 3, 4))
+    rig.drain()
+    for turn in range(3):
+        rig.save(chain(*range(10 * turn + 10, 10 * turn + 14)))
+        rig.drain()
+        assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 4
+        rig.media.reports += late_load(rig, chain(1, 2, 3, 4))
+        rig.manager.pump()
+        rig.manager.index.evict(HOST, 4)  # what came late is in host memory
+    assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 0
+    assert rig.manager.put_match(chain(1, 2, 3, 4)) == 0
+    rig.now = 6  # a probe: in time at last
+    assert rig.load(chain(1, 2, 3, 4)) is not None
+    rig.drain()
+    rig.manager.index.evict(HOST, 4)
+    assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 4
+    rig.manager.check_integrity()
+
+
+def test_a_full_disk_is_still_read() -> None:
+    rig = Rig(host=4, disk=64)
+    rig.save(chain(1, 2, 3, 4))
+    rig.drain()
+    for turn in range(4):
+        rig.save(chain(10 + turn))
+        rig.media.step(0)  # to host memory
+        rig.media.fail_next = RowError.IO
+        rig.drain()
+    written = len(rig.media.done)
+    rig.save(chain(20))
+    rig.drain()
+    assert len(rig.media.done) == written + 1, "it is not written to any more"
+    rig.manager.index.evict(HOST, 4)
+    assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 4
+    assert rig.load(chain(1, 2, 3, 4)) is not None
+    rig.drain()
+    assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).sources[0].tier == HOST
+
+
 def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
     rig = Rig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)

@@ -524,6 +524,17 @@ def test_a_dead_store_is_left_alone_and_tried_again(leader: Leader, store: Flaky
     assert leader.breaker.state is BreakerState.CLOSED
 
 
+def test_a_store_that_cannot_be_read_is_not_asked(leader: Leader, store: Flaky) -> None:
+    """It would answer, and its answers would be waited for, for nothing."""
+    hold(store, range(3))
+    readable = False
+    leader.lookup._readable = lambda: readable
+    assert leader.find(keys_of(range(3))) == 0
+    assert store.calls == 0
+    readable = True
+    assert leader.find(keys_of(range(3))) == 3
+
+
 def test_a_probe_that_nobody_came_back_for_blocks_nothing(leader: Leader, store: Flaky) -> None:
     """Its request was aborted. Otherwise a store that is back would never be asked again."""
     store.down = True

@@ -210,6 +210,15 @@ def test_an_executor_that_raises_fails_its_rows_and_its_thread_lives(rig: Rig) -
     assert all(not report.failed for report in rig.finish(second).values())
 
 
+def test_a_tier_that_raises_has_failed_like_one_that_says_so(rig: Rig) -> None:
+    """Its breaker must hear of it."""
+    rig.at[Path.H2DISK].explode = True
+    graph = save(1, 2)
+    rig.engine.submit(graph)
+    failed = [report.failed for report in rig.finish(graph).values()]
+    assert failed == [{}, dict.fromkeys(range(2), RowError.IO)]
+
+
 def test_loads_overtake_saves_that_wait(rig: Rig) -> None:
     disk = rig.at[Path.DISK2H]
     disk.gate.clear()

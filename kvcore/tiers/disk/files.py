@@ -134,6 +134,10 @@ class IndexFile:
         except OSError as error:
             raise TierUnavailable(f"cannot open {path}: {error}") from error
 
+    def num_records(self) -> int:
+        """Records that the file has room for; slots beyond hold nothing."""
+        return -(-os.fstat(self._file).st_size // RECORD_NBYTES)
+
     def get(self, slot: int) -> Record | None:
         return Record.unpack(os.pread(self._file, RECORD_NBYTES, slot * RECORD_NBYTES))
 

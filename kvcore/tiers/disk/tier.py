@@ -127,7 +127,8 @@ class DiskTier(Tier):
                 if number in self._foreign:
                     self._foreign[number].erase(own, count)
                 elif number == 0 and own < self.num_slots:
-                    self._index.erase(own, min(count, self.num_slots - own))
+                    stop = min(own + count, self.num_slots, self._index.num_records())
+                    self._index.erase(own, stop - own)
             except OSError as error:
                 raise self._unavailable("erasing", first, error) from error
 
