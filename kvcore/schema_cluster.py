@@ -79,6 +79,15 @@ class ClusterConfig(SchemaModel):
         description='Endpoints of etcd, as "http://host:2379". Processes are entered under a '
         "lease, and are gone when they are.",
     )
+    name: Name | None = Field(
+        default=None,
+        description="This engine's name among leaders: with `members`, one of theirs. Unset: the "
+        "host's name and the process's number.",
+    )
+    model: Name = Field(
+        default="any", description="What this engine serves, in words that others look for."
+    )
+    group: Name = Field(default="default", description="The nodes this engine works with.")
     ttl_s: int = Field(
         default=10,
         ge=1,

@@ -1,6 +1,6 @@
 """Who is there, and who leads: the contract of a directory, whatever keeps it.
 
-    leaders, workers, servers ── join ──▶ Directory ◀── members, leader ── routers, tools, each other
+    leaders, workers, servers ── join ──▶ Directory ◀── members, leader ── routers, tools, others
     candidates ── campaign ─────────────▶    │
                                              └─ a lease: what is not renewed is gone
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping
+
 from kvcore.cluster.base import Directory, Member
 from kvcore.cluster.static import StaticDirectory
 from kvcore.config import Config
 from kvcore.errors import ConfigError
 
-__all__ = ["open_directory"]
+__all__ = ["enter_leader", "open_directory"]
 
 
 def open_directory(config: Config) -> Directory | None:
@@ -39,3 +43,36 @@ def open_directory(config: Config) -> Directory | None:
         cert=cluster.cert,
         key=cluster.key,
     )
+
+
+def enter_leader(
+    config: Config, details: Mapping[str, str], data_parallel_rank: int | None = None
+) -> Directory | None:
+    """A directory in which this process's leader is, or will be once etcd is there; close it to
+    take the leader out. None where none is set.
+
+    ``details`` are what others need to know of it; ``*`` in an address becomes this host's name.
+    Raises ConfigError where the leader is not listed.
+    """
+    directory = open_directory(config)
+    if directory is None:
+        return None
+    host = socket.gethostname()
+    name = config.cluster.name or f"{host}-{os.getpid()}"
+    if data_parallel_rank is not None:
+        name = f"{name}-dp{data_parallel_rank}"
+    told = {key: value.replace("//*", f"//{host}") for key, value in details.items()}
+    member = Member(
+        "leader",
+        name,
+        told.get("events", ""),
+        config.cluster.model,
+        config.cluster.group,
+        told,
+    )
+    try:
+        directory.join(member)
+    except ConfigError:
+        directory.close()
+        raise
+    return directory

@@ -260,7 +260,7 @@ class EtcdDirectory:
         for client in list(self._clients):
             try:
                 return ask(client)
-            except _FAILURES as error:
+            except _FAILURES as error:  # noqa: PERF203  another endpoint may do
                 failed = error
                 with self._lock:
                     self._clients.remove(client)

@@ -82,7 +82,8 @@ class _Fixed:
     def record(self, key: str, value: str) -> bool:
         if self.term is None:
             return False
-        self._directory._records[(*self._at, key)] = value
+        model, group = self._at
+        self._directory._records[model, group, key] = value
         return True
 
     def resign(self) -> None:

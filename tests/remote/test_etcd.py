@@ -36,9 +36,7 @@ def connect(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable
     prefix = f"/{request.node.name}"
 
     def one() -> EtcdDirectory:
-        made.append(
-            EtcdDirectory([f"http://127.0.0.1:{server.port}"], ttl_s=TTL_S, prefix=prefix)
-        )
+        made.append(EtcdDirectory([f"http://127.0.0.1:{server.port}"], ttl_s=TTL_S, prefix=prefix))
         return made[-1]
 
     yield one

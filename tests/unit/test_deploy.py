@@ -206,13 +206,17 @@ def test_parts_of_the_manifests_name_each_other() -> None:
     for found, pod in pods():
         assert found["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         labels.append(pod["metadata"]["labels"])
-        claims = {claim["metadata"]["name"] for claim in found["spec"].get("volumeClaimTemplates", [])}
+        claims = {
+            claim["metadata"]["name"] for claim in found["spec"].get("volumeClaimTemplates", [])
+        }
         volumes = {v["name"] for v in pod["spec"].get("volumes", [])} | claims
         for container in pod["spec"]["containers"]:
             names = {port["name"] for port in container["ports"]}
             ports[pod["metadata"]["labels"]["app.kubernetes.io/name"]] = names
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
-            probed = json.dumps([container.get(f"{k}Probe") for k in ("startup", "readiness", "liveness")])
+            probed = json.dumps(
+                [container.get(f"{k}Probe") for k in ("startup", "readiness", "liveness")]
+            )
             assert set(re.findall(r'"port": "([\w-]+)"', probed)) <= names
             assert container["resources"]["limits"]["memory"]
     for path in MANIFESTS:
@@ -239,7 +243,9 @@ def test_addresses_in_the_settings_are_those_of_services() -> None:
     host = re.fullmatch(r"redis://([\w-]+):6379/0", config.tiers["shared"].options["url"])
     assert host is not None
     [compose] = documents(DEPLOY / "compose" / "compose.yaml")
-    services = {f["metadata"]["name"] for p in MANIFESTS for f in documents(p) if f["kind"] == "Service"}
+    services = {
+        f["metadata"]["name"] for p in MANIFESTS for f in documents(p) if f["kind"] == "Service"
+    }
     assert host[1] in services & set(compose["services"])
     ports = {config.events.endpoint, config.events.replay_endpoint}
     [engine] = [pod for found, pod in pods() if found["metadata"]["name"] == "engine"]
@@ -256,7 +262,9 @@ def test_the_compose_file_is_one_and_its_files_are_there() -> None:
         for volume in service.get("volumes", [])
     ]
     for source in mounted:
-        assert (folder / source).is_file() if source.startswith(".") else source in compose["volumes"]
+        assert (
+            (folder / source).is_file() if source.startswith(".") else source in compose["volumes"]
+        )
     for service in compose["services"].values():
         assert set(service.get("depends_on", {})) <= compose["services"].keys()
         assert "image" in service
