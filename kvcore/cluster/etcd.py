@@ -49,6 +49,14 @@ class _Held(NamedTuple):
     until: float
 
 
+class _Tls(NamedTuple):
+    """Files of the authority, of the client's certificate and of its key."""
+
+    ca_cert: str | None
+    cert: str | None
+    key: str | None
+
+
 class EtcdDirectory:
     """``endpoints`` are tried in turn: "http://host:2379". Waits for none when it is made."""
 
@@ -67,7 +75,7 @@ class EtcdDirectory:
         an endpoint that is none."""
         if ttl_s < 1 or not endpoints:
             raise ConfigError(f"given ttl_s={ttl_s} and {list(endpoints)}; supported are 1 or more")
-        tls = {"ca_cert": ca_cert, "cert_cert": cert, "cert_key": key}
+        tls = _Tls(ca_cert, cert, key)
         self._clients = [_client(endpoint, ttl_s / _PARTS, tls) for endpoint in endpoints]
         self._prefix = prefix.rstrip("/")
         self._ttl = ttl_s
@@ -327,7 +335,7 @@ def _b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def _client(endpoint: str, timeout: float, tls: dict[str, str | None]) -> Etcd3Client:
+def _client(endpoint: str, timeout: float, tls: _Tls) -> Etcd3Client:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f'given the endpoint {endpoint!r}; supported is "http://host:2379"')
@@ -337,5 +345,7 @@ def _client(endpoint: str, timeout: float, tls: dict[str, str | None]) -> Etcd3C
         protocol=parts.scheme,
         timeout=timeout,
         api_path="/v3/",
-        **tls,
+        ca_cert=tls.ca_cert,
+        cert_cert=tls.cert,
+        cert_key=tls.key,
     )

@@ -204,3 +204,22 @@ def test_etcd_that_is_not_there_yet_and_one_endpoint_that_is_dead(start_server: 
     assert directory.members() == [ALICE]
     directory.close()
     server.kill()
+
+
+def test_a_holder_knows_by_the_time_alone(server: Server) -> None:
+    """Its thread may stand still in a request: the lease's end is no event, it is a time."""
+    ahead = [0.0]
+    directory = EtcdDirectory(
+        [f"http://127.0.0.1:{server.port}"],
+        ttl_s=TTL_S,
+        prefix="/time",
+        clock=lambda: time.monotonic() + ahead[0],
+    )
+    entry, candidacy = directory.join(ALICE), directory.campaign("m", "g", "alice")
+    until(lambda: entry.held and candidacy.term, "not entered")
+    with directory._lock:  # as if the thread were in the middle of a renewal
+        ahead[0] = TTL_S
+        assert not entry.held
+        assert candidacy.term is None
+    until(lambda: entry.held and candidacy.term, "not entered again")
+    directory.close()
