@@ -11,6 +11,7 @@ ALL = (
     "disk",
     "index_rebuild",
     "chunk_find",
+    "events",
     "fusion_overlap",
     "vllm_ttft",
 )

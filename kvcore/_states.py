@@ -52,6 +52,10 @@ class BlockStates:
         if self._observer is not None:
             self._observer(Event(stored, table.name, tuple(keys), parent))
 
+    def _tell_gone(self, table: TierTable, blocks: Sequence[Evicted]) -> None:
+        if blocks:
+            self._tell(False, table, (block.key for block in blocks), ROOT_PARENT)
+
     def _evicted(self, table: TierTable, node: int) -> Evicted:
         namespace = self._nodes.space_names[self._nodes.space[node]]
         return Evicted(self._key(node), table.slot[node], self._parent_key(node), namespace)
@@ -60,6 +64,7 @@ class BlockStates:
         evicted = []
         while table.pool.num_free < count and (node := table.policy.victim()) is not None:
             evicted.append(self._evict(table, node))
+        self._tell_gone(table, evicted)
         return evicted
 
     def _evict(self, table: TierTable, node: int) -> Evicted:
@@ -70,7 +75,6 @@ class BlockStates:
 
     def _leave(self, table: TierTable, node: int, key: bytes) -> None:
         """A victim is a child no more; its history goes up."""
-        self._tell(False, table, (key,), ROOT_PARENT)
         parent = self._nodes.parent[node]
         table.policy.forget(node, key, parent, evicted=True)
         if parent != ROOT:
@@ -241,8 +245,7 @@ class BlockStates:
                 table.policy.remove(node)
         self._doom_pins(table, inside)
         blocks = [self._evicted(table, node) for node in inside]
-        if blocks:
-            self._tell(False, table, (block.key for block in blocks), ROOT_PARENT)
+        self._tell_gone(table, blocks)
         self._hand_up(table, inside)
         for node in inside:
             if table.slot[node] not in table.retained:

@@ -10,6 +10,7 @@
     │   ├── TierUnavailable  the medium is missing, read-only, full or down
     │   ├── BlockMissing     the medium holds the block no more
     │   └── CorruptBlock     the bytes read are not the bytes written
+    ├── ClusterError         the directory of a cluster cannot be reached
     ├── FormatError          a file or message is of another version, model or shape
     └── TransferError        a transfer graph failed
         ├── TransferCancelled
@@ -59,6 +60,10 @@ class BlockMissing(TierError):
 
 class CorruptBlock(TierError):
     """The bytes read are not the bytes that were written."""
+
+
+class ClusterError(KVCoreError):
+    """The directory of a cluster cannot be reached, or does not do what it is asked."""
 
 
 class FormatError(KVCoreError, ValueError):

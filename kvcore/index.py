@@ -269,6 +269,7 @@ class BlockIndex(BlockStates):
         evicted: list[Evicted] = []
         while len(evicted) < count and (node := table.policy.victim()) is not None:
             evicted.append(self._evict(table, node))
+        self._tell_gone(table, evicted)
         return evicted
 
     def begin_eviction(self, tier: str, count: int) -> Eviction:
@@ -284,6 +285,7 @@ class BlockIndex(BlockStates):
             table.state[node] = EVICTING
             table.evicting[node] = eviction
             table.leaving.add(eviction)
+        self._tell_gone(table, eviction.blocks)
         return eviction
 
     def finish_eviction(self, eviction: Eviction) -> list[Evicted]:

@@ -25,7 +25,8 @@ from typing import NamedTuple, Protocol
 
 from kvcore.breaker import Breaker
 from kvcore.errors import CapacityError, KVCoreError
-from kvcore.index import BlockIndex, Event, Evicted, Eviction, Pin, Reservation
+from kvcore.index import BlockIndex, Evicted, Eviction, Pin, Reservation
+from kvcore.index import Event as Event  # its consumers know it from here
 from kvcore.metrics import Metrics, SaveSkip
 from kvcore.policy.admission import AdmissionFilter, Always
 from kvcore.stores import StoreLookup

@@ -26,10 +26,11 @@ from kvcore.schema_base import (
     format_size,
     parse_size,
 )
-from kvcore.schema_cluster import EventsConfig
+from kvcore.schema_cluster import ClusterConfig, EventsConfig
 
 __all__ = [
     "BlockConfig",
+    "ClusterConfig",
     "Config",
     "DiskConfig",
     "EventsConfig",
@@ -457,6 +458,7 @@ class Config(SchemaModel):
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     events: EventsConfig = EventsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
     sglang: SglangConfig = SglangConfig()

@@ -1,12 +1,14 @@
-"""Settings of what goes beyond one engine: its events."""
+"""Settings of what goes beyond one engine: its events, and who else is there."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
 from kvcore.schema_base import Name, SchemaModel, Seconds, Size, parse_size
 
-__all__ = ["EventsConfig"]
+__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig"]
 
 
 class EventsConfig(SchemaModel):
@@ -53,3 +55,49 @@ class EventsConfig(SchemaModel):
         default=5.0,
         description="Seconds after which an empty batch says that nothing has happened.",
     )
+
+
+class MemberConfig(SchemaModel):
+    """A process of the cluster, one table `[cluster.members.NAME]` for each."""
+
+    kind: Literal["leader", "worker", "server"] = Field(
+        default="leader", description="What it is to the others."
+    )
+    address: str = Field(default="", description="Where it is reached.")
+    model: Name = Field(default="any", description="What it serves.")
+    group: Name = Field(default="default", description="The nodes it works with.")
+    details: dict[str, str] = Field(
+        default_factory=dict, description="What else others need to know, as text."
+    )
+
+
+class ClusterConfig(SchemaModel):
+    """Who is there: in etcd, or from a list. Off unless `etcd` or `members` is set."""
+
+    etcd: list[Name] = Field(
+        default_factory=list,
+        description='Endpoints of etcd, as "http://host:2379". Processes are entered under a '
+        "lease, and are gone when they are.",
+    )
+    name: Name | None = Field(
+        default=None,
+        description="This engine's name among leaders: with `members`, one of theirs. Unset: the "
+        "host's name and the process's number.",
+    )
+    model: Name = Field(
+        default="any", description="What this engine serves, in words that others look for."
+    )
+    group: Name = Field(default="default", description="The nodes this engine works with.")
+    ttl_s: int = Field(
+        default=10,
+        ge=1,
+        le=3600,
+        description="Seconds after which a process that is gone, or cut off, is taken out.",
+    )
+    prefix: Name = Field(default="/kvcore", description="Where kvcore's keys lie in etcd.")
+    ca_cert: Name | None = Field(
+        default=None, description="File of the authority that signed etcd's certificate."
+    )
+    cert: Name | None = Field(default=None, description="File of the client's certificate.")
+    key: Name | None = Field(default=None, description="File of the client's key.")
+    members: dict[str, MemberConfig] = Field(default_factory=dict)

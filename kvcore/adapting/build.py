@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvcore.adapting.model import ModelDescription
 from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
+from kvcore.cluster import Directory, enter_leader
 from kvcore.config import Config
-from kvcore.errors import UnsupportedError
+from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.events import Publisher
-from kvcore.events.build import open_publisher
+from kvcore.events.build import endpoints, open_publisher
 from kvcore.fusion.segments import Segments
-from kvcore.index import BlockIndex, TierSpec
+from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.layout import KVView
-from kvcore.manager import HOST, Event, KVManager, Transport
+from kvcore.manager import HOST, KVManager, Transport
 from kvcore.metrics import Metrics
 from kvcore.ops import select_ops
 from kvcore.plugins import PluginManager
@@ -99,6 +100,7 @@ class LeaderParts:
     backings: Sequence[PreparedBacking]
     plugins: PluginManager
     publisher: Publisher | None = None
+    directory: Directory | None = None
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
@@ -113,9 +115,9 @@ class LeaderParts:
 
     @property
     def releases(self) -> list[Callable[[], None]]:
-        """Called once, when the workers have closed: let go of the buses and the tiers."""
-        events = [] if self.publisher is None else [self.publisher.close]
-        return [*events, *(found.prepared.release for found in self.backings)]
+        """Called once, when the workers have closed: leave the cluster, let go of what is open."""
+        outside = [part.close for part in (self.directory, self.publisher) if part is not None]
+        return [*outside, *(found.prepared.release for found in self.backings)]
 
 
 def build_leader(
@@ -163,7 +165,18 @@ def build_leader(
         slots.indexed,
         ",".join(index.tiers),
     )
-    return LeaderParts(manager, metrics, slots, backings, plugins, publisher)
+    told = {
+        "fingerprint": model.fingerprint.hex(),
+        "block_tokens": str(config.block.tokens),
+        **(endpoints(config, data_parallel_rank) if publisher is not None else {}),
+    }
+    parts = LeaderParts(manager, metrics, slots, backings, plugins, publisher)
+    try:
+        return replace(parts, directory=enter_leader(config, told, data_parallel_rank))
+    except ConfigError:
+        for release in parts.releases:
+            release()
+        raise
 
 
 def _both(

@@ -11,7 +11,7 @@ from kvcore.events.publisher import Outlet, Pacing, Publisher
 from kvcore.index import BlockIndex
 from kvcore.metrics import Metrics
 
-__all__ = ["open_publisher", "rank_endpoint"]
+__all__ = ["endpoints", "open_publisher", "rank_endpoint"]
 
 _log = logging.getLogger("kvcore.events")
 
@@ -43,6 +43,19 @@ def open_publisher(
     )
     publisher.start()
     return publisher
+
+
+def endpoints(config: Config, rank: int | None = None) -> dict[str, str]:
+    """Where events are had, as a directory tells it."""
+    events = config.events
+    told = {"topic": events.topic} if events.endpoint or events.nats else {}
+    if events.endpoint:
+        told["events"] = rank_endpoint(events.endpoint, rank)
+    if events.endpoint and events.replay_endpoint:
+        told["replay"] = rank_endpoint(events.replay_endpoint, rank)
+    if events.nats:
+        told["nats"] = events.nats
+    return told
 
 
 def rank_endpoint(endpoint: str, rank: int | None) -> str:

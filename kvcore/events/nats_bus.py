@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import nats
 import nats.errors
+from nats.aio.client import Client
 from nats.js import api
 from nats.js.errors import Error as JetStreamError
 
@@ -85,7 +86,7 @@ class _Loop:
         self.loop.stop()
 
 
-async def _connect(url: str) -> nats.NATS:
+async def _connect(url: str) -> Client:
     """Waits for the server as long as it takes, and for it to come back when it goes."""
 
     async def quiet(error: Exception) -> None:
@@ -241,7 +242,7 @@ class NatsSource:
             _log.debug("nats: %s", error)
         self._loop.close()
 
-    async def _open(self, url: str) -> nats.NATS:
+    async def _open(self, url: str) -> Client:
         client = await _connect(url)
         stream = client.jetstream(timeout=_ACK_S)
         await stream.subscribe(
@@ -267,9 +268,9 @@ class NatsSource:
             await self._client.publish(ask_subject(self._topic), body, reply=inbox)
             while True:
                 reply = await subscription.next_msg(max(0.01, limit - time.monotonic()))
-                if COUNT in (reply.headers or {}):
-                    whole = reply.headers[COUNT] == str(len(messages))
-                    return messages if whole else None
+                count = (reply.headers or {}).get(COUNT)
+                if count is not None:
+                    return messages if count == str(len(messages)) else None
                 found = _message(reply)
                 if found is None:
                     return None

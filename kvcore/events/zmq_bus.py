@@ -153,5 +153,6 @@ def _open(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     socket.bind(endpoint)
-    bound: bytes = socket.get(zmq.LAST_ENDPOINT)
+    bound = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
     return bound.decode()

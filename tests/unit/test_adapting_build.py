@@ -24,6 +24,8 @@ from kvcore.adapting.outbox import Outbox  # noqa: E402
 from kvcore.adapting.paging import Paging  # noqa: E402
 from kvcore.adapting.rank import close_worker, open_tiers  # noqa: E402
 from kvcore.block import KeyChain, Namespace  # noqa: E402
+from kvcore.cluster import Member, enter_leader  # noqa: E402
+from kvcore.cluster.static import StaticDirectory  # noqa: E402
 from kvcore.config import Config, load_config  # noqa: E402
 from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvcore.layout import BlockShape, KVView, from_strides  # noqa: E402
@@ -270,3 +272,45 @@ def test_each_data_parallel_rank_has_an_endpoint_of_its_own() -> None:
     assert rank_endpoint("ipc:///tmp/pub", 3) == "ipc:///tmp/pub_dp3"
     with pytest.raises(ConfigError, match="PORT"):
         rank_endpoint("tcp://nowhere", 1)
+
+
+def test_a_leader_is_entered_with_where_its_events_are_and_leaves(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    settings = {
+        "host": {"capacity": "1MiB"},
+        "events": {"endpoint": f"ipc://{tmp_path}/pub", "topic": "t"},
+        "cluster": {"name": "a", "model": "m", "members": {"a-dp1": {"model": "m"}}},
+    }
+    config = load_config(overrides=settings, env={})
+    parts = build_leader(config, model(), Outbox(2), data_parallel_rank=1)
+    assert parts.directory is not None
+    assert [member.name for member in parts.directory.members("leader")] == ["a-dp1"]
+    assert parts.directory.close in parts.releases
+    for release in parts.releases:
+        release()
+    with pytest.raises(ConfigError, match="not listed"):
+        build_leader(config, model(), Outbox(2))
+
+
+def test_what_others_are_told_of_a_leader() -> None:
+    from kvcore.events.build import endpoints
+
+    events = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "nats": "nats://n:1"}
+    told = endpoints(load_config(overrides={"events": events}, env={}), 2)
+    assert told == {
+        "topic": "kvcore",
+        "events": "tcp://*:5559",
+        "replay": "tcp://*:5560",
+        "nats": "nats://n:1",
+    }
+    assert endpoints(load_config(env={})) == {}
+
+
+def test_a_star_in_an_address_becomes_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Member] = []
+    monkeypatch.setattr(StaticDirectory, "join", lambda _, member: joined.append(member))
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    config = load_config(overrides={"cluster": {"members": {"a": {}}}}, env={})
+    enter_leader(config, {"events": "tcp://*:5557"})
+    assert joined[0].address == joined[0].details["events"] == "tcp://node7:5557"
+    assert joined[0].name.startswith("node7-")

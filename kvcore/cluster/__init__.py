@@ -1,0 +1,14 @@
+"""Registration, discovery and leadership: in etcd under leases, or from a list in the settings."""
+
+from kvcore.cluster.base import Candidacy, Directory, Leadership, Member, Membership
+from kvcore.cluster.build import enter_leader, open_directory
+
+__all__ = [
+    "Candidacy",
+    "Directory",
+    "Leadership",
+    "Member",
+    "Membership",
+    "enter_leader",
+    "open_directory",
+]

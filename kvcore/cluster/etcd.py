@@ -1,0 +1,351 @@
+"""The directory in etcd, through its JSON gateway (etcd3gw): one lease a process.
+
+    PREFIX/members/KIND/NAME         a member, under the lease
+    PREFIX/elections/MODEL/GROUP     the leader, under its lease; the term is the revision at which
+                                     this key was made, and etcd's revisions only grow
+    PREFIX/records/MODEL/GROUP/KEY   what leaders wrote, each write only while that key is theirs
+
+A thread renews the lease every third of its time, stands for election where nobody leads, and
+enters everything anew under another lease when one was lost.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import requests
+from etcd3gw.client import Etcd3Client
+from etcd3gw.exceptions import Etcd3Exception
+from etcd3gw.lease import Lease
+
+from kvcore.cluster.base import Leadership, Member, check_name, chosen
+from kvcore.errors import ClusterError, ConfigError, FormatError
+
+__all__ = ["EtcdDirectory"]
+
+_log = logging.getLogger("kvcore.cluster")
+
+_PARTS = 3
+"""Renewals in the time of a lease."""
+
+_MARGIN = 0.1
+"""Share of a lease's time that its holder gives up: clocks do not run alike."""
+
+_FAILURES = (Etcd3Exception, requests.RequestException, ValueError, KeyError)
+
+T = TypeVar("T")
+
+
+class _Held(NamedTuple):
+    """A lease, and until when it is sure."""
+
+    lease: int
+    until: float
+
+
+class _Tls(NamedTuple):
+    """Files of the authority, of the client's certificate and of its key."""
+
+    ca_cert: str | None
+    cert: str | None
+    key: str | None
+
+
+class EtcdDirectory:
+    """``endpoints`` are tried in turn: "http://host:2379". Waits for none when it is made."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        ttl_s: int = 10,
+        prefix: str = "/kvcore",
+        ca_cert: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``ttl_s`` is after how long a process that is gone is seen to be. Raises ConfigError for
+        an endpoint that is none."""
+        if ttl_s < 1 or not endpoints:
+            raise ConfigError(f"given ttl_s={ttl_s} and {list(endpoints)}; supported are 1 or more")
+        tls = _Tls(ca_cert, cert, key)
+        self._clients = [_client(endpoint, ttl_s / _PARTS, tls) for endpoint in endpoints]
+        self._prefix = prefix.rstrip("/")
+        self._ttl = ttl_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._held: _Held | None = None
+        self._entries: list[_Entry] = []
+        self._candidacies: list[_EtcdCandidacy] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcore-etcd", daemon=True)
+        self._thread.start()
+
+    # -- directory --------------------------------------------------------------------------
+
+    def join(self, member: Member) -> _Entry:
+        """Enters it now, or as soon as etcd is there: see `Membership.held`."""
+        entry = _Entry(self, member)
+        with self._lock:
+            self._entries.append(entry)
+            self._attempt(lambda: self._enter(entry))
+        return entry
+
+    def members(
+        self, kind: str | None = None, *, model: str | None = None, group: str | None = None
+    ) -> Sequence[Member]:
+        found = []
+        for value, _ in self._call(lambda client: client.get_prefix(self._key("members", ""))):
+            try:
+                found.append(Member.from_json(value))
+            except FormatError as error:  # noqa: PERF203  of another version
+                _log.warning("an entry in etcd is passed over: %s", error)
+        return chosen(found, kind, model, group)
+
+    def campaign(self, model: str, group: str, name: str) -> _EtcdCandidacy:
+        for text in (model, group, name):
+            check_name(text)
+        candidacy = _EtcdCandidacy(self, model, group, name)
+        with self._lock:
+            self._candidacies.append(candidacy)
+            self._attempt(lambda: self._stand(candidacy))
+        return candidacy
+
+    def leader(self, model: str, group: str) -> Leadership | None:
+        key = self._key("elections", model, group)
+        found = self._call(lambda client: client.get(key, metadata=True))
+        return Leadership(found[0][0].decode(), _revision(found[0][1])) if found else None
+
+    def record(self, model: str, group: str, key: str) -> str | None:
+        check_name(key)
+        at = self._key("records", model, group, key)
+        found = self._call(lambda client: client.get(at))
+        return found[0].decode() if found else None
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(self._ttl)
+        with self._lock:
+            held, self._held = self._held, None
+            self._entries, self._candidacies = [], []
+            if held is not None:
+                self._attempt(lambda: self._revoke(held.lease))
+
+    # -- lease ------------------------------------------------------------------------------
+
+    def sure(self, lease: int) -> bool:
+        """Whether this lease is held for certain. O(1)."""
+        held = self._held
+        return held is not None and held.lease == lease and self._clock() < held.until
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._ttl / _PARTS):
+            with self._lock:
+                if not self._stop.is_set():
+                    self._attempt(self._renew)
+
+    def _renew(self) -> None:
+        """Keep the lease, or begin anew with another; then stand where nobody leads."""
+        held = self._held
+        if held is not None and self._clock() < held.until:
+            began = self._clock()
+            left = self._call(lambda client: Lease(held.lease, client).refresh())
+            if left > 0:
+                self._held = _Held(held.lease, self._until(began))
+            else:
+                self._lose(held)
+        elif held is not None:
+            self._revoke(held.lease)  # what it promised goes at once, if it is still there
+            self._lose(held)
+        self._need_lease()
+        for entry in self._entries:
+            if not entry.held:
+                self._enter(entry)
+        for candidacy in self._candidacies:
+            self._stand(candidacy)
+
+    def _lose(self, held: _Held) -> None:
+        _log.warning("the lease %x is lost; what was entered is entered anew", held.lease)
+        self._held = None
+
+    def _need_lease(self) -> int:
+        if self._held is None:
+            began = self._clock()
+            lease = self._call(lambda client: client.lease(self._ttl))
+            self._held = _Held(lease.id, self._until(began))
+        return self._held.lease
+
+    def _until(self, began: float) -> float:
+        """A lease runs from when etcd takes the request: later than ``began``."""
+        return began + self._ttl * (1 - _MARGIN)
+
+    def _revoke(self, lease: int) -> None:
+        try:
+            self._call(lambda client: Lease(lease, client).revoke())
+        except ClusterError as error:
+            _log.debug("lease %x is not revoked: %s", lease, error)
+
+    # -- entries and elections --------------------------------------------------------------
+
+    def _enter(self, entry: _Entry) -> None:
+        lease = self._need_lease()
+        member = entry.member
+        key = self._key("members", member.kind, member.name)
+        self._call(lambda client: client.put(key, member.to_json(), Lease(lease, client)))
+        entry.lease = lease
+
+    def _withdraw(self, entry: _Entry) -> None:
+        with self._lock:
+            self._entries.remove(entry)
+            entry.lease = None
+            key = self._key("members", entry.member.kind, entry.member.name)
+            self._call(lambda client: client.delete(key))
+
+    def _stand(self, candidacy: _EtcdCandidacy) -> None:
+        """Make the election's key if there is none; it is made, or found, by one candidate."""
+        lease = self._need_lease()
+        key = self._key("elections", candidacy.model, candidacy.group)
+        put = {"key": _b64(key), "value": _b64(candidacy.name), "lease": lease}
+        answer = self._transact(
+            [{"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": 0}],
+            [{"request_put": put}],
+            [{"request_range": {"key": _b64(key)}}],
+        )
+        if answer.get("succeeded"):
+            candidacy.won = lease, int(answer["header"]["revision"])
+            return
+        found = answer["responses"][0]["response_range"].get("kvs", [])
+        # One that was made by a request whose answer was lost is this candidate's too.
+        mine = [kv for kv in found if int(kv.get("lease", 0)) == lease]
+        same = [kv for kv in mine if kv["value"] == _b64(candidacy.name)]
+        candidacy.won = (lease, _revision(same[0])) if same else None
+
+    def _resign(self, candidacy: _EtcdCandidacy) -> None:
+        with self._lock:
+            won, candidacy.won = candidacy.won, None
+            if candidacy in self._candidacies:
+                self._candidacies.remove(candidacy)
+            if won is not None:
+                key = self._key("elections", candidacy.model, candidacy.group)
+                delete = {"request_delete_range": {"key": _b64(key)}}
+                self._transact([_is_term(key, won[1])], [delete])
+
+    def _record(self, candidacy: _EtcdCandidacy, term: int, key: str, value: str) -> bool:
+        check_name(key)
+        at = self._key("records", candidacy.model, candidacy.group, key)
+        election = self._key("elections", candidacy.model, candidacy.group)
+        put = {"request_put": {"key": _b64(at), "value": _b64(value)}}
+        return bool(self._transact([_is_term(election, term)], [put]).get("succeeded"))
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _key(self, *parts: str) -> str:
+        return "/".join((self._prefix, *parts))
+
+    def _transact(
+        self, compare: list[Any], success: list[Any], failure: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        request = {"compare": compare, "success": success, "failure": list(failure)}
+        return self._call(lambda client: dict(client.transaction(request)))
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """What does not work now is tried again at the next renewal."""
+        try:
+            work()
+        except ClusterError as error:
+            _log.debug("%s", error)
+
+    def _call(self, ask: Callable[[Etcd3Client], T]) -> T:
+        """The answer of the first endpoint that gives one, the last good one first."""
+        failed: Exception | None = None
+        for client in list(self._clients):
+            try:
+                return ask(client)
+            except _FAILURES as error:  # noqa: PERF203  another endpoint may do
+                failed = error
+                with self._lock:
+                    self._clients.remove(client)
+                    self._clients.append(client)
+        places = ", ".join(client.base_url for client in self._clients)
+        raise ClusterError(
+            f"etcd at {places} does not do what it is asked: {type(failed).__name__}: {failed}"
+        ) from failed
+
+
+class _Entry:
+    """A member under the directory's lease."""
+
+    def __init__(self, directory: EtcdDirectory, member: Member) -> None:
+        self.member = member
+        self.lease: int | None = None
+        self._directory = directory
+
+    @property
+    def held(self) -> bool:
+        return self.lease is not None and self._directory.sure(self.lease)
+
+    def leave(self) -> None:
+        self._directory._withdraw(self)
+
+
+class _EtcdCandidacy:
+    """``won`` is the lease and the term it leads under."""
+
+    def __init__(self, directory: EtcdDirectory, model: str, group: str, name: str) -> None:
+        self.model = model
+        self.group = group
+        self.name = name
+        self.won: tuple[int, int] | None = None
+        self._directory = directory
+
+    @property
+    def term(self) -> int | None:
+        won = self.won
+        return won[1] if won is not None and self._directory.sure(won[0]) else None
+
+    def record(self, key: str, value: str) -> bool:
+        term = self.term
+        return term is not None and self._directory._record(self, term, key, value)
+
+    def resign(self) -> None:
+        self._directory._resign(self)
+
+
+def _is_term(election: str, term: int) -> dict[str, Any]:
+    return {
+        "key": _b64(election),
+        "target": "CREATE",
+        "result": "EQUAL",
+        "create_revision": term,
+    }
+
+
+def _revision(found: Any) -> int:
+    return int(found["create_revision"])
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _client(endpoint: str, timeout: float, tls: _Tls) -> Etcd3Client:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f'given the endpoint {endpoint!r}; supported is "http://host:2379"')
+    return Etcd3Client(
+        host=parts.hostname,
+        port=parts.port or 2379,
+        protocol=parts.scheme,
+        timeout=timeout,
+        api_path="/v3/",
+        ca_cert=tls.ca_cert,
+        cert_cert=tls.cert,
+        cert_key=tls.key,
+    )

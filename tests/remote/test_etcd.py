@@ -1,0 +1,225 @@
+"""Registration and leadership in a real etcd: killed holders, an etcd that hangs, and goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcore.cluster import Leadership, Member
+from kvcore.errors import ClusterError
+from kvcore.testing.servers import Server, Start, etcd, need_client
+
+need_client("etcd3gw")
+
+from kvcore.cluster.etcd import EtcdDirectory  # noqa: E402
+
+TTL_S = 2
+LIMIT_S = 120
+ALICE = Member("leader", "alice", "tcp://a:1", "m", "g", {"events": "tcp://a:2"})
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Start) -> Server:
+    return start_server(etcd())
+
+
+@pytest.fixture
+def connect(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
+    """Directories of the test's own part of etcd."""
+    made: list[EtcdDirectory] = []
+    prefix = f"/{request.node.name}"
+
+    def one() -> EtcdDirectory:
+        made.append(EtcdDirectory([f"http://127.0.0.1:{server.port}"], ttl_s=TTL_S, prefix=prefix))
+        return made[-1]
+
+    yield one
+    for directory in made:
+        directory.close()
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < limit, what
+        time.sleep(0.02)
+
+
+def test_members_are_found_until_they_leave(connect: Callable[[], EtcdDirectory]) -> None:
+    mine, other = connect(), connect()
+    entry = mine.join(ALICE)
+    until(lambda: entry.held, "not entered")
+    worker = mine.join(Member("worker", "alice", model="m"))
+    assert other.members("leader") == [ALICE]
+    assert len(other.members(model="m")) == 2
+    assert other.members(group="none") == []
+    time.sleep(2 * TTL_S)
+    assert entry.held, "a lease is renewed"
+    assert other.members("leader") == [ALICE]
+    entry.leave()
+    assert not entry.held
+    assert other.members() == [worker.member]
+    mine.close()
+    assert other.members() == [], "what a directory entered goes with it"
+
+
+HOLDER = """
+import sys, time
+from kvcore.cluster import Member
+from kvcore.cluster.etcd import EtcdDirectory
+directory = EtcdDirectory([sys.argv[1]], ttl_s=int(sys.argv[2]), prefix=sys.argv[3])
+entry, candidacy = directory.join(Member("leader", "bob")), directory.campaign("m", "g", "bob")
+while not (entry.held and candidacy.term):
+    time.sleep(0.02)
+print("in", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_process_is_gone_after_its_lease(
+    server: Server, connect: Callable[[], EtcdDirectory], request: pytest.FixtureRequest
+) -> None:
+    where = f"http://127.0.0.1:{server.port}"
+    directory = connect()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, where, str(TTL_S), f"/{request.node.name}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "in\n"
+        assert [member.name for member in directory.members()] == ["bob"]
+        first = directory.leader("m", "g")
+        assert first is not None
+        mine = directory.campaign("m", "g", "me")
+        assert mine.term is None
+    finally:
+        holder.kill()
+        holder.wait()
+    until(lambda: not directory.members(), "a dead process is still entered")
+    until(lambda: mine.term, "nobody took over")
+    assert mine.term is not None
+    assert mine.term > first.term, "terms must grow"
+    assert directory.leader("m", "g") == Leadership("me", mine.term)
+
+
+def test_a_holder_that_is_cut_off_knows_before_etcd_does_and_comes_back(
+    server: Server, connect: Callable[[], EtcdDirectory]
+) -> None:
+    mine = connect()
+    entry, candidacy = mine.join(ALICE), mine.campaign("m", "g", "alice")
+    until(lambda: entry.held and candidacy.term, "not entered")
+    before = candidacy.term
+    server.hang()
+    try:
+        began = time.monotonic()
+        until(lambda: not entry.held, "the holder does not know")
+        assert candidacy.term is None
+        assert not candidacy.record("k", "v"), "a write without a lease"
+        # A machine that stands still makes it later, never much earlier than the last renewal.
+        assert time.monotonic() - began < LIMIT_S
+        with pytest.raises(ClusterError, match="127"):
+            mine.members()
+    finally:
+        server.go_on()
+    until(lambda: entry.held and candidacy.term, "not entered again")
+    assert mine.members() == [ALICE]
+    assert before is not None
+    assert candidacy.term is not None
+    assert candidacy.term > before, "a term of a lost lease must not go on"
+
+
+def test_two_candidates_never_both_lead(
+    server: Server, connect: Callable[[], EtcdDirectory]
+) -> None:
+    """Their own words, in the order one, other, one: no time lies between the first and the last
+    in which both are right."""
+    rivals = [connect().campaign("m", "g", name) for name in ("a", "b")]
+    ended, both, terms = threading.Event(), [], set()
+
+    def watch() -> None:
+        while not ended.is_set():
+            for one, other in (rivals, rivals[::-1]):
+                first, between, last = one.term, other.term, one.term
+                terms.update({first, between, last} - {None})
+                if first is not None and first == last and between is not None:
+                    both.append((first, between))
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(2):
+            until(lambda: rivals[0].term or rivals[1].term, "nobody leads")
+            server.hang()
+            until(lambda: not (rivals[0].term or rivals[1].term), "a leader that nobody knows of")
+            server.go_on()
+        until(lambda: rivals[0].term or rivals[1].term, "nobody leads")
+        leading = next(rival for rival in rivals if rival.term)
+        leading.resign()
+        until(lambda: any(r.term for r in rivals if r is not leading), "nobody took over")
+    finally:
+        ended.set()
+        watcher.join()
+        server.go_on()
+    assert not both, f"both led: {both[:3]}"
+    assert len(terms) >= 3
+
+
+def test_a_leader_of_the_past_writes_nothing(connect: Callable[[], EtcdDirectory]) -> None:
+    old, new = connect(), connect()
+    first = old.campaign("m", "g", "old")
+    until(lambda: first.term, "nobody leads")
+    assert first.record("view", "1")
+    assert new.record("m", "g", "view") == "1"
+    stale = first.won
+    first.resign()
+    second = new.campaign("m", "g", "new")
+    until(lambda: second.term, "nobody took over")
+    first.won = stale  # as if its thread had been stopped between the look and the write
+    assert first.term is not None, "it believes that it leads"
+    assert not first.record("view", "2"), "a write of a past term came through"
+    assert second.record("view", "3")
+    assert old.record("m", "g", "view") == "3"
+
+
+def test_etcd_that_is_not_there_yet_and_one_endpoint_that_is_dead(start_server: Start) -> None:
+    server = start_server(etcd())
+    server.kill()
+    dead = "http://127.0.0.1:1"
+    directory = EtcdDirectory([dead, f"http://127.0.0.1:{server.port}"], ttl_s=TTL_S)
+    entry = directory.join(ALICE)
+    assert not entry.held
+    with pytest.raises(ClusterError):
+        directory.leader("m", "g")
+    server.start()
+    until(lambda: entry.held, "not entered when etcd came")
+    assert directory.members() == [ALICE]
+    directory.close()
+    server.kill()
+
+
+def test_a_holder_knows_by_the_time_alone(server: Server) -> None:
+    """Its thread may stand still in a request: the lease's end is no event, it is a time."""
+    ahead = [0.0]
+    directory = EtcdDirectory(
+        [f"http://127.0.0.1:{server.port}"],
+        ttl_s=TTL_S,
+        prefix="/time",
+        clock=lambda: time.monotonic() + ahead[0],
+    )
+    entry, candidacy = directory.join(ALICE), directory.campaign("m", "g", "alice")
+    until(lambda: entry.held and candidacy.term, "not entered")
+    with directory._lock:  # as if the thread were in the middle of a renewal
+        ahead[0] = TTL_S
+        assert not entry.held
+        assert candidacy.term is None
+    until(lambda: entry.held and candidacy.term, "not entered again")
+    directory.close()
