@@ -65,8 +65,8 @@ ERRORS = {
     "[formats](format.md).",
     "TransferError": "See the lines before it in the log.",
     "TransferCancelled": NOTHING,
-    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is slower "
-    "than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
+    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is "
+    "slower than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
 }
 
 TROUBLES: dict[str, list[Trouble]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -297,6 +298,34 @@ def simulate_trace(
         Console().print(simulate.as_table(trace, outcomes))
     if picture is not None:
         simulate.draw(picture, trace, outcomes)
+
+
+@app.command("explain")
+def explain_request(
+    request: Annotated[
+        str | None, typer.Argument(help="Its id, or a part of one; else the last ones are listed.")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--path", help="Folder of records; else explain.path.")
+    ] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="How many are listed.")] = 20,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a request was served as it was: what matched, what was planned, what happened."""
+    from kvcore.cli import explain
+
+    folder = path or _load(file, assignments).explain.path
+    if folder is None:
+        raise ConfigError("given no --path and no explain.path: name the folder of records")
+    found = explain.find(folder, request, last)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    elif request is None:
+        Console().print(explain.as_table(found))
+    else:
+        Console().print(explain.as_text(found[0]), markup=False, highlight=False)
 
 
 @app.command("scrub")
