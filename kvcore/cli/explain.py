@@ -106,4 +106,5 @@ def _plan(plan: dict[str, Any]) -> Iterator[str]:
         yield f"  given up after         {plan['deadline_ms']:.0f} ms"
     for tier, rate in plan.get("rates", {}).items():
         speed = 1e-9 / rate["byte_s"] if rate["byte_s"] else float("inf")
-        yield f"  rate of {tier:14} {1e3 * rate['operation_s']:.2f} ms an operation, {speed:.2f} GB/s"
+        latency = 1e3 * rate["operation_s"]
+        yield f"  rate of {tier:14} {latency:.2f} ms an operation, {speed:.2f} GB/s"

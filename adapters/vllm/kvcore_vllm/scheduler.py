@@ -488,7 +488,9 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None
-        record = self._watch.ended(request.request_id, outcome(request), request.trace_headers)
+        record = self._watch.ended(
+            request.request_id, outcome(request), getattr(request, "trace_headers", None)
+        )
         if tracked.load is not None:  # aborted while it waited: its pages hold nothing yet
             self._manager.cancel(tracked.load)
             return None
