@@ -300,6 +300,32 @@ def simulate_trace(
         simulate.draw(picture, trace, outcomes)
 
 
+@app.command("doctor")
+def examine_machine(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Read and write 32 MiB in disk.path.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at engines, machine, disk and settings, and say what to change.
+
+    Exit code 1 where there is a problem.
+    """
+    from kvcore.cli import doctor, plugins
+
+    effective = _load(file, assignments)
+    log.configure("error")
+    findings = list(doctor.examine(effective, plugins.manager(effective), probe=probe))
+    if as_json:
+        typer.echo(doctor.as_json(findings))
+    else:
+        Console().print(doctor.as_table(findings))
+    if code := doctor.exit_code(findings):
+        raise typer.Exit(code)
+
+
 @app.command("explain")
 def explain_request(
     request: Annotated[
