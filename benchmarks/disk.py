@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ from benchmarks._report import Report, Row
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import shard_files
 from kvcore.tiers.host import HostArena
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 BAR = 0.9
 COLUMNS = ("block", "KiB", "way", "read GB/s", "of raw read", "write GB/s", "of raw write")
 KVCORE = "kvcore disk tier"
+ENCRYPTED = "kvcore disk tier, AES-256-GCM"
 SHAPES = {
     "SmolLM2, 16 tokens": BlockShape(30, 3, 64, 16, "bfloat16"),
     "Llama-3-8B, 16 tokens": BlockShape(32, 8, 128, 16, "bfloat16"),
@@ -172,7 +175,9 @@ def nixl_posix(setting: Setting, module: Any, queue: str) -> Iterator[Way]:
 
 
 @contextmanager
-def tier(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]:
+def tier(
+    setting: Setting, geometry: Geometry, io_threads: int, cipher: BlockCipher | None = None
+) -> Iterator[Way]:
     """The disk tier as a worker has it. Has written all blocks once: what is measured is neither
     the first write, which allocates, nor a file that has to grow."""
     disk = DiskTier(
@@ -182,6 +187,7 @@ def tier(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]
         num_slots=setting.arena.num_slots,
         slot_nbytes=setting.arena.slot_nbytes,
         io_threads=io_threads,
+        cipher=cipher,
     )
     key = {slot: slot.to_bytes(16, "little") for slot in setting.order}
 
@@ -203,11 +209,25 @@ def tier(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]
         disk.close()
 
 
+@contextmanager
+def encrypted(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]:
+    """The same tier with encryption."""
+    cipher = BlockCipher(os.urandom(32))
+    folder = setting.folder / "encrypted"
+    folder.mkdir()
+    geometry = replace(geometry, cipher=cipher.name)
+    geometry.save(folder)
+    setting = setting._replace(store=folder)
+    with tier(setting, geometry, io_threads, cipher) as way:
+        yield way
+
+
 def all_ways(
     setting: Setting, geometry: Geometry, io_threads: int, stack: ExitStack
 ) -> dict[str, Way]:
     ways = {
         KVCORE: stack.enter_context(tier(setting, geometry, io_threads)),
+        ENCRYPTED: stack.enter_context(encrypted(setting, geometry, io_threads)),
         "4 threads, preadv": stack.enter_context(threads(setting, 4)),
         "8 threads, preadv": stack.enter_context(threads(setting, 8)),
     }
@@ -231,7 +251,7 @@ def timed(act: Callable[[], None], nbytes: int) -> float:
 
 
 def is_raw(name: str) -> bool:
-    return name not in (KVCORE, "a file a block")
+    return name not in (KVCORE, ENCRYPTED, "a file a block")
 
 
 def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[float, ...]]:

@@ -43,6 +43,8 @@ def _settings(config: Config) -> Iterator[tuple[str, _Settings]]:
             "direct_io": disk.direct_io,
             "io_threads": disk.io_threads,
             "sync_interval_s": disk.sync_interval_s,
+            "key_env": disk.key_env,
+            "key_file": disk.key_file,
         }
         yield DISK, _Settings(DISK, disk, options)
     for name, tier in sorted(config.tiers.items()):

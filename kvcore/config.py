@@ -10,6 +10,7 @@ only module of kvcore that reads the environment.
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 import os
@@ -84,6 +85,7 @@ __all__ = [
     "merge_tables",
     "parse_assignment",
     "parse_size",
+    "read_key",
     "settings",
 ]
 
@@ -209,6 +211,44 @@ def parse_assignment(text: str) -> Table:
 def engine_environment(more: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process to start: this one's, and ``more``."""
     return {**os.environ, **more}
+
+
+def read_key(variable: str | None, file: str | None, env: Mapping[str, str] = os.environ) -> bytes:
+    """The key of 32 bytes in an environment variable or a file, as hex digits or Base64.
+
+    Raises ConfigError, which never shows what was there.
+    """
+    if variable is not None and file is not None:
+        raise ConfigError("given both key_env and key_file; give one of them")
+    if variable is not None:
+        where, text = f"the variable {variable}", env.get(variable, "")
+        if not text.strip():
+            raise ConfigError(
+                f"key_env: {where} is not set; set it to a key (openssl rand -hex 32)"
+            )
+    else:
+        where, text = _key_file(file or "")
+    try:
+        text = text.strip()
+        key = bytes.fromhex(text) if len(text) == 64 else base64.b64decode(text, validate=True)
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise ConfigError(
+            f"{where} holds {len(text)} characters that are no key of 32 bytes; supported are 64 "
+            "hex digits (openssl rand -hex 32) or Base64 (openssl rand -base64 32)"
+        )
+    return key
+
+
+def _key_file(name: str) -> tuple[str, str]:
+    """(What it is called in messages, its text)"""
+    path = expand_user(name)
+    try:
+        with path.open(encoding="ascii") as file:
+            return f"the file {path}", file.read(4096)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"key_file: {path} cannot be read as a key: {error}") from error
 
 
 # -- sources ------------------------------------------------------------------------------------

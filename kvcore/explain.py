@@ -67,14 +67,15 @@ class Record:
     outcome: str = "waiting"
     began: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: what a person asks for."""
+    def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
+        """Plain values, for JSON: what a person asks for. ``for_client`` leaves out what tells of
+        other tenants: text that another one sent is as if it had never been seen."""
         told: dict[str, Any] = {
             "request": self.request_id,
             "tokens": self.tokens,
             "engine_held": self.computed,
             "matched": [{"tier": tier, "tokens": [a, b]} for tier, a, b in self.matched],
-            "misses": [_miss(miss) for miss in self.misses],
+            "misses": [_miss(_discreet(miss) if for_client else miss) for miss in self.misses],
             "loaded": dict(self.loaded),
             "failures": self.failures,
             "ms": {name: round(1e3 * seconds, 3) for name, seconds in self.steps.items()},
@@ -83,6 +84,10 @@ class Record:
         if self.plan is not None:
             told["plan"] = _plan(self.plan)
         return told
+
+
+def _discreet(miss: Miss) -> Miss:
+    return Miss(Cause.NEVER_SEEN) if miss.cause is Cause.OTHER_NAMESPACE else miss
 
 
 def _miss(miss: Miss) -> dict[str, Any]:

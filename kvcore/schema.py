@@ -34,6 +34,7 @@ __all__ = [
     "Config",
     "DiskConfig",
     "EventsConfig",
+    "ExplainConfig",
     "FusionConfig",
     "HostConfig",
     "LogConfig",
@@ -178,6 +179,21 @@ class DiskConfig(BackingConfig):
         description="Seconds between flushes to the medium. A crash of the machine loses at most "
         "this much; a crash of the engine loses nothing.",
     )
+    key_env: Name | None = Field(
+        default=None,
+        description="Encrypt blocks on disk (AES-256-GCM) with the key in this environment "
+        "variable: 32 bytes as 64 hex digits or Base64. Every worker needs it. KV that another "
+        "key, or none, wrote is not used. Needs the package cryptography.",
+    )
+    key_file: Name | None = Field(
+        default=None,
+        description="Encrypt blocks on disk with the key in this file, as for `key_env`.",
+    )
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether blocks are encrypted on disk."""
+        return self.key_env is not None or self.key_file is not None
 
 
 class TierConfig(BackingConfig):
@@ -344,6 +360,26 @@ class TraceConfig(SchemaModel):
     )
 
 
+class ExplainConfig(SchemaModel):
+    """Records of requests: what matched, what was planned and why. vLLM."""
+
+    path: FolderPath | None = Field(
+        default=None,
+        description="Folder for records of the requests that ended last, for `kvcore explain`. "
+        "They are for operators: they tell that text was seen under another salt. Unset: none.",
+    )
+    capacity: Size = Field(
+        default=parse_size("16MiB"),
+        ge=1 << 16,
+        description="Bytes of all records in the folder.",
+    )
+    spans: bool = Field(
+        default=False,
+        description="Make an OpenTelemetry span of each request, with the tracer provider of the "
+        "engine's process. Needs the package opentelemetry-api.",
+    )
+
+
 class LogConfig(SchemaModel):
     """kvcore's own log lines."""
 
@@ -459,6 +495,7 @@ class Config(SchemaModel):
     trace: TraceConfig = TraceConfig()
     events: EventsConfig = EventsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    explain: ExplainConfig = ExplainConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
     sglang: SglangConfig = SglangConfig()

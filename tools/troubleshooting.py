@@ -65,8 +65,8 @@ ERRORS = {
     "[formats](format.md).",
     "TransferError": "See the lines before it in the log.",
     "TransferCancelled": NOTHING,
-    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is slower "
-    "than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
+    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is "
+    "slower than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
 }
 
 TROUBLES: dict[str, list[Trouble]] = {
@@ -428,6 +428,21 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
     ],
     "Traces": [
+        Trouble(
+            "no records of requests are written: %s",
+            "The folder of `explain.path` cannot be written.",
+            "Give one that can.",
+        ),
+        Trouble(
+            "records of requests are not written any more: %s",
+            "The disk of `explain.path` failed.",
+            "Look at the disk; restart the engine.",
+        ),
+        Trouble(
+            "no spans are made: %s",
+            "`explain.spans` needs a package that is not there.",
+            "`pip install opentelemetry-api`, or set it to false.",
+        ),
         Trouble("trace %s is full and ends here", "A file of 256 MiB.", NOTHING),
         Trouble("trace %s ends here: %s", "The disk failed.", "Look at the disk."),
         Trouble("trace %s: %s", "The file could not be closed.", "Look at the disk."),

@@ -207,9 +207,10 @@ def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
 
 
 def build_segments(config: Config, model: ModelDescription) -> Segments:
-    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do."""
+    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do.
+    Where blocks are encrypted they stay in memory: they are the user's text."""
     path = None
-    if config.disk.path is not None and config.disk.path.is_dir():
+    if config.disk.path is not None and config.disk.path.is_dir() and not config.disk.encrypted:
         name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
         path = config.disk.path / name
     return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -314,6 +315,60 @@ def simulate_trace(
         Console().print(simulate.as_table(trace, outcomes))
     if picture is not None:
         simulate.draw(picture, trace, outcomes)
+
+
+@app.command("doctor")
+def examine_machine(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Read and write 32 MiB in disk.path.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at engines, machine, disk and settings, and say what to change.
+
+    Exit code 1 where there is a problem.
+    """
+    from kvcore.cli import doctor, plugins
+
+    effective = _load(file, assignments)
+    log.configure("error")
+    findings = list(doctor.examine(effective, plugins.manager(effective), probe=probe))
+    if as_json:
+        typer.echo(doctor.as_json(findings))
+    else:
+        Console().print(doctor.as_table(findings))
+    if code := doctor.exit_code(findings):
+        raise typer.Exit(code)
+
+
+@app.command("explain")
+def explain_request(
+    request: Annotated[
+        str | None, typer.Argument(help="Its id, or a part of one; else the last ones are listed.")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--path", help="Folder of records; else explain.path.")
+    ] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="How many are listed.")] = 20,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a request was served as it was: what matched, what was planned, what happened."""
+    from kvcore.cli import explain
+
+    folder = path or _load(file, assignments).explain.path
+    if folder is None:
+        raise ConfigError("given no --path and no explain.path: name the folder of records")
+    found = explain.find(folder, request, last)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    elif request is None:
+        Console().print(explain.as_table(found))
+    else:
+        Console().print(explain.as_text(found[0]), markup=False, highlight=False)
 
 
 @app.command("scrub")

@@ -6,6 +6,7 @@ Nothing is imported until a factory is called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,9 @@ def _policy(name: str) -> Callable[[], Any]:
 def _prepare_disk(context: TierContext) -> PreparedTier:
     """Choose, lock and scan a store in the folder ``options["path"]``."""
     disk = import_module("kvcore.tiers.disk")
-    path, _ = _disk_options(context)
-    store = disk.prepare_store(path, context.geometry, context.capacity, share=context.share)
+    path, options = _disk_options(context)
+    geometry = _disk_geometry(context, options["cipher"])
+    store = disk.prepare_store(path, geometry, context.capacity, share=context.share)
     return PreparedTier(
         store.num_slots, store.records, store.options(), release=store.close, foreign=True
     )
@@ -86,7 +88,7 @@ def _disk(context: TierContext) -> Any:
     _, options = _disk_options(context)
     return import_module("kvcore.tiers.disk").DiskTier(
         Path(context.told["folder"]),
-        context.geometry,
+        _disk_geometry(context, options["cipher"]),
         shard=context.rank,
         num_slots=context.told["num_slots"],
         slot_nbytes=context.slot_nbytes,
@@ -99,13 +101,28 @@ def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
     """(folder, keywords of `DiskTier`)"""
     options = dict(context.options)
     path = options.pop("path", None)
+    keys = [options.pop(name, None) for name in ("key_env", "key_file")]
     unknown = options.keys() - {"direct_io", "io_threads", "sync_interval_s"}
     if path is None or unknown:
         raise ConfigError(
             f"tier {context.name!r}: given options {sorted(context.options)}; `path`, the folder "
-            "to use, is needed, and direct_io, io_threads and sync_interval_s may be given"
+            "to use, is needed, and direct_io, io_threads, sync_interval_s, and key_env or "
+            "key_file may be given"
         )
-    return Path(path).expanduser(), options
+    return Path(path).expanduser(), {**options, "cipher": _disk_cipher(*keys)}
+
+
+def _disk_cipher(variable: str | None, file: str | None) -> Any:
+    """The cipher of the key that is named; None without one."""
+    if variable is None and file is None:
+        return None
+    key = import_module("kvcore.config").read_key(variable, file)
+    return import_module("kvcore.tiers.disk.cipher").BlockCipher(key)
+
+
+def _disk_geometry(context: TierContext, cipher: Any) -> Any:
+    """Encrypted blocks are others than plain ones, and have a folder of their own."""
+    return replace(context.geometry, cipher=cipher.name) if cipher else context.geometry
 
 
 def _store(module: str) -> Callable[[], Any]:

@@ -130,6 +130,8 @@ records = st.builds(
     key_bytes,
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**64 - 1),
+    st.just(b""),
+    st.just(b""),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvcore.errors import FormatError
 from kvcore.fusion import _segment_file as segment_file
 from kvcore.fusion._chains import Piece
 from kvcore.layout import BlockShape
+from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import MAGIC, VERSION, Geometry, Record, read_table
 from kvcore.tiers.disk.format import checksum as block_checksum
 from kvcore.tiers.remote import frame
@@ -24,6 +26,8 @@ from kvcore.tiers.remote import frame
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 DIGEST = st.binary(min_size=16, max_size=16)
 NUMBER = st.integers(0, 2**64 - 1)
+PLAIN = st.just(b"")
+RECORD = st.builds(Record, DIGEST, DIGEST, DIGEST, DIGEST, NUMBER, NUMBER, PLAIN, PLAIN)
 
 
 def table(title: str) -> list[tuple[int, int, str, str]]:
@@ -60,7 +64,7 @@ def constant(title: str, field: str) -> str:
     return next(remark for _, _, name, remark in table(title) if name == field).strip("`")
 
 
-@given(st.builds(Record, DIGEST, DIGEST, DIGEST, DIGEST, NUMBER, NUMBER))
+@given(RECORD)
 def test_a_record_is_what_the_page_says(record: Record) -> None:
     fields = decode("Record of shard-N.index", record.pack())
     for name in ("key", "parent", "namespace", "checksum"):
@@ -71,6 +75,33 @@ def test_a_record_is_what_the_page_says(record: Record) -> None:
     assert str(int.from_bytes(fields["version"], "little")) == constant(
         "Record of shard-N.index", "version"
     )
+
+
+@given(
+    RECORD,
+    st.one_of(st.none(), st.tuples(DIGEST, DIGEST)),
+)
+def test_an_encrypted_record_is_what_the_page_says(record: Record, seal: Any) -> None:
+    """Also what its block is bound to, put together here from the words of the page."""
+    if seal is not None:
+        record = record._replace(nonce=seal[0], tag=seal[1])
+    fields = decode("Record of shard-N.index", record.pack())
+    assert int.from_bytes(fields["flags"], "little") == (seal is not None)
+    assert (fields["nonce"], fields["tag"]) == (seal or (bytes(16), bytes(16)))
+    assert Record.unpack(record.pack()) == record
+    if seal is not None:
+        packed = record.pack()
+        words = packed[:64] + bytes(16) + packed[80:88] + b"base (0, 2)"
+        assert record.bound(b"base (0, 2)") == words
+
+
+def test_the_keys_of_blocks_are_what_the_page_says() -> None:
+    """The rest is in test_disk_cipher.py, against the one-shot interface."""
+    key = bytes(range(32))
+    name = hmac.digest(key, b"kvcore-disk-1 key", "sha256")[:16].hex()
+    assert BlockCipher(key).name == f"aes-256-gcm/{name}"
+    assert "`kvcore-disk-1 key`" in PAGE
+    assert "`kvcore-disk-1 block`" in PAGE
 
 
 @given(key=DIGEST, data=st.binary(min_size=1, max_size=300))
@@ -120,11 +151,18 @@ def test_store_json_and_the_folders_name_are_what_the_page_says() -> None:
     section = PAGE.split("### store.json\n")[1].split("\n#")[0]
     keys = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     told = geometry.to_json()
-    assert sorted(told) == sorted(keys)
+    encrypted = Geometry(shape, b"model", ((0, 2),), "aes-256-gcm/00")
+    assert sorted(encrypted.to_json()) == sorted(keys)
+    assert sorted(told) == sorted(set(keys) - {"cipher"})
+    assert Geometry.from_json(encrypted.to_json()) == encrypted
+    assert encrypted.place(0).decode() == f"{encrypted.base} (0, 2)"
     shape_row = next(line for line in section.splitlines() if line.startswith("| `shape`"))
     assert set(re.findall(r"`(\w+)`", shape_row)) - {"shape"} == set(told["shape"])
     text = json.dumps({"shape": shape.to_dict(), "version": 1}, sort_keys=True)
     assert geometry.base == xxhash.xxh3_128_hexdigest(text.encode() + b"model")
+    cut = {"cipher": encrypted.cipher, "shape": shape.to_dict(), "version": 1}
+    text = json.dumps(cut, sort_keys=True)
+    assert encrypted.base == xxhash.xxh3_128_hexdigest(text.encode() + b"model")
 
 
 # -- other versions -----------------------------------------------------------------------------

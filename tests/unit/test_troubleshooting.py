@@ -17,7 +17,8 @@ def tool() -> Any:
     spec = importlib.util.spec_from_file_location(
         "kvcore_troubleshooting", ROOT / "tools" / "troubleshooting.py"
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -39,7 +40,10 @@ def test_a_new_line_or_one_that_went_is_noticed(tool: Any, tmp_path: Path) -> No
     """The scanner sees what a logger is told, in whatever words."""
     (tmp_path / "kvcore").mkdir()
     (tmp_path / "kvcore" / "new.py").write_text(
-        'def f(x):\n    _log.info("no")\n    _log.warning("one %s", x)\n    _log.exception(f"two {x}")\n'
+        "def f(x):\n"
+        '    _log.info("no")\n'
+        '    _log.warning("one %s", x)\n'
+        '    _log.exception(f"two {x}")\n'
     )
     lines = tool.logged(tmp_path)
     assert [(line.text, line.level) for line in lines] == [

@@ -30,6 +30,7 @@ from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.pacing import Pace
 from kvcore.adapting.planning import Planning
 from kvcore.adapting.rank import refuse_tier
+from kvcore.adapting.watching import Watch
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
@@ -58,11 +59,13 @@ def build_scheduler_side(
     outbox = Outbox(model.world_size)
     side: SchedulerSide
     steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []
+    watch = Watch.of(config)
+    tell = (lambda event: side.note_event(event)) if _wants_events(vllm_config) else None
     parts = build_leader(
         config,
         model,
         outbox,
-        on_event=(lambda event: side.note_event(event)) if _wants_events(vllm_config) else None,
+        on_event=watch.listener(tell),
         data_parallel_rank=_data_parallel_rank(vllm_config),
     )
     pace = _pace(config, vllm_config, model, parts)
@@ -77,6 +80,7 @@ def build_scheduler_side(
         fusion=_fusion_leader(config, vllm_config, model, parts, steps, pace),
         pace=pace,
         planning=_planning(config, model, parts, pace) if config.planner.enabled else None,
+        watch=watch,
     )
     return side
 

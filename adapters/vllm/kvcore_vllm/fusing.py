@@ -37,6 +37,7 @@ from kvcore.metrics import Metrics
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("kvcore.vllm.fusion")
@@ -315,3 +316,33 @@ def _own_hash(nonce: bytes, known: bytes) -> bytes:
 def _hash_apart(hasher: Callable[[Any], list[Any]], nonce: bytes, request: Any) -> list[Any]:
     """vLLM's hashes of a request's new pages, as nobody else's."""
     return [_own_hash(nonce, known) for known in hasher(request)]
+
+
+def limit_reading(
+    blends: Sequence[BlendOrder],
+    output: SchedulerOutput,
+    page_tokens: int,
+    computed: Callable[[str], int],
+) -> None:
+    """Keep blends off pages that this very step computes; ``computed`` tells how many tokens a
+    request has before it.
+
+    vLLM shares a page as soon as it is allocated; its own forward writes before it reads, layer
+    by layer, but a blend runs before the forward.
+    """
+    if not blends:
+        return
+    state = output.kv_connector_block_state
+    written: set[int] = set()
+    for request_id, scheduled in output.num_scheduled_tokens.items():
+        pages = state.get_block_ids(request_id) if state is not None else None
+        if pages is None:
+            continue
+        start = computed(request_id)
+        written.update(pages[0][start // page_tokens : -(-(start + scheduled) // page_tokens)])
+    for order in blends:
+        own = order.pages[: -(-order.exact // page_tokens)]
+        for index, page in enumerate(own):
+            if page in written and (index + 1) * page_tokens <= order.stop:
+                order.readable = min(order.exact, index * page_tokens)
+                break

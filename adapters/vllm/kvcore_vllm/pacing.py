@@ -42,3 +42,9 @@ def make_pace(
 def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[Part]:
     """(tokens of this step, vLLM's request) as what the controller counts."""
     return [Part(tokens, request.num_computed_tokens) for tokens, request in scheduled]
+
+
+def outcome(request: Any) -> str:
+    """How vLLM's request ended, in a word."""
+    reason = request.get_finished_reason()
+    return "done" if reason is None else str(reason)

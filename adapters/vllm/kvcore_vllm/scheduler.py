@@ -21,20 +21,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend
+from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
-from kvcore_vllm.pacing import parts_of
+from kvcore_vllm.pacing import outcome, parts_of
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
-from kvcore.adapting.orders import BlendOrder, BlendReport
+from kvcore.adapting.orders import BlendReport
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.pacing import Pace
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.adapting.planning import Memo, Planning
+from kvcore.adapting.watching import Watch
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
+from kvcore.explain import Cause
 from kvcore.manager import HOST, Event, Hit, KVManager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.planner import Action
@@ -92,6 +94,7 @@ class SchedulerSide:
         fusion: FusionLeader | None = None,
         pace: Pace | None = None,
         planning: Planning | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -114,6 +117,7 @@ class SchedulerSide:
         self._pace = pace
         self._deadline_s = config.transfer.load_deadline_s
         self._planning = planning
+        self._watch = watch or Watch()
         self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
 
     # -- a request comes --------------------------------------------------------------------
@@ -131,6 +135,8 @@ class SchedulerSide:
             return None, False
         # The last token is always computed: its logits are wanted.
         matched = min(hit.depth * self._block, request.num_tokens - 1)
+        name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
+        self._watch.looked_up(name, tokens, computed, hit, space, self._block)
         tracked.hit, tracked.matched_tokens = hit, matched
         gain = matched - computed
         if self._fusion is not None and tracked.fusing is not None:
@@ -142,6 +148,7 @@ class SchedulerSide:
             return 0, False
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, request.num_tokens, computed)
+            self._watch.planned(name, plan)
             if plan.action is Action.RECOMPUTE:
                 self._metrics.looked_up({}, gain, MissReason.PLANNED)
                 return 0, False
@@ -154,6 +161,7 @@ class SchedulerSide:
             return None, False
         if ready is Readiness.NEVER:
             self._metrics.looked_up({}, gain, MissReason.BUSY)
+            self._watch.missed(name, Cause.BUSY)
             return 0, False
         return gain, not self._loads_in_step(hit, first, last)
 
@@ -204,6 +212,7 @@ class SchedulerSide:
         tokens = tracked.request.num_tokens
         if gain > 0 or tokens <= self._block:
             self._metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
+            self._watch.missed(tracked.request.request_id, Cause.TOO_SHORT)
         elif not hit.depth:
             self._metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
 
@@ -272,6 +281,7 @@ class SchedulerSide:
             tracked.reused[HOST] = plan.exact - computed
         missed = tracked.request.num_tokens - computed - sum(tracked.reused.values())
         self._metrics.looked_up(tracked.reused, missed)
+        self._watch.loaded(tracked.request.request_id, tracked.reused)
 
     def _count_hit(self, tracked: _Tracked, hit: Hit, start_token: int) -> None:
         tracked.reused = {}
@@ -282,6 +292,7 @@ class SchedulerSide:
                 tracked.reused[source.tier] = b - a
         missed = tracked.request.num_tokens - tracked.matched_tokens
         self._metrics.looked_up(tracked.reused, missed)
+        self._watch.loaded(tracked.request.request_id, tracked.reused)
         _log.debug(
             "load request=%s tokens=%d..%d tiers=%s",
             tracked.request.request_id,
@@ -312,7 +323,8 @@ class SchedulerSide:
         plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
         plan.fence = self._fences(output)
         if self._fusion is not None:
-            self._limit_reading(plan.blends, output)
+            page_tokens = self._model.groups[0].page_tokens
+            limit_reading(plan.blends, output, page_tokens, self._computed_tokens)
             self._fusion.settle()
         if self._pace is not None:
             plan.timed = self._pace.time(parts_of(self._scheduled(output)))
@@ -325,30 +337,6 @@ class SchedulerSide:
         for request_id, tokens in output.num_scheduled_tokens.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 yield tokens, tracked.request
-
-    def _limit_reading(self, blends: Sequence[BlendOrder], output: SchedulerOutput) -> None:
-        """Keep blends off pages that this very step computes.
-
-        vLLM shares a page as soon as it is allocated; its own forward writes before it reads, layer
-        by layer, but a blend runs before the forward.
-        """
-        if not blends:
-            return
-        state, page_tokens = output.kv_connector_block_state, self._model.groups[0].page_tokens
-        written: set[int] = set()
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            pages = state.get_block_ids(request_id) if state is not None else None
-            if pages is None:
-                continue
-            start = tracked.request.num_computed_tokens if tracked is not None else 0
-            written.update(pages[0][start // page_tokens : -(-(start + scheduled) // page_tokens)])
-        for order in blends:
-            own = order.pages[: -(-order.exact // page_tokens)]
-            for index, page in enumerate(own):
-                if page in written and (index + 1) * page_tokens <= order.stop:
-                    order.readable = min(order.exact, index * page_tokens)
-                    break
 
     def _save_computed(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> None:
         request = tracked.request
@@ -414,6 +402,10 @@ class SchedulerSide:
         ids = {graph_id for _, saves in self._saving.among(fresh) for graph_id in saves}
         return sorted(ids - self._late)
 
+    def _computed_tokens(self, request_id: str) -> int:
+        tracked = self._requests.get(request_id)
+        return 0 if tracked is None else tracked.request.num_computed_tokens
+
     # -- a step has ended -------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -470,6 +462,7 @@ class SchedulerSide:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.load = None
+            self._watch.arrived(request_id)
 
     def _load_failed(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
@@ -480,6 +473,7 @@ class SchedulerSide:
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
         tracked.reused, tracked.hit, tracked.memo = {}, None, Memo()
         self._metrics.looked_up({}, tracked.matched_tokens, MissReason.LOAD_FAILED)
+        self._watch.failed(request_id)
         _log.warning(
             "load failed, computing instead request=%s attempt=%d retry=%s",
             request_id,
@@ -494,6 +488,9 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None
+        record = self._watch.ended(
+            request.request_id, outcome(request), getattr(request, "trace_headers", None)
+        )
         if tracked.load is not None:  # aborted while it waited: its pages hold nothing yet
             self._manager.cancel(tracked.load)
             return None
@@ -508,8 +505,13 @@ class SchedulerSide:
         asked = (request.kv_transfer_params or {}).get("kvcore")
         if not asked:
             return None
-        told = {"reused_tokens": sum(tracked.reused.values()), "tiers": tracked.reused}
+        told: dict[str, Any] = {
+            "reused_tokens": sum(tracked.reused.values()),
+            "tiers": tracked.reused,
+        }
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
+        if record is not None:
+            told["explain"] = record
         return {"kvcore": {**told, **({"fusion": fusion} if fusion else {})}}
 
     # -- upkeep -----------------------------------------------------------------------------
@@ -537,6 +539,7 @@ class SchedulerSide:
         """Let go of what the leader holds; the workers finish what is in flight themselves."""
         if self._fusion is not None:
             self._fusion.chunks.close()
+        self._watch.close()
         for release in self._on_close:
             release()
 

@@ -16,8 +16,9 @@ import numpy as np
 from kvcore.errors import CorruptBlock, TierError
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import Buffers, SlotError, nbytes_of
+from kvcore.tiers.disk.cipher import BlockCipher, Seal
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
-from kvcore.tiers.disk.format import Geometry, checksum, shard_files
+from kvcore.tiers.disk.format import Geometry, Record, checksum, shard_files
 from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
 
@@ -35,6 +36,7 @@ class _Shard(NamedTuple):
     mine: slice
     blocks: DataFile
     records: IndexFile
+    place: bytes
 
 
 class ForeignStore:
@@ -43,8 +45,15 @@ class ForeignStore:
     Thread-safe between slots. Raises FormatError or TierUnavailable when it cannot be used.
     """
 
-    def __init__(self, folder: Path, heads: tuple[int, int], direct_io: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        heads: tuple[int, int],
+        direct_io: str = "auto",
+        cipher: BlockCipher | None = None,
+    ) -> None:
         geometry = Geometry.load(folder)
+        self._cipher = cipher
         self._name = folder.name
         self._shape = geometry.shape.with_heads(heads[1] - heads[0])
         self._shards: list[_Shard] = []
@@ -54,7 +63,8 @@ class ForeignStore:
                 data, index = shard_files(folder, number)
                 blocks = DataFile(data, slot_bytes(shape), num_slots=None, direct_io=direct_io)
                 records = IndexFile(index)
-                self._shards.append(_Shard(number, shape, theirs, mine, blocks, records))
+                place = geometry.place(number)
+                self._shards.append(_Shard(number, shape, theirs, mine, blocks, records, place))
         except TierError:
             self.close()
             raise
@@ -95,13 +105,24 @@ class ForeignStore:
         ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
         if isinstance(got, OSError):
             raise got
-        if got < shape.nbytes or checksum(key, [staging], shape.nbytes) != record.checksum:
+        if got < shape.nbytes or not is_whole(self._cipher, record, [staging], shard.place):
             self.erase(slot)
             raise CorruptBlock(
                 f"{where}: the bytes of block {key.hex()} are not those written; it is erased"
             )
         flat = np.frombuffer(staging, np.uint8, shape.nbytes)
         return flat.reshape(shape.layers, shape.kv_heads, shape.head_nbytes)
+
+
+def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place: bytes) -> bool:
+    """Whether the bytes are those that were written, of a store that is encrypted, or is not, as
+    ``cipher`` says. They are decrypted where they are; if False they hold anything."""
+    if checksum(record.key, buffers, record.nbytes) != record.checksum:
+        return False
+    if cipher is None or not record.nonce:
+        return cipher is None and not record.nonce
+    seal = Seal(record.nonce, record.tag)
+    return cipher.unseal(seal, buffers, record.nbytes, record.bound(place))
 
 
 def _cover(

@@ -34,6 +34,8 @@ _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key pa
 _SEAL = struct.Struct("<Q")
 _BODY_NB = _BODY.size
 _PAD = bytes(RECORD_NBYTES - _BODY_NB - _SEAL.size)
+ENCRYPTED = 1  # flag: the block is encrypted, and nonce and tag stand in place of zeros
+_FLAGS = (0, ENCRYPTED)
 _MAGIC = int.from_bytes(MAGIC, "little")
 _ROW = np.dtype(
     [
@@ -48,7 +50,11 @@ KEY_NBYTES = 16
 
 
 class Record(NamedTuple):
-    """What a slot holds: the block, the checksum of its bytes, and how many there are."""
+    """What a slot holds: the block, the checksum of its bytes, and how many there are.
+
+    An encrypted block's ``nonce`` and ``tag`` are 16 bytes each; its checksum is of the bytes on
+    disk. Neither is under the record's seal: decryption fails where one is damaged.
+    """
 
     key: bytes
     parent: bytes
@@ -56,27 +62,42 @@ class Record(NamedTuple):
     checksum: bytes
     nbytes: int
     stamp: int
+    nonce: bytes = b""
+    tag: bytes = b""
 
     def pack(self) -> bytes:
         """128 bytes that vouch for themselves."""
-        body = _BODY.pack(
-            MAGIC, VERSION, 0, self.stamp, self.key, self.parent, self.namespace,
-            self.checksum, self.nbytes,
+        body = self._body(self.checksum)
+        pad = self.nonce + self.tag or _PAD
+        assert len(pad) == len(_PAD)
+        return body + pad + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+    def bound(self, place: bytes) -> bytes:
+        """What an encrypted block is bound to: all that is known of it before it is encrypted."""
+        return self._replace(nonce=_PAD[:16])._body(bytes(16)) + place
+
+    def _body(self, checksum: bytes) -> bytes:
+        flags = ENCRYPTED if self.nonce else 0
+        return _BODY.pack(
+            MAGIC, VERSION, flags, self.stamp, self.key, self.parent, self.namespace,
+            checksum, self.nbytes,
         )  # fmt: skip
-        return body + _PAD + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Record | None:
         """The record in 128 bytes; None when they are empty, torn or of another version."""
         if len(data) != RECORD_NBYTES:
             return None
-        magic, version, _, stamp, key, parent, namespace, checksum, nbytes = _BODY.unpack_from(data)
-        if magic != MAGIC or version != VERSION:
+        magic, version, flags, stamp, key, parent, namespace, digest, nbytes = _BODY.unpack_from(
+            data
+        )
+        if magic != MAGIC or version != VERSION or flags not in _FLAGS:
             return None
         (seal,) = _SEAL.unpack_from(data, RECORD_NBYTES - _SEAL.size)
         if xxhash.xxh3_64_intdigest(data[:_BODY_NB]) != seal:
             return None
-        return cls(key, parent, namespace, checksum, nbytes, stamp)
+        pad = bytes(data[_BODY_NB : _BODY_NB + len(_PAD)]) if flags == ENCRYPTED else b""
+        return cls(key, parent, namespace, digest, nbytes, stamp, pad[:16], pad[16:])
 
 
 def checksum(key: bytes, buffers: Buffers, nbytes: int) -> bytes:
@@ -98,6 +119,7 @@ def read_table(path: Path) -> tuple[Table, int]:
     torn = int(path.stat().st_size % RECORD_NBYTES != 0)
     slots = np.flatnonzero(rows["magic"])
     current = (rows["magic"][slots] == _MAGIC) & (rows["version"][slots] == VERSION)
+    current &= np.isin(rows["flags"][slots], _FLAGS)
     candidates = rows[slots]
     body = np.ascontiguousarray(candidates.view(np.uint8).reshape(-1, RECORD_NBYTES)[:, :_BODY_NB])
     data, digest = memoryview(body.reshape(-1).data), xxhash.xxh3_64_intdigest
@@ -150,12 +172,13 @@ class Geometry:
     """What makes the blocks of two stores comparable, and how one store cuts them into shards.
 
     ``shape`` is the whole model's block, ``model`` its fingerprint, ``heads`` the KV heads
-    [start, stop) of each shard.
+    [start, stop) of each shard. ``cipher`` is the name of what its blocks are encrypted with.
     """
 
     shape: BlockShape
     model: bytes
     heads: tuple[tuple[int, int], ...]
+    cipher: str = ""
 
     def __post_init__(self) -> None:
         total = self.shape.kv_heads
@@ -167,8 +190,17 @@ class Geometry:
     @property
     def base(self) -> str:
         """Name of the folder that stores of comparable blocks share, at any number of shards."""
-        data = json.dumps({"version": VERSION, "shape": self.shape.to_dict()}, sort_keys=True)
+        cut = {"version": VERSION, "shape": self.shape.to_dict()}
+        data = json.dumps(cut | self._cipher, sort_keys=True)
         return xxhash.xxh3_128_hexdigest(data.encode() + self.model)
+
+    @property
+    def _cipher(self) -> dict[str, str]:
+        return {"cipher": self.cipher} if self.cipher else {}
+
+    def place(self, shard: int) -> bytes:
+        """Which shard of which blocks this is: what encrypted ones are bound to."""
+        return f"{self.base} {self.heads[shard]}".encode()
 
     @property
     def per_slot(self) -> int:
@@ -187,6 +219,7 @@ class Geometry:
             "model": self.model.hex(),
             "shape": self.shape.to_dict(),
             "heads": [list(span) for span in self.heads],
+            **self._cipher,
         }
 
     @classmethod
@@ -200,7 +233,8 @@ class Geometry:
             )
         try:
             heads = tuple((int(a), int(b)) for a, b in data["heads"])
-            return cls(BlockShape.from_dict(data["shape"]), bytes.fromhex(data["model"]), heads)
+            shape, model = BlockShape.from_dict(data["shape"]), bytes.fromhex(data["model"])
+            return cls(shape, model, heads, str(data.get("cipher", "")))
         except (KeyError, TypeError, ValueError, LayoutError) as error:
             raise FormatError(f"a damaged store.json: {error!r}") from error
 

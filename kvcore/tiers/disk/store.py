@@ -230,7 +230,7 @@ def _load(folder: Path, wanted: Geometry) -> Geometry | None:
     except FormatError as error:
         _log.warning("store %s is not used: %s", folder, error)
         return None
-    if (found.shape, found.model) != (wanted.shape, wanted.model):
+    if found.base != wanted.base:
         _log.warning("store %s is not used: it holds blocks of another model", folder)
         return None
     return found

@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcore.errors import (
     CapacityError,
@@ -31,12 +32,14 @@ from kvcore.tiers.base import (
     BlockRead,
     BlockRecord,
     BlockWrite,
+    Buffers,
     SlotError,
     Tier,
     nbytes_of,
 )
+from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher, Scratch
 from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
-from kvcore.tiers.disk.foreign import ForeignStore
+from kvcore.tiers.disk.foreign import ForeignStore, is_whole
 from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, shard_files
 from kvcore.tiers.disk.moves import Outcome
 from kvcore.tiers.host import slot_bytes
@@ -48,6 +51,13 @@ STORE_SHIFT = 40
 """A slot number is ``store << STORE_SHIFT | slot``; store 0 is the tier's own."""
 
 
+class _Draft(NamedTuple):
+    """A write under way: its record but for the checksum, and the bytes that go to disk."""
+
+    record: Record
+    buffers: Buffers
+
+
 class DiskTier(Tier):
     """Slots of shard ``shard`` of the store in ``folder``, which exists and is this engine's.
 
@@ -55,7 +65,7 @@ class DiskTier(Tier):
     to folders of stores with the same base geometry, read, never written. ``direct_io`` is "auto",
     "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it. What was written
     is flushed to the medium within ``sync_interval_s`` seconds, by a thread of its own; at 0,
-    before a write returns.
+    before a write returns. With a ``cipher``, whose name ``geometry`` has, blocks are encrypted.
     """
 
     def __init__(
@@ -70,6 +80,7 @@ class DiskTier(Tier):
         io_threads: int = 4,
         sync_interval_s: float = 5.0,
         foreign: Mapping[int, Path] | None = None,
+        cipher: BlockCipher | None = None,
     ) -> None:
         """Raises FormatError when the folder holds other blocks, TierUnavailable when it cannot
         be used."""
@@ -78,6 +89,10 @@ class DiskTier(Tier):
             raise CapacityError(f"slots of {slot_nbytes} bytes; {shape} takes {slot_bytes(shape)}")
         if Geometry.load(folder) != geometry:
             raise FormatError(f"the store {folder} holds blocks of another model or other shards")
+        if geometry.cipher != (cipher.name if cipher else ""):
+            raise FormatError(
+                f"the store {folder} is of the cipher {geometry.cipher or 'none'}, not {cipher}"
+            )
         self.num_slots = num_slots
         self.slot_nbytes = slot_nbytes
         self._folder, self._geometry, self._shard = folder, geometry, shard
@@ -87,7 +102,10 @@ class DiskTier(Tier):
             data, slot_nbytes, num_slots=num_slots, direct_io=direct_io, io_threads=io_threads
         )
         self._index = IndexFile(index)
-        self._foreign = _open_foreign(foreign or {}, geometry.heads[shard], direct_io)
+        self._cipher = cipher
+        self._place = geometry.place(shard)
+        self._scratch = Scratch(slot_nbytes) if cipher else None
+        self._foreign = _open_foreign(foreign or {}, geometry.heads[shard], direct_io, cipher)
         self._stamps = itertools.count(time.time_ns())  # next() is atomic
         self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
         self._flusher = _Flusher(self._sync, sync_interval_s)
@@ -97,16 +115,9 @@ class DiskTier(Tier):
 
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(requests)
-
-        def begun() -> Iterator[Piece]:
-            for i, request in enumerate(requests):
-                results[i] = self._begin_write(request)
-                if results[i] is None:
-                    yield Piece(i, request.slot, request.buffers)
-
-        with closing(self._data.write(begun())) as ended:
-            for i, outcome in ended:
-                results[i] = self._end_write(requests[i], outcome)
+        step = AT_ONCE if self._scratch else max(len(requests), 1)
+        for first in range(0, len(requests), step):
+            self._write(range(first, min(first + step, len(requests))), requests, results)
         if None in results:
             self._flusher.dirtied()
         return results
@@ -150,6 +161,8 @@ class DiskTier(Tier):
         finally:
             self._data.close()
             self._index.close()
+            if self._scratch is not None:
+                self._scratch.close()
             for store in self._foreign.values():
                 store.close()
 
@@ -162,6 +175,34 @@ class DiskTier(Tier):
 
     # -- blocks -----------------------------------------------------------------------------
 
+    def _write(
+        self, which: range, requests: Sequence[BlockWrite], results: list[TierError | None]
+    ) -> None:
+        """Do those of these places, and put down their results."""
+        drafts: dict[int, _Draft] = {}
+        with self._scratch.lease() if self._scratch else nullcontext(()) as scratch:
+
+            def begun() -> Iterator[Piece]:
+                for i in which:
+                    results[i] = self._begin_write(requests[i])
+                    if results[i] is None:
+                        into = scratch[i - which.start] if scratch else None
+                        drafts[i] = self._draft(requests[i], into)
+                        yield Piece(i, requests[i].slot, drafts[i].buffers)
+
+            with closing(self._data.write(begun())) as ended:
+                for i, outcome in ended:
+                    results[i] = self._end_write(requests[i].slot, drafts.pop(i), outcome)
+
+    def _draft(self, request: BlockWrite, into: memoryview | None) -> _Draft:
+        """What is to be written; encrypted ``into`` memory of its own where there is a cipher."""
+        record = Record(*request[1:4], bytes(16), self._block_nbytes, next(self._stamps))
+        if self._cipher is None or into is None:
+            return _Draft(record, request.buffers)
+        bound = record.bound(self._place)
+        seal = self._cipher.seal(request.buffers, self._block_nbytes, bound, into)
+        return _Draft(record._replace(nonce=seal.nonce, tag=seal.tag), [into])
+
     def _begin_write(self, request: BlockWrite) -> TierError | None:
         """From here on the slot holds nothing."""
         refused = self._refuse(request.slot, nbytes_of(request.buffers))
@@ -173,16 +214,15 @@ class DiskTier(Tier):
             return self._unavailable("writing", request.slot, error)
         return None
 
-    def _end_write(self, request: BlockWrite, outcome: Outcome) -> TierError | None:
+    def _end_write(self, slot: int, draft: _Draft, outcome: Outcome) -> TierError | None:
         """The bytes are there: vouch for them."""
         if isinstance(outcome, OSError):
-            return self._unavailable("writing", request.slot, outcome)
-        digest = checksum(request.key, request.buffers, self._block_nbytes)
-        record = Record(*request[1:4], digest, self._block_nbytes, next(self._stamps))
+            return self._unavailable("writing", slot, outcome)
+        digest = checksum(draft.record.key, draft.buffers, self._block_nbytes)
         try:
-            self._index.put(request.slot, record)
+            self._index.put(slot, draft.record._replace(checksum=digest))
         except OSError as error:
-            return self._unavailable("writing", request.slot, error)
+            return self._unavailable("writing", slot, error)
         return None
 
     def _read_own(self, requests: Sequence[BlockRead], results: list[TierError | None]) -> None:
@@ -223,7 +263,7 @@ class DiskTier(Tier):
         slot, key, buffers = request
         if isinstance(outcome, OSError):
             return self._unavailable("reading", slot, outcome)
-        if outcome >= record.nbytes and checksum(key, buffers, record.nbytes) == record.checksum:
+        if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._place):
             return None
         try:
             self._index.erase(slot)
@@ -331,13 +371,16 @@ def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _open_foreign(
-    folders: Mapping[int, Path], heads: tuple[int, int], direct_io: str
+    folders: Mapping[int, Path],
+    heads: tuple[int, int],
+    direct_io: str,
+    cipher: BlockCipher | None,
 ) -> dict[int, ForeignStore]:
     """Those that can be read; the others are named in the log, and their blocks recomputed."""
 
     def open_one(folder: Path) -> ForeignStore | None:
         try:
-            return ForeignStore(folder, heads, direct_io)
+            return ForeignStore(folder, heads, direct_io, cipher)
         except (TierError, FormatError) as error:
             _log.warning("the store %s is not read: %s", folder, error)
             return None

@@ -1,0 +1,110 @@
+"""`kvcore explain`: one request in words, or the last ones as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from kvcore.errors import ConfigError
+from kvcore.explain_file import read_records
+
+__all__ = ["as_table", "as_text", "find"]
+
+
+def find(folder: Path, request: str | None, last: int) -> list[dict[str, Any]]:
+    """The record of ``request``, the newest whose id has it as a part, or the ``last`` ones.
+
+    Raises ConfigError where there is none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder: give the engine's explain.path")
+    try:
+        records = list(read_records(folder))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be read ({error}): run it as the engine's user"
+        ) from error
+    if request is None:
+        return list(islice(records, last))
+    exact = [record for record in records if record["request"] == request]
+    alike = [record for record in records if request in record["request"]]
+    found = (exact or alike)[:1]
+    if not found:
+        raise ConfigError(
+            f"no record of {request!r} among the {len(records)} in {folder}: it has not ended, is "
+            "too long ago (raise explain.capacity), or was another engine's"
+        )
+    return found
+
+
+def as_table(records: list[dict[str, Any]]) -> Table:
+    table = Table("request", "ended", "tokens", "held by", "missed", "plan", "ms", box=None)
+    for record in records:
+        ago = f"{max(time.time() - record['at'], 0):.0f} s ago"
+        matched = ", ".join(_matched(record)) or "nothing"
+        causes = ", ".join(miss.get("cause", "") for miss in record.get("misses", []))
+        plan = record.get("plan", {}).get("action", "")
+        ms = f"{sum(record.get('ms', {}).values()):.0f}"
+        cells = (record["request"], ago, str(record.get("tokens", "")), matched, causes, plan, ms)
+        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+    return table
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """The whole of a record, a line for each thing to know."""
+    return "\n".join(_lines(record))
+
+
+def _lines(record: dict[str, Any]) -> Iterator[str]:
+    outcome = record.get("outcome", "")
+    yield f"request {record['request']}: {record.get('tokens')} tokens, {outcome}"
+    yield f"  the engine held        {record.get('engine_held', 0)} tokens itself"
+    for line in _matched(record):
+        yield f"  found                  {line}"
+    for miss in record.get("misses", []):
+        yield f"  the rest was not used  {_cause(miss)}"
+    if plan := record.get("plan"):
+        yield from _plan(plan)
+    for tier, tokens in record.get("loaded", {}).items():
+        yield f"  loaded                 {tokens} tokens from {tier}"
+    if failures := record.get("failures"):
+        yield f"  loads that failed      {failures}"
+    for name, ms in record.get("ms", {}).items():
+        yield f"  {name:22} {ms:.1f} ms"
+
+
+def _matched(record: dict[str, Any]) -> list[str]:
+    return [
+        f"{found['tier']}: tokens {found['tokens'][0]} to {found['tokens'][1]}"
+        for found in record.get("matched", [])
+    ]
+
+
+def _cause(miss: dict[str, Any]) -> str:
+    words = str(miss.get("cause", ""))
+    if "tier" in miss:
+        words += f" from {miss['tier']}"
+    if "seconds_ago" in miss:
+        words += f", {miss['seconds_ago']:.1f} s before"
+    if "differed" in miss:
+        words += f" ({', '.join(miss['differed'])} differed)"
+    return words
+
+
+def _plan(plan: dict[str, Any]) -> Iterator[str]:
+    yield f"  planned                {plan['action']} up to token {plan['stop']} ({plan['why']})"
+    yield f"  expected               {plan['expected_ms']:.1f} ms"
+    yield f"  loading all            {plan['load_all_ms']:.1f} ms"
+    yield f"  computing all          {plan['recompute_ms']:.1f} ms"
+    if plan.get("deadline_ms") is not None:
+        yield f"  given up after         {plan['deadline_ms']:.0f} ms"
+    for tier, rate in plan.get("rates", {}).items():
+        speed = 1e-9 / rate["byte_s"] if rate["byte_s"] else float("inf")
+        latency = 1e3 * rate["operation_s"]
+        yield f"  rate of {tier:14} {latency:.2f} ms an operation, {speed:.2f} GB/s"

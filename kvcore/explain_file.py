@@ -1,0 +1,121 @@
+"""Records of requests where a person can read them: lines of JSON in a folder, bounded.
+
+    <explain.path>/requests-<process>.jsonl        a line a request, as it ended
+                   requests-<process>.jsonl.old    those before
+
+Folder 0700, files 0600: a record says that a text was seen under another salt. All files together
+stay below the capacity, those of engines that are gone included.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RecordFile", "read_records"]
+
+_log = logging.getLogger("kvcore.explain")
+
+_PATTERN = "requests-*.jsonl*"
+_WAITING = 1024
+_END = None
+MAX_LINE = 1 << 20
+
+
+class RecordFile:
+    """Written by a thread of its own: `put` never blocks, and drops what finds the queue full.
+
+    Raises OSError when the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.dropped = 0
+        self._half = capacity // 4  # two files of this process, and as much again of others
+        self.path = folder / f"requests-{os.getpid()}.jsonl"
+        self._old = self.path.with_name(self.path.name + ".old")
+        _prune(folder, capacity - 2 * self._half)
+        self._file = _open(self.path)
+        self._size = os.fstat(self._file).st_size
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._run, name="kvcore-explain", daemon=True)
+        self._thread.start()
+
+    def put(self, record: dict[str, Any]) -> None:
+        """Have a record written; plain values, not changed afterwards."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Write what waits. Blocks. Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(_END)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (record := self._queue.get()) is not _END:
+                self._write((json.dumps(record, separators=(",", ":")) + "\n").encode())
+        except OSError as error:
+            _log.warning("records of requests are not written any more: %s", error)
+            while self._queue.get() is not _END:
+                self.dropped += 1
+        finally:
+            os.close(self._file)
+
+    def _write(self, line: bytes) -> None:
+        if self._size + len(line) > self._half and self._size:
+            os.replace(self.path, self._old)
+            os.close(self._file)
+            self._file, self._size = _open(self.path), 0
+        if len(line) <= min(self._half, MAX_LINE):
+            self._size += os.write(self._file, line)
+        else:
+            self.dropped += 1
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _prune(folder: Path, most: int) -> None:
+    """Remove the oldest files until all together have at most ``most`` bytes."""
+    files = sorted(folder.glob(_PATTERN), key=lambda file: file.stat().st_mtime)
+    total = sum(file.stat().st_size for file in files)
+    for file in files:
+        if total <= most:
+            return
+        total -= file.stat().st_size
+        file.unlink()
+
+
+def read_records(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every record of the folder, those that ended last first; lines that are none are skipped.
+
+    Raises OSError where it cannot be read.
+    """
+    found = []
+    for file in folder.glob(_PATTERN):
+        with file.open("rb") as lines:
+            for line in iter(lambda: lines.readline(MAX_LINE), b""):
+                record = _parse(line)
+                if record is not None:
+                    found.append(record)
+    yield from sorted(found, key=lambda record: record["at"], reverse=True)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    good = isinstance(record, dict) and isinstance(record.get("request"), str)
+    return record if good and isinstance(record.get("at"), (int, float)) else None

@@ -1,0 +1,141 @@
+"""Encryption at rest: AES-256-GCM of every block, under a key of its own drawn from the user's.
+
+    nonce       16 random bytes for each write
+    block key   HMAC-SHA256(user's key, "kvcore-disk-1 block" | nonce), 32 bytes
+    IV          the first 12 bytes of the nonce
+    bound       what the record says, the store's base folder and the shard's KV heads: a block does
+                not decrypt as another one, in another place, model, layout, namespace or shard
+
+A block key serves one write, so that no count of writes wears the user's key out. Keys of blocks,
+their parents' and namespaces, digests all of them, stay readable in the records.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.tiers.base import Buffers
+from kvcore.tiers.pages import Pages
+
+__all__ = ["KEY_NBYTES", "NONCE_NBYTES", "TAG_NBYTES", "BlockCipher", "Scratch", "Seal"]
+
+KEY_NBYTES = 32
+NONCE_NBYTES = 16
+TAG_NBYTES = 16
+_IV_NBYTES = 12
+_LABEL = b"kvcore-disk-1 "
+AT_ONCE = 8
+"""Blocks of a write that are encrypted and under way together."""
+
+
+class Seal(NamedTuple):
+    """What a record keeps of a block's encryption."""
+
+    nonce: bytes
+    tag: bytes
+
+
+class BlockCipher:
+    """Thread-safe. ``name`` tells which key it is without telling the key.
+
+    Raises ConfigError for a key that is not 32 bytes, UnsupportedError without `cryptography`.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_NBYTES:
+            raise ConfigError(f"a key of {len(key)} bytes; AES-256-GCM takes {KEY_NBYTES}")
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        except ImportError as error:
+            raise UnsupportedError(
+                f"{error}: encryption needs `pip install cryptography`"
+            ) from error
+        self._key = key
+        self._make: Callable[[bytes, bytes], Any] = lambda key, iv: Cipher(
+            algorithms.AES(key), modes.GCM(iv)
+        )
+        self._invalid = InvalidTag
+        self.name = f"aes-256-gcm/{hmac.digest(key, _LABEL + b'key', 'sha256')[:16].hex()}"
+
+    def __repr__(self) -> str:
+        return f"BlockCipher({self.name})"
+
+    def seal(
+        self, source: Buffers, nbytes: int, bound: bytes, into: memoryview, nonce: bytes = b""
+    ) -> Seal:
+        """Encrypt the first ``nbytes`` bytes of ``source`` into ``into``, which does not overlap,
+        and make what follows zero. ``nonce`` is for tests: a fresh one is drawn."""
+        nonce = nonce or os.urandom(NONCE_NBYTES)
+        encryptor = self._for(nonce).encryptor()
+        encryptor.authenticate_additional_data(bound)
+        at = 0
+        for part in _first(source, nbytes):
+            at += encryptor.update_into(part, into[at : at + part.nbytes])
+        encryptor.finalize()
+        into[at:] = bytes(into.nbytes - at)
+        return Seal(nonce, encryptor.tag)
+
+    def unseal(self, seal: Seal, buffers: Buffers, nbytes: int, bound: bytes) -> bool:
+        """Decrypt the first ``nbytes`` bytes where they are; whether they are what was sealed. If
+        not they hold anything, and must not be used."""
+        decryptor = self._for(seal.nonce).decryptor()
+        decryptor.authenticate_additional_data(bound)
+        for part in _first(buffers, nbytes):
+            decryptor.update_into(part, part)
+        try:
+            decryptor.finalize_with_tag(seal.tag)
+        except self._invalid:
+            return False
+        return True
+
+    def _for(self, nonce: bytes) -> Any:
+        """Cryptography's cipher of one write."""
+        key = hmac.digest(self._key, _LABEL + b"block" + nonce, "sha256")
+        return self._make(key, nonce[:_IV_NBYTES])
+
+
+def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
+    """The first ``nbytes`` bytes, part by part."""
+    for part in buffers:
+        if nbytes <= 0:
+            return
+        flat = part.cast("B")
+        yield flat[: min(nbytes, flat.nbytes)]
+        nbytes -= flat.nbytes
+
+
+class Scratch:
+    """Memory that blocks are encrypted into on their way to disk: what is written must not change
+    the host arena. Thread-safe; each writer has its own, of ``AT_ONCE`` slots."""
+
+    def __init__(self, slot_nbytes: int) -> None:
+        self._slot_nbytes = slot_nbytes
+        self._lock = threading.Lock()
+        self._idle: list[Pages] = []
+
+    @contextmanager
+    def lease(self) -> Iterator[Sequence[memoryview]]:
+        """``AT_ONCE`` slots for as long as nothing is under way in them any more."""
+        with self._lock:
+            pages = self._idle.pop() if self._idle else None
+        if pages is None:
+            pages = Pages(AT_ONCE * self._slot_nbytes)
+        size = self._slot_nbytes
+        try:
+            yield [pages.view[i * size : (i + 1) * size] for i in range(AT_ONCE)]
+        finally:
+            with self._lock:
+                self._idle.append(pages)
+
+    def close(self) -> None:
+        with self._lock:
+            for pages in self._idle:
+                pages.close()
+            self._idle.clear()
