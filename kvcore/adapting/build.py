@@ -11,8 +11,9 @@ slot of every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.adapting.model import ModelDescription
@@ -22,7 +23,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.fusion.segments import Segments
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import KVView
-from kvcore.manager import HOST, Event, KVManager, Transport
+from kvcore.manager import HOST, Event, KVManager, Manager, Transport
 from kvcore.metrics import Metrics
 from kvcore.ops import select_ops
 from kvcore.plugins import PluginManager
@@ -37,6 +38,7 @@ __all__ = [
     "LeaderParts",
     "WorkerParts",
     "build_leader",
+    "build_manager",
     "build_segments",
     "build_worker",
     "geometry",
@@ -89,13 +91,14 @@ def load_plugins(config: Config) -> PluginManager:
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """A leader's manager, over tiers that are restored. ``slots`` are the host arena's."""
+    """A leader's manager. ``backings`` are the tiers of its own, restored; behind a server there
+    are none. ``releases`` are called once, when the workers have closed."""
 
-    manager: KVManager
+    manager: Manager
     metrics: Metrics
-    slots: HostSlots
     backings: Sequence[PreparedBacking]
     plugins: PluginManager
+    releases: list[Callable[[], None]]
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
@@ -108,11 +111,6 @@ class LeaderParts:
         backing = {tier.name: tier.read_path.value for tier in self.manager.backings}
         return {HOST: Path.H2D.value, **backing}
 
-    @property
-    def releases(self) -> list[Callable[[], None]]:
-        """Called once, when the workers have closed: let go of the backing tiers."""
-        return [found.prepared.release for found in self.backings]
-
 
 def build_leader(
     config: Config,
@@ -121,7 +119,34 @@ def build_leader(
     *,
     on_event: Callable[[Event], None] | None = None,
 ) -> LeaderParts:
-    """The leader's part of a model. Does I/O: a disk tier scans its records.
+    """The leader's part of a model, in this process, or a server's client where ``config`` names
+    one. Does I/O: a disk tier scans its records, a server is greeted.
+
+    Raises as `build_manager` does, and UnsupportedError where a server refuses this client.
+    """
+    if config.server.address is None:
+        return build_manager(config, model, transport, on_event=on_event)
+    from kvcore.server.client import join_server
+
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    plugins = load_plugins(config)
+    plugins.check(config)
+    manager = join_server(config, model, transport, metrics)
+    return LeaderParts(manager, metrics, (), plugins, [manager.close])
+
+
+def build_manager(
+    config: Config,
+    model: ModelDescription,
+    transport: Transport,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    ids: Iterator[int] | None = None,
+    sink_saves: bool = True,
+) -> LeaderParts:
+    """A manager over tiers of its own. Does I/O: a disk tier scans its records.
+
+    ``ids`` and ``sink_saves`` are as `KVManager` has them.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
@@ -145,6 +170,8 @@ def build_leader(
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
         on_event=on_event,
+        ids=ids,
+        sink_saves=sink_saves,
     )
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
@@ -154,7 +181,8 @@ def build_leader(
         slots.indexed,
         ",".join(index.tiers),
     )
-    return LeaderParts(manager, metrics, slots, backings, plugins)
+    releases = [found.prepared.release for found in backings]
+    return LeaderParts(manager, metrics, backings, plugins, releases)
 
 
 def _restore(index: BlockIndex, found: PreparedBacking) -> None:
@@ -200,19 +228,19 @@ def build_worker(
     cannot be moved right: nothing may be stored then.
     """
     device = views[0].tensors[0].device
-    slots = host_slots(config, model)
+    served = config.server.address is not None
     arena = HostArena(
         model.rank_shape(rank),
-        slots.total,
+        1 if served else host_slots(config, model).total,  # the server has the others
         arrangement=config.host.arrangement,
-        huge_pages=config.host.huge_pages,
-        pin=config.host.pin and device.type == "cuda",
+        huge_pages=config.host.huge_pages and not served,
+        pin=config.host.pin and device.type == "cuda" and not served,
     )
     arena_view = KVView(arena.layout(), [arena.tensor()])
     plugins = load_plugins(config)
     ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
     metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
-    worker = KVWorker(
+    worker = _worker_type(config, model, rank)(
         arena=arena,
         arena_view=arena_view,
         groups=[
@@ -236,6 +264,14 @@ def build_worker(
     return WorkerParts(
         worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
     )
+
+
+def _worker_type(config: Config, model: ModelDescription, rank: int) -> Callable[..., KVWorker]:
+    if config.server.address is None:
+        return KVWorker
+    from kvcore.server.worker import ServedWorker
+
+    return partial(ServedWorker, served=config, model=model, rank=rank)
 
 
 def _tracer(config: Config, rank: int) -> Tracer:

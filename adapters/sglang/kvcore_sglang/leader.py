@@ -37,7 +37,7 @@ from kvcore.adapting.paging import Paging
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError, KVCoreError
-from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -134,7 +134,7 @@ class Leader:
         self._lines = lines
         self._outbox = Outbox(model.world_size, self._work)
         parts = build(self._outbox)
-        self.manager: KVManager = parts.manager
+        self.manager: Manager = parts.manager
         self.metrics: Metrics = parts.metrics
         self._releases = parts.releases
         self._fusion = None if fusion is None else fusion(parts)

@@ -32,7 +32,7 @@ from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
-from kvcore.manager import HOST, Event, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Event, Hit, Manager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -79,7 +79,7 @@ class SchedulerSide:
         self,
         config: Config,
         model: ModelDescription,
-        manager: KVManager,
+        manager: Manager,
         outbox: Outbox,
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],

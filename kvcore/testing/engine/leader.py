@@ -24,7 +24,7 @@ from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
-from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.metrics import Metrics, MissReason
 from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
 from kvcore.testing.engine.requests import Request, State
@@ -77,7 +77,7 @@ class Leader:
         self,
         config: Config,
         model: ModelDescription,
-        manager: KVManager,
+        manager: Manager,
         transport: DirectTransport,
         metrics: Metrics,
         *,
