@@ -402,7 +402,7 @@ class RemoteManager(Manager):
             member.number,
             join(hit.keys[:stop]),
             hit.namespace,
-            [tuple(source) for source in hit.sources],
+            [(source.tier, source.start, source.stop) for source in hit.sources],
             start,
             stop,
             list(layers),

@@ -85,8 +85,11 @@ class Link:
         while True:
             left = max(limit - time.monotonic(), 0.0)
             reply = self._wait(request.ref, left if alive is None else min(left, SLICE_S))
-            if reply is not None or left <= 0 or (alive is not None and not alive()):
-                return reply if reply is not None else self._give_up(request.ref)
+            if reply is not None:
+                return reply
+            if left <= 0 or (alive is not None and not alive()):
+                self._give_up(request.ref)
+                return None
 
     def drain(self) -> None:
         """Take in what has come. Does not block but on a question being asked."""

@@ -27,6 +27,7 @@ from kvcore.config import Config
 from kvcore.errors import FormatError, LayoutError
 from kvcore.facade import Hit, Source
 from kvcore.layout import KVView
+from kvcore.manager import KVManager
 from kvcore.ops.base import DeviceOps, HeadRange, Units
 from kvcore.server.messages import Clear, Held, Launched, Load, Match, Matched, Model, Save, split
 from kvcore.server.places import GRAPH_BITS, Folder
@@ -165,6 +166,7 @@ class Space:
             close_worker(self._here.worker)
             folder.remove(arena)
             raise
+        assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
         opener = BackingOpener(config, geometry(described), 0, parts.plugins)
         open_tiers(self._here.worker, opener, parts.open_tiers)
@@ -223,7 +225,8 @@ class Space:
     def match(self, asked: Match) -> Matched:
         hit = self.manager.get_match(split(asked.keys), asked.namespace)
         asking = asked.ask and self.manager.ask_stores(hit, asked.computed)
-        return Matched(asked.ref, [tuple(s) for s in hit.sources], asking, *self.manager.room)
+        places = [(source.tier, source.start, source.stop) for source in hit.sources]
+        return Matched(asked.ref, places, asking, *self.manager.room)
 
     def held(self, asked: Held) -> int:
         if asked.tier not in self.manager.index.tiers:
