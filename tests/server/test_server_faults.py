@@ -1,4 +1,4 @@
-"""Clients that die or hang, servers that die: nothing is left behind and every answer stays right."""
+"""Clients that die or hang, servers that die: nothing is left, and every answer stays right."""
 
 import os
 import signal
