@@ -6,7 +6,7 @@ import runpy
 import sys
 
 ALL = ("control_plane", "copies", "disk", "chunk_find", "fusion_overlap", "vllm_ttft")
-APART = ("fusion_quality", "fusion_gate", "kernels", "end_to_end", "sglang_ttft")
+APART = ("fusion_quality", "fusion_gate", "kernels", "server", "end_to_end", "sglang_ttft")
 """Hours on a small machine, in want of a GPU or of another engine: run when named."""
 
 

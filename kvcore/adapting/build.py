@@ -44,6 +44,7 @@ __all__ = [
     "geometry",
     "host_slots",
     "load_plugins",
+    "refuse_server",
 ]
 
 _log = logging.getLogger("kvcore.adapting")
@@ -84,6 +85,14 @@ def geometry(model: ModelDescription) -> Geometry:
 def load_plugins(config: Config) -> PluginManager:
     """Plugins as ``[plugins]`` wants them."""
     return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+
+
+def refuse_server(config: Config, engine: str) -> None:
+    """Raise UnsupportedError where ``config`` makes ``engine`` the client of a server."""
+    if config.server.address is not None:
+        raise UnsupportedError(
+            f"server.address with {engine}; supported are vLLM and the reference engine: unset it"
+        )
 
 
 # -- leader ---------------------------------------------------------------------------------
