@@ -2,9 +2,9 @@
 
     python -m benchmarks.server [--rounds 200] [--out results]
 
-One index of the same size and contents on both sides; the calls are taken in turn, so the ratio is of
-one minute on one machine. The server is a process of its own on a local socket. A reported save has no
-answer that is waited for. Medians, and the worst of a hundred.
+One index of the same size and contents on both sides; the calls are taken in turn, so the ratio
+is of one minute on one machine. The server is a process of its own on a local socket. A report has
+no answer that is waited for. Medians, and the worst of a hundred.
 """
 
 from __future__ import annotations

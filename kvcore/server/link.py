@@ -26,6 +26,8 @@ _log = logging.getLogger("kvcore.server.client")
 
 SLICE_S = 0.002
 """How long one waiting thread holds the socket while others wait to send."""
+YIELD_S = 0.0005
+"""How long it then leaves it alone: a lock that is taken again at once is taken from nobody."""
 LATE_KEPT = 4096
 """Questions given up whose answers are still looked out for."""
 
@@ -90,6 +92,7 @@ class Link:
             if left <= 0 or (alive is not None and not alive()):
                 self._give_up(request.ref)
                 return None
+            time.sleep(YIELD_S)
 
     def drain(self) -> None:
         """Take in what has come. Does not block but on a question being asked."""

@@ -336,8 +336,11 @@ class Space:
         (staging) when the last copy out of it has ended."""
         claim = self._claims.get(graph_id)
         read = None if claim is None else claim.reads.get(op_id)
-        if claim is None or read is None or claim.session != session or rank >= claim.ranks:
+        theirs = claim is not None and claim.session == session and rank < claim.ranks
+        if claim is None or read is None or not theirs:
             raise FormatError(f"graph {graph_id} has no read {op_id} of this session")
+        if op_id not in claim.left:
+            raise FormatError(f"graph {graph_id}: read {op_id} has ended, its slots are not its own")
         if read.failed is not None:
             tell(read.failed)
             return
