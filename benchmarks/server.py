@@ -1,4 +1,4 @@
-"""What a server costs a scheduler: match, and planning a save, embedded and through `kvcore server`.
+"""What a server costs a scheduler: a match and the plan of a save, embedded and through a server.
 
     python -m benchmarks.server [--rounds 200] [--out results]
 

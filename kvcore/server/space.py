@@ -340,7 +340,7 @@ class Space:
         if claim is None or read is None or not theirs:
             raise FormatError(f"graph {graph_id} has no read {op_id} of this session")
         if op_id not in claim.left:
-            raise FormatError(f"graph {graph_id}: read {op_id} has ended, its slots are not its own")
+            raise FormatError(f"graph {graph_id}: read {op_id} has ended; its slots may be others'")
         if read.failed is not None:
             tell(read.failed)
             return

@@ -42,8 +42,7 @@ def ended(graph: TransferGraph, why: RowError | None = None) -> list[OpReport]:
     """What the session's leader says when every op has gone well, or none has."""
     failed = [{} if why is None else dict.fromkeys(range(*op.rows), why) for op in graph.ops]
     return [
-        OpReport(graph.graph_id, op.op_id, rows)
-        for op, rows in zip(graph.ops, failed, strict=True)
+        OpReport(graph.graph_id, op.op_id, rows) for op, rows in zip(graph.ops, failed, strict=True)
     ]
 
 
