@@ -15,7 +15,7 @@ ALL = (
     "fusion_overlap",
     "vllm_ttft",
 )
-APART = ("fusion_quality", "fusion_gate", "kernels", "end_to_end", "sglang_ttft")
+APART = ("fusion_quality", "fusion_gate", "kernels", "server", "end_to_end", "sglang_ttft")
 """Hours on a small machine, in want of a GPU or of another engine: run when named."""
 
 

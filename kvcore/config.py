@@ -24,7 +24,6 @@ from pydantic import ValidationError
 
 from kvcore.errors import ConfigError
 from kvcore.schema import (
-    DEFAULT,
     AdapterConfig,
     BackingConfig,
     BlockConfig,
@@ -48,6 +47,7 @@ from kvcore.schema import (
     format_size,
     parse_size,
 )
+from kvcore.schema_base import DEFAULT
 from kvcore.schema_walk import Keys, Node, is_size, known_paths, node_at, supported
 
 if sys.version_info >= (3, 11):

@@ -180,6 +180,16 @@ class KVLayout:
         """The layout of some layers, in the order given."""
         return replace(self, planes=tuple(self.planes[layer] for layer in layers))
 
+    def select_heads(self, start: int, stop: int) -> KVLayout:
+        """The layout of heads [start, stop), as a rank holds them."""
+        if not 0 <= start < stop <= self.kv_heads:
+            raise LayoutError(f"heads {start}..{stop} of {self.kv_heads}")
+        planes = tuple(
+            tuple(replace(plane, offset=plane.offset + start * plane.head) for plane in planes)
+            for planes in self.planes
+        )
+        return replace(self, kv_heads=stop - start, planes=planes)
+
     def offset(self, layer: int, kv: int, page: int, head: int, token: int, dim: int) -> int:
         """Element offset in its tensor: the definition that everything else must agree with."""
         plane = self.planes[layer][kv]

@@ -14,23 +14,29 @@ transport, everything else returns at once.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple, Protocol
 
 from kvcore.breaker import Breaker
 from kvcore.errors import CapacityError, KVCoreError
+from kvcore.facade import (
+    HOST,
+    Backing,
+    Event,
+    Hit,
+    Manager,
+    Readiness,
+    Room,
+    Source,
+    Transport,
+    WritePolicy,
+)
 from kvcore.index import BlockIndex, Evicted, Eviction, Pin, Reservation
-from kvcore.index import Event as Event  # its consumers know it from here
 from kvcore.metrics import Metrics, SaveSkip
-from kvcore.policy.admission import AdmissionFilter, Always
 from kvcore.stores import StoreLookup
-from kvcore.tiers.remote.finder import Finder
 from kvcore.transfer.graph import (
     NO_PARENT,
     OpReport,
@@ -43,89 +49,24 @@ from kvcore.transfer.graph import (
 )
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, build_spill
 
+__all__ = [
+    "HOST",
+    "Backing",
+    "Event",
+    "Hit",
+    "KVManager",
+    "Manager",
+    "Readiness",
+    "Source",
+    "Transport",
+    "WritePolicy",
+]
+
 _log = logging.getLogger("kvcore.manager")
 
-HOST = "host"
 STALLED_S = 1.0
 """Seconds without any op's end after which nothing is waited for that others must end first."""
 _GIVEN_UP = frozenset({RowError.CANCELLED, RowError.DEADLINE})
-
-
-class Readiness(Enum):
-    """Whether there are slots for a load."""
-
-    READY = "ready"
-    LATER = "later"
-    """When loads in flight have ended."""
-    NEVER = "never"
-    """Or too late: what has the slots hangs."""
-
-
-class WritePolicy(str, Enum):
-    """When a host block is written to a backing tier."""
-
-    WRITE_THROUGH = "write_through"
-    """At once, behind the save."""
-    SELECTIVE = "selective"
-    """When the admission filter takes it: on its n-th use."""
-    WRITE_BACK = "write_back"
-    """When the host tier runs short, before the block is evicted from it."""
-
-
-@dataclass(frozen=True)
-class Backing:
-    """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
-    store that other hosts write to: it is asked what it holds, and the index only believes it."""
-
-    name: str
-    read_path: Path = Path.DISK2H
-    write_path: Path = Path.H2DISK
-    write: WritePolicy = WritePolicy.WRITE_THROUGH
-    admission: AdmissionFilter = field(default_factory=Always)
-    finder: Finder | None = None
-
-
-class Source(NamedTuple):
-    """Blocks [start, stop) of a chain that ``tier`` holds."""
-
-    tier: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Hit:
-    """What is held of a chain: ``sources`` are adjacent, host first, and cover [0, depth)."""
-
-    keys: Sequence[bytes]
-    namespace: bytes
-    sources: tuple[Source, ...]
-
-    @property
-    def depth(self) -> int:
-        """Blocks held, from the start of the chain."""
-        return self.sources[-1].stop if self.sources else 0
-
-    def blocks_by_tier(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
-        """How many of the blocks [start, stop) each tier answers."""
-        end = self.depth if stop is None else stop
-        counts = {s.tier: min(s.stop, end) - max(s.start, start) for s in self.sources}
-        return {tier: count for tier, count in counts.items() if count > 0}
-
-
-class Transport(Protocol):
-    """Carries graphs to every worker of the engine and their reports back."""
-
-    def submit(self, graph: TransferGraph) -> None: ...
-
-    def cancel(self, graph_id: int) -> None: ...
-
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
-        """Make slots of a backing tier unreadable, before any graph submitted later runs."""
-
-    def wait_report(self, timeout: float) -> bool: ...
-
-    def poll(self) -> Sequence[OpReport]: ...
 
 
 @dataclass
@@ -145,13 +86,18 @@ class _Flight:
     on_end: list[Callable[[], object]] = field(default_factory=list)
 
 
-class KVManager:
+class KVManager(Manager):
     """Index, slots and plans of one leader.
 
     ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
     be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold, in the
     middle of calls: it must not call back (see `BlockIndex.watch`).
+
+    ``ids`` number the graphs. With ``sink_saves`` off a save ends in host memory, and what tiers
+    below get of it is written by graphs of their own: for workers that have no such tiers.
     """
+
+    index: BlockIndex
 
     def __init__(
         self,
@@ -164,6 +110,8 @@ class KVManager:
         max_in_flight: int = 256,
         metrics: Metrics | None = None,
         on_event: Callable[[Event], None] | None = None,
+        ids: Iterator[int] | None = None,
+        sink_saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -197,7 +145,8 @@ class KVManager:
         self._clock = clock
         self._last_end = clock()
         self._flights: dict[int, _Flight] = {}
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1) if ids is None else ids
+        self._sink_saves = sink_saves
         self._demoting: set[str] = set()
         self._reads: dict[str, list[int]] = {}  # tier -> operations and blocks in flight
 
@@ -242,18 +191,16 @@ class KVManager:
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
         """Whether ``launch_load`` has slots for these blocks now, or will when others end."""
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
-        if len(self._flights) >= self._max_in_flight:
-            moving = self._clock() - self._last_end < STALLED_S
-            return Readiness.LATER if moving else Readiness.NEVER
-        if not below or self._staging or self.index.num_free(HOST) >= below:
-            return Readiness.READY
-        return Readiness.LATER if self._staging_comes_back else Readiness.NEVER
+        return self.room.admits(below)
 
     @property
-    def _staging_comes_back(self) -> bool:
-        """Whether a load has the staging slots that has not been given up: a read that hangs keeps
-        them for as long as it likes."""
-        return any(flight.staging and flight.given_up is None for flight in self._flights.values())
+    def room(self) -> Room:
+        """What there is for the next load. A read that hangs keeps its staging slots for as long as
+        it likes: those of a load that was given up are not counted on."""
+        lent = any(flight.staging and flight.given_up is None for flight in self._flights.values())
+        full = len(self._flights) >= self._max_in_flight
+        moving = self._clock() - self._last_end < STALLED_S
+        return Room(full, self.index.num_free(HOST), bool(self._staging), lent, moving)
 
     # -- launching --------------------------------------------------------------------------
 
@@ -350,34 +297,6 @@ class KVManager:
             del self._flights[report.graph_id]
             self._release(flight)
 
-    def pump(self) -> None:
-        """Take in every report the transport has. Does not block."""
-        for report in self.transport.poll():
-            self.complete(report)
-
-    def wait(self, graph_id: int, timeout: float | None = None) -> bool:
-        """Block until the graph has ended on all workers; False after ``timeout`` seconds."""
-        limit = None if timeout is None else time.monotonic() + timeout
-        self.pump()
-        while graph_id in self._flights:
-            left = 1.0 if limit is None else limit - time.monotonic()
-            if left <= 0:
-                return False
-            self.transport.wait_report(min(left, 1.0))
-            self.pump()
-        return True
-
-    async def wait_async(self, graph_id: int, timeout: float | None = None) -> bool:
-        """``wait`` for a caller in an event loop: other tasks run while the graph does."""
-        limit = None if timeout is None else time.monotonic() + timeout
-        self.pump()
-        while graph_id in self._flights:
-            if limit is not None and time.monotonic() >= limit:
-                return False
-            await asyncio.sleep(0.001)
-            self.pump()
-        return True
-
     # -- upkeep -----------------------------------------------------------------------------
 
     @property
@@ -389,6 +308,10 @@ class KVManager:
     def reads_in_flight(self) -> dict[str, tuple[int, int]]:
         """(operations, blocks) being read, or waiting for it, by the tier they come from."""
         return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}
+
+    def is_in_flight(self, graph_id: int) -> bool:
+        """Whether the graph has not ended."""
+        return graph_id in self._flights
 
     def maintain(self) -> None:
         """Keep room in the host tier for write-back tiers; call it once a step."""
@@ -523,9 +446,8 @@ class KVManager:
         units: Sequence[UnitTable],
     ) -> TransferGraph:
         start, stop = reservation.start, reservation.stop
-        sink_tier = next(
-            (t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH), None
-        )
+        through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
+        sink_tier = through[0] if through and self._sink_saves else None
         sink: TierRows | None = None
         written: list[Reservation] = []
         if sink_tier is not None and self._writers[sink_tier.name].allows():
@@ -542,8 +464,8 @@ class KVManager:
         flight = _Flight(graph, keys, start, {0: reservation})
         self._assign_writes(flight, graph, written)
         flight.on_end.append(lambda: self._offer(keys, namespace, stop))
-        for tier in self._backing.values():
-            if tier.write is WritePolicy.WRITE_THROUGH and tier is not sink_tier:
+        for tier in through:
+            if tier is not sink_tier:
                 flight.on_end.append(
                     lambda tier=tier: self._spill(tier, keys, namespace, stop)  # type: ignore[misc]
                 )

@@ -44,6 +44,7 @@ __all__ = [
     "PlannerConfig",
     "PluginsConfig",
     "SchemaModel",
+    "ServerConfig",
     "SglangConfig",
     "Size",
     "Source",
@@ -380,6 +381,52 @@ class ExplainConfig(SchemaModel):
     )
 
 
+def _address(value: str) -> str:
+    if value == "local" or re.fullmatch(r"ipc://.+|tcp://[^/]+:[0-9]+", value):
+        return value
+    raise ConfigError(
+        f'given {value!r}; supported are "local", "ipc://SOCKET" and "tcp://HOST:PORT"'
+    )
+
+
+class ServerConfig(SchemaModel):
+    """`kvcore server`: one process that keeps KV for every engine of the machine. The server and
+    its clients read the same table."""
+
+    address: Annotated[str, AfterValidator(_address)] | None = Field(
+        default=None,
+        description='Where the server listens, and engines reach it: "local" (a socket in '
+        '`folder`), "ipc://SOCKET", or "tcp://HOST:PORT" (with `keys`). Set, an engine has no '
+        "tiers of its own; unset, it needs no server.",
+    )
+    folder: FolderPath | None = Field(
+        default=None,
+        description="Folder in memory (tmpfs) that holds the host tier and that only its owner may "
+        "enter; every client needs it. Unset: `/dev/shm/kvcore-UID`.",
+    )
+    keys: FolderPath | None = Field(
+        default=None,
+        description="Folder of CURVE keys, made by `kvcore server --keygen FOLDER`; TCP needs it.",
+    )
+    models: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Models that are served side by side; each gets an equal share of "
+        "`host.capacity`. Engines with the same model share its KV.",
+    )
+    deadline_s: Seconds = Field(
+        default=0.1,
+        description="Longest time an engine waits for an answer. Past it the engine computes, and "
+        "leaves the server alone until that has answered a heartbeat.",
+    )
+    lease_s: Seconds = Field(
+        default=5.0,
+        description="Seconds of silence after which server and client hold each other for gone. "
+        "A client whose process lives keeps what its copies use.",
+    )
+
+
 class LogConfig(SchemaModel):
     """kvcore's own log lines."""
 
@@ -496,6 +543,7 @@ class Config(SchemaModel):
     events: EventsConfig = EventsConfig()
     cluster: ClusterConfig = ClusterConfig()
     explain: ExplainConfig = ExplainConfig()
+    server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
     sglang: SglangConfig = SglangConfig()

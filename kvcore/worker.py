@@ -30,7 +30,7 @@ from kvcore.ops.base import DeviceOps
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.tiers.host import HostArena
 from kvcore.trace import Tracer
-from kvcore.transfer.engine import OpTiming, TransferEngine
+from kvcore.transfer.engine import Executor, OpTiming, TransferEngine
 from kvcore.transfer.graph import (
     SKIP,
     OpReport,
@@ -72,10 +72,14 @@ class _DeviceCopy:
         self._ops = ops
         self._groups = groups
         self._elsewhere = elsewhere
-        self._arenas = [_select_layers(arena, group.layers) for group in groups]
+        self.use(arena)
         self._block_tokens = arena.layout.page_tokens
         self._to_device = to_device
         self._sync = sync
+
+    def use(self, arena: KVView) -> None:
+        """Copy from and to another arena. Nothing may be running."""
+        self._arenas = [_select_layers(arena, group.layers) for group in self._groups]
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         slots = np.array([graph.host_slots[row] for row in rows], dtype=np.int64)
@@ -247,7 +251,7 @@ class KVWorker:
 
     ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads. ``groups`` are the
     engine's layer groups in the order of a graph's unit tables. Tiers are opened when the leader
-    names them.
+    names them; with ``reads``, that carries out reads from tiers, whatever their name.
     """
 
     def __init__(
@@ -261,10 +265,12 @@ class KVWorker:
         copy_threads: int = 1,
         io_queues: int = 2,
         queue_depth: int = 16384,
+        reads: Executor | None = None,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.arena = arena
+        self._block = arena.shape
         self.tiers: dict[str, Tier] = {}
         self.ops = ops
         self.groups = tuple(groups)
@@ -273,11 +279,15 @@ class KVWorker:
         self.tracer = tracer or Tracer()
         cuda = device is not None and device.type == "cuda"
         self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
-        read, write = _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
-        executors: dict[Path, Any] = {
-            Path.H2D: _DeviceCopy(ops, groups, arena_view, True, self._stream, self._elsewhere),
-            Path.D2H: _DeviceCopy(ops, groups, arena_view, False, self._stream, self._elsewhere),
+        read, write = reads or _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
+        self._copies = {
+            path: _DeviceCopy(
+                ops, groups, arena_view, path is Path.H2D, self._stream, self._elsewhere
+            )
+            for path in Path
+            if path.touches_device
         }
+        executors: dict[Path, Any] = {**self._copies}
         executors |= {path: read for path in Path if path.reads_tier}
         executors |= {path: write for path in Path if path.writes_tier}
         threads = {path: io_queues for path in executors if path.reads_tier}
@@ -291,10 +301,20 @@ class KVWorker:
         tier.attach(self.arena.memory)
         self.tiers[name] = tier
 
+    def use_arena(self, arena: HostArena, arena_view: KVView) -> None:
+        """Copy from and to another arena from now on; tiers of this worker's own keep the first.
+
+        Nothing may be in flight. The one before is given back.
+        """
+        before, self.arena = self.arena, arena
+        for copy in self._copies.values():
+            copy.use(arena_view)
+        before.close()
+
     def _observe(self, timing: OpTiming) -> None:
-        span, layers = timing.op.layers, self.arena.shape.layers
+        span, layers = timing.op.layers, self._block.layers
         share = 1.0 if span is None else span.size / layers
-        moved = (timing.rows - timing.failed) * self.arena.shape.nbytes * share
+        moved = (timing.rows - timing.failed) * self._block.nbytes * share
         self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
         self.tracer.span(
             timing.op.path.value,

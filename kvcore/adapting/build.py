@@ -11,8 +11,9 @@ slot of every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.adapting.model import ModelDescription
@@ -25,7 +26,7 @@ from kvcore.events.build import endpoints, open_publisher
 from kvcore.fusion.segments import Segments
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.layout import KVView
-from kvcore.manager import HOST, KVManager, Transport
+from kvcore.manager import HOST, KVManager, Manager, Transport
 from kvcore.metrics import Metrics
 from kvcore.ops import select_ops
 from kvcore.plugins import PluginManager
@@ -40,11 +41,13 @@ __all__ = [
     "LeaderParts",
     "WorkerParts",
     "build_leader",
+    "build_manager",
     "build_segments",
     "build_worker",
     "geometry",
     "host_slots",
     "load_plugins",
+    "refuse_server",
 ]
 
 _log = logging.getLogger("kvcore.adapting")
@@ -87,18 +90,27 @@ def load_plugins(config: Config) -> PluginManager:
     return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
 
 
+def refuse_server(config: Config, engine: str) -> None:
+    """Raise UnsupportedError where ``config`` makes ``engine`` the client of a server."""
+    if config.server.address is not None:
+        raise UnsupportedError(
+            f"server.address with {engine}; supported are vLLM and the reference engine: unset it"
+        )
+
+
 # -- leader ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """A leader's manager, over tiers that are restored. ``slots`` are the host arena's."""
+    """A leader's manager. ``backings`` are the tiers of its own, restored; behind a server there
+    are none. ``releases`` are called once, when the workers have closed."""
 
-    manager: KVManager
+    manager: Manager
     metrics: Metrics
-    slots: HostSlots
     backings: Sequence[PreparedBacking]
     plugins: PluginManager
+    releases: list[Callable[[], None]]
     publisher: Publisher | None = None
     directory: Directory | None = None
 
@@ -113,12 +125,6 @@ class LeaderParts:
         backing = {tier.name: tier.read_path.value for tier in self.manager.backings}
         return {HOST: Path.H2D.value, **backing}
 
-    @property
-    def releases(self) -> list[Callable[[], None]]:
-        """Called once, when the workers have closed: leave the cluster, let go of what is open."""
-        outside = [part.close for part in (self.directory, self.publisher) if part is not None]
-        return [*outside, *(found.prepared.release for found in self.backings)]
-
 
 def build_leader(
     config: Config,
@@ -128,7 +134,57 @@ def build_leader(
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
 ) -> LeaderParts:
-    """The leader's part of a model. Does I/O: a disk tier scans its records.
+    """The leader's part of a model, in this process, or a server's client where ``config`` names
+    one. Does I/O: a disk tier scans its records, a server is greeted.
+
+    Raises as `build_manager` does, and UnsupportedError where a server refuses this client.
+    ``data_parallel_rank`` tells leaders of one engine apart where there are several.
+    """
+    told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
+    if config.server.address is None:
+        parts = build_manager(
+            config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
+        )
+        if parts.publisher is not None:
+            told |= endpoints(config, data_parallel_rank)
+    else:
+        parts = _join(config, model, transport)
+    try:
+        directory = enter_leader(config, told, data_parallel_rank)
+    except ConfigError:
+        for release in parts.releases:
+            release()
+        raise
+    if directory is None:
+        return parts
+    return replace(parts, directory=directory, releases=[directory.close, *parts.releases])
+
+
+def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
+    """The leader's part of a server's client."""
+    from kvcore.server.client import join_server
+
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    plugins = load_plugins(config)
+    plugins.check(config)
+    manager = join_server(config, model, transport, metrics)
+    return LeaderParts(manager, metrics, (), plugins, [manager.close])
+
+
+def build_manager(
+    config: Config,
+    model: ModelDescription,
+    transport: Transport,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    data_parallel_rank: int | None = None,
+    ids: Iterator[int] | None = None,
+    sink_saves: bool = True,
+) -> LeaderParts:
+    """A manager over tiers of its own. Does I/O: a disk tier scans its records.
+
+    ``ids`` and ``sink_saves`` are as `KVManager` has them; ``on_event`` is told beside the
+    publisher of ``[events]``, see `BlockIndex.watch`.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
@@ -155,6 +211,8 @@ def build_leader(
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
         on_event=_both(on_event, publisher),
+        ids=ids,
+        sink_saves=sink_saves,
     )
     manager.not_taken.update(not_taken)
     _log.info(
@@ -165,18 +223,9 @@ def build_leader(
         slots.indexed,
         ",".join(index.tiers),
     )
-    told = {
-        "fingerprint": model.fingerprint.hex(),
-        "block_tokens": str(config.block.tokens),
-        **(endpoints(config, data_parallel_rank) if publisher is not None else {}),
-    }
-    parts = LeaderParts(manager, metrics, slots, backings, plugins, publisher)
-    try:
-        return replace(parts, directory=enter_leader(config, told, data_parallel_rank))
-    except ConfigError:
-        for release in parts.releases:
-            release()
-        raise
+    outside = [] if publisher is None else [publisher.close]
+    releases = [*outside, *(found.prepared.release for found in backings)]
+    return LeaderParts(manager, metrics, backings, plugins, releases, publisher)
 
 
 def _both(
@@ -238,19 +287,19 @@ def build_worker(
     cannot be moved right: nothing may be stored then.
     """
     device = views[0].tensors[0].device
-    slots = host_slots(config, model)
+    served = config.server.address is not None
     arena = HostArena(
         model.rank_shape(rank),
-        slots.total,
+        1 if served else host_slots(config, model).total,  # the server has the others
         arrangement=config.host.arrangement,
-        huge_pages=config.host.huge_pages,
-        pin=config.host.pin and device.type == "cuda",
+        huge_pages=config.host.huge_pages and not served,
+        pin=config.host.pin and device.type == "cuda" and not served,
     )
     arena_view = KVView(arena.layout(), [arena.tensor()])
     plugins = load_plugins(config)
     ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
     metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
-    worker = KVWorker(
+    worker = _worker_type(config, model, rank)(
         arena=arena,
         arena_view=arena_view,
         groups=[
@@ -274,6 +323,14 @@ def build_worker(
     return WorkerParts(
         worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
     )
+
+
+def _worker_type(config: Config, model: ModelDescription, rank: int) -> Callable[..., KVWorker]:
+    if config.server.address is None:
+        return KVWorker
+    from kvcore.server.worker import ServedWorker
+
+    return partial(ServedWorker, served=config, model=model, rank=rank)
 
 
 def _tracer(config: Config, rank: int) -> Tracer:

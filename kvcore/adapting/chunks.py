@@ -20,7 +20,7 @@ from kvcore.block import KeyChain, Namespace
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
-from kvcore.manager import HOST, Hit, KVManager
+from kvcore.manager import HOST, Hit, Manager
 from kvcore.schema import FusionConfig
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 
@@ -55,7 +55,7 @@ class Chunks:
         settings: FusionConfig,
         block_tokens: int,
         block_nbytes: int,
-        manager: KVManager,
+        manager: Manager,
         segments: Segments,
     ) -> None:
         self._settings = settings

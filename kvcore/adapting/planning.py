@@ -15,7 +15,7 @@ from typing import Any
 from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config
 from kvcore.fusion.controller import Controller
-from kvcore.manager import HOST, Hit, KVManager
+from kvcore.manager import HOST, Hit, Manager
 from kvcore.planner import Ahead, Ask, Plan, Planner, Settings, Source
 from kvcore.rates import ComputeRates, Rates, TierRates
 from kvcore.transfer.plan import layer_steps
@@ -82,7 +82,7 @@ class Planning:
         self,
         config: Config,
         model: ModelDescription,
-        manager: KVManager,
+        manager: Manager,
         rates: Rates,
         *,
         min_load_tokens: int,

@@ -138,6 +138,35 @@ def serve_model(
         serve.run(command)
 
 
+@app.command("server")
+def run_server(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    keygen: Annotated[
+        Path | None,
+        typer.Option("--keygen", metavar="FOLDER", help="Write CURVE keys for TCP there, and end."),
+    ] = None,
+    client: Annotated[
+        str, typer.Option("--client", help="Name of the client's keys, for --keygen.")
+    ] = "client",
+    status: Annotated[
+        bool, typer.Option("--status", help="Print how the running server is, as JSON, and end.")
+    ] = False,
+) -> None:
+    """Keep KV for every engine of this machine, until interrupted."""
+    from kvcore.cli import server
+
+    if keygen is not None:
+        for path in server.make_keys(keygen, client):
+            typer.echo(path)
+        return
+    effective = server.with_address(_load(file, assignments))
+    if status:
+        typer.echo(server.status(effective))
+    else:
+        server.run(effective, lambda address: typer.echo(f"kvcore server listens on {address}"))
+
+
 @app.command("warm")
 def warm_chunks(
     files: Annotated[list[Path], typer.Argument(help="Texts (UTF-8), a chunk each.")],

@@ -39,7 +39,7 @@ from kvcore.config import Config, load_config
 from kvcore.manager import Event
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
 from kvcore.testing.faults import Fault, Faults, Rule, Seam
-from kvcore.testing.faults.engine import faulty_engine
+from kvcore.testing.faults.engine import embedded, faulty_engine
 from kvcore.tiers.base import BlockRead, Tier
 from kvcore.tiers.pages import Pages
 
@@ -234,8 +234,7 @@ def _compute_oracle(bench: _Bench) -> None:
         for prompt in pool():
             engine.generate([prompt], ANSWER)
         engine.settle()
-        assert engine.leader is not None
-        for info in engine.leader.manager.index.list_blocks():
+        for info in embedded(engine).index.list_blocks():
             keys.append(np.frombuffer(info.key, np.uint8))
             arenas = [made.worker.arena for made in engine.workers]
             parts = [_floats(arena.slot_buffers(info.slots["host"])) for arena in arenas]
@@ -254,11 +253,10 @@ def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule]) -> Iterator[str]:
     said: list[str] = []
     faults = Faults(seed=picks.getrandbits(32))
     with bench.engine(random_llama(), faults) as engine:
-        manager = engine.leader.manager if engine.leader is not None else None
-        assert manager is not None
-        known = [info.key for info in manager.index.list_blocks() if "disk" in info.slots]
+        index = embedded(engine).index
+        known = [info.key for info in index.list_blocks() if "disk" in info.slots]
         said += [f"+{key.hex()}" for key in known]
-        manager._on_event = _teller(said, manager._on_event)
+        index.watch(_teller(said))
         yield from _taken(said)
         faults.set(*rules)
         for prompt in picks.sample(pool(), POOL):
@@ -270,12 +268,10 @@ def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule]) -> Iterator[str]:
         yield from _taken(said)
 
 
-def _teller(said: list[str], others: Callable[[Event], None] | None) -> Callable[[Event], None]:
+def _teller(said: list[str]) -> Callable[[Event], None]:
     def note(event: Event) -> None:
         if event.tier == "disk":
             said.extend(f"{'+' if event.stored else '-'}{key.hex()}" for key in event.keys)
-        if others is not None:
-            others(event)
 
     return note
 
@@ -290,8 +286,7 @@ def _look(bench: _Bench, seed: str, published: set[str]) -> Iterator[str]:
     known = np.load(bench.oracle)
     places = {key.tobytes(): i for i, key in enumerate(known["keys"])}
     with bench.engine(random_llama(), Faults()) as engine:
-        assert engine.leader is not None
-        index = engine.leader.manager.index
+        index = embedded(engine).index
         lost = [key for key in published if bytes.fromhex(key) not in index]
         assert not lost, f"{len(lost)} of {len(published)} published blocks are gone"
         index.check_integrity()

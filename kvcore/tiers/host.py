@@ -23,13 +23,20 @@ def slot_bytes(shape: BlockShape) -> int:
     return -(-shape.nbytes // PAGE) * PAGE
 
 
+def arena_bytes(shape: BlockShape, num_slots: int, arrangement: Arrangement | str) -> int:
+    """Bytes of an arena of so many slots."""
+    blockwise = Arrangement(arrangement) is Arrangement.BLOCKWISE
+    return num_slots * (slot_bytes(shape) if blockwise else shape.nbytes)
+
+
 class HostArena:
     """``num_slots`` slots for blocks of ``shape``, allocated when first touched.
 
     With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
     they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
-    registered with CUDA; a limit on locked memory that forbids it is logged. Raises TierUnavailable
-    when the system does not grant the memory.
+    registered with CUDA; a limit on locked memory that forbids it is logged. ``pages`` is memory to
+    use instead of its own, of exactly its size. Raises TierUnavailable when the system does not
+    grant the memory.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class HostArena:
         arrangement: Arrangement | str = Arrangement.BLOCKWISE,
         huge_pages: bool = True,
         pin: bool = False,
+        pages: Pages | None = None,
     ) -> None:
         if num_slots < 1:
             raise CapacityError(
@@ -49,10 +57,9 @@ class HostArena:
         self.shape = shape
         self.num_slots = num_slots
         self.arrangement = Arrangement(arrangement)
-        blockwise = self.arrangement is Arrangement.BLOCKWISE
-        self.slot_nbytes = slot_bytes(shape) if blockwise else shape.nbytes
-        self.nbytes = num_slots * self.slot_nbytes
-        self._pages = Pages(self.nbytes, huge=huge_pages)
+        self.nbytes = arena_bytes(shape, num_slots, arrangement)
+        self.slot_nbytes = self.nbytes // num_slots
+        self._pages = pages or Pages(self.nbytes, huge=huge_pages)
         self.huge_pages = self._pages.huge
         self._view = self._pages.view
         self.pinned = pin and self._pin()

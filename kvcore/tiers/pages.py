@@ -35,19 +35,14 @@ class Pages:
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
         """Raises TierUnavailable when the system does not grant the addresses."""
         try:
-            self._map = mmap.mmap(
-                -1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
+            mapped = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
             raise TierUnavailable(
                 f"cannot reserve {nbytes} bytes of host memory ({error}): lower host.capacity"
             ) from error
-        self._map.madvise(mmap.MADV_DONTFORK)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self._take(mapped, nbytes, HUGE_PAGE)
         self.huge = huge and self._advise_huge()
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        skip = -base % HUGE_PAGE
-        self.address = base + skip
-        self.view = memoryview(self._map)[skip : skip + nbytes]
 
     def huge_nbytes(self) -> int:
         """Bytes that lie on huge pages now, as the kernel counts them; 0 where it does not say."""
@@ -72,6 +67,14 @@ class Pages:
         except BufferError:
             _log.debug("memory is still in use; it is freed with its last view")
 
+    def _take(self, mapped: mmap.mmap, nbytes: int, boundary: int) -> None:
+        """Use ``nbytes`` of a mapping from its first multiple of ``boundary`` on."""
+        self._map = mapped
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        skip = -base % boundary
+        self.address = base + skip
+        self.view = memoryview(mapped)[skip : skip + nbytes]
+
     def _advise_huge(self) -> bool:
         try:
             refused = "the machine says never" if "[never]" in _THP.read_text() else ""
@@ -86,3 +89,26 @@ class Pages:
                 _THP,
             )
         return not refused
+
+
+class SharedPages(Pages):
+    """``nbytes`` of a file in memory (tmpfs), mapped by several processes. Huge pages are what the
+    file system gives.
+
+    A child made by fork does not inherit the mapping, so only who opened it can touch it.
+    """
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        """``file`` is a descriptor, which may be closed afterwards. Raises TierUnavailable when it
+        cannot be mapped."""
+        try:
+            mapped = mmap.mmap(file, nbytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise TierUnavailable(f"cannot map {nbytes} bytes of shared memory: {error}") from error
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self._take(mapped, nbytes, PAGE)
+        self.huge = False
+
+    def huge_nbytes(self) -> int:
+        """0: the kernel counts shared memory elsewhere."""
+        return 0

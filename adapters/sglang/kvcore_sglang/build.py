@@ -19,6 +19,7 @@ from kvcore.adapting.build import (
     build_leader,
     build_segments,
     build_worker,
+    refuse_server,
 )
 from kvcore.adapting.pacing import Pace, make_pace
 from kvcore.config import Config
@@ -64,6 +65,7 @@ def build(
 ) -> Parts:
     """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it;
     ``fusable`` is None on all ranks where there is no fusion."""
+    refuse_server(config, "SGLang")
     rank, model = served.rank, served.model
     parts = build_worker(config, model, rank.number, [served.pool.view])
     blends = None if fusable is None else _blends(config, served, parts, fusable)

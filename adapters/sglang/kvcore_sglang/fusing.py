@@ -32,7 +32,7 @@ from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
-from kvcore.manager import KVManager
+from kvcore.manager import Manager
 from kvcore.metrics import Data, Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 
@@ -118,7 +118,7 @@ class FusionLeader:
         self,
         config: Config,
         shape: BlockShape,
-        manager: KVManager,
+        manager: Manager,
         segments: Segments,
         steps: Sequence[Span],
         page: int,

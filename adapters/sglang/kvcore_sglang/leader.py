@@ -38,7 +38,7 @@ from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import Paging
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
-from kvcore.manager import HOST, Hit, KVManager
+from kvcore.manager import HOST, Hit, Manager
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -143,7 +143,7 @@ class Leader:
         self._lines = lines
         self._outbox = Outbox(model.world_size, self._work)
         parts = build(self._outbox)
-        self.manager: KVManager = parts.manager
+        self.manager: Manager = parts.manager
         self.metrics: Metrics = parts.metrics
         self._releases = parts.releases
         self._fusion = None if fusion is None else fusion(parts)

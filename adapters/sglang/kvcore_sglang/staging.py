@@ -21,7 +21,7 @@ from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.paging import Paging
 from kvcore.config import Config
 from kvcore.errors import CapacityError, KVCoreError
-from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Hit, Manager, Readiness
 
 __all__ = ["Staging", "Wait", "Way", "in_host"]
 
@@ -65,7 +65,7 @@ class Staging:
     def __init__(
         self,
         config: Config,
-        manager: KVManager,
+        manager: Manager,
         paging: Paging,
         send: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

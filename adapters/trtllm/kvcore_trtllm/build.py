@@ -39,6 +39,7 @@ def build_worker_side(
 ) -> WorkerSide:
     """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
     right: nothing may be stored then."""
+    build.refuse_server(config, "TensorRT-LLM")
     model = whole(memory.facts, memory.groups, config.block.tokens)
     parts = build.build_worker(config, model, rank, memory.views)
     blends, no_fusion = None, "it is not enabled"
@@ -127,6 +128,7 @@ def build_leader(
     That is called once all ranks have closed. A tier that cannot be used is named in the log and
     left out.
     """
+    build.refuse_server(config, "TensorRT-LLM")
     model = whole(memory.facts, memory.groups, config.block.tokens)
     alone = model.world_size == 1
     outbox = Outbox(pump=worker.pump if alone else None)

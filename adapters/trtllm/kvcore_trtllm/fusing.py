@@ -21,7 +21,7 @@ from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape
-from kvcore.manager import HOST, Hit, KVManager
+from kvcore.manager import HOST, Hit, Manager
 from kvcore.metrics import Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 
@@ -41,7 +41,7 @@ class FusionLeader:
         self,
         config: Config,
         shape: BlockShape,
-        manager: KVManager,
+        manager: Manager,
         segments: Segments,
         layer_steps: Sequence[Span],
         metrics: Metrics,

@@ -47,7 +47,7 @@ from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
 from kvcore.block import KeyChain
 from kvcore.config import Config
 from kvcore.errors import CapacityError
-from kvcore.manager import HOST, Hit, KVManager, Readiness, Source
+from kvcore.manager import HOST, Hit, Manager, Readiness, Source
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -82,7 +82,7 @@ class Leader:
         self,
         config: Config,
         model: Description,
-        manager: KVManager,
+        manager: Manager,
         outbox: Outbox,
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],

@@ -32,7 +32,7 @@ from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.layout import BlockShape
-from kvcore.manager import HOST, Hit, KVManager
+from kvcore.manager import HOST, Hit, Manager
 from kvcore.metrics import Metrics
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 
@@ -104,7 +104,7 @@ class FusionLeader:
         self,
         config: Config,
         shape: BlockShape,
-        manager: KVManager,
+        manager: Manager,
         segments: Segments,
         layer_steps: Sequence[Span],
         page_tokens: int,

@@ -37,7 +37,7 @@ from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.explain import Cause
-from kvcore.manager import HOST, Event, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Event, Hit, Manager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.planner import Action
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
@@ -86,7 +86,7 @@ class SchedulerSide:
         self,
         config: Config,
         model: ModelDescription,
-        manager: KVManager,
+        manager: Manager,
         outbox: Outbox,
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],

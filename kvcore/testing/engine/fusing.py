@@ -31,7 +31,7 @@ from kvcore.fusion.segments import Reusable, Segments
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
-from kvcore.manager import KVManager
+from kvcore.manager import Manager
 from kvcore.ops.fusion import FusionOps
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
@@ -61,7 +61,7 @@ class FusionLeader:
     def __init__(
         self,
         config: Config,
-        manager: KVManager,
+        manager: Manager,
         transport: DirectTransport,
         segments: Segments,
         shapes: Sequence[BlockShape],

@@ -27,7 +27,7 @@ from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.explain import Cause, Journal
-from kvcore.manager import HOST, Hit, KVManager, Readiness
+from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.metrics import Metrics, MissReason
 from kvcore.planner import Action
 from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
@@ -87,7 +87,7 @@ class Leader:
         self,
         config: Config,
         model: ModelDescription,
-        manager: KVManager,
+        manager: Manager,
         transport: DirectTransport,
         metrics: Metrics,
         *,

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcore.config import Config
-from kvcore.manager import HOST
+from kvcore.manager import HOST, KVManager
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine
 from kvcore.testing.engine.transport import DirectTransport
 from kvcore.testing.faults.plan import Faults
 from kvcore.testing.faults.worker import FaultyMessages, into_worker
 from kvcore.worker import KVWorker
 
-__all__ = ["faulty_engine", "held", "nothing_left"]
+__all__ = ["embedded", "faulty_engine", "held", "nothing_left"]
 
 _SETTLE_S = 10.0
 
@@ -75,10 +75,17 @@ def _files() -> Counter[str]:
     return found
 
 
+def embedded(engine: ReferenceEngine) -> KVManager:
+    """The manager of an engine that has one of its own."""
+    assert engine.leader is not None
+    manager = engine.leader.manager
+    assert isinstance(manager, KVManager), "the engine is a server's client"
+    return manager
+
+
 def held(engine: ReferenceEngine) -> dict[str, int]:
     """What an engine that is idle and settled should not hold any more, and holds: by its name."""
-    assert engine.leader is not None
-    manager, index = engine.leader.manager, engine.leader.manager.index
+    manager, index = embedded(engine), embedded(engine).index
     arena = engine.workers[0].worker.arena
     lent = arena.num_slots - index.num_slots(HOST) - len(manager._staging)
     found = {"staging slots": lent, "flights": manager.in_flight, **_unanswered(engine)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.schema import SchemaModel, Seconds
+from kvcore.schema_base import SchemaModel, Seconds
 from kvcore.schema_walk import supported
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
-from kvcore.schema import FolderPath
+from kvcore.schema_base import FolderPath
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions, client_module
 from kvcore.tiers.remote.tier import StoreKind

@@ -1,0 +1,51 @@
+"""`kvcore server`: runs one, asks one how it is, makes keys for one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+
+from kvcore import log
+from kvcore.config import Config
+from kvcore.errors import TierUnavailable
+from kvcore.server.keys import make_keys
+from kvcore.server.link import Link
+from kvcore.server.messages import Ask, Status
+from kvcore.server.server import Server
+
+__all__ = ["make_keys", "run", "status", "with_address"]
+
+STATUS_WAIT_S = 2.0
+
+
+def with_address(config: Config) -> Config:
+    """The settings of a server: its address is "local" where none is given."""
+    if config.server.address is not None:
+        return config
+    server = config.server.model_copy(update={"address": "local"})
+    return config.model_copy(update={"server": server})
+
+
+def run(config: Config, ready: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM; ``ready`` is told the address. Raises ConfigError when the
+    settings do not do, or another server has the folder."""
+    log.configure(config.log.level, config.log.format)
+    server = Server(config)
+    address = server.open()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.stop())
+    ready(address)
+    server.run()
+
+
+def status(config: Config) -> str:
+    """What the running server says of itself, as JSON. Raises TierUnavailable when none answers."""
+    link = Link(config.server)
+    try:
+        reply = link.ask(Ask(link.ref()), STATUS_WAIT_S)
+    finally:
+        link.close()
+    if not isinstance(reply, Status):
+        raise TierUnavailable(f"no kvcore server answers for {config.server.address!r}")
+    return json.dumps(reply.status, indent=2)

@@ -1,0 +1,260 @@
+"""What a leader asks of a manager, and the values that the two exchange.
+
+The manager is in the leader's process, or behind a server: the leader does not care which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from kvcore.index import Event, Pin
+from kvcore.policy.admission import AdmissionFilter, Always
+from kvcore.tiers.remote.finder import Finder
+from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph, UnitTable
+
+__all__ = [
+    "HOST",
+    "Backing",
+    "Event",
+    "Hit",
+    "IndexView",
+    "Manager",
+    "Readiness",
+    "Room",
+    "Source",
+    "Transport",
+    "WritePolicy",
+]
+
+HOST = "host"
+
+
+class Readiness(Enum):
+    """Whether there are slots for a load."""
+
+    READY = "ready"
+    LATER = "later"
+    """When loads in flight have ended."""
+    NEVER = "never"
+    """Or too late: what has the slots hangs."""
+
+
+class Room(NamedTuple):
+    """What there is for the next load: whether too many graphs are in flight, free host slots,
+    whether there are staging slots here or lent to others, and whether any graph gets on."""
+
+    full: bool
+    free: int
+    staging: bool
+    lent: bool
+    moving: bool = True
+
+    def admits(self, below: int) -> Readiness:
+        """Whether a load with ``below`` blocks from beneath the host tier can be launched."""
+        if self.full:
+            return Readiness.LATER if self.moving else Readiness.NEVER
+        if not below or self.staging or self.free >= below:
+            return Readiness.READY
+        return Readiness.LATER if self.lent else Readiness.NEVER
+
+
+class WritePolicy(str, Enum):
+    """When a host block is written to a backing tier."""
+
+    WRITE_THROUGH = "write_through"
+    """At once, behind the save."""
+    SELECTIVE = "selective"
+    """When the admission filter takes it: on its n-th use."""
+    WRITE_BACK = "write_back"
+    """When the host tier runs short, before the block is evicted from it."""
+
+
+@dataclass(frozen=True)
+class Backing:
+    """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
+    store that other hosts write to: it is asked what it holds, and the index only believes it."""
+
+    name: str
+    read_path: Path = Path.DISK2H
+    write_path: Path = Path.H2DISK
+    write: WritePolicy = WritePolicy.WRITE_THROUGH
+    admission: AdmissionFilter = field(default_factory=Always)
+    finder: Finder | None = None
+
+
+class Source(NamedTuple):
+    """Blocks [start, stop) of a chain that ``tier`` holds."""
+
+    tier: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What is held of a chain: ``sources`` are adjacent, host first, and cover [0, depth)."""
+
+    keys: Sequence[bytes]
+    namespace: bytes
+    sources: tuple[Source, ...]
+
+    @property
+    def depth(self) -> int:
+        """Blocks held, from the start of the chain."""
+        return self.sources[-1].stop if self.sources else 0
+
+    def blocks_by_tier(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
+        """How many of the blocks [start, stop) each tier answers."""
+        end = self.depth if stop is None else stop
+        counts = {s.tier: min(s.stop, end) - max(s.start, start) for s in self.sources}
+        return {tier: count for tier, count in counts.items() if count > 0}
+
+
+class Transport(Protocol):
+    """Carries graphs to every worker of the engine and their reports back."""
+
+    def submit(self, graph: TransferGraph) -> None: ...
+
+    def cancel(self, graph_id: int) -> None: ...
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        """Make slots of a backing tier unreadable, before any graph submitted later runs."""
+
+    def wait_report(self, timeout: float) -> bool: ...
+
+    def poll(self) -> Sequence[OpReport]: ...
+
+
+class IndexView(Protocol):
+    """What an adapter may ask of the index. `kvcore.index.BlockIndex` says what each means."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]: ...
+
+    def num_slots(self, tier: str) -> int: ...
+
+    def num_used(self, tier: str) -> int: ...
+
+    def held(self, tier: str, keys: Sequence[bytes]) -> int: ...
+
+    def path(self, key: bytes) -> list[bytes]: ...
+
+    def namespace_of(self, key: bytes) -> bytes: ...
+
+    def pin(self, tier: str, key: bytes) -> Pin: ...
+
+    def unpin(self, pin: Pin) -> None: ...
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+
+class Manager(ABC):
+    """What a leader asks: answered in its own process by `kvcore.manager.KVManager`, whose methods
+    say what each means, or by a server (`kvcore.server.client.RemoteManager`).
+
+    One thread owns it. No call does I/O but `wait` and `wait_stores`; with a server every call is
+    bounded by its deadline.
+    """
+
+    index: IndexView
+    transport: Transport
+
+    @property
+    @abstractmethod
+    def backings(self) -> tuple[Backing, ...]: ...
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int: ...
+
+    @property
+    def reads_in_flight(self) -> Mapping[str, tuple[int, int]]:
+        """(operations, blocks) being read, or waiting for it, by the tier they come from, as far
+        as they are known here."""
+        return {}
+
+    @abstractmethod
+    def is_in_flight(self, graph_id: int) -> bool: ...
+
+    @abstractmethod
+    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit: ...
+
+    @abstractmethod
+    def ask_stores(self, hit: Hit, computed: int = 0) -> bool: ...
+
+    @abstractmethod
+    def wait_stores(self, timeout: float) -> bool: ...
+
+    @abstractmethod
+    def can_load(self, hit: Hit, start: int, stop: int) -> Readiness: ...
+
+    @abstractmethod
+    def launch_load(
+        self,
+        hit: Hit,
+        start: int,
+        stop: int,
+        units: Sequence[UnitTable],
+        *,
+        layers: Sequence[Span] = (),
+        deadline_s: float | None = None,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph: ...
+
+    @abstractmethod
+    def launch_save(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        stop: int,
+        units_of: Callable[[int, int], Sequence[UnitTable] | None],
+    ) -> TransferGraph | None: ...
+
+    @abstractmethod
+    def cancel(self, graph_id: int) -> None: ...
+
+    @abstractmethod
+    def complete(self, report: OpReport) -> None: ...
+
+    @abstractmethod
+    def maintain(self) -> None: ...
+
+    @abstractmethod
+    def clear(self, namespace: bytes | None = None) -> int: ...
+
+    @abstractmethod
+    def check_integrity(self) -> None: ...
+
+    def pump(self) -> None:
+        """Take in every report the transport has. Does not block."""
+        for report in self.transport.poll():
+            self.complete(report)
+
+    def wait(self, graph_id: int, timeout: float | None = None) -> bool:
+        """Block until the graph has ended on all workers; False after ``timeout`` seconds."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        self.pump()
+        while self.is_in_flight(graph_id):
+            left = 1.0 if limit is None else limit - time.monotonic()
+            if left <= 0:
+                return False
+            self.transport.wait_report(min(left, 1.0))
+            self.pump()
+        return True
+
+    async def wait_async(self, graph_id: int, timeout: float | None = None) -> bool:
+        """``wait`` for a caller in an event loop: other tasks run while the graph does."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        self.pump()
+        while self.is_in_flight(graph_id):
+            if limit is not None and time.monotonic() >= limit:
+                return False
+            await asyncio.sleep(0.001)
+            self.pump()
+        return True

@@ -1,0 +1,543 @@
+"""The leader's side of a server: `RemoteManager` answers as a manager of its own would.
+
+    joined ──no answer in time──▶ waiting ──a heartbeat is answered──▶ joined
+       ▲                             │ silence for a lease, or the server knows us not
+       └───welcome─── alone ◀────────┘
+
+Waiting and alone, nothing is found and nothing is saved, at once. A `Keeper` thread beats, and says
+hello until it is welcome. What was planned before goes on: the workers have the memory mapped.
+
+A load that the server does not plan is given to the workers as a graph that they refuse, so that
+the engine computes, in the way that it would had the copy failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvcore import __version__
+from kvcore.adapting.model import ModelDescription
+from kvcore.config import Config
+from kvcore.errors import CapacityError, KVCoreError, UnsupportedError
+from kvcore.facade import Backing, Hit, Manager, Readiness, Room, Source, Transport
+from kvcore.metrics import Metrics, SaveSkip
+from kvcore.schema import ServerConfig
+from kvcore.server.link import Link
+from kvcore.server.messages import (
+    Beat,
+    Beating,
+    Bye,
+    Clear,
+    Done,
+    Held,
+    Hello,
+    Launched,
+    Load,
+    Match,
+    Matched,
+    Model,
+    Refused,
+    Reply,
+    Request,
+    Save,
+    Value,
+    Welcome,
+    Withdraw,
+    join,
+)
+from kvcore.server.places import HeldSession, folder_of, session_of
+from kvcore.transfer.graph import (
+    NO_PARENT,
+    OpReport,
+    Path,
+    RowError,
+    Span,
+    TransferGraph,
+    UnitTable,
+)
+from kvcore.transfer.plan import Chain, build_load
+
+__all__ = ["RemoteManager", "join_server"]
+
+_log = logging.getLogger("kvcore.server.client")
+
+START_WAIT_S = 60.0
+"""How long a start waits while the server prepares the model."""
+RETRY_S = 0.2
+MISFIT_RETRY_S = 5.0
+_NO_ROOM = Room(full=True, free=0, staging=False, lent=False)
+_R = TypeVar("_R", bound=Reply)
+
+
+@dataclass
+class _Membership:
+    """What a welcome gave."""
+
+    welcome: Welcome
+    held: HeldSession
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.welcome.session
+
+
+class Keeper:
+    """Keeps one leader a client: says hello, beats, and says hello again. A thread of its own.
+
+    ``member`` is None while there is no server. ``waiting``: an answer did not come in time, and
+    nothing has been heard since.
+    """
+
+    def __init__(self, config: ServerConfig, model: ModelDescription) -> None:
+        self._config = config
+        self._hello_model = Model.of(model.shape, model.fingerprint)
+        self._ranks = model.world_size
+        self._folder = folder_of(config)
+        self.link = Link(config, self._late)
+        self.member: _Membership | None = None
+        self._asked_in_vain = 0.0
+        self._refusal = ""
+        self._poke = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="kvcore-keeper", daemon=True)
+
+    @property
+    def waiting(self) -> bool:
+        return self.link.heard < self._asked_in_vain
+
+    def start(self) -> None:
+        """Say hello; waits while the server prepares. Raises UnsupportedError when it refuses this
+        client for good. A server that does not answer is joined when it does."""
+        limit = time.monotonic() + START_WAIT_S
+        answered = self._hello(max(1.0, self._config.deadline_s))
+        while isinstance(answered, Refused) and answered.kind == "busy":
+            if time.monotonic() > limit:
+                break
+            time.sleep(RETRY_S)
+            answered = self._hello(max(1.0, self._config.deadline_s))
+        if isinstance(answered, Refused) and answered.kind == "misfit":
+            self.link.close()
+            raise UnsupportedError(f"the kvcore server refuses this engine: {answered.message}")
+        if answered is None:
+            _log.warning("no kvcore server answers: the engine computes until one does")
+        self._thread.start()
+
+    def ask(self, request: Request, kind: type[_R]) -> _R | Refused | None:
+        """The answer, if the server is there and gives it in time. Blocks for the deadline at most,
+        and not at all while the server is waited for."""
+        if self.member is None or self.waiting:
+            return None
+        reply = self.link.ask(request, self._config.deadline_s)
+        if reply is None:
+            self._asked_in_vain = time.monotonic()
+            self._poke.set()
+            _log.warning("the server does not answer in %g s", self._config.deadline_s)
+            return None
+        if isinstance(reply, Refused) and reply.kind == "session":
+            self._poke.set()
+            self._asked_in_vain = time.monotonic()
+        return reply if isinstance(reply, (kind, Refused)) else None
+
+    def close(self) -> None:
+        """Leave. Blocks for a moment."""
+        self._ended.set()
+        self._poke.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._leave()
+        self.link.close()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        pause = 0.0
+        while not self._ended.is_set():
+            self._poke.wait(pause)
+            self._poke.clear()
+            if self._ended.is_set():
+                return
+            pause = self._beat() if self.member is not None else self._try_hello()
+
+    def _beat(self) -> float:
+        """One heartbeat; returns the seconds to the next."""
+        member = self.member
+        assert member is not None
+        lease_s = member.welcome.lease_s
+        beat = Beat(self.link.ref(), member.number)
+        reply = self.link.ask(beat, min(1.0, lease_s / 4), alive=lambda: not self._ended.is_set())
+        if isinstance(reply, Beating):
+            member.tiers = reply.tiers
+        elif isinstance(reply, Refused) or time.monotonic() - self.link.heard > lease_s:
+            _log.warning("the kvcore server is gone: the engine computes until it is back")
+            self._leave()
+            return 0.0
+        self.link.drain()
+        return RETRY_S if self.waiting else lease_s / 4
+
+    def _try_hello(self) -> float:
+        reply = self._hello(1.0)
+        if isinstance(reply, Refused) and reply.kind == "misfit":
+            if reply.message != self._refusal:
+                _log.error("the kvcore server refuses this engine: %s", reply.message)
+            self._refusal = reply.message
+            return MISFIT_RETRY_S
+        if reply is None:
+            self.link.renew()
+        return RETRY_S
+
+    def _hello(self, timeout: float) -> Reply | None:
+        self.link.refused = None
+        hello = Hello(self.link.ref(), self._hello_model, self._ranks, __version__)
+        reply = self.link.ask(hello, timeout, alive=lambda: not self._ended.is_set())
+        if not isinstance(reply, Welcome):
+            return reply or self.link.refused
+        try:
+            held = HeldSession(self._folder, reply.file)
+        except KVCoreError as error:
+            return Refused(reply.ref, "misfit", f"{error} (server.folder is {self._folder})")
+        self.member = _Membership(reply, held)
+        self._refusal = ""
+        self.link.tell(Beat(self.link.ref(), reply.session))
+        _log.info("joined the kvcore server session=%d", reply.session)
+        return reply
+
+    def _leave(self) -> None:
+        member, self.member = self.member, None
+        if member is not None:
+            member.held.close()
+            self.link.tell(Bye(self.link.ref(), member.number))
+
+    def _late(self, reply: Reply) -> None:
+        """Nobody waits for this plan any more: say that nothing of it was done."""
+        member = self.member
+        if isinstance(reply, Launched) and reply.graph is not None and member is not None:
+            self.link.tell(
+                Done(self.link.ref(), member.number, _undone(reply.graph, RowError.CANCELLED))
+            )
+
+
+def _undone(graph: TransferGraph, why: RowError) -> list[OpReport]:
+    return [
+        OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why)) for op in graph.ops
+    ]
+
+
+class _RemoteIndex:
+    """What of the server's index an adapter asks. Counts are those of the last heartbeat."""
+
+    def __init__(self, manager: RemoteManager) -> None:
+        self._manager = manager
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return tuple(self._counts)
+
+    @property
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        member = self._manager.keeper.member
+        return {} if member is None else member.tiers
+
+    def num_used(self, tier: str) -> int:
+        return self._counts.get(tier, (0, 0))[0]
+
+    def num_slots(self, tier: str) -> int:
+        return self._counts.get(tier, (0, 0))[1]
+
+    def held(self, tier: str, keys: Sequence[bytes]) -> int:
+        return self._manager.held(tier, keys)
+
+    def path(self, key: bytes) -> list[bytes]:
+        raise _not_served("fusion (fusion.enabled)")
+
+    def namespace_of(self, key: bytes) -> bytes:
+        raise _not_served("fusion (fusion.enabled)")
+
+    def pin(self, tier: str, key: bytes) -> Any:
+        raise _not_served("pins of an engine's own (TensorRT-LLM)")
+
+    def unpin(self, pin: Any) -> None:
+        raise _not_served("pins of an engine's own (TensorRT-LLM)")
+
+    def __contains__(self, key: bytes) -> bool:
+        raise _not_served("fusion (fusion.enabled)")
+
+
+def _not_served(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} with a kvcore server; supported is exact reuse on vLLM and the reference engine: "
+        "unset server.address, or turn it off"
+    )
+
+
+class RemoteManager(Manager):
+    """`kvcore.manager.KVManager`, asked of a server. One thread, the leader's, but for `close`.
+
+    Every call is answered in the server's deadline, or as if nothing were held.
+    """
+
+    index: _RemoteIndex
+
+    def __init__(
+        self, keeper: Keeper, transport: Transport, block_layers: int, metrics: Metrics
+    ) -> None:
+        self.keeper = keeper
+        self.transport = transport
+        self.index = _RemoteIndex(self)
+        self._metrics = metrics
+        self._layers = block_layers
+        self._room = _NO_ROOM
+        self._owed: set[bytes] | None = set()  # namespaces to clear; None: all
+        self._refused = itertools.count(1)  # ids of graphs of no session
+        self._left: dict[int, set[int]] = {}
+        self._on_end: dict[int, Callable[[], object]] = {}
+
+    # -- lookup -------------------------------------------------------------------------------
+
+    @property
+    def backings(self) -> tuple[Backing, ...]:
+        """The server's tiers below the host, as far as an engine cares."""
+        member = self.keeper.member
+        tiers = [] if member is None else member.welcome.tiers
+        return tuple(Backing(name, read_path=Path(path)) for name, path in tiers)
+
+    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
+        """What the server holds of ``keys``; nothing when it does not answer in time."""
+        found = self._match(keys, namespace, 0, ask=False)
+        if found is None:
+            return Hit(keys, namespace, ())
+        self._room = Room(found.full, found.free, found.staging, found.lent, found.moving)
+        return Hit(keys, namespace, tuple(Source(*source) for source in found.sources))
+
+    def _match(
+        self, keys: Sequence[bytes], namespace: bytes, computed: int, *, ask: bool
+    ) -> Matched | None:
+        member = self.keeper.member
+        if self._owed != set():
+            self._clear_owed()
+        if not keys or member is None or self._owed != set():
+            return None
+        reply = self.keeper.ask(
+            Match(self._ref(), member.number, join(keys), namespace, computed, ask), Matched
+        )
+        return reply if isinstance(reply, Matched) else None
+
+    def ask_stores(self, hit: Hit, computed: int = 0) -> bool:
+        member = self.keeper.member
+        if member is None or not member.welcome.stores:
+            return False
+        if max(hit.depth, computed) >= len(hit.keys):
+            return False
+        found = self._match(hit.keys, hit.namespace, computed, ask=True)
+        return found is not None and found.asking
+
+    def wait_stores(self, timeout: float) -> bool:
+        """The server does not call: wait a moment, then ask again."""
+        time.sleep(min(timeout, RETRY_S / 100))
+        return False
+
+    def held(self, tier: str, keys: Sequence[bytes]) -> int:
+        """Leading blocks that a tier holds or is receiving."""
+        member = self.keeper.member
+        if not keys or member is None:
+            return 0
+        reply = self.keeper.ask(Held(self._ref(), member.number, tier, join(keys)), Value)
+        return reply.value if isinstance(reply, Value) else 0
+
+    def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
+        """As of the last match."""
+        tiers = hit.blocks_by_tier(start, stop)
+        return self._room.admits(sum(n for tier, n in tiers.items() if tier != "host"))
+
+    # -- launching ----------------------------------------------------------------------------
+
+    def launch_load(
+        self,
+        hit: Hit,
+        start: int,
+        stop: int,
+        units: Sequence[UnitTable],
+        *,
+        layers: Sequence[Span] = (),
+        deadline_s: float | None = None,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        """As `KVManager.launch_load`; a load that the server does not plan is one that fails.
+
+        Raises CapacityError when the server has no slots for it.
+        """
+        reply = self._ask_load(hit, start, stop, layers, deadline_s)
+        if isinstance(reply, Refused) and reply.kind == "capacity":
+            raise CapacityError(reply.message)
+        if isinstance(reply, Launched) and reply.graph is not None:
+            graph = msgspec.structs.replace(reply.graph, units=tuple(units))
+        else:
+            graph = self._failing(hit, start, stop, units, layers)
+        if on_end is not None:
+            self._on_end[graph.graph_id] = on_end
+        self._launch(graph)
+        return graph
+
+    def _ask_load(
+        self,
+        hit: Hit,
+        start: int,
+        stop: int,
+        layers: Sequence[Span],
+        deadline_s: float | None,
+    ) -> Launched | Refused | None:
+        member = self.keeper.member
+        if member is None:
+            return None
+        request = Load(
+            self._ref(),
+            member.number,
+            join(hit.keys[:stop]),
+            hit.namespace,
+            [(source.tier, source.start, source.stop) for source in hit.sources],
+            start,
+            stop,
+            list(layers),
+            deadline_s,
+        )
+        return self.keeper.ask(request, Launched)
+
+    def _failing(
+        self, hit: Hit, start: int, stop: int, units: Sequence[UnitTable], layers: Sequence[Span]
+    ) -> TransferGraph:
+        """A load of no session, which every worker refuses."""
+        parent = hit.keys[start - 1] if start else NO_PARENT
+        chain = Chain(hit.namespace, parent, tuple(hit.keys[start:stop]))
+        slots = [0] * (stop - start)
+        return build_load(
+            next(self._refused), chain, slots, (), units, batch_rows=stop - start, layers=layers
+        )
+
+    def launch_save(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        stop: int,
+        units_of: Callable[[int, int], Sequence[UnitTable] | None],
+    ) -> TransferGraph | None:
+        """As `KVManager.launch_save`; nothing is saved while the server does not answer."""
+        member = self.keeper.member
+        if member is None or not stop:
+            return None
+        reply = self.keeper.ask(
+            Save(self._ref(), member.number, join(keys[:stop]), namespace), Launched
+        )
+        if not isinstance(reply, Launched) or reply.graph is None:
+            if not isinstance(reply, Launched):
+                self._metrics.save_skipped(SaveSkip.BUSY, stop)
+            return None
+        rows = reply.graph.num_rows
+        units = units_of(reply.first, reply.first + rows)
+        if units is None:
+            self._metrics.save_skipped(SaveSkip.ABORTED, rows)
+            self._tell_done(reply.graph.graph_id, _undone(reply.graph, RowError.CANCELLED))
+            return None
+        graph = msgspec.structs.replace(reply.graph, units=tuple(units))
+        self._launch(graph)
+        return graph
+
+    def _launch(self, graph: TransferGraph) -> None:
+        self._left[graph.graph_id] = {op.op_id for op in graph.ops}
+        self.transport.submit(graph)
+
+    def cancel(self, graph_id: int) -> None:
+        if graph_id in self._left:
+            self.transport.cancel(graph_id)
+            if (member := self._member_of(graph_id)) is not None:
+                self.keeper.link.tell(Withdraw(self._ref(), member.number, graph_id))
+
+    # -- completion ---------------------------------------------------------------------------
+
+    def complete(self, report: OpReport) -> None:
+        left = self._left.get(report.graph_id)
+        if left is None or report.op_id not in left:
+            _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
+            return
+        left.discard(report.op_id)
+        self._tell_done(report.graph_id, [report])
+        if not left:
+            del self._left[report.graph_id]
+            self._on_end.pop(report.graph_id, lambda: None)()
+
+    def _tell_done(self, graph_id: int, reports: list[OpReport]) -> None:
+        member = self._member_of(graph_id)
+        if member is not None:  # else the server that planned it is gone
+            self.keeper.link.tell(Done(self._ref(), member.number, reports))
+
+    def _member_of(self, graph_id: int) -> _Membership | None:
+        member = self.keeper.member
+        return member if member is not None and member.number == session_of(graph_id) else None
+
+    # -- upkeep -------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Graphs of this engine launched and not ended; the server's own are not among them."""
+        return len(self._left)
+
+    def is_in_flight(self, graph_id: int) -> bool:
+        return graph_id in self._left
+
+    def maintain(self) -> None:
+        """The server keeps room by itself."""
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Forget every block (of a namespace), for every engine with this model.
+
+        While the server does not confirm it, nothing is found; it is asked again before a lookup.
+        """
+        everything = namespace is None or self._owed is None
+        self._owed = None if everything else {*(self._owed or ()), namespace}  # type: ignore[arg-type]
+        return self._clear_owed()
+
+    def _clear_owed(self) -> int:
+        """Have the server forget what it has not yet confirmed."""
+        count = 0
+        for namespace in [None] if self._owed is None else list(self._owed):
+            member, reply = self.keeper.member, None
+            if member is not None:
+                reply = self.keeper.ask(Clear(self._ref(), member.number, namespace), Value)
+            if not isinstance(reply, Value):
+                return count
+            count += reply.value
+        self._owed = set()
+        return count
+
+    def check_integrity(self) -> None:
+        """Everything in flight waits for something."""
+        assert all(self._left.values()), "a graph that waits for nothing is in flight"
+
+    def _ref(self) -> int:
+        return self.keeper.link.ref()
+
+    def close(self) -> None:
+        """Leave the server. The workers have closed before."""
+        self.keeper.close()
+
+
+def join_server(
+    config: Config, model: ModelDescription, transport: Transport, metrics: Metrics
+) -> RemoteManager:
+    """A manager behind the server of ``config``. Blocks while that prepares the model.
+
+    Raises UnsupportedError when the server refuses the engine, or for what needs a manager of
+    one's own; ConfigError for settings that cannot be.
+    """
+    if config.fusion.enabled:
+        raise _not_served("fusion (fusion.enabled)")
+    keeper = Keeper(config.server, model)
+    keeper.start()
+    return RemoteManager(keeper, transport, model.shape.layers, metrics)

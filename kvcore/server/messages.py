@@ -1,0 +1,317 @@
+"""What a server and its clients say: msgpack, one message a frame, its version in a frame before.
+
+    frame 0   b"kvcore" and the protocol's version, 4 bytes little-endian
+    frame 1   one of `Request` or of `Reply`
+
+Every request has a ``ref``, its reply the same one; `Done`, `Withdraw` and `Bye` have no reply but
+a refusal. Prefix keys travel as one run of bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvcore.block import KEY_BYTES
+from kvcore.errors import FormatError
+from kvcore.layout import BlockShape
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
+
+PROTOCOL = 1
+_NAME = b"kvcore"
+
+MAX_MESSAGE = 16 << 20
+"""Bytes of a message; ZeroMQ drops the connection of who sends more."""
+
+MAX_BLOCKS = 1 << 18
+"""Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
+
+Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+Ref = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+TierName = Annotated[str, Meta(max_length=64)]
+Place = tuple[TierName, Count, Count]
+"""A tier and the blocks [start, stop) of a chain that it answers."""
+
+
+class Model(msgspec.Struct, frozen=True, array_like=True):
+    """Whose KV: the whole canonical block, not a rank's part, and `model_fingerprint`'s digest."""
+
+    layers: Annotated[int, Meta(ge=1, le=4096)]
+    kv_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=65536)]
+    block_tokens: Annotated[int, Meta(ge=1, le=1024)]
+    dtype: Annotated[str, Meta(max_length=32)]
+    kv_factor: Annotated[int, Meta(ge=1, le=2)]
+    v_head_dim: Annotated[int, Meta(ge=1, le=65536)] | None
+    fingerprint: Annotated[bytes, Meta(min_length=1, max_length=64)]
+
+    @classmethod
+    def of(cls, shape: BlockShape, fingerprint: bytes) -> Model:
+        return cls(**shape.to_dict(), fingerprint=fingerprint)
+
+    @property
+    def shape(self) -> BlockShape:
+        """Raises LayoutError when there is no such block."""
+        data = msgspec.structs.asdict(self)
+        del data["fingerprint"]
+        return BlockShape.from_dict(data)
+
+
+# -- requests -------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A leader asks for a session; ``ranks`` are its workers."""
+
+    ref: Ref
+    model: Model
+    ranks: Annotated[int, Meta(ge=1, le=4096)]
+    version: Annotated[str, Meta(max_length=64)]
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """The session is alive."""
+
+    ref: Ref
+    session: Number
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """The session is over, as soon as no worker holds its lock."""
+
+    ref: Ref
+    session: Number
+
+
+class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
+    """What is held of a chain; ``ask`` a store for more, beyond ``computed`` leading blocks."""
+
+    ref: Ref
+    session: Number
+    keys: Keys
+    namespace: Digest
+    computed: Count = 0
+    ask: bool = False
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Plan a load of blocks [start, stop), which `Match` said to be at ``sources``."""
+
+    ref: Ref
+    session: Number
+    keys: Keys
+    namespace: Digest
+    sources: Annotated[list[Place], Meta(max_length=64)]
+    start: Count
+    stop: Count
+    layers: Annotated[list[Span], Meta(max_length=4096)] = []
+    deadline_s: Annotated[float, Meta(gt=0)] | None = None
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+    """Plan a save of what the host tier lacks of a chain."""
+
+    ref: Ref
+    session: Number
+    keys: Keys
+    namespace: Digest
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """How many leading blocks a tier holds or is receiving."""
+
+    ref: Ref
+    session: Number
+    tier: TierName
+    keys: Keys
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """Ops have ended on every rank of the session."""
+
+    ref: Ref
+    session: Number
+    reports: Annotated[list[OpReport], Meta(max_length=4096)]
+
+
+class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+    """A rank is ready for a read op of a graph. It is carried out once all ranks are."""
+
+    ref: Ref
+    session: Number
+    graph_id: Number
+    op_id: Count
+    rank: Annotated[int, Meta(ge=0, lt=4096)]
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
+    """A graph was cancelled: reads of it that have not begun will not."""
+
+    ref: Ref
+    session: Number
+    graph_id: Number
+
+
+class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+    """Forget every block (of a namespace) of the session's model."""
+
+    ref: Ref
+    session: Number
+    namespace: Digest | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """How the server is."""
+
+    ref: Ref
+
+
+Request = Hello | Beat | Bye | Match | Load | Save | Held | Done | Read | Withdraw | Clear | Ask
+
+# -- replies --------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
+    of reads each; ``lease_s`` is the longest silence."""
+
+    ref: Ref
+    session: Number
+    file: Annotated[str, Meta(max_length=255, pattern=r"^[a-z0-9-]+$")]
+    tiers: list[tuple[str, str]]
+    stores: bool
+    lease_s: float
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """``kind`` is "busy" (ask again), "session" (say hello again), "stale" (what was matched is no
+    longer so), "capacity", "misfit" (this client never can), or "malformed"."""
+
+    ref: Ref
+    kind: str
+    message: str
+
+
+class Beating(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
+    """The answer to `Beat`: blocks used and slots, by tier."""
+
+    ref: Ref
+    tiers: dict[str, tuple[int, int]]
+
+
+class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
+    """The answer to `Match`; the last five are `kvcore.facade.Room`'s."""
+
+    ref: Ref
+    sources: list[Place]
+    asking: bool
+    full: bool
+    free: int
+    staging: bool
+    lent: bool
+    moving: bool
+
+
+class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
+    """The plan, without the engine's places; None when there is nothing to do, or no room.
+    ``first`` is the position in the chain of its first row."""
+
+    ref: Ref
+    graph: TransferGraph | None
+    first: Count = 0
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
+    """A read has ended; these rows failed."""
+
+    ref: Ref
+    failed: dict[int, RowError]
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+    """A number: blocks held, copies cleared."""
+
+    ref: Ref
+    value: int
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """How the server is, as plain data."""
+
+    ref: Ref
+    status: dict[str, Any]
+
+
+Reply = Welcome | Refused | Beating | Matched | Launched | Rows | Value | Status
+
+# -- frames ---------------------------------------------------------------------------------
+
+HEADER = _NAME + struct.pack("<I", PROTOCOL)
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_T = TypeVar("_T")
+
+
+class WrongProtocol(FormatError):
+    """The other side speaks another version, or something else altogether."""
+
+
+def frames(message: Request | Reply) -> list[bytes]:
+    """Raises FormatError for a message that is longer than any may be."""
+    payload = _encode(message)
+    if len(payload) > MAX_MESSAGE:
+        raise FormatError(f"a message of {len(payload)} bytes; at most {MAX_MESSAGE} are allowed")
+    return [HEADER, payload]
+
+
+def decode_request(parts: Sequence[bytes]) -> Request:
+    """Raises WrongProtocol, or FormatError for what is no request."""
+    return _decode(_requests, parts)
+
+
+def decode_reply(parts: Sequence[bytes]) -> Reply:
+    """Raises WrongProtocol, or FormatError for what is no reply."""
+    return _decode(_replies, parts)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], parts: Sequence[bytes]) -> _T:
+    if len(parts) != 2:
+        raise FormatError(f"a message of {len(parts)} frames; supported are 2")
+    header, payload = parts
+    if header != HEADER:
+        raise WrongProtocol(_said(header))
+    if len(payload) > MAX_MESSAGE:
+        raise FormatError(f"a message of {len(payload)} bytes; at most {MAX_MESSAGE} are allowed")
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"not a message of protocol {PROTOCOL}: {error}") from error
+
+
+def _said(header: bytes) -> str:
+    given = f"{len(header)} bytes that are no header"
+    if len(header) == len(HEADER) and header.startswith(_NAME):
+        given = f"protocol {struct.unpack('<I', header[len(_NAME) :])[0]}"
+    return f"{given}; this side speaks protocol {PROTOCOL}: use one version of kvcore on both"
+
+
+def join(keys: Sequence[bytes]) -> bytes:
+    """Keys as one run of bytes."""
+    return b"".join(keys)
+
+
+def split(joined: bytes) -> list[bytes]:
+    """Raises FormatError unless the run is of whole keys, none twice."""
+    keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+    if len(joined) % KEY_BYTES or len(set(keys)) != len(keys):
+        raise FormatError(f"{len(joined)} bytes are no chain of keys of {KEY_BYTES} bytes each")
+    return keys

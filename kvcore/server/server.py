@@ -1,0 +1,406 @@
+"""The server's loop: one thread that answers every client and does no I/O itself.
+
+    ROUTER socket ──▶ decode ──▶ session ──▶ Space ──▶ reply
+                         │ malformed, unknown: refused by name, and nothing else happens
+    between messages: reports of the server's own transfers, sessions whose processes are gone
+
+A model is prepared (memory taken, disk scanned) by a thread of its own, while its first client is
+told to ask again. A session ends when the kernel says that nobody holds its lock (`places`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore import __version__
+from kvcore.config import Config
+from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError, LayoutError
+from kvcore.server.messages import (
+    Ask,
+    Beat,
+    Beating,
+    Bye,
+    Clear,
+    Done,
+    Held,
+    Hello,
+    Launched,
+    Load,
+    Match,
+    Matched,
+    Model,
+    Read,
+    Refused,
+    Reply,
+    Request,
+    Rows,
+    Save,
+    Status,
+    Value,
+    Welcome,
+    Withdraw,
+    WrongProtocol,
+    decode_request,
+    frames,
+)
+from kvcore.server.places import Folder, SessionFile, address_of, folder_of
+from kvcore.server.sockets import make_socket, zmq
+from kvcore.server.space import Space
+from kvcore.transfer.graph import RowError
+
+__all__ = ["Server"]
+
+_log = logging.getLogger("kvcore.server")
+
+MAX_SESSIONS = 1024
+BUSY_POLL_MS = 1
+IDLE_POLL_MS = 100
+SWEEP_S = 0.2
+"""How often it is looked whether sessions' processes are gone."""
+BATCH = 64
+"""Messages answered before transfers and sessions are looked after."""
+
+
+@dataclass
+class _Session:
+    """A leader and its workers. ``joined``: the leader has said something since its welcome."""
+
+    number: int
+    space: Space
+    file: SessionFile
+    ranks: int
+    version: str
+    heard: float
+    joined: bool = False
+    silent: bool = False
+
+
+class _NoSession(KVCoreError):
+    """The server does not know the session: it ended, or another server gave it."""
+
+
+class _Busy(KVCoreError):
+    """The model is being prepared."""
+
+
+class _Misfit(KVCoreError):
+    """This client can never be served with these settings."""
+
+
+class Server:
+    """Owns every `Space`. All methods are called from one thread, but `stop`.
+
+    ``config`` is checked and the socket bound by `open`.
+    """
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._sessions: dict[int, _Session] = {}
+        self._spaces: dict[Model, Space] = {}
+        self._preparing: dict[Model, Future[Space]] = {}
+        self._prepare = ThreadPoolExecutor(1, "kvcore-prepare")
+        self._arenas = 0
+        self._stop = False
+        self._swept = 0.0
+        self._refusals = 0
+        self._guard: Any = None
+        self._handlers: dict[type, Callable[[bytes, Any], Reply | None]] = {
+            Hello: self._hello,
+            Beat: self._beat,
+            Bye: self._bye,
+            Match: self._match,
+            Load: self._load,
+            Save: self._save,
+            Held: self._held,
+            Done: self._done,
+            Read: self._read,
+            Withdraw: self._withdraw,
+            Clear: self._clear,
+            Ask: lambda _, asked: Status(asked.ref, self.status()),
+        }
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def open(self) -> str:
+        """Take the folder and listen; returns the address. Raises ConfigError when another server
+        has it, or the settings do not do."""
+        server = self._config.server
+        address = address_of(server)
+        self._folder = Folder(folder_of(server))
+        self._context = zmq.Context()
+        self._socket = make_socket(self._context, zmq.ROUTER)
+        try:
+            self._listen(address)
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._folder.close()
+            raise
+        _log.info("kvcore server listens address=%s folder=%s", address, self._folder.path)
+        return address
+
+    def _listen(self, address: str) -> None:
+        from kvcore.server.keys import lock_server
+
+        if address.startswith("tcp://"):
+            assert self._config.server.keys is not None
+            self._guard = lock_server(self._socket, self._config.server.keys)
+        before = os.umask(0o177)  # the socket is ours alone from its first moment on
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"server.address {address!r} cannot be bound: {error}") from error
+        finally:
+            os.umask(before)
+
+    def run(self) -> None:
+        """Serve until `stop`, then close. Blocks."""
+        try:
+            while not self._stop:
+                self.step()
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """End `run` soon. From any thread, or a signal handler."""
+        self._stop = True
+
+    def step(self) -> None:
+        """Wait for messages a moment, answer them, look after what goes on."""
+        busy = any(space.busy for space in self._spaces.values())
+        if self._socket.poll(BUSY_POLL_MS if busy else IDLE_POLL_MS):
+            for _ in range(BATCH):
+                try:
+                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(parts[0], parts[1:])
+        for space in self._spaces.values():
+            space.tick()
+        self._sweep()
+
+    def close(self) -> None:
+        """Finish what is written, flush the tiers, give everything back. Blocks."""
+        self._prepare.shutdown(wait=True, cancel_futures=True)
+        for prepared in self._preparing.values():
+            if not prepared.cancelled() and prepared.exception() is None:
+                prepared.result().close()
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.destroy(linger=0)
+        for space in self._spaces.values():
+            space.close()
+        for session in self._sessions.values():
+            session.file.close()
+        self._folder.close()
+        _log.info("kvcore server ends")
+
+    def status(self) -> dict[str, Any]:
+        """How it is, as plain data."""
+        return {
+            "version": __version__,
+            "refusals": self._refusals,
+            "models": [
+                {
+                    "fingerprint": space.model.fingerprint.hex(),
+                    "block_tokens": space.model.block_tokens,
+                    "tiers": {tier: list(count) for tier, count in space.used.items()},
+                    "background": space.background,
+                    "sessions": [
+                        {
+                            "session": session.number,
+                            "version": session.version,
+                            "ranks": session.ranks,
+                            "silent": session.silent,
+                            "graphs": space.claims(session.number),
+                        }
+                        for session in self._sessions.values()
+                        if session.space is space
+                    ],
+                }
+                for space in self._spaces.values()
+            ],
+        }
+
+    def check_integrity(self) -> None:
+        """Every model's index and flights are sound."""
+        for space in self._spaces.values():
+            space.check_integrity()
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _take(self, client: bytes, parts: list[bytes]) -> None:
+        try:
+            request = decode_request(parts)
+        except WrongProtocol as error:
+            self._refuse(client, 0, "misfit", error)
+        except FormatError as error:
+            self._refuse(client, 0, "malformed", error)
+        else:
+            self._answer(client, request)
+
+    def _answer(self, client: bytes, request: Request) -> None:
+        try:
+            reply = self._handlers[type(request)](client, request)
+        except KVCoreError as error:
+            self._refuse(client, request.ref, _kind(error), error)
+        except Exception as error:  # noqa: BLE001 - one client must not end the others' server
+            _log.exception("a request failed kind=%s", type(request).__name__)
+            self._refuse(client, request.ref, "internal", error)
+        else:
+            if reply is not None:
+                self._send(client, reply)
+
+    def _refuse(self, client: bytes, ref: int, kind: str, error: Exception) -> None:
+        self._refusals += 1
+        if kind in ("malformed", "misfit"):
+            _log.warning("refused kind=%s: %s", kind, error)
+        self._send(client, Refused(ref, kind, str(error)[:1000]))
+
+    def _send(self, client: bytes, reply: Reply) -> None:
+        try:
+            self._socket.send_multipart([client, *frames(reply)], zmq.NOBLOCK)
+        except (zmq.ZMQError, FormatError) as error:
+            _log.warning("a reply is lost: %s", error)
+
+    def _of(self, number: int) -> _Session:
+        session = self._sessions.get(number)
+        if session is None:
+            raise _NoSession(f"session {number} is over: say hello")
+        session.heard, session.joined, session.silent = self._clock(), True, False
+        return session
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    def _hello(self, client: bytes, hello: Hello) -> Reply:
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise _Misfit(f"{MAX_SESSIONS} engines are clients already")
+        space = self._space(hello.model)
+        number = self._folder.next_number()
+        file = SessionFile(self._folder, number, space.told)
+        self._sessions[number] = _Session(
+            number, space, file, hello.ranks, hello.version, self._clock()
+        )
+        tiers = [(tier.name, tier.read_path.value) for tier in space.manager.backings]
+        stores = any(tier.finder is not None for tier in space.manager.backings)
+        _log.info(
+            "session begins session=%d ranks=%d version=%s", number, hello.ranks, hello.version
+        )
+        lease_s = self._config.server.lease_s
+        return Welcome(hello.ref, number, file.name, tiers, stores, lease_s)
+
+    def _space(self, model: Model) -> Space:
+        """The model's space. Raises _Busy while it is being made, _Misfit where it cannot be."""
+        if model in self._spaces:
+            return self._spaces[model]
+        prepared = self._preparing.get(model)
+        if prepared is None:
+            self._check_room(model)
+            self._arenas += 1
+            prepared = self._preparing[model] = self._prepare.submit(
+                Space, self._config, model, self._folder, f"arena-{self._arenas}"
+            )
+        if not prepared.done():
+            raise _Busy("the model is being prepared: ask again")
+        del self._preparing[model]
+        try:
+            space = self._spaces[model] = prepared.result()
+        except KVCoreError as error:
+            raise _Misfit(str(error)) from error
+        return space
+
+    def _check_room(self, model: Model) -> None:
+        _ = model.shape  # raises LayoutError
+        known = [*self._spaces, *self._preparing]
+        if len(known) < self._config.server.models:
+            return
+        differs = [
+            f"{name} is {getattr(model, name)}, served is {getattr(other, name)}"
+            for other in known
+            for name in model.__struct_fields__
+            if other.fingerprint == model.fingerprint
+            and getattr(model, name) != getattr(other, name)
+        ]
+        why = "; ".join(differs) or f"{len(known)} other models are served"
+        raise _Misfit(
+            f"this server has room for {self._config.server.models} models: {why}. Give the engine "
+            "the same settings (block.tokens), or raise server.models"
+        )
+
+    def _beat(self, client: bytes, beat: Beat) -> Reply:
+        return Beating(beat.ref, self._of(beat.session).space.used)
+
+    def _bye(self, client: bytes, bye: Bye) -> None:
+        self._end_if_left(self._of(bye.session))
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        if now - self._swept < SWEEP_S:
+            return
+        self._swept = now
+        for session in list(self._sessions.values()):
+            quiet = now - session.heard
+            if session.joined or quiet > self._config.server.lease_s:
+                self._end_if_left(session)
+            if quiet > self._config.server.lease_s and not session.silent:
+                session.silent = True
+                _log.warning("session is silent session=%d seconds=%.1f", session.number, quiet)
+
+    def _end_if_left(self, session: _Session) -> None:
+        """End a session that no process holds any more."""
+        if session.number in self._sessions and session.file.ended():
+            del self._sessions[session.number]
+            left = session.space.end(session.number)
+            _log.info("session ends session=%d graphs_left=%d", session.number, left)
+
+    # -- a session's requests -----------------------------------------------------------------
+
+    def _match(self, client: bytes, asked: Match) -> Matched:
+        return self._of(asked.session).space.match(asked)
+
+    def _load(self, client: bytes, asked: Load) -> Launched:
+        session = self._of(asked.session)
+        return session.space.load(asked, session.ranks)
+
+    def _save(self, client: bytes, asked: Save) -> Launched:
+        session = self._of(asked.session)
+        return session.space.save(asked, session.ranks)
+
+    def _held(self, client: bytes, asked: Held) -> Value:
+        return Value(asked.ref, self._of(asked.session).space.held(asked))
+
+    def _done(self, client: bytes, done: Done) -> None:
+        self._of(done.session).space.done(done.session, done.reports)
+
+    def _read(self, client: bytes, read: Read) -> None:
+        def tell(failed: dict[int, RowError]) -> None:
+            self._send(client, Rows(read.ref, failed))
+
+        space = self._of(read.session).space
+        space.read(read.session, read.graph_id, read.op_id, read.rank, tell)
+
+    def _withdraw(self, client: bytes, asked: Withdraw) -> None:
+        self._of(asked.session).space.withdraw(asked.session, asked.graph_id)
+
+    def _clear(self, client: bytes, asked: Clear) -> Value:
+        return Value(asked.ref, self._of(asked.session).space.clear(asked))
+
+
+_KINDS = {
+    _NoSession: "session",
+    _Busy: "busy",
+    _Misfit: "misfit",
+    CapacityError: "capacity",
+    LayoutError: "misfit",
+    FormatError: "malformed",
+}
+
+
+def _kind(error: KVCoreError) -> str:
+    return next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "stale")

@@ -1,0 +1,414 @@
+"""One model on the server: index, arena and tiers, and what each session has begun with them.
+
+    session    Load, Save ──▶ KVManager ──▶ graph ─┬─ copies of pages: the session's workers
+                                                   └─ reads of tiers: here, when every rank asks
+    server     spills, write-back ─────────────────▶ here
+
+An op of a session's graph ends when the session says so, and a read not before it has ended here:
+a slot is given to nobody else while anything may write to it. What became of a read is told by the
+server alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+
+from kvcore.adapting.build import build_manager, geometry, host_slots
+from kvcore.adapting.model import LayerGroup, ModelDescription
+from kvcore.adapting.rank import close_worker, open_tiers
+from kvcore.backing import BackingOpener
+from kvcore.config import Config
+from kvcore.errors import FormatError, LayoutError
+from kvcore.facade import Hit, Source
+from kvcore.layout import KVView
+from kvcore.manager import KVManager
+from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore.server.messages import Clear, Held, Launched, Load, Match, Matched, Model, Save, split
+from kvcore.server.places import GRAPH_BITS, Folder
+from kvcore.tiers.host import HostArena, arena_bytes
+from kvcore.tiers.pages import SharedPages
+from kvcore.transfer.graph import (
+    OpReport,
+    RowError,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+)
+from kvcore.worker import KVWorker
+
+SERVER = 0
+"""The session of what the server does by itself."""
+
+Tell = Callable[[dict[int, RowError]], None]
+"""Tells a rank which rows of its read failed."""
+
+
+class GraphIds(Iterator[int]):
+    """Numbers of graphs; each says whose it is (`kvcore.server.places.session_of`)."""
+
+    def __init__(self) -> None:
+        self.session = SERVER
+        self._count = itertools.count(1)
+
+    def __next__(self) -> int:
+        return self.session << GRAPH_BITS | next(self._count) % (1 << GRAPH_BITS)
+
+
+class _NoCopies(DeviceOps):
+    """The server has no pages of an engine."""
+
+    name: ClassVar[str] = "none"
+    priority: ClassVar[int] = 0
+
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        return False
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        raise LayoutError("the server copies no pages of an engine: its clients do")
+
+
+@dataclass
+class _ReadOp:
+    """A read that a session's graph waits for; ``asked`` are the ranks that are ready for it."""
+
+    asked: dict[int, Tell] = field(default_factory=dict)
+    running: bool = False
+    failed: dict[int, RowError] | None = None
+    told: dict[int, RowError] | None = None
+
+
+@dataclass
+class _Claim:
+    """A session's graph. ``left`` are its ops that have not ended."""
+
+    graph: TransferGraph
+    session: int
+    ranks: int
+    left: set[int]
+    reads: dict[int, _ReadOp]
+
+    def op(self, op_id: int) -> TransferOp:
+        return self.graph.ops[op_id]
+
+    def all_rows(self, op_id: int, why: RowError) -> dict[int, RowError]:
+        return dict.fromkeys(range(*self.op(op_id).rows), why)
+
+
+class _Here:
+    """The manager's transport: graphs of copies are a session's, all others are run here."""
+
+    def __init__(self, worker: KVWorker) -> None:
+        self.worker = worker
+        self.handed: TransferGraph | None = None
+        self.refused: list[OpReport] = []
+
+    def submit(self, graph: TransferGraph) -> None:
+        if any(op.path.touches_device for op in graph.ops):
+            self.handed = graph
+        else:
+            self.refused += self.worker.submit(graph)
+
+    def cancel(self, graph_id: int) -> None:
+        self.worker.cancel(graph_id)
+
+    def forget(self, tier: str, slots: Sequence[int]) -> None:
+        self.worker.forget(tier, slots)
+
+    def wait_report(self, timeout: float) -> bool:
+        return bool(self.refused) or self.worker.wait_report(timeout)
+
+    def poll(self) -> list[OpReport]:
+        refused, self.refused = self.refused, []
+        return refused + self.worker.poll()
+
+
+class Space:
+    """One model's KV. Made on any thread, then used by the server's."""
+
+    def __init__(self, config: Config, model: Model, folder: Folder, arena: str) -> None:
+        """Takes the memory of the host tier and restores the others: blocks for seconds.
+
+        Raises a KVCoreError where the model cannot be served with these settings.
+        """
+        shape = model.shape
+        self.model = model
+        self.arena = arena
+        self._folder = folder
+        layers = LayerGroup(0, shape.block_tokens, tuple(range(shape.layers)))
+        described = ModelDescription(shape, (layers,), model.fingerprint, 1)
+        share = config.host.capacity // config.server.models
+        config = config.model_copy(
+            update={"host": config.host.model_copy(update={"capacity": share})}
+        )
+        self._ids = GraphIds()
+        self._claims: dict[int, _Claim] = {}
+        self._reading: dict[int, tuple[_Claim, int]] = {}
+        self._here = _Here(self._worker(config, described))
+        try:
+            parts = build_manager(config, described, self._here, ids=self._ids, sink_saves=False)
+        except BaseException:
+            close_worker(self._here.worker)
+            folder.remove(arena)
+            raise
+        assert isinstance(parts.manager, KVManager)
+        self.manager, self._releases = parts.manager, parts.releases
+        opener = BackingOpener(config, geometry(described), 0, parts.plugins)
+        open_tiers(self._here.worker, opener, parts.open_tiers)
+
+    def _worker(self, config: Config, model: ModelDescription) -> KVWorker:
+        shape, arrangement = model.shape, config.host.arrangement
+        slots = host_slots(config, model).total
+        nbytes = arena_bytes(shape, slots, arrangement)
+        file = self._folder.make_arena(self.arena, nbytes)
+        try:
+            pages = SharedPages(file, nbytes)
+        finally:
+            os.close(file)
+        arena = HostArena(shape, slots, arrangement=arrangement, pages=pages)
+        return KVWorker(
+            arena=arena,
+            arena_view=KVView(arena.layout(), ()),
+            groups=(),
+            ops=_NoCopies(),
+            queue_depth=config.transfer.queue_depth,
+        )
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a worker needs to map the arena."""
+        arena = self._here.worker.arena
+        return {
+            "arena": self.arena,
+            "slots": arena.num_slots,
+            "arrangement": arena.arrangement.value,
+            "shape": arena.shape.to_dict(),
+        }
+
+    @property
+    def used(self) -> dict[str, tuple[int, int]]:
+        """Blocks used and slots, by tier."""
+        index = self.manager.index
+        return {tier: (index.num_used(tier), index.num_slots(tier)) for tier in index.tiers}
+
+    @property
+    def background(self) -> int:
+        """Graphs of the server's own that are under way."""
+        return self.manager.in_flight - len(self._claims)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a report may come from the server's own threads."""
+        return bool(self.background or self._reading)
+
+    def claims(self, session: int) -> int:
+        """Graphs of a session that have not ended."""
+        return sum(claim.session == session for claim in self._claims.values())
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def match(self, asked: Match) -> Matched:
+        hit = self.manager.get_match(split(asked.keys), asked.namespace)
+        asking = asked.ask and self.manager.ask_stores(hit, asked.computed)
+        places = [(source.tier, source.start, source.stop) for source in hit.sources]
+        return Matched(asked.ref, places, asking, *self.manager.room)
+
+    def held(self, asked: Held) -> int:
+        if asked.tier not in self.manager.index.tiers:
+            raise FormatError(f"tier {asked.tier!r}; this model has {self.manager.index.tiers}")
+        return self.manager.index.held(asked.tier, split(asked.keys))
+
+    def clear(self, asked: Clear) -> int:
+        return self.manager.clear(asked.namespace)
+
+    # -- launching ----------------------------------------------------------------------------
+
+    def load(self, asked: Load, ranks: int) -> Launched:
+        """Raises CapacityError when there are no slots, KVCoreError when the match has gone stale,
+        FormatError when it never was one."""
+        keys = split(asked.keys)
+        sources = self._sources(asked, len(keys))
+        hit = Hit(keys, asked.namespace, sources)
+        layers = [Span(*span) for span in asked.layers]
+        if any(not 0 <= a < b <= self.model.layers for a, b in layers):
+            raise FormatError(f"layers {layers} of {self.model.layers}")
+        self._ids.session = asked.session
+        try:
+            graph = self.manager.launch_load(
+                hit,
+                asked.start,
+                asked.stop,
+                [_no_places(asked.stop - asked.start)],
+                layers=layers,
+                deadline_s=asked.deadline_s,
+            )
+        finally:
+            self._ids.session = SERVER
+        return Launched(asked.ref, self._claim(graph, asked.session, ranks), asked.start)
+
+    def _sources(self, asked: Load, blocks: int) -> tuple[Source, ...]:
+        """Raises FormatError unless they are adjacent, nearest first, and cover what is asked."""
+        tiers = list(self.manager.index.tiers)
+        end, last = 0, -1
+        for tier, start, stop in asked.sources:
+            at = tiers.index(tier) if tier in tiers else -1
+            if at <= last or start != end or stop <= start:
+                raise FormatError(f"{asked.sources} are no sources in tiers {tiers}")
+            end, last = stop, at
+        if not 0 <= asked.start < asked.stop <= min(end, blocks):
+            raise FormatError(
+                f"blocks {asked.start}..{asked.stop} of {min(end, blocks)} that are held"
+            )
+        return tuple(Source(*source) for source in asked.sources)
+
+    def save(self, asked: Save, ranks: int) -> Launched:
+        keys = split(asked.keys)
+        first = 0
+
+        def units_of(start: int, stop: int) -> list[UnitTable]:
+            nonlocal first
+            first = start
+            return [_no_places(stop - start)]
+
+        self._ids.session = asked.session
+        try:
+            graph = self.manager.launch_save(keys, asked.namespace, len(keys), units_of)
+        finally:
+            self._ids.session = SERVER
+        if graph is None:
+            return Launched(asked.ref, None)
+        return Launched(asked.ref, self._claim(graph, asked.session, ranks), first)
+
+    def _claim(self, graph: TransferGraph, session: int, ranks: int) -> TransferGraph:
+        """Note whose it is; returns it as it goes to the session."""
+        assert self._here.handed is graph, "a launch makes one graph for its session"
+        self._here.handed = None
+        reads = {op.op_id: _ReadOp() for op in graph.ops if op.path.reads_tier}
+        ops = {op.op_id for op in graph.ops}
+        self._claims[graph.graph_id] = _Claim(graph, session, ranks, ops, reads)
+        return msgspec.structs.replace(graph, units=())
+
+    # -- what ends ----------------------------------------------------------------------------
+
+    def done(self, session: int, reports: Iterable[OpReport]) -> None:
+        """A session's ranks have ended ops. Reports of what is not its own are left out."""
+        for report in reports:
+            claim = self._claims.get(report.graph_id)
+            if claim is not None and claim.session == session and report.op_id in claim.left:
+                rows = range(*claim.op(report.op_id).rows)
+                failed = {row: why for row, why in report.failed.items() if row in rows}
+                self._done(claim, report.op_id, failed)
+
+    def _done(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
+        read = claim.reads.get(op_id)
+        if read is None:  # a copy: the session knows best, but it cannot judge what a tier holds
+            self._finish(claim, op_id, dict.fromkeys(failed, RowError.CANCELLED))
+        elif read.running:
+            read.told = failed
+        elif read.failed is None:  # it never began: nothing has come
+            self._finish(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+        else:
+            self._finish(claim, op_id, dict.fromkeys(failed, RowError.CANCELLED) | read.failed)
+
+    def _finish(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
+        claim.left.discard(op_id)
+        if not claim.left:
+            del self._claims[claim.graph.graph_id]
+        self.manager.complete(OpReport(claim.graph.graph_id, op_id, failed))
+
+    def read(self, session: int, graph_id: int, op_id: int, rank: int, tell: Tell) -> None:
+        """A rank is ready for a read; it begins when all are, since a slot may be read into again
+        (staging) when the last copy out of it has ended."""
+        claim = self._claims.get(graph_id)
+        read = None if claim is None else claim.reads.get(op_id)
+        theirs = claim is not None and claim.session == session and rank < claim.ranks
+        if claim is None or read is None or not theirs:
+            raise FormatError(f"graph {graph_id} has no read {op_id} of this session")
+        if op_id not in claim.left:
+            raise FormatError(f"graph {graph_id}: read {op_id} has ended; its slots may be others'")
+        if read.failed is not None:
+            tell(read.failed)
+            return
+        read.asked[rank] = tell
+        if len(read.asked) == claim.ranks and not read.running:
+            self._begin(claim, op_id, read)
+
+    def _begin(self, claim: _Claim, op_id: int, read: _ReadOp) -> None:
+        op = msgspec.structs.replace(claim.op(op_id), op_id=0, deps=())
+        alone = msgspec.structs.replace(claim.graph, graph_id=next(self._ids), ops=(op,), units=())
+        read.running = True
+        self._reading[alone.graph_id] = claim, op_id
+        self._here.submit(alone)
+
+    def _read_ended(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
+        read = claim.reads[op_id]
+        read.running, read.failed = False, failed
+        for tell in read.asked.values():
+            tell(failed)
+        read.asked.clear()
+        if read.told is not None:
+            self._done(claim, op_id, read.told)
+
+    def withdraw(self, session: int, graph_id: int) -> None:
+        """Reads of a graph that have not begun fail, so that no rank waits for the others."""
+        claim = self._claims.get(graph_id)
+        if claim is None or claim.session != session:
+            return
+        for op_id, read in claim.reads.items():
+            if read.asked and not read.running and read.failed is None:
+                self._read_ended(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+
+    def end(self, session: int) -> int:
+        """Nobody touches the session's slots any more: let go of what it held. Returns how many
+        graphs it left."""
+        left = [claim for claim in self._claims.values() if claim.session == session]
+        for claim in left:
+            for op_id in sorted(claim.left):
+                if op_id in claim.left:
+                    self._done(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+        return len(left)
+
+    def tick(self) -> None:
+        """Take in what the server's own threads have ended; keep room in the host tier."""
+        for report in self._here.poll():
+            reading = self._reading.pop(report.graph_id, None)
+            if reading is None:
+                self.manager.complete(report)
+            else:
+                self._read_ended(*reading, report.failed)
+        self.manager.maintain()
+
+    def check_integrity(self) -> None:
+        """The index is sound and everything in flight is somebody's."""
+        self.manager.check_integrity()
+        for claim in self._claims.values():
+            assert claim.left, "a graph that has ended is claimed"
+            assert self.manager.is_in_flight(claim.graph.graph_id), "a claim without a flight"
+
+    def close(self) -> None:
+        """Finish what the server writes, flush the tiers and give the memory back. Blocks."""
+        close_worker(self._here.worker)
+        self.tick()
+        self._folder.remove(self.arena)
+        for release in self._releases:
+            release()
+
+
+def _no_places(rows: int) -> UnitTable:
+    """Stands for the engine's places, which only the session knows."""
+    return UnitTable(1, 1, bytes(8 * rows))

@@ -1,0 +1,170 @@
+"""The worker's side of a server: it maps the shared arena, and copies to and from it itself.
+
+A graph says whose it is. With the first graph of a session the worker takes the session's lock and
+maps its arena; a graph of a session that is over is refused, so a slot is never touched that the
+server has given to another. Reads from tiers are the server's: this side says when it is ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvcore.adapting.model import ModelDescription
+from kvcore.config import Config
+from kvcore.errors import KVCoreError, LayoutError, TierUnavailable
+from kvcore.layout import BlockShape, KVView
+from kvcore.server.link import Link
+from kvcore.server.messages import Beat, Read, Refused, Rows, Withdraw
+from kvcore.server.places import HeldSession, folder_of, open_arena, session_of
+from kvcore.tiers.host import HostArena, arena_bytes
+from kvcore.tiers.pages import SharedPages
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph, TransferOp
+from kvcore.worker import DeviceGroup, KVWorker, refuse
+
+__all__ = ["ServedWorker"]
+
+_log = logging.getLogger("kvcore.server.worker")
+
+TEND_S = 0.5
+"""How often it is looked whether the session is over, so that its memory is let go."""
+BEAT_S = 0.25
+"""How often a read that is waited for asks whether the server is there."""
+
+
+class _ServedRead:
+    """Executor of reads from tiers: the server's, into the shared arena."""
+
+    def __init__(self, config: Config, link: Link, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._longest = config.transfer.load_deadline_s
+        self._silence_s = max(1.0, 10 * config.server.deadline_s)
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        link, session = self._link, session_of(graph.graph_id)
+        asked = beaten = time.monotonic()
+
+        def alive() -> bool:
+            nonlocal beaten
+            now = time.monotonic()
+            if now - beaten > BEAT_S:
+                beaten = now
+                link.tell(Beat(link.ref(), session))
+            over = link.refused is not None and link.refused.kind == "session"
+            return not over and now - max(link.heard, asked) < self._silence_s
+
+        read = Read(link.ref(), session, graph.graph_id, op.op_id, self._rank)
+        reply = link.ask(read, graph.deadline_s or self._longest, alive=alive)
+        if isinstance(reply, Rows):
+            return {row: why for row, why in reply.failed.items() if row in rows}
+        why = reply.message if isinstance(reply, Refused) else "the server does not answer"
+        _log.warning("read failed graph=%d op=%d: %s", graph.graph_id, op.op_id, why)
+        return dict.fromkeys(rows, RowError.IO)
+
+
+class ServedWorker(KVWorker):
+    """`KVWorker` over a server's arena. ``parts`` are its arguments, with an arena of one slot that
+    stands in while there is no session."""
+
+    def __init__(self, *, served: Config, model: ModelDescription, rank: int, **parts: Any) -> None:
+        """Waits for no server. Raises ConfigError for an address or keys that cannot be used."""
+        self._link = Link(served.server)
+        super().__init__(reads=_ServedRead(served, self._link, rank), **parts)
+        device = parts.get("device")
+        self._folder = folder_of(served.server)
+        self._shape = model.shape
+        self._heads = model.head_range(rank)
+        self._pin = served.host.pin and device is not None and device.type == "cuda"
+        self._held: HeldSession | None = None
+        self._session = 0
+        self._joining = threading.Lock()
+        self._ended = threading.Event()
+        self._tender = threading.Thread(target=self._tend, name="kvcore-tender", daemon=True)
+        self._tender.start()
+
+    def submit(
+        self,
+        graph: TransferGraph,
+        into: Sequence[DeviceGroup] | None = None,
+        wave: int | None = None,
+    ) -> list[OpReport]:
+        """As `KVWorker.submit`; a graph of a session that is over is refused."""
+        with self._joining:
+            try:
+                self._join(session_of(graph.graph_id))
+            except KVCoreError as error:
+                _log.warning("graph refused graph=%d: %s", graph.graph_id, error)
+                return refuse(graph, RowError.IO)
+            return super().submit(graph, into, wave)
+
+    def cancel(self, graph_id: int) -> None:
+        super().cancel(graph_id)
+        if self._session == session_of(graph_id):  # other ranks may wait for this one's reads
+            self._link.tell(Withdraw(self._link.ref(), self._session, graph_id))
+
+    def _join(self, session: int) -> None:
+        """Map the session's arena, if it is not the one that is mapped."""
+        if not session:
+            raise TierUnavailable("the server did not plan it")
+        if session == self._session:
+            return
+        if self.engine.in_flight:
+            raise TierUnavailable("copies of the session before are under way")
+        held = HeldSession(self._folder, f"session-{session}")
+        try:
+            arena = self._map(held.told())
+        except BaseException:
+            held.close()
+            raise
+        self._link.refused = None
+        self._swap(arena, arena.layout().select_heads(*self._heads), session, held)
+        _log.info("joined session=%d host_bytes=%d pinned=%s", session, arena.nbytes, arena.pinned)
+
+    def _map(self, told: dict[str, Any]) -> HostArena:
+        shape = BlockShape.from_dict(told["shape"])
+        if shape != self._shape:
+            raise LayoutError(
+                f"the server's blocks are {shape}, this engine's are {self._shape}: start both "
+                "with the same settings"
+            )
+        slots, arrangement = told["slots"], told["arrangement"]
+        file = open_arena(self._folder, told["arena"])
+        try:
+            pages = SharedPages(file, arena_bytes(shape, slots, arrangement))
+        finally:
+            os.close(file)
+        return HostArena(shape, slots, arrangement=arrangement, pin=self._pin, pages=pages)
+
+    def _swap(self, arena: HostArena, layout: Any, session: int, held: HeldSession | None) -> None:
+        """Copy from and to another arena; the lock on the one before is let go at last."""
+        self.use_arena(arena, KVView(layout, [arena.tensor()]))
+        before, self._held, self._session = self._held, held, session
+        if before is not None:
+            before.close()
+
+    def _tend(self) -> None:
+        """Give back the memory of a session that is over: its server needs the room."""
+        while not self._ended.wait(TEND_S):
+            with self._joining:
+                held = self._held
+                if held is not None and held.over and not self.engine.in_flight:
+                    rank_shape = self._shape.with_heads(self._heads[1] - self._heads[0])
+                    spare = HostArena(rank_shape, 1, huge_pages=False)
+                    self._swap(spare, spare.layout(), 0, None)
+                    _log.info("the session is over; its memory is given back")
+
+    def close(self, *, timeout: float = 30.0) -> bool:
+        """Finish what is in flight and let go of the session."""
+        self._ended.set()
+        self._tender.join()
+        ended = super().close(timeout=timeout)
+        if ended and self._held is not None:  # else the lock says that memory is still in use
+            self._held.close()
+            self._held = None
+        self._link.close()
+        return ended

@@ -1,0 +1,77 @@
+"""For tests of `kvcore.server`: one in a thread, settings for it and its clients, and patience."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcore.config import Config, load_config
+from kvcore.server.server import Server
+from kvcore.testing.engine import ReferenceEngine
+
+__all__ = ["PATIENCE_S", "RunningServer", "serve", "settings", "until", "words"]
+
+VOCABULARY = 512
+PATIENCE_S = 60.0
+"""For what ends in milliseconds on a machine that is not held."""
+
+
+def words(seed: int, count: int) -> list[int]:
+    picks = random.Random(seed)
+    return [picks.randrange(1, VOCABULARY) for _ in range(count)]
+
+
+def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
+    """The first true value of ``what``; fails when there is none in time."""
+    limit = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < limit, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def settings(folder: Path, **tables: Any) -> Config:
+    """Of a server and its clients alike."""
+    server = {"address": "local", "folder": str(folder), "deadline_s": 20.0, "lease_s": 20.0}
+    tables["server"] = server | tables.get("server", {})
+    tables["host"] = {"capacity": "16MiB", "huge_pages": False} | tables.get("host", {})
+    return load_config(None, tables)
+
+
+class RunningServer:
+    """A `Server` in a thread."""
+
+    def __init__(self, config: Config) -> None:
+        self.server = Server(config)
+        self.server.open()
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Read while the server's thread works: numbers only."""
+        return self.server.status()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of a session or of the server's own is under way."""
+        for model in self.status()["models"]:
+            if model["background"] or any(s["graphs"] for s in model["sessions"]):
+                return False
+        return True
+
+    def close(self) -> None:
+        self.server.stop()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the server did not end"
+
+
+def serve(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[list[int], dict[str, int]]:
+    """The answer, and how many tokens came from which tier."""
+    request = engine.submit(prompt, 6)
+    engine.run()
+    engine.settle()
+    return request.answer, request.reused

@@ -1,0 +1,70 @@
+"""Two real vLLM engines, one kvcore server: what one computed the other loads; and without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.testing.asking import Reference, all_from, answers, same, settled
+from kvcore.testing.asking import small_engine as engine
+from kvcore.testing.models import tiny_model
+from kvcore.testing.prompts import windows
+
+pytestmark = pytest.mark.engine
+
+pytest.importorskip("zmq")
+
+MAIN = "from kvcore.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`kvcore server`, ready for clients."""
+    given = [f"server.folder={folder}", "host.capacity=512MiB", "log.level=warning"]
+    command = [sys.executable, "-c", MAIN, "server"]
+    for setting in given:
+        command += ["--set", setting]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "listens on" in process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_two_engines_share_and_a_killed_server_changes_no_answer(
+    server: subprocess.Popen[str], folder: Path, model: Path
+) -> None:
+    documents = windows(model, 6, 150, 500, seed=1)
+    with engine(model, None, enable_prefix_caching=False) as process:
+        expected = Reference(process)(documents)
+    kvcore: dict[str, Any] = {
+        "server": {"address": "local", "folder": str(folder), "deadline_s": 5.0}
+    }
+    with engine(model, kvcore) as first:
+        same(answers(first, documents), expected)
+        with engine(model, kvcore) as second:
+            found = answers(second, documents)
+            same(found, expected)
+            all_from("host", found, [len(document) // 16 * 16 for document in documents])
+            settled(second)
+            server.kill()
+            server.wait()
+            gone = answers(second, documents)
+            same(gone, expected)
+            assert all(not answer.reused_tokens for answer in gone), "there is nothing to reuse"

@@ -1,0 +1,144 @@
+"""One model on the server, without sockets: a session is believed where it can know."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from kvcore.errors import FormatError, KVCoreError
+from kvcore.layout import BlockShape
+from kvcore.server import messages as m
+from kvcore.server.places import Folder, session_of
+from kvcore.server.space import Space
+from kvcore.testing.served import settings, until
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+
+SHAPE = BlockShape(2, 2, 8, 16, "float32")
+NAMES = [bytes([i + 1]) * 16 for i in range(4)]
+CHAIN, HERE = m.join(NAMES), b"n" * 16
+SAVER, LOADER = 5, 6
+
+
+@pytest.fixture
+def space(folder: Path, tmp_path: Path) -> Iterator[Space]:
+    """Four blocks are on disk, and only there."""
+    held = Folder(folder)
+    config = settings(folder, disk={"path": str(tmp_path), "capacity": "1MiB"})
+    made = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    graph = made.save(m.Save(1, SAVER, CHAIN, HERE), 1).graph
+    assert graph is not None
+    made.done(SAVER, ended(graph))
+    until(lambda: made.tick() or not made.background)
+    made.manager.index.evict("host", 100)
+    yield made
+    made.check_integrity()
+    made.close()
+    held.close()
+
+
+def ended(graph: TransferGraph, why: RowError | None = None) -> list[OpReport]:
+    """What the session's leader says when every op has gone well, or none has."""
+    failed = [{} if why is None else dict.fromkeys(range(*op.rows), why) for op in graph.ops]
+    return [
+        OpReport(graph.graph_id, op.op_id, rows) for op, rows in zip(graph.ops, failed, strict=True)
+    ]
+
+
+def sources(space: Space) -> list[m.Place]:
+    return space.match(m.Match(1, LOADER, CHAIN, HERE)).sources
+
+
+def load(space: Space, ranks: int) -> tuple[TransferGraph, int]:
+    """A load of all four, and its read."""
+    found = sources(space)
+    assert found == [("disk", 0, 4)]
+    graph = space.load(m.Load(1, LOADER, CHAIN, HERE, found, 0, 4), ranks).graph
+    assert graph is not None
+    assert session_of(graph.graph_id) == LOADER
+    [read] = [op.op_id for op in graph.ops if op.path.reads_tier]
+    return graph, read
+
+
+def collect(into: list[dict[int, RowError]]) -> Callable[[dict[int, RowError]], None]:
+    return into.append
+
+
+def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
+    graph, read = load(space, ranks=2)
+    told: list[dict[int, RowError]] = []
+    space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    assert not space.busy, "one rank is not all"
+    space.read(LOADER, graph.graph_id, read, 1, collect(told))
+    until(lambda: space.tick() or told)
+    assert told == [{}, {}]
+    space.read(LOADER, graph.graph_id, read, 1, collect(told))
+    assert told == [{}, {}, {}], "whoever asks again is told again"
+    space.done(LOADER, ended(graph))
+    assert (sources(space), space.claims(LOADER)) == ([("host", 0, 4)], 0)
+
+
+@pytest.mark.parametrize("gone", ["says it failed", "is gone"])
+def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: str) -> None:
+    graph, read = load(space, ranks=1)
+    told: list[dict[int, RowError]] = []
+    space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    if gone == "is gone":
+        assert space.end(LOADER) == 1
+    else:
+        space.done(LOADER, ended(graph, RowError.CANCELLED))
+    assert space.claims(LOADER) == 1, "the read may be writing"
+    assert space.manager.in_flight == 1
+    until(lambda: space.tick() or not space.claims(LOADER))
+    assert space.manager.in_flight == 0
+    assert sources(space) == [("disk", 0, 4)], "what the session did not get is not vouched for"
+
+
+def test_a_session_that_says_it_read_what_nobody_read_is_not_believed(space: Space) -> None:
+    graph, read = load(space, ranks=1)
+    first, *others = sorted(ended(graph), key=lambda report: report.op_id != read)
+    space.done(LOADER, [first])
+    with pytest.raises(FormatError, match="has ended"):
+        space.read(LOADER, graph.graph_id, read, 0, collect([]))
+    space.done(LOADER, others)
+    assert space.claims(LOADER) == 0
+    assert sources(space) == [("disk", 0, 4)]
+
+
+def test_a_session_cannot_drop_blocks_or_end_what_is_anothers(space: Space) -> None:
+    graph, read = load(space, ranks=1)
+    space.done(SAVER, ended(graph))
+    assert space.claims(LOADER) == 1
+    with pytest.raises(FormatError, match="no read"):
+        space.read(SAVER, graph.graph_id, read, 0, collect([]))
+    space.done(LOADER, ended(graph, RowError.CORRUPT))
+    assert sources(space) == [("disk", 0, 4)], "a client cannot judge what lies on disk"
+
+
+def test_a_cancelled_graphs_reads_fail_for_the_ranks_that_wait(space: Space) -> None:
+    graph, read = load(space, ranks=2)
+    told: list[dict[int, RowError]] = []
+    space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    space.withdraw(SAVER, graph.graph_id)
+    assert not told
+    space.withdraw(LOADER, graph.graph_id)
+    assert told == [dict.fromkeys(range(4), RowError.CANCELLED)]
+    space.done(LOADER, ended(graph, RowError.CANCELLED))
+    assert space.manager.in_flight == 0
+
+
+def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: Space) -> None:
+    def ask(found: list[m.Place], start: int = 0, stop: int = 4) -> None:
+        space.load(m.Load(1, LOADER, CHAIN, HERE, found, start, stop), 1)
+
+    for found in ([], [("tape", 0, 4)], [("disk", 1, 4)], [("disk", 0, 2), ("host", 2, 4)]):
+        with pytest.raises(FormatError):
+            ask(found)
+    for start, stop in ((0, 5), (4, 4), (3, 2)):
+        with pytest.raises(FormatError):
+            ask([("disk", 0, 4)], start, stop)
+    with pytest.raises(KVCoreError, match="not published"):
+        ask([("host", 0, 4)])
+    assert space.manager.in_flight == 0

@@ -1,0 +1,391 @@
+"""What comes over the socket: malformed, oversized, of another version, from someone else."""
+
+import contextlib
+import os
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+
+from kvcore.adapting.build import build_leader
+from kvcore.adapting.model import LayerGroup, ModelDescription
+from kvcore.adapting.outbox import Outbox
+from kvcore.block import KEY_BYTES
+from kvcore.config import Config
+from kvcore.errors import ConfigError, FormatError, UnsupportedError
+from kvcore.layout import BlockShape
+from kvcore.metrics import Metrics
+from kvcore.server import messages as m
+from kvcore.server.client import RemoteManager, join_server
+from kvcore.server.keys import make_keys
+from kvcore.server.places import HeldSession
+from kvcore.testing.served import RunningServer, settings, until
+from kvcore.transfer.graph import OpReport, RowError, Span, UnitTable
+
+Start = Callable[[Config], RunningServer]
+
+SHAPE = BlockShape(2, 2, 8, 16, "float32")
+MODEL = m.Model.of(SHAPE, b"fingerprint-0001")
+DESCRIBED = ModelDescription(SHAPE, (LayerGroup(0, 16, (0, 1)),), MODEL.fingerprint, 1)
+SPACE = b"n" * KEY_BYTES
+
+
+def keys(count: int, seed: int = 0) -> list[bytes]:
+    return [struct.pack("<QQ", seed, i + 1) for i in range(count)]
+
+
+def units(start: int, stop: int) -> list[UnitTable]:
+    return [UnitTable(16, 1, bytes(8 * (stop - start)))]
+
+
+class Raw:
+    """A client that says whatever it is told to."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def send(self, *parts: bytes) -> None:
+        self.socket.send_multipart(parts)
+
+    def ask(self, request: Any) -> Any:
+        """The reply to a request; replies to what was sent before are left out."""
+        self.socket.send_multipart(m.frames(request))
+        while self.socket.poll(60_000):
+            reply = m.decode_reply(self.socket.recv_multipart())
+            if reply.ref == request.ref:
+                return reply
+        raise AssertionError("the server does not answer")
+
+    def welcome(self) -> m.Welcome:
+        return until(lambda: self._hello())
+
+    def _hello(self) -> m.Welcome | None:
+        reply = self.ask(m.Hello(1, MODEL, 1, "test"))
+        return reply if isinstance(reply, m.Welcome) else None
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One for all: nothing that a test says may harm the next."""
+    running = RunningServer(settings(tmp_path_factory.mktemp("wire") / "kv"))
+    yield running
+    running.close()
+    running.server.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def raw(server: RunningServer) -> Raw:
+    return Raw(f"ipc://{server.server._folder.path}/server.sock")
+
+
+# -- decoding ---------------------------------------------------------------------------------
+
+CHAIN = st.binary(max_size=64) | st.integers(0, 8).map(lambda count: m.join(keys(count)))
+COUNTS = st.integers(0, 12)
+PLACES = st.lists(st.tuples(st.sampled_from(["host", "disk", ""]), COUNTS, COUNTS), max_size=3)
+REPORTS = st.lists(
+    st.builds(
+        OpReport,
+        st.integers(-5, 5) | st.integers(),
+        st.integers(-2, 3),
+        st.dictionaries(st.integers(-3, 20), st.sampled_from(RowError), max_size=4),
+    ),
+    max_size=4,
+)
+
+
+def requests(session: int) -> st.SearchStrategy[Any]:
+    """Well-formed requests that mean anything, good or not, in a session that exists."""
+    ref, here = st.integers(10, 1 << 40), st.just(session)
+    space = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+    spans = st.lists(st.tuples(st.integers(-1, 3), st.integers(-1, 3)), max_size=3)
+    return st.one_of(
+        st.builds(m.Match, ref, here, CHAIN, space, COUNTS, st.booleans()),
+        st.builds(m.Load, ref, here, CHAIN, space, PLACES, COUNTS, COUNTS, spans),
+        st.builds(m.Save, ref, here, CHAIN, space),
+        st.builds(m.Held, ref, here, st.sampled_from(["host", "none"]), CHAIN),
+        st.builds(m.Done, ref, here, REPORTS),
+        st.builds(m.Read, ref, here, st.integers(0, 9), COUNTS, st.integers(0, 3)),
+        st.builds(m.Withdraw, ref, here, st.integers(0, 9)),
+        st.builds(m.Clear, ref, here, st.none() | space),
+        st.builds(m.Ask, ref),
+    )
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_a_message_or_a_format_error(payload: bytes) -> None:
+    for decode in (m.decode_request, m.decode_reply):
+        with contextlib.suppress(FormatError):
+            decode([m.HEADER, payload])
+
+
+@given(requests(7), st.data())
+def test_a_message_comes_back_as_it_was_and_a_damaged_one_is_no_other_error(
+    request: Any, data: st.DataObject
+) -> None:
+    try:
+        parts = m.frames(request)
+        assert m.decode_request(parts) == request
+    except FormatError:
+        parts = m.frames(m.Ask(1))  # a value out of its bounds: the encoder does not look
+    payload = bytearray(parts[1])
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FormatError):
+        m.decode_request([parts[0], bytes(payload)])
+
+
+def test_chains_are_whole_keys_each_once() -> None:
+    assert m.split(m.join(keys(3))) == keys(3)
+    for bad in (m.join(keys(2)) + b"x", m.join(keys(2) + keys(1))):
+        with pytest.raises(FormatError):
+            m.split(bad)
+
+
+# -- a live server ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def session(server: RunningServer, raw: Raw) -> Iterator[int]:
+    welcome = raw.welcome()
+    held = HeldSession(server.server._folder.path, welcome.file)
+    yield welcome.session
+    held.close()
+
+
+@budget(max_examples=60)
+@given(data=st.data())
+def test_no_message_harms_the_server_or_another_client(
+    server: RunningServer, raw: Raw, session: int, data: st.DataObject
+) -> None:
+    garbage = st.lists(st.binary(max_size=40), min_size=1, max_size=3)
+    for said in data.draw(st.lists(requests(session) | garbage, max_size=8)):
+        raw.send(*(said if isinstance(said, list) else _encoded(said)))
+    assert isinstance(raw.ask(m.Ask(2)), m.Status), "it lives"
+    matched = raw.ask(m.Match(3, session, m.join(keys(4)), SPACE))
+    assert isinstance(matched, m.Matched), "it serves"
+    server.server.check_integrity()
+
+
+def _encoded(request: Any) -> list[bytes]:
+    return [m.HEADER, msgspec.msgpack.encode(request)]
+
+
+def test_an_unknown_session_is_told_to_say_hello(raw: Raw) -> None:
+    reply = raw.ask(m.Beat(5, 12345678))
+    assert isinstance(reply, m.Refused)
+    assert (reply.kind, "say hello" in reply.message) == ("session", True)
+
+
+def test_a_client_of_another_protocol_is_refused_by_name(raw: Raw) -> None:
+    raw.send(b"kvcore" + struct.pack("<I", 9), b"whatever that is there")
+    reply = m.decode_reply(raw.socket.recv_multipart())
+    assert isinstance(reply, m.Refused)
+    assert reply.kind == "misfit"
+    assert "protocol 9; this side speaks protocol 1" in reply.message
+
+
+def test_a_message_past_the_bound_ends_its_connection_and_nothing_else(
+    server: RunningServer, raw: Raw
+) -> None:
+    other = Raw(f"ipc://{server.server._folder.path}/server.sock")
+    other.send(m.HEADER, bytes(m.MAX_MESSAGE + 1))
+    assert not other.socket.poll(300)
+    assert isinstance(raw.ask(m.Ask(6)), m.Status)
+    with pytest.raises(FormatError, match="at most"):
+        m.frames(m.Save(1, 1, bytes(m.MAX_MESSAGE + 1), SPACE))
+
+
+# -- the client's side ------------------------------------------------------------------------
+
+
+def join(config: Config, model: ModelDescription = DESCRIBED) -> tuple[RemoteManager, Outbox]:
+    outbox = Outbox()
+    return join_server(config, model, outbox, Metrics()), outbox
+
+
+def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
+    """A server that answers garbage, of another version, and at last never."""
+    folder.mkdir(mode=0o700)
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(f"ipc://{folder}/server.sock")
+    answers = [[b"x"], [m.HEADER, b"\xc1"], [b"kvcore" + struct.pack("<I", 7), b""]]
+    ended = threading.Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            if socket.poll(20):
+                client, *_ = socket.recv_multipart()
+                if answers:
+                    socket.send_multipart([client, *answers.pop(0)])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    config = settings(folder, server={"deadline_s": 0.5})
+    try:
+        with pytest.raises(UnsupportedError, match="1 frames"):
+            join(config)
+        with pytest.raises(UnsupportedError, match="not a message of protocol 1"):
+            join(config)
+        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 1"):
+            join(config)
+        manager, _ = join(config)  # it does not answer: the engine goes on without
+        assert manager.get_match(keys(4), SPACE).depth == 0
+        assert manager.launch_save(keys(4), SPACE, 4, units) is None
+        manager.close()
+    finally:
+        ended.set()
+        thread.join()
+        socket.close(0)
+
+
+def test_an_engine_with_other_blocks_is_refused_by_name(start: Start, folder: Path) -> None:
+    config = settings(folder)
+    start(config)
+    first, _ = join(config)
+    shape = BlockShape(2, 2, 8, 32, "float32")
+    other = ModelDescription(shape, (LayerGroup(0, 16, (0, 1)),), MODEL.fingerprint, 1)
+    with pytest.raises(UnsupportedError, match="block_tokens is 32, served is 16"):
+        join(config, other)
+    with pytest.raises(UnsupportedError, match="1 other models are served"):
+        join(config, ModelDescription(SHAPE, DESCRIBED.groups, b"another model's.", 1))
+    first.close()
+
+
+def test_fusion_is_refused_by_name(start: Start, folder: Path) -> None:
+    config = settings(folder, fusion={"enabled": True})
+    with pytest.raises(UnsupportedError, match=r"fusion\.enabled"):
+        build_leader(config, DESCRIBED, Outbox())
+
+
+def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) -> None:
+    config = settings(folder, server={"deadline_s": 0.3})
+    server = start(config)
+    manager, outbox = join(config)
+    held, save = threading.Event(), server.server._handlers[m.Save]
+
+    def slow(*given: Any) -> Any:
+        held.wait(60)
+        return save(*given)
+
+    server.server._handlers[m.Save] = slow
+    assert manager.launch_save(keys(4), SPACE, 4, units) is None, "in a deadline, without it"
+    assert manager.get_match(keys(4), SPACE).depth == 0
+    assert not outbox.graphs
+    held.set()
+    [space] = server.server._spaces.values()
+    until(lambda: not manager.keeper.waiting and space.manager.in_flight == 0)
+    until(lambda: manager.launch_save(keys(4), SPACE, 4, units))
+    [graph] = outbox.graphs
+    assert graph.num_rows == 4, "what was given back can be saved again"
+    manager.complete(OpReport(graph.graph_id, 0))
+    assert manager.get_match(keys(6), SPACE).depth == 4
+    manager.close()
+
+
+def test_a_load_that_has_gone_stale_is_one_that_fails(start: Start, folder: Path) -> None:
+    config = settings(folder)
+    start(config)
+    manager, outbox = join(config)
+    graph = manager.launch_save(keys(4), SPACE, 4, units)
+    assert graph is not None
+    manager.complete(OpReport(graph.graph_id, 0))
+    hit = manager.get_match(keys(4), SPACE)
+    assert hit.depth == 4
+    assert manager.clear() == 4
+    load = manager.launch_load(hit, 0, 4, units(0, 4), layers=[Span(0, 1), Span(1, 2)])
+    assert load.graph_id >> 39 == 0, "a graph of no session, which every worker refuses"
+    assert outbox.graphs[-1] is load
+    for op in load.ops:
+        manager.complete(OpReport(load.graph_id, op.op_id, dict.fromkeys(range(4), RowError.IO)))
+    assert not manager.in_flight
+    manager.close()
+
+
+def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
+    config = settings(folder, server={"deadline_s": 0.3})
+    server = start(config)
+    manager, _ = join(config)
+    graph = manager.launch_save(keys(4), SPACE, 4, units)
+    assert graph is not None
+    manager.complete(OpReport(graph.graph_id, 0))
+    clear = server.server._handlers.pop(m.Clear)
+    assert manager.clear() == 0
+    assert manager.get_match(keys(4), SPACE).depth == 0, "the server has them still"
+    server.server._handlers[m.Clear] = clear
+    assert manager.get_match(keys(4), SPACE).depth == 0
+    [space] = server.server._spaces.values()
+    assert space.used["host"][0] == 0, "it was asked again, before the lookup"
+    manager.close()
+
+
+# -- who may talk -----------------------------------------------------------------------------
+
+
+def test_nobody_else_can_reach_the_server_or_its_memory(start: Start, folder: Path) -> None:
+    config = settings(folder)
+    start(config)
+    manager, _ = join(config)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {
+        path.name.split("-")[0]: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()
+    }
+    assert modes.pop("counter") & 0o077 in (0, 0o044)
+    assert modes == dict.fromkeys(("server.lock", "server.sock", "arena", "session"), 0o600)
+    with pytest.raises(ConfigError, match="a server serves in"):
+        RunningServer(config)
+    manager.close()
+
+
+def test_a_folder_that_others_may_enter_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        RunningServer(settings(folder))
+    os.chmod(folder, 0o700)
+    long = folder / ("x" * 120)
+    with pytest.raises(ConfigError, match="more than 107 bytes"):
+        RunningServer(settings(folder, server={"address": f"ipc://{long}"}))
+
+
+def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) -> None:
+    tcp = {"address": "tcp://127.0.0.1:0", "deadline_s": 0.5}
+    with pytest.raises(ConfigError, match="--keygen"):
+        RunningServer(settings(folder, server=tcp))
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "others")
+    tcp["keys"] = str(tmp_path / "keys")
+    tcp["address"] = f"tcp://127.0.0.1:{_free_port()}"
+    start(settings(folder, server=tcp))
+    manager, _ = join(settings(folder, server=tcp | {"deadline_s": 20.0}))
+    assert manager.keeper.member is not None
+    graph = manager.launch_save(keys(2), SPACE, 2, units)
+    assert graph is not None
+    manager.complete(OpReport(graph.graph_id, 0))
+    assert manager.get_match(keys(2), SPACE).depth == 2
+    manager.close()
+    stranger, _ = join(settings(folder, server=tcp | {"keys": str(tmp_path / "others")}))
+    assert stranger.keeper.member is None, "the server does not know these keys, nor they it"
+    stranger.close()
+    naked = Raw(tcp["address"])
+    naked.send(*m.frames(m.Ask(1)))
+    assert not naked.socket.poll(500), "without keys there is no answer"
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
