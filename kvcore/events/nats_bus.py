@@ -162,13 +162,14 @@ class NatsOutlet:
         try:
             await stream.publish(name, message.payload, headers=headers, timeout=_ACK_S)
         except nats.js.errors.NoStreamResponseError:
-            return await self._make_stream(stream) and await self._publish(stream, message)
+            await self._make_stream(stream)
+            return False
         except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
             _log.debug("nats: %s", error)
             return False
         return True
 
-    async def _make_stream(self, stream: Any) -> bool:
+    async def _make_stream(self, stream: Any) -> None:
         config = api.StreamConfig(
             name=self._stream, subjects=[subject("*")], max_bytes=STREAM_BYTES, max_age=STREAM_S
         )
@@ -176,8 +177,6 @@ class NatsOutlet:
             await stream.add_stream(config)
         except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
             _log.warning("stream %s is not made or changed: %s", self._stream, error)
-            return False
-        return True
 
     async def _note_request(self, message: Any) -> None:
         if message.reply and len(self._asked) < self._limit:

@@ -92,7 +92,7 @@ class ZmqSource:
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
-        self._sub.rcvhwm = 0 if endpoint.startswith("inproc") else 100_000
+        self._sub.rcvhwm = 100_000  # batches
         self._sub.subscribe(topic.encode())
         self._sub.connect(endpoint)
         self._replay_endpoint = replay_endpoint
