@@ -18,7 +18,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.explain import Cause, Journal
 from kvcore.explain_file import RecordFile
 from kvcore.manager import Event, Hit
-from kvcore.planner import Plan
+from kvcore.planner import Action, Plan
 from kvcore.spans import Spans
 
 __all__ = ["Watch"]
@@ -83,7 +83,7 @@ class Watch:
         """The planner's word on it."""
         if self.journal is not None and (record := self.journal.get(request_id)) is not None:
             record.plan = plan
-            if plan.stop <= record.computed:
+            if plan.action is Action.RECOMPUTE:
                 self.journal.missed(request_id, Cause.PLANNED)
 
     def missed(self, request_id: str, cause: Cause) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from typer.core import TyperGroup
 
 from kvcore import __version__, log
@@ -344,6 +346,29 @@ def simulate_trace(
         Console().print(simulate.as_table(trace, outcomes))
     if picture is not None:
         simulate.draw(picture, trace, outcomes)
+
+
+@app.command("top")
+def show_top(
+    url: Annotated[
+        str, typer.Option("--url", help="The engine's Prometheus endpoint.")
+    ] = "http://127.0.0.1:8000/metrics",
+    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+) -> None:
+    """Watch tiers, hits and misses, bandwidth and queues of a running engine."""
+    from kvcore.cli import top
+
+    before = top.fetch(url)
+    if once:
+        Console().print(top.frame(before))
+        return
+    with Live(top.frame(before), console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            now = top.fetch(url)
+            live.update(top.frame(now, before), refresh=True)
+            before = now
 
 
 @app.command("doctor")

@@ -1,0 +1,128 @@
+"""`kvcore top`: an engine's metrics as they change, from its Prometheus endpoint.
+
+fetch ─▶ Sample ─┐
+fetch ─▶ Sample ─┴▶ frame     bandwidth is between two samples; all else is of the last one
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Group
+from rich.table import Table
+
+from kvcore.config import format_size
+from kvcore.errors import UnsupportedError
+
+__all__ = ["Sample", "fetch", "frame", "parse"]
+
+FETCH_S = 5.0
+MAX_BYTES = 64 << 20
+
+
+@dataclass
+class Sample:
+    """Sums over all engines of a page, by name and the one label that counts. ``at`` seconds."""
+
+    at: float = 0.0
+    used: dict[str, float] = field(default_factory=dict)
+    capacity: dict[str, float] = field(default_factory=dict)
+    hits: float = 0.0
+    misses: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+    queue: dict[str, float] = field(default_factory=dict)
+
+
+_KEPT = {
+    "kvcore_tier_used_bytes": ("used", "tier"),
+    "kvcore_tier_capacity_bytes": ("capacity", "tier"),
+    "kvcore_misses_total": ("misses", "reason"),
+    "kvcore_transfer_bytes_total": ("moved", "path"),
+    "kvcore_queue_depth": ("queue", "path"),
+}
+
+
+def fetch(url: str) -> Sample:
+    """What the endpoint says now. Blocks. Raises UnsupportedError where it says nothing of use."""
+    try:
+        with urllib.request.urlopen(url, timeout=FETCH_S) as answer:
+            text = answer.read(MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"{url}: {error}; give the address of the engine's metrics with --url"
+        ) from error
+    return parse(text, time.monotonic())
+
+
+def parse(text: str, at: float) -> Sample:
+    """A page in Prometheus' text format. Raises UnsupportedError for anything else."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    hits, any_of_ours = 0.0, False
+    try:
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    except (ValueError, KeyError, IndexError) as error:
+        raise UnsupportedError(f"not a page of metrics: {error}") from error
+    for name, labels, value, *_ in samples:
+        any_of_ours |= name.startswith("kvcore_")
+        if name == "kvcore_hits_total":
+            hits += value
+        elif name in _KEPT:
+            kind, label = _KEPT[name]
+            found[kind][labels.get(label, "")] += value
+    if not any_of_ours:
+        raise UnsupportedError(
+            "no metrics of kvcore there: is metrics.enabled, and did a request come?"
+        )
+    return Sample(at, hits=hits, **{kind: dict(series) for kind, series in found.items()})
+
+
+def frame(now: Sample, before: Sample | None = None) -> Group:
+    """One picture: tiers, lookups, transfers."""
+    return Group(_tiers(now), "", _lookups(now), "", _transfers(now, before))
+
+
+def _tiers(now: Sample) -> Table:
+    table = Table("tier", "used", "of", "", box=None, title="tiers", title_justify="left")
+    for tier in sorted(now.used.keys() | now.capacity.keys()):
+        used, capacity = now.used.get(tier, 0), now.capacity.get(tier, 0)
+        share = f"{used / capacity:.0%}" if capacity else ""
+        table.add_row(tier, _size(used), _size(capacity), share)
+    return table
+
+
+def _lookups(now: Sample) -> Table:
+    table = Table("lookups", "", "", box=None, title="hits and misses", title_justify="left")
+    total = now.hits + sum(now.misses.values())
+    for name, count in [("hit", now.hits), *sorted(now.misses.items())]:
+        table.add_row(name, f"{count:.0f}", f"{count / total:.1%}" if total else "")
+    return table
+
+
+def _transfers(now: Sample, before: Sample | None) -> Table:
+    table = Table("path", "moved", "a second", "queue", box=None, title="transfers")
+    table.title_justify = "left"
+    for path in sorted(now.moved.keys() | now.queue.keys()):
+        speed = _speed(path, now, before)
+        moved, queue = now.moved.get(path, 0), now.queue.get(path, 0)
+        table.add_row(path, _size(moved), speed, f"{queue:.0f}")
+    return table
+
+
+def _speed(path: str, now: Sample, before: Sample | None) -> str:
+    if before is None or now.at <= before.at:
+        return ""
+    moved = _of(now.moved, path) - _of(before.moved, path)
+    return _size(max(moved, 0) / (now.at - before.at))  # below zero: the engine restarted
+
+
+def _of(series: Mapping[str, float], name: str) -> float:
+    return series.get(name, 0.0)
+
+
+def _size(nbytes: float) -> str:
+    return format_size(int(nbytes), exact=False)
