@@ -41,7 +41,13 @@ def test_loads_from_disk_pass_through_few_slots_at_the_pace_of_the_slowest_rank(
     server = start(config)
     serving = engine(config, ranks=ranks, prefix_cache=False)
     slow = serving.workers[-1].worker.ops
-    copy, slow.copy_blocks = slow.copy_blocks, lambda *a, **k: (time.sleep(0.02), copy(*a, **k))
+    copy = slow.copy_blocks
+
+    def slowly(*given: Any, **options: Any) -> None:
+        time.sleep(0.02)
+        copy(*given, **options)
+
+    slow.copy_blocks = slowly
     prompts = [words(seed, 165) for seed in range(3)]
     for prompt in prompts:
         assert serve(serving, prompt)[0] == plain(prompt)

@@ -221,7 +221,7 @@ def watch(manager: RemoteManager) -> list[float]:
         finally:
             waits.append(time.monotonic() - began)
 
-    manager.keeper.ask = timed  # type: ignore[method-assign]
+    manager.keeper.ask = timed  # type: ignore[assignment, method-assign]
     return waits
 
 

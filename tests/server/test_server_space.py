@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,16 @@ CHAIN, HERE = m.join(NAMES), b"n" * 16
 SAVER, LOADER = 5, 6
 
 
+def ticking(space: Space, what: Callable[[], Any]) -> None:
+    """The server's loop, until ``what`` is so."""
+
+    def tick() -> Any:
+        space.tick()
+        return what()
+
+    until(tick)
+
+
 @pytest.fixture
 def space(folder: Path, tmp_path: Path) -> Iterator[Space]:
     """Four blocks are on disk, and only there."""
@@ -30,7 +41,7 @@ def space(folder: Path, tmp_path: Path) -> Iterator[Space]:
     graph = made.save(m.Save(1, SAVER, CHAIN, HERE), 1).graph
     assert graph is not None
     made.done(SAVER, ended(graph))
-    until(lambda: made.tick() or not made.background)
+    ticking(made, lambda: not made.background)
     made.manager.index.evict("host", 100)
     yield made
     made.check_integrity()
@@ -72,7 +83,7 @@ def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
     assert not space.busy, "one rank is not all"
     space.read(LOADER, graph.graph_id, read, 1, collect(told))
-    until(lambda: space.tick() or told)
+    ticking(space, lambda: told)
     assert told == [{}, {}]
     space.read(LOADER, graph.graph_id, read, 1, collect(told))
     assert told == [{}, {}, {}], "whoever asks again is told again"
@@ -91,7 +102,7 @@ def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: s
         space.done(LOADER, ended(graph, RowError.CANCELLED))
     assert space.claims(LOADER) == 1, "the read may be writing"
     assert space.manager.in_flight == 1
-    until(lambda: space.tick() or not space.claims(LOADER))
+    ticking(space, lambda: not space.claims(LOADER))
     assert space.manager.in_flight == 0
     assert sources(space) == [("disk", 0, 4)], "what the session did not get is not vouched for"
 

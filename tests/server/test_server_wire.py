@@ -51,7 +51,7 @@ class Raw:
     """A client that says whatever it is told to."""
 
     def __init__(self, address: str) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
@@ -68,7 +68,8 @@ class Raw:
         raise AssertionError("the server does not answer")
 
     def welcome(self) -> m.Welcome:
-        return until(lambda: self._hello())
+        welcome: m.Welcome = until(self._hello)
+        return welcome
 
     def _hello(self) -> m.Welcome | None:
         reply = self.ask(m.Hello(1, MODEL, 1, "test"))
@@ -218,7 +219,7 @@ def join(config: Config, model: ModelDescription = DESCRIBED) -> tuple[RemoteMan
 def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
     """A server that answers garbage, of another version, and at last never."""
     folder.mkdir(mode=0o700)
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(f"ipc://{folder}/server.sock")
     answers = [[b"x"], [m.HEADER, b"\xc1"], [b"kvcore" + struct.pack("<I", 7), b""]]
     ended = threading.Event()
@@ -359,7 +360,7 @@ def test_a_folder_that_others_may_enter_is_refused(folder: Path) -> None:
 
 
 def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) -> None:
-    tcp = {"address": "tcp://127.0.0.1:0", "deadline_s": 0.5}
+    tcp: dict[str, Any] = {"address": "tcp://127.0.0.1:0", "deadline_s": 0.5}
     with pytest.raises(ConfigError, match="--keygen"):
         RunningServer(settings(folder, server=tcp))
     make_keys(tmp_path / "keys")

@@ -185,7 +185,6 @@ def test_what_is_saved_is_loaded_again(disk: Config, halves: Halves) -> None:
     assert halves.events[0].stored
     assert halves.events[0].tier == HOST
     slots = host_slots(disk, model())
-    assert halves.leader.slots == slots
     assert halves.rank.worker.arena.num_slots == slots.total
     manager = halves.leader.manager
     assert manager.index.num_slots(HOST) == slots.indexed
