@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +63,7 @@ TOLERANCE = 1e-4
 FAILED = 3
 ROUND_S = 300.0
 
+Say = Callable[[str], object]
 Array = npt.NDArray[np.float32]
 _log = logging.getLogger("kvcore.testing.crash")
 
@@ -124,7 +125,7 @@ def crash_rounds(
     outcome = Outcome()
     for bench in benches[:rounds]:
         (bench.folder / "kv").mkdir(parents=True)
-        code, _ = _forked(lambda bench=bench: _compute_oracle(bench))  # type: ignore[misc]
+        code, _ = _forked(lambda _, bench=bench: _compute_oracle(bench))  # type: ignore[misc]
         assert code == 0, f"the oracle ended with {code}"
     for number in range(rounds):
         _round(benches[number % 2], f"{seed}.{number}", outcome)
@@ -137,12 +138,12 @@ def _round(bench: _Bench, seed: str, outcome: Outcome) -> None:
     rule = _rule(picks)
     delay = picks.uniform(0.05, 1.0) if picks.randrange(OUTSIDE) == 0 else None
     rules = () if delay is not None else (rule,)
-    code, lines = _forked(lambda: _traffic(bench, seed, rules), kill_after=delay)
+    code, lines = _forked(lambda say: _traffic(bench, seed, rules, say), kill_after=delay)
     assert code in (0, -signal.SIGKILL), f"round {seed}: the process ended with {code}"
     how = "not" if code == 0 else "outside" if delay is not None else rule.seam.value
     outcome.killed[how] += 1
     published = _published(lines)
-    code, lines = _forked(lambda: _look(bench, seed, published))
+    code, lines = _forked(lambda say: _look(bench, seed, published, say))
     assert code == 0, f"round {seed}, killed at {how}: {lines[-1] if lines else code}"
     read, reused = map(int, lines[-1].split())
     outcome.read += read
@@ -168,10 +169,8 @@ def _published(lines: Sequence[str]) -> set[str]:
 # -- processes ------------------------------------------------------------------------------
 
 
-def _forked(
-    run: Callable[[], Iterator[str] | None], kill_after: float | None = None
-) -> tuple[int, list[str]]:
-    """(Exit code, whole lines) of a child that says what ``run`` yields; killed after so long,
+def _forked(run: Callable[[Say], None], kill_after: float | None = None) -> tuple[int, list[str]]:
+    """(Exit code, whole lines) of a child, and what ``run`` says in it; killed after so long,
     counted from its first line."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -191,13 +190,12 @@ def _forked(
     return os.waitstatus_to_exitcode(status), lines
 
 
-def _child(run: Callable[[], Iterator[str] | None], writer: int) -> None:
+def _child(run: Callable[[Say], None], writer: int) -> None:
     """Does not return, and runs nothing of the parent's ends."""
     signal.alarm(int(ROUND_S))
     code = 0
     try:
-        for line in run() or ():
-            os.write(writer, f"{line}\n".encode())
+        run(lambda line: os.write(writer, f"{line}\n".encode()))
     except BaseException as error:  # noqa: BLE001 - process boundary: the parent is told
         _log.exception("a child of the crash rounds failed")
         os.write(writer, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
@@ -247,42 +245,34 @@ def _floats(parts: Sequence[memoryview]) -> Array:
     return joined
 
 
-def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule]) -> Iterator[str]:
+def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
     """Ask prompts of the pool until something kills the process, or there are no more."""
     picks = random.Random(seed)
-    said: list[str] = []
     faults = Faults(seed=picks.getrandbits(32))
     with bench.engine(random_llama(), faults) as engine:
         index = embedded(engine).index
-        known = [info.key for info in index.list_blocks() if "disk" in info.slots]
-        said += [f"+{key.hex()}" for key in known]
-        index.watch(_teller(said))
-        yield from _taken(said)
+        for info in index.list_blocks():
+            say(f"+{info.key.hex()}")
+        index.watch(_teller(say))
         faults.set(*rules)
         for prompt in picks.sample(pool(), POOL):
             engine.submit(prompt, ANSWER)
-            while not engine.idle:
-                engine.step()
-                yield from _taken(said)
+            engine.run()
         engine.settle()
-        yield from _taken(said)
 
 
-def _teller(said: list[str]) -> Callable[[Event], None]:
+def _teller(say: Say) -> Callable[[Event], None]:
+    """Says at once what the disk tier has and has not any more: before a slot is written over."""
+
     def note(event: Event) -> None:
-        if event.tier == "disk":
-            said.extend(f"{'+' if event.stored else '-'}{key.hex()}" for key in event.keys)
+        for key in event.keys if event.tier == "disk" else ():
+            say(f"{'+' if event.stored else '-'}{key.hex()}")
 
     return note
 
 
-def _taken(said: list[str]) -> Iterator[str]:
-    yield from said
-    said.clear()
-
-
-def _look(bench: _Bench, seed: str, published: set[str]) -> Iterator[str]:
-    """Restart over the folder; yields "blocks read, tokens reused"."""
+def _look(bench: _Bench, seed: str, published: set[str], say: Say) -> None:
+    """Restart over the folder; says "blocks read, tokens reused"."""
     known = np.load(bench.oracle)
     places = {key.tobytes(): i for i, key in enumerate(known["keys"])}
     with bench.engine(random_llama(), Faults()) as engine:
@@ -294,7 +284,7 @@ def _look(bench: _Bench, seed: str, published: set[str]) -> Iterator[str]:
         for rank, made in enumerate(engine.workers):
             read += _compare(made.worker.tiers["disk"], places, known["blocks"][:, rank])
         reused = _ask(engine, known["answers"].tolist(), random.Random(seed))
-    yield f"{read} {reused}"
+    say(f"{read} {reused}")
 
 
 def _compare(tier: Tier, places: dict[bytes, int], right: Array) -> int:
