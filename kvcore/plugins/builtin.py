@@ -106,8 +106,8 @@ def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
     if path is None or unknown:
         raise ConfigError(
             f"tier {context.name!r}: given options {sorted(context.options)}; `path`, the folder "
-            "to use, is needed, and direct_io, io_threads, sync_interval_s, and key_env or "
-            "key_file may be given"
+            "to use, is needed, and direct_io, io_threads and sync_interval_s, and key_env or "
+            "key_file, may be given"
         )
     return Path(path).expanduser(), {**options, "cipher": _disk_cipher(*keys)}
 
