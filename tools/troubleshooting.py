@@ -61,6 +61,8 @@ ERRORS = {
     "Where it happens often the store is too small.",
     "CorruptBlock": "Nothing at once: the block is taken out and computed again. Where it happens "
     "again look at the medium, and run `kvcore scrub`.",
+    "ClusterError": "Look at etcd: is it there, and do its certificates and `cluster.*` fit? What was "
+    "entered is entered anew by itself.",
     "FormatError": "Use the version of kvcore that wrote it, or another folder. See "
     "[formats](format.md).",
     "TransferError": "See the lines before it in the log.",
@@ -252,9 +254,9 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble("shutdown: %s", "Something failed while closing.", "Look at the tier it names."),
         Trouble(
-            "copies under way when the cache was flushed did not end",
-            "A medium hangs; kvcore stands aside.",
-            "Look at the medium, and restart the engine.",
+            "a medium has not answered for %d s: flushed without it",
+            "SGLang's cache was flushed while a tier hung; what it was reading is given up.",
+            "Look at the medium: kvcore goes on without it, and tries it again.",
         ),
     ],
     "Tiers": [
@@ -427,6 +429,126 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Look at the disk.",
         ),
     ],
+    "Server": [
+        Trouble(
+            "no kvcore server answers: the engine computes until one does",
+            "The engine started before its server, or reaches another address.",
+            "Start `kvcore server`, or correct `server.address`. Engines join by themselves.",
+        ),
+        Trouble(
+            "the server does not answer in %g s",
+            "The engine computes and leaves the server alone until it answers a heartbeat.",
+            "Where it happens often: give the server a core of its own, or raise `server.deadline_s`.",
+        ),
+        Trouble(
+            "the kvcore server is gone: the engine computes until it is back",
+            "Nothing was heard of it for a lease.",
+            "Start it again; what is on disk is found again.",
+        ),
+        Trouble(
+            "the kvcore server refuses this engine: %s",
+            "Versions, the model or settings do not fit together; the engine runs without KV of "
+            "others.",
+            "Do what the message says: as a rule the same version of kvcore on both sides.",
+        ),
+        Trouble(
+            "not sent: %s",
+            "A message would be larger than the protocol allows; the prompt is computed.",
+            "Nothing, unless prompts have millions of tokens.",
+        ),
+        Trouble(
+            "refused kind=%s: %s",
+            "The server did not do what a client asked, and says why; the client computes.",
+            "Look at which client it is: another version, or no client of kvcore at all.",
+        ),
+        Trouble(
+            "a request failed kind=%s",
+            "A fault of the server's; the client computes.",
+            "Report it, with the lines that follow.",
+        ),
+        Trouble(
+            "a reply is lost: %s",
+            "The client does not take its answers: it is gone, or stands still.",
+            NOTHING,
+        ),
+        Trouble(
+            "session is silent session=%d seconds=%.1f",
+            "A client's process lives and says nothing; what its copies use is kept for it.",
+            "Look at that process: is it stopped?",
+        ),
+        Trouble(
+            "read failed graph=%d op=%d: %s",
+            "The server did not tell in time what became of a read; the prompt is computed.",
+            "Look at the server's log.",
+        ),
+        Trouble(
+            "graph refused graph=%d: %s",
+            "A plan came of a server that is not the one the worker has mapped; it is computed.",
+            NOTHING,
+        ),
+    ],
+    "Events and cluster": [
+        Trouble(
+            "no block events to %s: pip install %s (%s)",
+            "The package for that bus is missing; nothing is told there.",
+            "Install it.",
+        ),
+        Trouble(
+            "no block events: %s",
+            "The endpoint cannot be used; the engine serves without telling.",
+            "Correct `events.endpoint`, or free the port.",
+        ),
+        Trouble(
+            "stream %s is not made or changed: %s",
+            "NATS does not let kvcore make its stream.",
+            "Make it by hand, or give the account the right to.",
+        ),
+        Trouble(
+            "events of blocks=%d were dropped: raise events.queue_blocks",
+            "They came faster than they could be sent. Consumers see the gap and catch up.",
+            "Raise `events.queue_blocks`.",
+        ),
+        Trouble(
+            "a request for events is left alone: %s",
+            "Somebody asked the replay socket for what makes no sense.",
+            "Look at who connects there.",
+        ),
+        Trouble(
+            "a request of %d frames is left alone",
+            "Somebody who is no consumer talks to the replay socket.",
+            "Look at who connects there.",
+        ),
+        Trouble(
+            "a publisher of block events does not answer; what is known may be old",
+            "A consumer cannot catch up: the engine is gone or cut off.",
+            "Nothing, if it was stopped; it catches up when it is back.",
+        ),
+        Trouble(
+            "an answer of a publisher of block events is not understood: %s",
+            "The publisher is of another version, or none.",
+            "Use the same version on both sides.",
+        ),
+        Trouble(
+            "a batch of block events is not understood: %s",
+            "The publisher is of another version, or none; the consumer catches up by a snapshot.",
+            "Use the same version on both sides.",
+        ),
+        Trouble(
+            "a message is passed over: %s",
+            "Something else publishes at that endpoint.",
+            "Give each engine an endpoint or a topic of its own.",
+        ),
+        Trouble(
+            "an entry in etcd is passed over: %s",
+            "Something under `cluster.prefix` is not kvcore's, or of another version.",
+            "Remove it, or use another prefix.",
+        ),
+        Trouble(
+            "the lease %x is lost; what was entered is entered anew",
+            "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
+            "Raise `cluster.ttl_s` where it happens often.",
+        ),
+    ],
     "Traces": [
         Trouble(
             "no records of requests are written: %s",
@@ -469,7 +591,7 @@ def _lines(tree: ast.Module) -> Iterator[tuple[str, str]]:
         first = call.args[0]
         if level and isinstance(first, ast.Constant) and isinstance(first.value, str):
             yield first.value, level
-        elif level:
+        elif level and isinstance(call.func, ast.Attribute):
             yield ast.unparse(first), level
 
 
