@@ -16,6 +16,7 @@ Every few epochs the engine is closed and opened again over its disk.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import random
 import statistics
@@ -218,6 +219,7 @@ class _Soak:
         self._faults.struck.clear()
         outcome.preemptions += self._engine.preemptions
         self._engine.preemptions = 0
+        gc.collect()
         outcome.memory.append(_resident())
 
 
