@@ -1,0 +1,545 @@
+"""What kvcore's errors and its log's lines mean, and what to do: for `tools.troubleshooting`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Trouble(NamedTuple):
+    """A line of the log by its text, what it means, and what to do."""
+
+    text: str
+    means: str
+    do: str
+
+
+NOTHING = "Nothing."
+
+ERRORS = {
+    "KVCoreError": "See the one that was raised.",
+    "ConfigError": "Change the setting, option or file that the message names; it says what is "
+    "supported. `kvcore config` shows every value and where it came from.",
+    "PluginError": "Repair or update the plugin, or name it in `plugins.disable`. `kvcore plugins` "
+    "shows what was found.",
+    "UnsupportedError": "See the page of the engine for what is served. The engine itself runs on, "
+    "without kvcore or without the part that is named.",
+    "LayoutError": "Report it with the engine's version and model. KV is not stored where its "
+    "place in memory is not understood.",
+    "CapacityError": "Raise the capacity that is named, or `transfer.queue_depth`.",
+    "TierError": "See the one that was raised.",
+    "TierUnavailable": "Look at the medium: is it there, writable, not full? The tier is tried "
+    "again by itself.",
+    "BlockMissing": "Nothing: a store that others use has dropped it, and it is computed again. "
+    "Where it happens often the store is too small.",
+    "CorruptBlock": "Nothing at once: the block is taken out and computed again. Where it happens "
+    "again look at the medium, and run `kvcore scrub`.",
+    "ClusterError": "Look at etcd: is it there, and do its certificates and `cluster.*` fit? What "
+    "was entered is entered anew by itself.",
+    "FormatError": "Use the version of kvcore that wrote it, or another folder. See "
+    "[formats](format.md).",
+    "TransferError": "See the lines before it in the log.",
+    "TransferCancelled": NOTHING,
+    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is "
+    "slower than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
+}
+
+TROUBLES: dict[str, list[Trouble]] = {
+    "Start": [
+        Trouble(
+            "plugin_left_out",
+            "A plugin could not be loaded; the others serve.",
+            "Repair it, or name it in `plugins.disable`.",
+        ),
+        Trouble(
+            "ops_left_out",
+            "An implementation of the copies cannot be used; another is.",
+            "For `native`: install a wheel, or run `python3 kvcore/ops/build.py` (a C compiler).",
+        ),
+        Trouble(
+            "attention_hook_left_out",
+            "A plugin's hook around attention is not for this model, or failed.",
+            "Look at its error; name the plugin in `plugins.disable` if it is not wanted.",
+        ),
+        Trouble(
+            "no native copies: %s",
+            "The C copies are not built; torch does them, more slowly.",
+            "Install a wheel, or run `python3 kvcore/ops/build.py` (a C compiler).",
+        ),
+        Trouble(
+            "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
+            "hub serves under that name; give the engine a revision or a local folder",
+            "Weights that change under one name would be served old KV.",
+            "Give the engine a revision or a local folder.",
+        ),
+        Trouble(
+            "the tier %s is off: %s",
+            "A tier cannot be used; the others serve.",
+            "Do what the message says, and restart the engine.",
+        ),
+        Trouble(
+            "tier %s cannot be opened here: %s",
+            "A worker cannot open a tier that its leader found; nothing goes there.",
+            "Every worker needs the folder or store: look at mounts, rights and addresses.",
+        ),
+        Trouble(
+            "host memory is not pinned (CUDA error %d, locked-memory limit %s bytes): copies to "
+            "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
+            "The GPU cannot copy from host memory by itself.",
+            "Raise the limit (`ulimit -l unlimited`, or the container's), or lower "
+            "`host.capacity`.",
+        ),
+        Trouble(
+            "huge pages are not to be had (%s): disk reads into host memory are slower; write "
+            "madvise or always to %s",
+            "Memory is in pages of 4 KiB.",
+            "Write `madvise` to the file named, or set `host.huge_pages = false`.",
+        ),
+        Trouble(
+            "no trace is written: %s",
+            "The folder of `trace.path` cannot be written.",
+            "Give one that can.",
+        ),
+        Trouble(
+            "attention hooks are left out: %s: %s",
+            "Hooks around attention do not fit this model or runner; the engine runs without.",
+            "Name the plugin in `plugins.disable` if it is not wanted.",
+        ),
+        Trouble(
+            "exact prefixes only: %s",
+            "Fusion is on, and is not right for this model or engine.",
+            "Nothing, or `fusion.enabled = false`.",
+        ),
+        Trouble(
+            "connector_not_registered",
+            "This vLLM is outside of what the adapter serves, or registering failed.",
+            "Install a version that `kvcore plugins` names.",
+        ),
+        Trouble(
+            "hooks_not_registered",
+            "This SGLang is outside of what the adapter serves, or registering failed.",
+            "Install a version that `kvcore plugins` names.",
+        ),
+        Trouble(
+            "hook_not_registered",
+            "A function of SGLang that kvcore goes around has changed.",
+            "Install a version that `kvcore plugins` names.",
+        ),
+    ],
+    "Standing aside": [
+        Trouble(
+            "kvcore stands aside, the model runs without it: %s",
+            "The model, or the way its KV lies, is not one that kvcore serves right.",
+            "See the engine's page. The engine runs as without kvcore.",
+        ),
+        Trouble(
+            "kvcore stands aside on rank %d: %s",
+            "As above, on one rank.",
+            "See the engine's page. The engine runs as without kvcore.",
+        ),
+        Trouble(
+            "a worker refused its work: kvcore stands aside until the engine restarts",
+            "A worker cannot move KV; nothing more is promised.",
+            "Look for the worker's own line before it; restart the engine.",
+        ),
+        Trouble(
+            "%s: kvcore stands aside until the engine restarts",
+            "Something unexpected, named in the line; nothing more is promised.",
+            "Restart the engine; report what stands before it in the log.",
+        ),
+        Trouble(
+            "kvcore failed",
+            "An error of kvcore's own in SGLang's scheduler; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "%s failed",
+            "An error of kvcore's own in TensorRT-LLM's calls; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "the load of request %s cannot be planned",
+            "An error of kvcore's own; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "the step cannot be planned",
+            "An error of kvcore's own; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+        Trouble(
+            "reports could not be taken in",
+            "An error of kvcore's own; it stands aside.",
+            "Restart the engine; report the traceback.",
+        ),
+    ],
+    "Loads and saves": [
+        Trouble(
+            "load failed, computing instead request=%s attempt=%d retry=%s",
+            "Blocks could not be read; they are computed.",
+            "Look for the tier's own line before it.",
+        ),
+        Trouble(
+            "load refused request=%s: %s",
+            "There was no room to load through; it is computed.",
+            "Where it happens often raise `host.capacity` or `transfer.queue_depth`.",
+        ),
+        Trouble(
+            "load abandoned at its deadline graph=%d after_s=%s",
+            "A load was late; its tokens are computed.",
+            "Where it happens often look at the tier, or set `planner.enabled = true`.",
+        ),
+        Trouble(
+            "a load failed and is tried again graph=%d",
+            "Blocks could not be read in the first try.",
+            "Look for the tier's own line before it.",
+        ),
+        Trouble(
+            "a promised load failed request=%s: %s",
+            "TensorRT-LLM takes no word back: the request is failed.",
+            "Look at the tier, and at `trtllm.stage_wait_s`.",
+        ),
+        Trouble(
+            "computed_again",
+            "A request's KV could not be loaded; SGLang computes it from the start.",
+            "Look for the tier's own line before it.",
+        ),
+        Trouble("%s tier=%s failed: %s", "An operation on a tier failed.", "Look at the tier."),
+        Trouble(
+            "transfer op failed graph=%d path=%s",
+            "A copy failed; a load is computed, a save is dropped.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "graph refused: %s",
+            "The queue is full: a load is computed, a save is dropped.",
+            "Raise `transfer.queue_depth`.",
+        ),
+        Trouble(
+            "report of an unknown op graph=%d op=%d",
+            "A worker reported work that its leader does not know.",
+            "Report it, unless the cache was cleared at that time.",
+        ),
+        Trouble(
+            "transfers still hung at shutdown; what they wrote is not published",
+            "A medium did not answer before the engine ended.",
+            "Look at the medium.",
+        ),
+        Trouble("shutdown: %s", "Something failed while closing.", "Look at the tier it names."),
+        Trouble(
+            "a medium has not answered for %d s: flushed without it",
+            "SGLang's cache was flushed while a tier hung; what it was reading is given up.",
+            "Look at the medium: kvcore goes on without it, and tries it again.",
+        ),
+    ],
+    "Tiers": [
+        Trouble(
+            "tier left alone tier=%s failures=%d pause_s=%g",
+            "Three failures: it is neither read nor written for a while, then tried.",
+            "Look at the medium. It comes back by itself.",
+        ),
+        Trouble("tier works again tier=%s", "It was left alone, and answers.", NOTHING),
+        Trouble("the tier %s failed: %s", "Reading or writing failed.", "Look at the medium."),
+        Trouble("the tier %s raised", "A plugin's tier raised.", "Report the traceback."),
+        Trouble(
+            "tier %s could not forget %d slots: %s",
+            "What was cleared may be found there after a restart.",
+            "Look at the medium; remove the folder if it must be gone.",
+        ),
+        Trouble("closing tier %s: %s", "It failed while closing.", "Look at the medium."),
+        Trouble(
+            "a stored page is bad and dropped: %s",
+            "Bytes were not those written; SGLang computes the page.",
+            "Where it happens again look at the medium; `kvcore scrub` for a disk.",
+        ),
+    ],
+    "Disk": [
+        Trouble(
+            "%s: dropped records torn=%d beyond_data_or_of_other_size=%d",
+            "An engine was killed while it wrote, or the files were cut: these blocks are gone.",
+            "Nothing after a crash. Otherwise look at the disk.",
+        ),
+        Trouble(
+            "store %s is not used: %s",
+            "Its `store.json` is of another version, or damaged.",
+            "Remove the store's folder if nobody needs it.",
+        ),
+        Trouble(
+            "store %s is not used: it holds blocks of another model",
+            "Two models came to the same name of a folder.",
+            "Remove the store's folder if nobody needs it.",
+        ),
+        Trouble(
+            "the store %s is not read: %s",
+            "A store of another engine vanished or cannot be opened; its blocks are computed.",
+            NOTHING,
+        ),
+        Trouble(
+            "cutting the store %s to %d blocks to make room",
+            "The capacity is shared by all stores in the folder.",
+            "Raise `disk.capacity` to keep more.",
+        ),
+        Trouble(
+            "removing the store %s (%d bytes) to make room",
+            "The capacity is shared by all stores in the folder; this one was used last of all.",
+            "Raise `disk.capacity` to keep more.",
+        ),
+        Trouble(
+            "slot %d could not be marked bad: %s",
+            "A bad block was found, and its record could not be erased; it is not served.",
+            "Look at the disk.",
+        ),
+        Trouble(
+            "a flush failed: %s",
+            "What was written may not survive a loss of power.",
+            "Look at the disk.",
+        ),
+        Trouble(
+            "no asynchronous I/O for %s (%s): threads do it instead",
+            "The kernel, its limits or a sandbox refuse it; reads are slower.",
+            "Raise `fs.aio-max-nr`, or allow io_submit in the container.",
+        ),
+        Trouble(
+            "no direct I/O in %s: reads and writes go through the page cache",
+            "The file system refuses it.",
+            "Give `disk.path` on a local file system, or leave it.",
+        ),
+    ],
+    "Remote stores": [
+        Trouble(
+            "store %s does not tell what it holds: %s",
+            "Lookups there failed: misses.",
+            "Look at the store and at the network.",
+        ),
+        Trouble(
+            "asking store %s failed", "An error in the store's client.", "Report the traceback."
+        ),
+        Trouble(
+            "store %s still answers nothing at shutdown: it is left behind",
+            "A request hangs.",
+            "Look at the store and at the network.",
+        ),
+        Trouble(
+            "store %s keeps %d values: %s",
+            "Values that were cleared could not be removed.",
+            "Remove them with the store's own means if they must be gone.",
+        ),
+        Trouble(
+            "removing from store %s failed",
+            "An error in the store's client.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "%d bad values stay in the store: %s",
+            "They could not be removed. They are not served.",
+            "Look at the store.",
+        ),
+    ],
+    "Fusion": [
+        Trouble(
+            "request=%s is answered without fusion: %s",
+            "What the request asks of fusion cannot be read.",
+            "Change the request: see [fusion](fusion.md).",
+        ),
+        Trouble(
+            "request %s is answered without fusion: %s",
+            "What the request asks of fusion cannot be read.",
+            "Change the request: see [fusion](fusion.md).",
+        ),
+        Trouble(
+            "%d blends failed one after another: exact prefixes only until the engine restarts",
+            "Fusion fails with this model.",
+            "Report the tracebacks before it; set `fusion.enabled = false`.",
+        ),
+        Trouble(
+            "blend failed, computing instead request=%s",
+            "The request is computed in full.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "no memory for the chunks of request=%s: %s",
+            "The request is computed in full.",
+            "Lower `fusion.staging_max`, or what the engine takes of the device.",
+        ),
+        Trouble(
+            "the model's layers could not be timed",
+            "Whether a blend is worth it is not measured.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "a chunk is computed, since it cannot be loaded: %s",
+            "There was no room to load through.",
+            "Where it happens often raise `host.capacity`.",
+        ),
+        Trouble(
+            "chunks have not arrived from their tier in time, computing instead",
+            "The tier is late.",
+            "Look at the tier, and at `transfer.load_deadline_s`.",
+        ),
+        Trouble(
+            "attention hooks are not called again: %s: %s",
+            "A hook around attention failed.",
+            "Report the traceback to the plugin.",
+        ),
+        Trouble(
+            "attention hook %r failed at layer %d and is not called again",
+            "A hook around attention failed.",
+            "Report the traceback to the plugin.",
+        ),
+        Trouble(
+            "tokens of stored blocks are not kept in %s: %s",
+            "The file of segments cannot be used: after a restart chunks are not found.",
+            "Look at the file; remove it if it is of another version.",
+        ),
+        Trouble(
+            "%s is written by another engine: tokens are not kept",
+            "Two engines of one model share the folder: one of them writes.",
+            "Nothing, or give each its own `disk.path`.",
+        ),
+        Trouble(
+            "%s could not be %s: %s",
+            "The file of segments could not be written: after a restart chunks are not found.",
+            "Look at the disk.",
+        ),
+    ],
+    "Server": [
+        Trouble(
+            "no kvcore server answers: the engine computes until one does",
+            "The engine started before its server, or reaches another address.",
+            "Start `kvcore server`, or correct `server.address`. Engines join by themselves.",
+        ),
+        Trouble(
+            "the server does not answer in %g s",
+            "The engine computes and leaves the server alone until it answers a heartbeat.",
+            "Where it happens often give the server a core of its own, or raise "
+            "`server.deadline_s`.",
+        ),
+        Trouble(
+            "the kvcore server is gone: the engine computes until it is back",
+            "Nothing was heard of it for a lease.",
+            "Start it again; what is on disk is found again.",
+        ),
+        Trouble(
+            "the kvcore server refuses this engine: %s",
+            "Versions, the model or settings do not fit together; the engine runs without KV of "
+            "others.",
+            "Do what the message says: as a rule the same version of kvcore on both sides.",
+        ),
+        Trouble(
+            "not sent: %s",
+            "A message would be larger than the protocol allows; the prompt is computed.",
+            "Nothing, unless prompts have millions of tokens.",
+        ),
+        Trouble(
+            "refused kind=%s: %s",
+            "The server did not do what a client asked, and says why; the client computes.",
+            "Look at which client it is: another version, or no client of kvcore at all.",
+        ),
+        Trouble(
+            "a request failed kind=%s",
+            "A fault of the server's; the client computes.",
+            "Report it, with the lines that follow.",
+        ),
+        Trouble(
+            "a reply is lost: %s",
+            "The client does not take its answers: it is gone, or stands still.",
+            NOTHING,
+        ),
+        Trouble(
+            "session is silent session=%d seconds=%.1f",
+            "A client's process lives and says nothing; what its copies use is kept for it.",
+            "Look at that process: is it stopped?",
+        ),
+        Trouble(
+            "read failed graph=%d op=%d: %s",
+            "The server did not tell in time what became of a read; the prompt is computed.",
+            "Look at the server's log.",
+        ),
+        Trouble(
+            "graph refused graph=%d: %s",
+            "A plan came of a server that is not the one the worker has mapped; it is computed.",
+            NOTHING,
+        ),
+    ],
+    "Events and cluster": [
+        Trouble(
+            "no block events to %s: pip install %s (%s)",
+            "The package for that bus is missing; nothing is told there.",
+            "Install it.",
+        ),
+        Trouble(
+            "no block events: %s",
+            "The endpoint cannot be used; the engine serves without telling.",
+            "Correct `events.endpoint`, or free the port.",
+        ),
+        Trouble(
+            "stream %s is not made or changed: %s",
+            "NATS does not let kvcore make its stream.",
+            "Make it by hand, or give the account the right to.",
+        ),
+        Trouble(
+            "events of blocks=%d were dropped: raise events.queue_blocks",
+            "They came faster than they could be sent. Consumers see the gap and catch up.",
+            "Raise `events.queue_blocks`.",
+        ),
+        Trouble(
+            "a request for events is left alone: %s",
+            "Somebody asked the replay socket for what makes no sense.",
+            "Look at who connects there.",
+        ),
+        Trouble(
+            "a request of %d frames is left alone",
+            "Somebody who is no consumer talks to the replay socket.",
+            "Look at who connects there.",
+        ),
+        Trouble(
+            "a publisher of block events does not answer; what is known may be old",
+            "A consumer cannot catch up: the engine is gone or cut off.",
+            "Nothing, if it was stopped; it catches up when it is back.",
+        ),
+        Trouble(
+            "an answer of a publisher of block events is not understood: %s",
+            "The publisher is of another version, or none.",
+            "Use the same version on both sides.",
+        ),
+        Trouble(
+            "a batch of block events is not understood: %s",
+            "The publisher is of another version, or none; the consumer catches up by a snapshot.",
+            "Use the same version on both sides.",
+        ),
+        Trouble(
+            "a message is passed over: %s",
+            "Something else publishes at that endpoint.",
+            "Give each engine an endpoint or a topic of its own.",
+        ),
+        Trouble(
+            "an entry in etcd is passed over: %s",
+            "Something under `cluster.prefix` is not kvcore's, or of another version.",
+            "Remove it, or use another prefix.",
+        ),
+        Trouble(
+            "the lease %x is lost; what was entered is entered anew",
+            "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
+            "Raise `cluster.ttl_s` where it happens often.",
+        ),
+    ],
+    "Traces": [
+        Trouble(
+            "no records of requests are written: %s",
+            "The folder of `explain.path` cannot be written.",
+            "Give one that can.",
+        ),
+        Trouble(
+            "records of requests are not written any more: %s",
+            "The disk of `explain.path` failed.",
+            "Look at the disk; restart the engine.",
+        ),
+        Trouble(
+            "no spans are made: %s",
+            "`explain.spans` needs a package that is not there.",
+            "`pip install opentelemetry-api`, or set it to false.",
+        ),
+        Trouble("trace %s is full and ends here", "A file of 256 MiB.", NOTHING),
+        Trouble("trace %s ends here: %s", "The disk failed.", "Look at the disk."),
+        Trouble("trace %s: %s", "The file could not be closed.", "Look at the disk."),
+    ],
+}
