@@ -63,6 +63,7 @@ bench: env
 
 docs: env
 	$(VENV)/bin/kvcore config --docs > docs/configuration.md
+	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
 
 clean:
 	rm -rf results build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -58,6 +58,7 @@ def test_flags_that_it_writes_itself_are_refused(flag: str) -> None:
 
 class Linker:
     wants_inserts = True
+    stages = False
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

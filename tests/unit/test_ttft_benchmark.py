@@ -44,7 +44,7 @@ class Remembering:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
         self.own.clear()
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generation]:
@@ -79,6 +79,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Remembering]:
     monkeypatch.setattr(_ttft, "_tiny", lambda: Path("tiny"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(sglang_ttft, "FILES_SETTLED_S", 0.0)
+    monkeypatch.setattr(sglang_ttft, "_drop_page_cache", lambda process: None)
     monkeypatch.setattr(_ttft, "_plot", lambda figure, rows: None)
     return Remembering.made
 
@@ -107,17 +108,22 @@ PEER_HITS = {
 
 
 @pytest.mark.parametrize(
-    ("bench", "hits"), [(vllm_ttft, HITS), (sglang_ttft, {**HITS, **PEER_HITS})]
+    ("bench", "hits", "costs"),
+    [(vllm_ttft, HITS, [1.0, 1.0]), (sglang_ttft, {**HITS, **PEER_HITS}, [1.0, 1.0, 2.0])],
 )
 def test_each_contender_is_asked_when_its_tier_has_the_answer(
-    engines: list[Remembering], tmp_path: Path, bench: Any, hits: dict[str, tuple[float, str]]
+    engines: list[Remembering],
+    tmp_path: Path,
+    bench: Any,
+    hits: dict[str, tuple[float, str]],
+    costs: list[float],
 ) -> None:
     bench.main(["--dry-run", "--out", str(tmp_path)])
     [name] = {made.engine for made in engines}
     found = rows(tmp_path, f"{name}_ttft")
     assert {row["contender"]: (row["ttft_s"], row["cached_in"]) for row in found} == hits
     assert not any(row["answers_differ"] for row in found)
-    assert [row["ratio"] for row in rows(tmp_path, f"{name}_cost")] == [1.0, 1.0]
+    assert [row["ratio"] for row in rows(tmp_path, f"{name}_cost")] == costs
 
 
 def test_bars_are_ratios_and_say_whether_they_are_kept(
