@@ -48,7 +48,7 @@ test-sglang: env-sglang
 	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -n 2 --dist loadscope $(PYTEST)
 
 test-unit: env
-	$(RUN) -m pytest -m "not engine" tests/unit $(PYTEST)
+	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit $(PYTEST)
 
 test-kernels: env
 	$(RUN) -m pytest tests/kernels $(PYTEST)

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvcore.block import ROOT_PARENT, KeyChain
 from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
+
+pytestmark = pytest.mark.slow
 
 
 def disk_blocks(engine: ReferenceEngine, prompt: list[int]) -> int:

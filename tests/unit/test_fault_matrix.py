@@ -18,6 +18,8 @@ from kvcore.testing.faults.engine import faulty_engine, held, nothing_left
 from kvcore.tiers.remote import memory
 from kvcore.tiers.remote.memory import MemoryStore
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 512
 ANSWER = 4
 IN_TIME_S = 20.0
