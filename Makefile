@@ -1,5 +1,6 @@
 # Every target makes the environment first; when it is there already, that takes no time.
 #   make demo [ENGINE=sglang] [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
+#   make demo-cluster [MODEL=folder-or-name] [CLUSTER="--documents 3 --tokens 2048 --store redis"]
 #   make test [PYTEST="-k restart"]
 
 PYTHON ?= python3
@@ -11,11 +12,12 @@ SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang demo tools/env.py
 
-.PHONY: help env env-sglang demo test test-unit test-sglang test-kernels lint bench docs clean clean-env
+.PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs clean clean-env
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
+	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
@@ -35,6 +37,9 @@ demo:
 	@$(PYTHON) tools/env.py $(ENGINE)
 	.venvs/$(ENGINE)/bin/python -m demo --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(DEMO)
 	.venvs/$(ENGINE)/bin/python -m demo.rag --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(RAG)
+
+demo-cluster: env
+	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
 test: env env-sglang
 	$(RUN) -m kvcore.testing.models smollm2

@@ -15,8 +15,16 @@ ALL = (
     "fusion_overlap",
     "vllm_ttft",
 )
-APART = ("fusion_quality", "fusion_gate", "kernels", "server", "end_to_end", "sglang_ttft")
-"""Hours on a small machine, in want of a GPU or of another engine: run when named."""
+APART = (
+    "fusion_quality",
+    "fusion_gate",
+    "kernels",
+    "server",
+    "end_to_end",
+    "sglang_ttft",
+    "remote",
+)
+"""Hours on a small machine, in want of a GPU, of another engine or of stores: run when named."""
 
 
 def main() -> None:

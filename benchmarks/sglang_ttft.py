@@ -11,7 +11,9 @@ the page cache, unlike kvcore: where this process may, it is dropped before each
 
 A host hit is also measured in turns with a hit of the radix cache in one engine, which is flushed.
 
-On a CPU HiCache runs with `kvcore.testing.sglang.hicache`.
+On a CPU HiCache runs with `kvcore.testing.sglang.hicache`. SGLang's attention there computes the
+whole square of a prompt however much of it was found; `--attention kvcore_rows` gives every
+contender one that computes the rows that are left (`kvcore_sglang.attention`).
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class SGLangContest(Contest):
             "sleep_on_idle": True,
             "start_method": "fork",
         }
+        if options.attention:
+            self.engine_args["attention_backend"] = options.attention
         self._pool = pool
 
     def kvcore(self, folder: str) -> dict[str, Any]:
@@ -198,6 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument(
         "--page-size", type=int, default=64, help="of SGLang, for every contender (%(default)s)"
+    )
+    made.add_argument(
+        "--attention", help="SGLang's attention backend, for every contender (kvcore_rows: above)"
     )
     measure(SGLangContest(parse(made, arguments)))
 

@@ -110,6 +110,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=480, help="length of a page (480)")
     add("--prompts", type=int, default=4, help="questions asked (4)")
     add("--gate", type=float, help="also with this bound of the quality gate (fusion.gate)")
+    add("--attention", help="the engine's attention backend (its own choice)")
     add("--answer-tokens", type=int, default=24, help="length of an answer (24)")
     add("--results", type=Path, default=Path("results"), help="for table, plot and JSON (results)")
     options = parser.parse_args(arguments)
@@ -160,6 +161,8 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
         request_tokens=longest,
         batch_tokens=max(longest, 2048),
     )
+    if options.attention:
+        args["attention_backend"] = options.attention
     engines = 1 if options.gate is None else 2
     steps = (1 + len(RATIOS) + engines) * len(asked) + engines * len(pages)
     with Progress(console=console) as progress:

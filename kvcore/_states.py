@@ -28,6 +28,10 @@ from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.errors import ConfigError
 
 
+def _nowhere(_key: bytes) -> None:
+    """`KeyTable.get` of a table that holds nothing."""
+
+
 class BlockStates:
     """The columns of all tiers, and the steps that keep every tier prefix-closed."""
 
@@ -67,6 +71,21 @@ class BlockStates:
         self._tell_gone(table, evicted)
         return evicted
 
+    def _within_quota(
+        self, table: TierTable, count: int, namespace: bytes
+    ) -> tuple[int, list[Evicted]]:
+        """How many of ``count`` new blocks the namespace's tenant may store, after leaves of its
+        own have made room for them; and what those were."""
+        share = None if table.quotas is None else table.quotas.share_of(namespace)
+        if share is None:
+            return count, []
+        evicted = []
+        while share.used + count > share.limit and (node := share.leaves.pop()) is not None:
+            table.policy.remove(node)
+            evicted.append(self._evict(table, node))
+        self._tell_gone(table, evicted)
+        return min(count, max(0, share.limit - share.used)), evicted
+
     def _evict(self, table: TierTable, node: int) -> Evicted:
         block = self._evicted(table, node)
         self._leave(table, node, block.key)
@@ -87,6 +106,8 @@ class BlockStates:
 
     def _unhold(self, table: TierTable, node: int) -> None:
         table.state[node] = NONE
+        if table.quotas is not None:
+            table.quotas.gone(node)
         for other in self._tables:
             if other.state[node] != NONE:
                 return
@@ -108,14 +129,19 @@ class BlockStates:
             nodes.append(node)
             parent = node
         children[parent] = 0
+        if table.quotas is not None:
+            table.quotas.entered(nodes)
         return nodes
 
     def _make_node(self, key: bytes, parent: int, namespace: bytes) -> int:
-        if self._nodes.is_full:
-            count = self._nodes.grow()
-            for table in self._tables:
-                table.grow(count)
+        self._make_room_for_nodes(1)
         return self._nodes.make(key, parent, self._nodes.space_of(namespace))
+
+    def _make_room_for_nodes(self, count: int) -> None:
+        while self._nodes.num_free < count:
+            grown = self._nodes.grow()
+            for table in self._tables:
+                table.grow(grown)
 
     def _publish(self, table: TierTable, reservation: Reservation) -> None:
         """Publish a filled reservation and all filled ones that waited for it."""
@@ -217,17 +243,17 @@ class BlockStates:
         table.policy.add(node)
         return True
 
-    def _below(self, table: TierTable, top: int) -> list[int]:
-        """A node and all its descendants in a tier, by pointer jumping: O(index * log depth)."""
+    def _below(self, table: TierTable, tops: list[int]) -> list[int]:
+        """Nodes and all their descendants in a tier, by pointer jumping: O(index * log depth)."""
         state = np.frombuffer(table.state, dtype=np.uint8)
         held = (state > NONE) & (state < EVICTING)
         everyone = np.arange(len(state))
         up = np.where(held, np.frombuffer(self._nodes.parent, dtype=np.int32), everyone)
         up = np.where(up == ROOT, everyone, up)
-        up[top] = top
+        up[tops] = tops
         while not np.array_equal(further := up[up], up):
             up = further
-        found: list[int] = np.flatnonzero(held & (up == top)).tolist()
+        found: list[int] = np.flatnonzero(held & np.isin(up, tops)).tolist()
         return found
 
     def _detach(self, table: TierTable, nodes: list[int]) -> list[Evicted]:
@@ -298,9 +324,14 @@ class BlockStates:
         dropped = []
         claimed: list[Record] = []
         place: dict[bytes, int] = {}
-        for record in ranked:
-            if self._claim(table, record, place):
-                place[record.key] = len(claimed)
+        find, state = self._nodes.keys.get if len(self._nodes.keys) else _nowhere, table.state
+        claim = table.pool.claim
+        for record in ranked:  # the latest first: it has its key, and its slot
+            key = record.key
+            new = key not in place and len(key) == KEY_BYTES
+            held = new and (node := find(key)) is not None and state[node] != NONE
+            if new and not held and claim(record.slot):
+                place[key] = len(claimed)
                 claimed.append(record)
             else:
                 dropped.append(record)
@@ -313,13 +344,6 @@ class BlockStates:
         kept = [claimed[index] for index in np.flatnonzero(whole).tolist()]
         self._enter_restored(table, kept, renumbered[above[whole]])
         return dropped
-
-    def _claim(self, table: TierTable, record: Record, place: dict[bytes, int]) -> bool:
-        """Take a record's slot, if its key is new to the tier and the slot is free."""
-        if record.key in place or len(record.key) != KEY_BYTES:
-            return False
-        node = self._nodes.keys.get(record.key)
-        return (node is None or table.state[node] == NONE) and table.pool.claim(record.slot)
 
     def _rooted(
         self, table: TierTable, records: Sequence[Record], above: npt.NDArray[np.int64]
@@ -343,15 +367,22 @@ class BlockStates:
         published = node is not None and table.state[node] == PUBLISHED
         return parent == ROOT_PARENT or published
 
-    def _node_for(self, record: Record) -> int:
-        node = self._nodes.keys.get(record.key)
-        return self._make_node(record.key, ROOT, record.namespace) if node is None else node
+    def _nodes_for(self, records: Sequence[Record]) -> list[int]:
+        """A node a record: the one that another tier's block has, or a new one."""
+        if len(self._nodes.keys):
+            found = [self._nodes.keys.get(record.key) for record in records]
+        else:
+            found = [None] * len(records)
+        new = [record for record, node in zip(records, found, strict=True) if node is None]
+        self._make_room_for_nodes(len(new))
+        made = iter(self._nodes.make_all([r.key for r in new], [r.namespace for r in new]))
+        return [next(made) if node is None else node for node in found]
 
     def _enter_restored(
         self, table: TierTable, records: Sequence[Record], above: npt.NDArray[np.int64]
     ) -> None:
         """Publish records, newest first; ``above`` as for `_rooted`, every record is rooted."""
-        made = [self._node_for(record) for record in records]
+        made = self._nodes_for(records)
         nodes = np.array(made, dtype=np.int64)
         parents = np.append(nodes, ROOT)[above]
         inside = parents != ROOT
@@ -366,9 +397,12 @@ class BlockStates:
         np.add.at(children, parents[inside], 1)
         leaves = children[nodes] == 0
         del children  # a column that is looked at cannot grow
+        if table.quotas is not None:
+            table.quotas.entered(made)
         self._nodes.recency.restore(nodes[::-1])
-        for record in records:
-            self._tell(True, table, (record.key,), record.parent)
+        if self._observer is not None:
+            for record in records:
+                self._tell(True, table, (record.key,), record.parent)
         for index in np.flatnonzero(leaves | table.policy.watches_blocks)[::-1].tolist():
             table.policy.stored(made[index], records[index].key)
             if leaves[index]:

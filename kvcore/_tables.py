@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -16,6 +17,7 @@ from kvcore.errors import ConfigError
 from kvcore.policy import BUILTIN_POLICIES
 from kvcore.policy.base import MAX_NODES, EvictionPolicy, Recency
 from kvcore.pool import SlotPool
+from kvcore.quotas import RationedPolicy
 
 Slots = npt.NDArray[np.int64]
 
@@ -182,6 +184,7 @@ class TierTable:
         self.name = spec.name
         self.pool = SlotPool(spec.num_slots, foreign=spec.foreign)
         self.policy = spec.make_policy(recency)
+        self.quotas: RationedPolicy | None = None  # then it is the policy; None: no quota is set
         self.slot = array("q" if spec.foreign else "i")
         self.children = array("i")  # children in this tier, EVICTING ones not counted
         self.state = bytearray()
@@ -200,6 +203,26 @@ class TierTable:
 
     def holds(self, node: int) -> bool:
         return NONE < self.state[node] < EVICTING
+
+    def members(self) -> list[int]:
+        """Nodes that have a slot, leaving ones included. O(index)."""
+        found: list[int] = np.flatnonzero(np.frombuffer(self.state, dtype=np.uint8)).tolist()
+        return found
+
+    def grant(
+        self, tenant: str, namespaces: frozenset[bytes], limit: int, nodes: NodeTable
+    ) -> None:
+        """See `BlockIndex.set_quota`; nothing is evicted."""
+        quotas = RationedPolicy(self.policy, nodes) if self.quotas is None else self.quotas
+        quotas.grant(tenant, namespaces, limit, self.members())
+        self.policy = self.quotas = quotas
+
+    def lift(self, tenant: str) -> None:
+        """Take a quota away; without any the policy is on its own again."""
+        if self.quotas is not None:
+            self.quotas.lift(tenant)
+            if not self.quotas.shares:
+                self.policy, self.quotas = self.quotas.inner, None
 
     def is_evictable(self, node: int) -> bool:
         return self.state[node] == PUBLISHED and not self.children[node] and node not in self.pins
@@ -233,6 +256,8 @@ class TierTable:
         )
         leaves = [node for node in held if self.is_evictable(node)]
         assert sorted(self.policy.evictable()) == sorted(leaves), "evictable set"
+        if self.quotas is not None:
+            self.quotas.check_integrity(self.members())
         self._check_slots(nodes, held)
 
     def _check_slots(self, nodes: NodeTable, held: list[int]) -> None:
@@ -281,8 +306,9 @@ class NodeTable:
         return count
 
     @property
-    def is_full(self) -> bool:
-        return not self._free
+    def num_free(self) -> int:
+        """Node ids that `make` can give out before the columns must grow."""
+        return len(self._free)
 
     def make(self, key: bytes, parent: int, space: int) -> int:
         node = self._free.pop()
@@ -291,6 +317,22 @@ class NodeTable:
         self.space[node] = space
         self._space_uses[space] += 1
         return node
+
+    def make_all(self, keys: Sequence[bytes], namespaces: Sequence[bytes]) -> list[int]:
+        """`make` for different new keys, all under `ROOT`, at a third of its time a key."""
+        kept = len(self._free) - len(keys)
+        nodes = self._free[kept:]
+        del self._free[kept:]
+        nodes.reverse()  # as `make` gives them out
+        self.keys.put_all(keys, nodes)
+        spaces = {}
+        for namespace, uses in Counter(namespaces).items():
+            space = spaces[namespace] = self.space_of(namespace)
+            self._space_uses[space] += uses
+        places = np.frombuffer(nodes, dtype=np.int32)
+        np.frombuffer(self.parent, dtype=np.int32)[places] = ROOT
+        np.frombuffer(self.space, dtype=np.uint32)[places] = [spaces[name] for name in namespaces]
+        return nodes.tolist()
 
     def free(self, node: int) -> None:
         self.keys.remove(node)

@@ -81,7 +81,8 @@ def _canonical_parts(value: object) -> tuple[bytes, bytes]:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return b"y", bytes(value)
     if isinstance(value, str):
-        return b"s", value.encode()
+        # Salts are clients' text: JSON may give them halves of surrogate pairs.
+        return b"s", value.encode("utf-8", "surrogatepass")
     if isinstance(value, (int, float)):
         return _canonical_number(value)
     return _canonical_container(value)

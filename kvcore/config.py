@@ -274,7 +274,8 @@ def _read_file(file: Path, named_by: str) -> Table:
         table = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{file}{named_by}: cannot be read: {error.strerror}") from error
-    except (ValueError, yaml.YAMLError) as error:  # of the encoding, TOML, or a YAML date
+    # Of the encoding, TOML, a YAML date, or tables in tables without end.
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "TOML" if suffix == ".toml" else "YAML"
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}{named_by}: is not {kind}: {reason}") from error

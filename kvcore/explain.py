@@ -3,7 +3,8 @@
     lookup     what matched where, what was missing and why     Journal.looked_up
     plan       what was weighed, at which rates                 Record.plan
     load       tokens by tier, or that it failed                Journal.loaded, Journal.failed
-    end        seconds by step                                  Journal.ended
+    end        seconds by step, and what else it would have     Journal.ended
+               taken, as far as that is known
 
 For who runs the engine. A record says that text was seen in another namespace, so it is not for
 clients: tenants are not to learn of each other.
@@ -21,9 +22,13 @@ from typing import Any, NamedTuple
 
 from kvcore.block import Namespace
 from kvcore.manager import Event, Hit
-from kvcore.planner import Plan
+from kvcore.planner import Ask, Plan
 
-__all__ = ["Cause", "Journal", "Miss", "Record"]
+__all__ = ["Cause", "Journal", "Miss", "Otherwise", "Record"]
+
+
+WAITING = "waiting"
+"""The outcome of a request that has not ended."""
 
 
 class Cause(str, Enum):
@@ -35,6 +40,7 @@ class Cause(str, Enum):
     TOO_SHORT = "too short"
     PLANNED = "plan said recompute"
     BUSY = "no slots to load through"
+    LATE = "not in host memory in time"
     FAILED = "failed"
 
 
@@ -48,11 +54,25 @@ class Miss(NamedTuple):
     differed: tuple[str, ...] = ()
 
 
+class Otherwise(NamedTuple):
+    """What each way is estimated to take, from measured rates: seconds to the first token with all
+    that was found loaded, and with all of it computed; and seconds of loading alone.
+
+    None is what cannot be said; ``unknown`` says why.
+    """
+
+    load_all: float | None = None
+    recompute: float | None = None
+    loading: float | None = None
+    unknown: tuple[str, ...] = ()
+
+
 @dataclass
 class Record:
     """One request: tokens, of them ``computed`` by the engine's own cache when it was looked up.
 
     ``matched`` are (tier, first token, one past the last); ``steps`` seconds by name, in order.
+    ``ask`` is the lookup as a planner would be asked; ``otherwise`` is None until its end.
     """
 
     request_id: str
@@ -61,10 +81,12 @@ class Record:
     matched: list[tuple[str, int, int]] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     plan: Plan | None = None
+    ask: Ask | None = None
+    otherwise: Otherwise | None = None
     loaded: dict[str, int] = field(default_factory=dict)
     failures: int = 0
     steps: dict[str, float] = field(default_factory=dict)
-    outcome: str = "waiting"
+    outcome: str = WAITING
     began: float = 0.0
 
     def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
@@ -83,7 +105,14 @@ class Record:
         }
         if self.plan is not None:
             told["plan"] = _plan(self.plan)
+        if self.otherwise is not None:
+            told["otherwise"] = _otherwise(self.otherwise)
         return told
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its request has ended."""
+        return self.outcome != WAITING
 
 
 def _discreet(miss: Miss) -> Miss:
@@ -106,15 +135,29 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "action": plan.action.value,
         "why": plan.why.value,
         "stop": plan.stop,
-        "expected_ms": round(1e3 * plan.chosen.seconds, 3),
-        "load_all_ms": round(1e3 * plan.load_all.seconds, 3),
-        "recompute_ms": round(1e3 * plan.recompute.seconds, 3),
-        "deadline_ms": None if plan.deadline_s is None else round(1e3 * plan.deadline_s, 3),
+        "expected_ms": _ms(plan.chosen.seconds),
+        "load_all_ms": _ms(plan.load_all.seconds),
+        "recompute_ms": _ms(plan.recompute.seconds),
+        "deadline_ms": _ms(plan.deadline_s),
         "rates": {
             tier: {"operation_s": latency, "byte_s": byte}
             for tier, (latency, byte) in plan.rates.items()
         },
     }
+
+
+def _otherwise(known: Otherwise) -> dict[str, Any]:
+    return {
+        "estimate": True,
+        "load_all_ms": _ms(known.load_all),
+        "recompute_ms": _ms(known.recompute),
+        "loading_ms": _ms(known.loading),
+        "unknown": list(known.unknown),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 class Journal:
@@ -166,11 +209,13 @@ class Journal:
         block_tokens: int,
     ) -> Record:
         """A request was looked up; a later lookup of the same one begins its record anew, apart
-        from its failures and the time it began."""
+        from what failed and the time it began. One that has ended is another's of the same name.
+        """
         old = self._records.get(request_id)
         record = Record(request_id, len(tokens), computed, began=self._clock())
-        if old is not None:
+        if old is not None and not old.is_over:
             record.failures, record.began = old.failures, old.began
+            record.misses = [miss for miss in old.misses if miss.cause is Cause.FAILED]
         record.matched = [
             (source.tier, source.start * block_tokens, source.stop * block_tokens)
             for source in hit.sources
@@ -199,8 +244,12 @@ class Journal:
         return Miss(Cause.NEVER_SEEN)
 
     def missed(self, request_id: str, cause: Cause) -> None:
-        """What was found is not used."""
-        if (record := self._records.get(request_id)) is not None:
+        """What was found is not used; said once, however often it is looked up. Of a request whose
+        load began, what is looked up behind it is no miss."""
+        record = self._records.get(request_id)
+        if record is None or record.loaded:
+            return
+        if all(miss.cause is not cause for miss in record.misses):
             record.misses.append(Miss(cause))
 
     def loaded(self, request_id: str, tokens: Mapping[str, int]) -> None:
@@ -218,13 +267,15 @@ class Journal:
 
     def step(self, request_id: str, name: str) -> None:
         """The step of that name ended now: seconds since the one before, added up."""
-        if (record := self._records.get(request_id)) is not None:
+        record = self._records.get(request_id)
+        if record is not None and not record.is_over:
             spent = self._clock() - record.began - sum(record.steps.values())
             record.steps[name] = record.steps.get(name, 0.0) + spent
 
     def ended(self, request_id: str, outcome: str = "done") -> None:
-        """The request is over."""
-        if (record := self._records.get(request_id)) is not None:
+        """The request is over. Nothing where it was before."""
+        record = self._records.get(request_id)
+        if record is not None and not record.is_over:
             self.step(request_id, "rest")
             record.outcome = outcome
 

@@ -11,12 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvcore.index import Event, Pin
 from kvcore.policy.admission import AdmissionFilter, Always
-from kvcore.tiers.remote.finder import Finder
+from kvcore.tiers.remote.finder import Finder, Promise
 from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph, UnitTable
+
+if TYPE_CHECKING:
+    from kvcore.fusion.segments import SegmentBook
 
 __all__ = [
     "HOST",
@@ -25,6 +28,8 @@ __all__ = [
     "Hit",
     "IndexView",
     "Manager",
+    "PreparedLoad",
+    "Promise",
     "Readiness",
     "Room",
     "Source",
@@ -116,6 +121,20 @@ class Hit:
         return {tier: count for tier, count in counts.items() if count > 0}
 
 
+@dataclass(frozen=True)
+class PreparedLoad:
+    """A load out of host memory that was promised, and whose places are not known yet. Its blocks
+    stay there until it is launched or dropped: by a ``pin`` of the leader's own index, or by the
+    ``graph`` that a server planned."""
+
+    hit: Hit
+    start: int
+    stop: int
+    layers: tuple[Span, ...]
+    pin: Pin | None = None
+    graph: TransferGraph | None = None
+
+
 class Transport(Protocol):
     """Carries graphs to every worker of the engine and their reports back."""
 
@@ -164,6 +183,8 @@ class Manager(ABC):
 
     index: IndexView
     transport: Transport
+    segments: SegmentBook | None = None
+    """The server's tokens of stored blocks; None where the leader is to have its own."""
 
     @property
     @abstractmethod
@@ -186,7 +207,7 @@ class Manager(ABC):
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit: ...
 
     @abstractmethod
-    def ask_stores(self, hit: Hit, computed: int = 0) -> bool: ...
+    def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool: ...
 
     @abstractmethod
     def wait_stores(self, timeout: float) -> bool: ...
@@ -206,6 +227,49 @@ class Manager(ABC):
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
     ) -> TransferGraph: ...
+
+    @property
+    def certain(self) -> bool:
+        """Whether a load out of host memory, once prepared, can be had by every worker."""
+        return True
+
+    def prepare_load(
+        self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
+    ) -> PreparedLoad:
+        """Keep blocks [start, stop) of ``hit`` in host memory until `launch_prepared` or
+        `drop_prepared`, of which one must be called once.
+
+        Raises a KVCoreError where they are not there (any more); nothing is kept then.
+        """
+        pin = self.index.pin(HOST, hit.keys[stop - 1])
+        return PreparedLoad(hit, start, stop, tuple(layers), pin=pin)
+
+    def launch_prepared(
+        self,
+        prepared: PreparedLoad,
+        units: Sequence[UnitTable],
+        *,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        """The load, to the device places in ``units``; raises as `launch_load` does. From then on
+        its flight keeps the blocks; where it raises, nothing does."""
+        assert prepared.pin is not None
+        try:
+            return self.launch_load(
+                prepared.hit,
+                prepared.start,
+                prepared.stop,
+                units,
+                layers=prepared.layers,
+                on_end=on_end,
+            )
+        finally:
+            self.index.unpin(prepared.pin)
+
+    def drop_prepared(self, prepared: PreparedLoad) -> None:
+        """It will not be launched."""
+        assert prepared.pin is not None
+        self.index.unpin(prepared.pin)
 
     @abstractmethod
     def launch_save(

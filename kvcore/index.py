@@ -50,6 +50,7 @@ from kvcore._tables import (
 from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.policy.base import EvictionPolicy
+from kvcore.quotas import Quota
 
 __all__ = [
     "BlockIndex",
@@ -59,6 +60,7 @@ __all__ = [
     "Eviction",
     "Match",
     "Pin",
+    "Quota",
     "Record",
     "Reservation",
     "TierSpec",
@@ -180,8 +182,9 @@ class BlockIndex(BlockStates):
         """Take slots for those of blocks [start, stop) of a prompt that a tier does not hold yet.
 
         Blocks before ``start`` must be held (else `KVCoreError`: use `held`). Leaves of other
-        prompts are evicted by the tier's policy to make room; where that is not enough the
-        reservation is shorter than asked for, perhaps empty. A block that was on its way out is
+        prompts are evicted by the tier's policy to make room, where the namespace's tenant has a
+        quota its own first (`kvcore.quotas`); where that is not enough the reservation is shorter
+        than asked for, perhaps empty. A block that was on its way out is
         kept instead of stored again. Nothing is visible until `commit`; who reserves must call
         `commit` or `abort` once, unless the reservation is empty.
         """
@@ -202,8 +205,9 @@ class BlockIndex(BlockStates):
         if begin >= stop:
             return reservation
         table.add_child(parent)  # so that making room cannot evict it
-        reservation.evicted = self._make_room(table, stop - begin)
-        count = min(stop - begin, table.pool.num_free)
+        wanted, reservation.evicted = self._within_quota(table, stop - begin, namespace)
+        reservation.evicted += self._make_room(table, wanted)
+        count = min(wanted, table.pool.num_free)
         if not count:
             table.drop_child(parent)
             return reservation
@@ -272,6 +276,21 @@ class BlockIndex(BlockStates):
         self._tell_gone(table, evicted)
         return evicted
 
+    def evict_blocks(self, tier: str, keys: Sequence[bytes]) -> list[Evicted]:
+        """Evict of a chain's blocks those that may go: from the last one on, until one is pinned,
+        unpublished, or has others standing on it."""
+        table, evicted = self._table(tier), []
+        for key in reversed(keys):
+            node = self._nodes.keys.get(key)
+            if node is None or not table.is_evictable(node):
+                if node is not None and table.holds(node):
+                    break
+                continue
+            table.policy.remove(node)
+            evicted.append(self._evict(table, node))
+        self._tell_gone(table, evicted)
+        return evicted
+
     def begin_eviction(self, tier: str, count: int) -> Eviction:
         """Choose up to ``count`` blocks to leave and stop matching them, but keep their slots.
 
@@ -319,11 +338,14 @@ class BlockIndex(BlockStates):
         the last pin is gone. Reservations among them are cut; their slots are free when their
         owner commits or aborts. O(index): about 0.1 s for a million blocks.
         """
+        return self.drop_subtrees(tier, [key])
+
+    def drop_subtrees(self, tier: str, keys: Iterable[bytes]) -> list[Evicted]:
+        """`drop_subtree` of several blocks, in the time of one."""
         table = self._table(tier)
-        node = self._nodes.keys.get(key)
-        if node is None or not table.holds(node):
-            return []
-        return self._detach(table, self._below(table, node))
+        found = (self._nodes.keys.get(key) for key in keys)
+        tops = [node for node in found if node is not None and table.holds(node)]
+        return self._detach(table, self._below(table, tops)) if tops else []
 
     def clear(
         self, namespace: bytes | None = None, tier: str | None = None
@@ -353,6 +375,25 @@ class BlockIndex(BlockStates):
             if slots and namespace in (None, owner):
                 infos.append(BlockInfo(self._key(node), self._parent_key(node), owner, slots))
         return infos
+
+    def ends(
+        self, tier: str, namespaces: Iterable[bytes] | None = None, prefix: bytes = b""
+    ) -> tuple[list[bytes], int]:
+        """Of a tier's published blocks (of ``namespaces``, whose keys begin with ``prefix``): the
+        keys of those on which no other of them stands, and how many there are in all. O(index)."""
+        chosen = np.frombuffer(self._table(tier).state, dtype=np.uint8) == PUBLISHED
+        if namespaces is not None:
+            known = [self._nodes.space_ids[n] for n in namespaces if n in self._nodes.space_ids]
+            chosen &= np.isin(np.frombuffer(self._nodes.space, dtype=np.uint32), known)
+        nodes = np.flatnonzero(chosen)
+        if prefix:
+            keys = np.frombuffer(self._nodes.keys.pack(nodes), dtype=np.uint8)
+            begin = keys.reshape(-1, KEY_BYTES)[:, : len(prefix)]
+            nodes = nodes[(begin == np.frombuffer(prefix, dtype=np.uint8)).all(axis=1)]
+        parents = np.frombuffer(self._nodes.parent, dtype=np.int32)[nodes]
+        inner = np.zeros(len(chosen), dtype=np.bool_)
+        inner[parents[parents != ROOT]] = True
+        return [self._key(node) for node in nodes[~inner[nodes]].tolist()], len(nodes)
 
     def watch(self, observer: Callable[[Event], object] | None) -> None:
         """Tell ``observer`` of every block that becomes findable or ceases to be, as it happens.
@@ -384,6 +425,43 @@ class BlockIndex(BlockStates):
         """
         return self._restore(self._table(tier), records)
 
+    # -- tenants --------------------------------------------------------------------------------
+
+    def set_quota(
+        self, tier: str, tenant: str, namespaces: Iterable[bytes], blocks: int | None
+    ) -> list[Evicted]:
+        """Let a tenant, all of ``namespaces`` together, have at most so many blocks of a tier, or
+        (None) as many as anyone. O(tier); see `kvcore.quotas` for what it means.
+
+        What is over the quota now is evicted; returns that. What is pinned, or in flight, stays,
+        and nothing of the tenant is stored until there is less of it. Raises ConfigError where a
+        namespace is another tenant's.
+        """
+        table = self._table(tier)
+        if blocks is None:
+            table.lift(tenant)
+            return []
+        chosen = frozenset(namespaces)
+        table.grant(tenant, chosen, blocks, self._nodes)
+        return self._within_quota(table, 0, next(iter(chosen)))[1] if chosen else []
+
+    def quotas(self, tier: str) -> dict[str, Quota]:
+        """The quotas of a tier, by tenant."""
+        quotas = self._table(tier).quotas
+        shares = {} if quotas is None else quotas.shares
+        return {
+            tenant: Quota(share.used, share.limit, share.namespaces)
+            for tenant, share in shares.items()
+        }
+
+    def usage(self, tier: str) -> dict[bytes, int]:
+        """Blocks of a tier by namespace, in any state. O(index), a few ms for a million blocks."""
+        state = np.frombuffer(self._table(tier).state, dtype=np.uint8)
+        spaces = np.frombuffer(self._nodes.space, dtype=np.uint32)[state != NONE]
+        names = self._nodes.space_names
+        counts = np.bincount(spaces, minlength=1)
+        return {names[space]: int(counts[space]) for space in np.flatnonzero(counts).tolist()}
+
     # -- occupancy ------------------------------------------------------------------------------
 
     @property
@@ -410,7 +488,8 @@ class BlockIndex(BlockStates):
 
     def policy(self, tier: str) -> EvictionPolicy:
         """A tier's eviction policy."""
-        return self._table(tier).policy
+        table = self._table(tier)
+        return table.policy if table.quotas is None else table.quotas.inner
 
     def set_priority(self, tier: str, key: bytes, priority: int, ttl: float | None = None) -> None:
         """Give a published block (and so its ancestors) a priority, 0 to 100, for ``ttl`` seconds.

@@ -64,7 +64,7 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The canonical block of a model, or of one rank's heads of it.
+    """The canonical block of a model, or of one rank's heads and layers of it.
 
     ``kv_factor`` is 2 for K and V, 1 for a latent (MLA), whose ``v_head_dim`` is not used.
     """
@@ -110,6 +110,10 @@ class BlockShape:
     def with_heads(self, kv_heads: int) -> BlockShape:
         """The same block with another number of heads (a rank's share)."""
         return replace(self, kv_heads=kv_heads)
+
+    def with_layers(self, layers: int) -> BlockShape:
+        """The same block with another number of layers (a pipeline stage's share)."""
+        return replace(self, layers=layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; ``from_dict`` reads it back."""

@@ -28,6 +28,7 @@ from kvcore.facade import (
     Event,
     Hit,
     Manager,
+    Promise,
     Readiness,
     Room,
     Source,
@@ -47,7 +48,14 @@ from kvcore.transfer.graph import (
     TransferOp,
     UnitTable,
 )
-from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, build_spill
+from kvcore.transfer.plan import (
+    Chain,
+    TierRows,
+    build_fetch,
+    build_load,
+    build_save,
+    build_spill,
+)
 
 __all__ = [
     "HOST",
@@ -116,6 +124,8 @@ class KVManager(Manager):
     ) -> None:
         self.index = index
         self.transport = transport
+        self.upkeep: list[Callable[[], object]] = []
+        """What `maintain` calls too."""
         self.not_taken: dict[str, list[int]] = {}
         """By tier: slots of other engines' stores whose blocks did not fit into the index."""
         self._backing = {tier.name: tier for tier in backing}
@@ -168,16 +178,19 @@ class KVManager(Manager):
                 position = depth
         return Hit(keys, namespace, tuple(sources))
 
-    def ask_stores(self, hit: Hit, computed: int = 0) -> bool:
+    def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
         """Whether a store may hold more of the prompt than ``hit`` and is being asked: look it up
         again then, instead of computing it.
 
         ``computed`` leading blocks are there without any tier. An answer is waited for as long as
-        the store's ``lookup_s`` says; no I/O is done here.
+        the store's ``lookup_s`` says, one about blocks of a ``promise`` as long as that says; give
+        it with a prompt's first lookup alone. No I/O is done here.
         """
         if max(hit.depth, computed) >= len(hit.keys):
             return False
-        asking = [store.ask(hit.keys) for store in self._stores.values()]  # every one of them
+        asking = [
+            store.ask(hit.keys, promise) for store in self._stores.values()
+        ]  # every one of them
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:
@@ -318,23 +331,27 @@ class KVManager(Manager):
         for tier in self._backing.values():
             if tier.write is WritePolicy.WRITE_BACK and tier.name not in self._demoting:
                 self._demote(tier)
+        for call in self.upkeep:
+            call()
 
-    def clear(self, namespace: bytes | None = None) -> int:
-        """Forget every block (of a namespace), in flight or not; returns how many copies.
+    def clear(self, namespace: bytes | None = None, tier: str | None = None) -> int:
+        """Forget every block (of a namespace, of a tier), in flight or not; returns how many
+        copies.
 
         Backing tiers are told to forget them too, and what may lie in slots that the index knows
         nothing of: nothing comes back with a restart. From a store those blocks are removed, for
         everyone, that this leader knew to be there.
         """
-        gone = self.index.clear(namespace)
-        for tier, blocks in gone.items():
-            self._left(tier, blocks)
-            if tier in self._stores:
-                self._stores[tier].delete([block.key for block in blocks])
-        for tier in self._backing.keys() - self._stores.keys():
-            slots = [block.slot for block in gone.get(tier, ())]
-            slots += self.index.free_slots(tier) + self.not_taken.pop(tier, [])
-            self.transport.forget(tier, sorted(set(slots)))
+        gone = self.index.clear(namespace, tier)
+        for name, blocks in gone.items():
+            self._left(name, blocks)
+            if name in self._stores:
+                self._stores[name].delete([block.key for block in blocks])
+        for name in self._backing.keys() - self._stores.keys():
+            if tier in (None, name):
+                slots = [block.slot for block in gone.get(name, ())]
+                slots += self.index.free_slots(name) + self.not_taken.pop(name, [])
+                self.transport.forget(name, sorted(set(slots)))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
@@ -347,6 +364,100 @@ class KVManager(Manager):
         if not self._flights:
             assert not self.reads_in_flight, "reads of no graph"
             assert not any(map(any, self._reads.values())), "reads of no graph"
+
+    # -- for operators ----------------------------------------------------------------------
+
+    @property
+    def stores(self) -> frozenset[str]:
+        """Tiers below the host that other hosts write to."""
+        return frozenset(self._stores)
+
+    def set_quota(
+        self, tier: str, tenant: str, namespaces: Iterable[bytes], blocks: int | None
+    ) -> int:
+        """`BlockIndex.set_quota`; returns how many blocks it evicted. A store keeps them."""
+        evicted = self.index.set_quota(tier, tenant, namespaces, blocks)
+        self._left(tier, evicted)
+        return len(evicted)
+
+    def launch_fetch(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        *,
+        deadline_s: float | None = None,
+        on_end: Callable[[], object],
+    ) -> bool:
+        """Bring into the host tier what the tiers below hold of ``keys``, as far as it has room.
+
+        False when nothing began: it is there, is nowhere, or there is no room; ``on_end`` is then
+        never called.
+        """
+        hit = self.get_match(keys, namespace)
+        start = self.index.held(HOST, keys)
+        if start >= hit.depth or len(self._flights) >= self._max_in_flight:
+            return False
+        flight = _Flight(_EMPTY, keys, start, {})
+        sources = [source for source in hit.sources if source.tier != HOST]
+        flight.pins = [self.index.pin(tier, keys[stop - 1]) for tier, _, stop in sources]
+        promoted = self._promote(hit, start, hit.depth)
+        if not promoted:
+            self._release(flight)
+            return False
+        flight.on_end.append(on_end)
+        stop = promoted[-1].stop
+        rows = []
+        for tier, first, last in sources:
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                slots = self.index.slots(tier, keys, a, b).tolist()
+                span = Span(a - start, b - start)
+                rows.append(TierRows(tier, self._backing[tier].read_path, span, slots))
+        graph = build_fetch(
+            next(self._ids),
+            self._chain(keys, namespace, start, stop),
+            [slot for reservation in promoted for slot in reservation.slots.tolist()],
+            _split_rows(rows, [r.stop - start for r in promoted]),
+            batch_rows=self._batch,
+            deadline_s=deadline_s,
+        )
+        self._assign(flight, graph, promoted)
+        self._launch(flight, graph)
+        return True
+
+    def launch_write(
+        self, tier: str, keys: Sequence[bytes], namespace: bytes, *, on_end: Callable[[], object]
+    ) -> bool:
+        """Write to a tier below what the host tier holds of ``keys`` and it does not.
+
+        False when nothing began, as for `launch_fetch`.
+        """
+        if len(self._flights) >= self._max_in_flight:
+            return False
+        graph = self._spill(self._backing[tier], keys, namespace, len(keys))
+        if graph is None:
+            return False
+        self._flights[graph.graph_id].on_end.append(on_end)
+        return True
+
+    def discard(self, tier: str, keys: Sequence[bytes]) -> int:
+        """Take blocks of a chain out of one tier, from its end on, as far as nothing else needs
+        them (`BlockIndex.evict_blocks`); returns how many."""
+        return self._let_go(tier, self.index.evict_blocks(tier, keys))
+
+    def drop(self, tier: str, keys: Iterable[bytes]) -> int:
+        """Take blocks, and all that stand on them, out of one tier; from a store for everyone.
+        Returns how many."""
+        return self._let_go(tier, self.index.drop_subtrees(tier, keys))
+
+    def _let_go(self, tier: str, evicted: list[Evicted]) -> int:
+        """What left a tier is not to come back from its medium."""
+        self._left(tier, evicted)
+        if tier in self._stores:
+            self._stores[tier].delete([block.key for block in evicted])
+        elif tier != HOST and evicted:
+            self.transport.forget(tier, [block.slot for block in evicted])
+        return len(evicted)
 
     # -- planning ---------------------------------------------------------------------------
 

@@ -108,6 +108,31 @@ SPECS = (
     ),
     MetricSpec("kvcore_tier_used_bytes", Kind.GAUGE, "Bytes in use", ("tier",)),
     MetricSpec("kvcore_tier_capacity_bytes", Kind.GAUGE, "Bytes configured", ("tier",)),
+    MetricSpec(
+        "kvcore_tenant_used_bytes",
+        Kind.GAUGE,
+        "Bytes in use, by the tenants that have a name",
+        ("tenant", "tier"),
+    ),
+    MetricSpec(
+        "kvcore_tenant_quota_bytes",
+        Kind.GAUGE,
+        "Bytes a tenant may have: its quota, or the tier",
+        ("tenant", "tier"),
+    ),
+    MetricSpec(
+        "kvcore_control_orders_total",
+        Kind.COUNTER,
+        "Orders of operators that change something, by whether they were done or refused",
+        ("order", "outcome"),
+    ),
+    MetricSpec("kvcore_server_sessions", Kind.GAUGE, "Engines that a server serves", ("model",)),
+    MetricSpec(
+        "kvcore_server_refusals_total",
+        Kind.COUNTER,
+        "Messages that a server refused, by why",
+        ("kind",),
+    ),
     MetricSpec("kvcore_queue_depth", Kind.GAUGE, "Transfer operations in flight", ("path",)),
     MetricSpec("kvcore_evictions_total", Kind.COUNTER, "Blocks evicted", ("tier",)),
     MetricSpec(
@@ -131,6 +156,13 @@ SPECS = (
     ),
     MetricSpec(
         "kvcore_save_skipped_total", Kind.COUNTER, "Blocks that were not saved", ("reason",)
+    ),
+    MetricSpec(
+        "kvcore_expected_ttft_seconds_total",
+        Kind.COUNTER,
+        "Estimated seconds to the first token of requests that loaded: as they were loaded, and "
+        "had all been computed",
+        ("way",),
     ),
     MetricSpec(
         "kvcore_event_blocks_total",
@@ -209,6 +241,23 @@ class Metrics:
         self._set("kvcore_tier_used_bytes", used, tier)
         self._set("kvcore_tier_capacity_bytes", capacity, tier)
 
+    def tenant(self, tenant: str, tier: str, used: int, most: int) -> None:
+        """Bytes of a tier that a tenant has now, and may have."""
+        self._set("kvcore_tenant_used_bytes", used, tenant, tier)
+        self._set("kvcore_tenant_quota_bytes", most, tenant, tier)
+
+    def ordered(self, order: str, outcome: str) -> None:
+        """An operator's order was "done" or "refused"."""
+        self._add("kvcore_control_orders_total", 1, order, outcome)
+
+    def sessions(self, model: str, count: int) -> None:
+        """Engines with this model that a server serves now."""
+        self._set("kvcore_server_sessions", count, model)
+
+    def refused(self, kind: str) -> None:
+        """A server refused a message."""
+        self._add("kvcore_server_refusals_total", 1, kind)
+
     def queue(self, path: str, depth: int) -> None:
         self._set("kvcore_queue_depth", depth, path)
 
@@ -229,6 +278,12 @@ class Metrics:
 
     def save_skipped(self, reason: SaveSkip, blocks: int = 1) -> None:
         self._add("kvcore_save_skipped_total", blocks, reason)
+
+    def expected_ttft(self, load: float, recompute: float) -> None:
+        """A request that loaded was estimated to take so many seconds to its first token, and so
+        many had all of it been computed. What was saved is the difference."""
+        self._add("kvcore_expected_ttft_seconds_total", load, "load")
+        self._add("kvcore_expected_ttft_seconds_total", recompute, "recompute")
 
     def told(self, outcome: str, blocks: int) -> None:
         """Block events were "published", "dropped" for want of room, or left "unsent" by a bus."""

@@ -32,7 +32,21 @@ from kvcore.fusion.controller import Controller, Decision, Mode, Request
 from kvcore.manager import HOST
 from kvcore.rates import Rates, TierRates, pipelined
 
-__all__ = ["Action", "Ahead", "Ask", "Estimate", "Plan", "Planner", "Settings", "Source", "Why"]
+__all__ = [
+    "Action",
+    "Ahead",
+    "Ask",
+    "Estimate",
+    "Plan",
+    "Planner",
+    "Settings",
+    "Source",
+    "Ways",
+    "Why",
+]
+
+PREFILL = "the prefill"
+"""Among what is not measured: the engine's forwards, beside tiers. No tier can have this name."""
 
 FADE = 1 - 1 / 1024
 """What seconds planned and spent on trying count for, one decision later."""
@@ -100,6 +114,18 @@ class Estimate(NamedTuple):
     seconds: float
     load: float
     compute: float
+
+
+class Ways(NamedTuple):
+    """Loading all that is held of a prompt, and loading nothing, by measured rates alone.
+
+    ``load`` is None where nothing is held. ``unmeasured`` names what was not measured often enough:
+    `PREFILL`, or a tier. Of an estimate, what rests on those is a guess.
+    """
+
+    load: Estimate | None
+    recompute: Estimate
+    unmeasured: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -319,6 +345,21 @@ class Planner:
         return min(max(wait, self.settings.deadline_least), self.settings.deadline_most)
 
     # -- what a cut costs -----------------------------------------------------------------------
+
+    def ways(self, ask: Ask) -> Ways:
+        """What both ends would cost, whatever is done; nothing is decided or remembered.
+
+        Raises ConfigError for a tier that the rates do not know.
+        """
+        held = _held(ask)
+        unmeasured = {tier for tier in _tiers(ask) if not self.rates.tier(tier).is_learnt}
+        if not self.rates.prefill.is_learnt:
+            unmeasured.add(PREFILL)
+        return Ways(
+            self.weigh(ask, held) if held > ask.computed else None,
+            self.weigh(ask, ask.computed),
+            frozenset(unmeasured),
+        )
 
     def weigh(self, ask: Ask, stop: int) -> Estimate:
         """What is expected where KV of tokens [ask.computed, stop) is loaded."""

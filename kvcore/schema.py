@@ -27,11 +27,13 @@ from kvcore.schema_base import (
     parse_size,
 )
 from kvcore.schema_cluster import ClusterConfig, EventsConfig
+from kvcore.schema_control import ControlConfig, TenantConfig, tenant_name
 
 __all__ = [
     "BlockConfig",
     "ClusterConfig",
     "Config",
+    "ControlConfig",
     "DiskConfig",
     "EventsConfig",
     "ExplainConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "SglangConfig",
     "Size",
     "Source",
+    "TenantConfig",
     "TierConfig",
     "TransferConfig",
     "TrtllmConfig",
@@ -362,7 +365,7 @@ class TraceConfig(SchemaModel):
 
 
 class ExplainConfig(SchemaModel):
-    """Records of requests: what matched, what was planned and why. vLLM."""
+    """Records of requests: what matched, what was planned and why, what else there was."""
 
     path: FolderPath | None = Field(
         default=None,
@@ -387,6 +390,13 @@ def _address(value: str) -> str:
     raise ConfigError(
         f'given {value!r}; supported are "local", "ipc://SOCKET" and "tcp://HOST:PORT"'
     )
+
+
+def _listener(value: str) -> str:
+    port = re.fullmatch(r".+:([0-9]{1,5})", value)
+    if port is None or int(port[1]) > 65535:
+        raise ConfigError(f'given {value!r}; supported is "HOST:PORT"')
+    return value
 
 
 class ServerConfig(SchemaModel):
@@ -424,6 +434,11 @@ class ServerConfig(SchemaModel):
         default=5.0,
         description="Seconds of silence after which server and client hold each other for gone. "
         "A client whose process lives keeps what its copies use.",
+    )
+    metrics: Annotated[str, AfterValidator(_listener)] | None = Field(
+        default=None,
+        description='Where the server shows its metrics to Prometheus: "HOST:PORT". Without '
+        "authentication, so bind it where scrapers alone are. Unset: nowhere.",
     )
 
 
@@ -470,6 +485,11 @@ class VllmConfig(AdapterConfig):
         description="Load layer by layer under the forward. Waiting inside the forward needs "
         "piecewise CUDA graphs: on a GPU with full graphs kvcore waits before the forward instead, "
         "unless this is set to true in `kv_connector_extra_config`.",
+    )
+    promise_s: Seconds = Field(
+        default=5.0,
+        description="Longest time, in seconds, that a request waits for KV that a prefill instance "
+        "has promised; what has not come by then is computed.",
     )
 
 
@@ -544,6 +564,10 @@ class Config(SchemaModel):
     cluster: ClusterConfig = ClusterConfig()
     explain: ExplainConfig = ExplainConfig()
     server: ServerConfig = ServerConfig()
+    control: ControlConfig = ControlConfig()
+    tenants: dict[Annotated[str, AfterValidator(tenant_name)], TenantConfig] = Field(
+        default_factory=dict
+    )
     vllm: VllmConfig = VllmConfig()
     trtllm: TrtllmConfig = TrtllmConfig()
     sglang: SglangConfig = SglangConfig()

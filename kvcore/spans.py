@@ -68,4 +68,9 @@ def _attributes(record: Record) -> dict[str, str | int | float | list[str]]:
         found["kvcore.plan.why"] = record.plan.why.value
         found["kvcore.plan.expected_ms"] = 1e3 * record.plan.chosen.seconds
         found["kvcore.plan.recompute_ms"] = 1e3 * record.plan.recompute.seconds
+    if record.otherwise is not None:
+        found["kvcore.estimate.unknown"] = list(record.otherwise.unknown)
+        for name in ("load_all", "recompute", "loading"):
+            if (seconds := getattr(record.otherwise, name)) is not None:
+                found[f"kvcore.estimate.{name}_ms"] = 1e3 * seconds
     return found

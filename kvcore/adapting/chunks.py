@@ -19,7 +19,7 @@ from kvcore.adapting.orders import ChunkLoad
 from kvcore.block import KeyChain, Namespace
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
-from kvcore.fusion.segments import Reusable, Segments
+from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import HOST, Hit, Manager
 from kvcore.schema import FusionConfig
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
@@ -56,7 +56,7 @@ class Chunks:
         block_tokens: int,
         block_nbytes: int,
         manager: Manager,
-        segments: Segments,
+        segments: SegmentBook,
     ) -> None:
         self._settings = settings
         self._block = block_tokens

@@ -6,11 +6,14 @@ of blocks and the number of slots without a handshake.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+from kvcore.errors import LayoutError
 from kvcore.layout import BlockShape
+from kvcore.tiers.shards import Part
 
-__all__ = ["LayerGroup", "ModelDescription", "head_range"]
+__all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
 
 
 def head_range(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -22,6 +25,12 @@ def head_range(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
     if kv_heads < ranks:
         return start, start + 1
     return start, (rank + 1) * kv_heads // ranks
+
+
+def even_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Layers [start, stop) of each of ``stages`` pipeline stages, shared as evenly as can be."""
+    borders = [stage * layers // stages for stage in range(stages + 1)]
+    return tuple(pairwise(borders))
 
 
 @dataclass(frozen=True)
@@ -37,28 +46,69 @@ class LayerGroup:
     layers: tuple[int, ...]
     names: tuple[str, ...] = ()
 
+    def only(self, layers: range) -> LayerGroup:
+        """The group without the layers that are not among ``layers``."""
+        kept = [i for i, layer in enumerate(self.layers) if layer in layers]
+        return replace(
+            self,
+            layers=tuple(self.layers[i] for i in kept),
+            names=tuple(self.names[i] for i in kept) if self.names else (),
+        )
+
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """One model. ``shape`` is its whole canonical block; a rank holds ``head_range(rank)`` of it.
+    """One model. ``shape`` is its whole canonical block; a rank holds ``part(rank)`` of it.
 
     ``fingerprint`` is `kvcore.block.model_fingerprint`'s; ``world_size`` counts the ranks.
+    ``stages`` are the layers [start, stop) of each pipeline stage, one with all of them by default;
+    the tensor-parallel ranks of a stage follow each other.
     """
 
     shape: BlockShape
     groups: tuple[LayerGroup, ...]
     fingerprint: bytes
     world_size: int
+    stages: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            object.__setattr__(self, "stages", ((0, self.shape.layers),))
+        borders = [0, *(stop for _, stop in self.stages)]
+        adjacent = [start for start, _ in self.stages] == borders[:-1]
+        rising = all(a < b for a, b in pairwise(borders)) and borders[-1] == self.shape.layers
+        if not adjacent or not rising or self.world_size % len(self.stages):
+            raise LayoutError(
+                f"{self.world_size} ranks in pipeline stages of layers {self.stages}: stages share "
+                f"{self.shape.layers} layers in order, and each has as many ranks"
+            )
 
     @property
     def single_group(self) -> bool:
         return len(self.groups) == 1
 
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks that share the heads of a layer."""
+        return self.world_size // len(self.stages)
+
     def head_range(self, rank: int) -> tuple[int, int]:
         """KV heads [start, stop) of ``rank``."""
-        return head_range(self.shape.kv_heads, self.world_size, rank)
+        return head_range(self.shape.kv_heads, self.tensor_ranks, rank % self.tensor_ranks)
+
+    def layer_range(self, rank: int) -> tuple[int, int]:
+        """Layers [start, stop) of ``rank``."""
+        return self.stages[rank // self.tensor_ranks]
+
+    def part(self, rank: int) -> Part:
+        """What ``rank`` holds of a block."""
+        return Part(self.head_range(rank), self.layer_range(rank))
 
     def rank_shape(self, rank: int) -> BlockShape:
-        """The canonical block of one rank's heads."""
-        start, stop = self.head_range(rank)
-        return self.shape.with_heads(stop - start)
+        """The canonical block of one rank's heads and layers."""
+        return self.part(rank).shape(self.shape)
+
+    def rank_groups(self, rank: int) -> tuple[LayerGroup, ...]:
+        """The groups with the layers, and the names, of one rank. A group may have none there."""
+        start, stop = self.layer_range(rank)
+        return tuple(group.only(range(start, stop)) for group in self.groups)

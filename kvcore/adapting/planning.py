@@ -2,7 +2,10 @@
 
 config, model ── Planning ──▶ Planner over the engine's Rates
 lookup ─────────▶ plan(hit, ...)           once a request and hit
+                  ask, otherwise           what was looked up, and what each way would take
 workers' counters ──▶ learn_loads          bytes and seconds by path
+
+Where nothing is planned, the same arithmetic says what would have happened otherwise.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from typing import Any
 
 from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config
+from kvcore.explain import Otherwise
 from kvcore.fusion.controller import Controller
 from kvcore.manager import HOST, Hit, Manager
-from kvcore.planner import Ahead, Ask, Plan, Planner, Settings, Source
+from kvcore.planner import PREFILL, Ahead, Ask, Plan, Planner, Settings, Source
 from kvcore.rates import ComputeRates, Rates, TierRates
 from kvcore.transfer.plan import layer_steps
 
-__all__ = ["Memo", "Planning", "guess_compute", "learn_loads", "tier_priors"]
+__all__ = ["Memo", "Planning", "guess_compute", "learn_loads", "tier_priors", "untimed_rates"]
 
 _log = logging.getLogger("kvcore.adapting.planning")
 
@@ -29,6 +33,13 @@ _REMOTE = TierRates(2e-3, 1 / 5e8)
 
 DEADLINE_LEAST_S = 0.25
 """A load is never given up before: a scheduler may stand still that long."""
+
+NO_PREFILL = "prefill was not measured often enough yet"
+NOT_TIMED = "prefill: this engine's forwards are not timed"
+NO_LOADS = "loads from {tier} were not measured often enough yet"
+NOT_COUNTED = "loads from {tier} are not measured: metrics.enabled is off"
+NOTHING_FOUND = "nothing was found to load"
+"""Why an estimate is not made."""
 
 _FLOPS = {"cpu": 5e10}
 _GPU_FLOPS = 1e14
@@ -57,6 +68,14 @@ def learn_loads(
             rates.loaded(tier, moved[path], sum(sums), sum(counts))
 
 
+def untimed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
+    """Rates of an engine whose forwards nobody times: its prefill stays a guess until layers are
+    timed, and no estimate is made of it."""
+    shape = model.shape
+    compute = guess_compute(shape.kv_heads * shape.head_dim, shape.layers, model.world_size, "cuda")
+    return Rates(shape.layers, compute, tier_priors(tiers))
+
+
 @dataclass
 class Memo:
     """The last plan of a request. Engines ask again while they have no room for it."""
@@ -75,7 +94,8 @@ class Planning:
     """A planner that speaks of hits. One owner, not thread-safe; it does no I/O.
 
     ``layerwise`` says whether the engine loads layer by layer inside a step, and
-    ``min_load_tokens`` the fewest tokens worth a load.
+    ``min_load_tokens`` the fewest tokens worth a load. ``times_forwards`` is False where the engine
+    gives no way to know what prefill takes.
     """
 
     def __init__(
@@ -87,8 +107,11 @@ class Planning:
         *,
         min_load_tokens: int,
         layerwise: bool,
+        times_forwards: bool = True,
     ) -> None:
         self._manager = manager
+        self._no_prefill = NO_PREFILL if times_forwards else NOT_TIMED
+        self._no_load = NO_LOADS if config.metrics.enabled else NOT_COUNTED
         self._block = config.block.tokens
         self._block_bytes = max(1, model.shape.nbytes // model.world_size)
         in_step = layerwise and model.single_group
@@ -112,11 +135,13 @@ class Planning:
         Made once for the same hit: ``memo`` is the request's.
         """
         if memo.plan is None or memo.made_for != (computed, hit.depth):
-            memo.plan, memo.made_for = self._plan(hit, tokens, computed), (computed, hit.depth)
+            asked = self.ask(hit, tokens, computed)
+            memo.plan, memo.made_for = self.planner.plan(asked), (computed, hit.depth)
             _log.debug("plan tokens=%d computed=%d %s", tokens, computed, memo.plan.reason)
         return memo.plan
 
-    def _plan(self, hit: Hit, tokens: int, computed: int) -> Plan:
+    def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
+        """The lookup as the planner is asked, with what is being read now. Decides nothing."""
         start = computed // self._block
         sources = tuple(
             Source(source.tier, source.stop * self._block)
@@ -127,4 +152,30 @@ class Planning:
             tier: Ahead(operations, blocks * self._block_bytes)
             for tier, (operations, blocks) in self._manager.reads_in_flight.items()
         }
-        return self.planner.plan(Ask(tokens, computed, sources, ahead))
+        return Ask(tokens, computed, sources, ahead)
+
+    def expected(self, ask: Ask, stop: int) -> tuple[float, float] | None:
+        """Seconds to the first token with KV up to token ``stop`` loaded, and with none; None
+        where that would be a guess."""
+        if self.planner.ways(ask).unmeasured:
+            return None
+        load = self.planner.weigh(ask, stop).seconds
+        return load, self.planner.weigh(ask, ask.computed).seconds
+
+    def otherwise(self, ask: Ask) -> Otherwise:
+        """What each way is estimated to take, by what was measured until now; never by a guess."""
+        ways = self.planner.ways(ask)
+        tiers = sorted(ways.unmeasured - {PREFILL})
+        unknown = [self._no_load.format(tier=tier) for tier in tiers]
+        prefill = PREFILL not in ways.unmeasured
+        if not prefill:
+            unknown.append(self._no_prefill)
+        load = None if tiers else ways.load
+        if ways.load is None:
+            unknown.append(NOTHING_FOUND)
+        return Otherwise(
+            load.seconds if load is not None and prefill else None,
+            ways.recompute.seconds if prefill else None,
+            None if load is None else load.load,
+            tuple(unknown),
+        )

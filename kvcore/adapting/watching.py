@@ -1,7 +1,9 @@
 """An adapter's requests as records: kept, written and sent as ``[explain]`` wants it.
 
 Everything is one call beside the scheduler's own; where nothing is wanted each returns at once. No
-call does I/O.
+call does I/O. The same for every engine:
+
+    looked_up ─▶ planned, missed, loaded, arrived, failed ─▶ ended      each as far as it happens
 """
 
 from __future__ import annotations
@@ -10,16 +12,23 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.planning import Planning, learn_loads, untimed_rates
 from kvcore.block import Namespace
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
-from kvcore.explain import Cause, Journal
+from kvcore.explain import Cause, Journal, Record
 from kvcore.explain_file import RecordFile
 from kvcore.manager import Event, Hit
-from kvcore.planner import Action, Plan
+from kvcore.metrics import Data, Metrics
+from kvcore.planner import Action, Ask, Plan
+from kvcore.rates import Part
 from kvcore.spans import Spans
+
+if TYPE_CHECKING:
+    from kvcore.adapting.build import LeaderParts
 
 __all__ = ["Watch"]
 
@@ -38,13 +47,17 @@ class Watch:
         self.journal = journal
         self._file = file
         self._spans = spans
+        self._weigher: Planning | None = None
+        self._metrics: Metrics | None = None
+        self._paths: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, config: Config) -> Watch:
-        """As the settings want it; what cannot be had is named in the log."""
+    def of(cls, config: Config, *, always: bool = False) -> Watch:
+        """As the settings want it; what cannot be had is named in the log. A journal is also kept
+        where there is a planner, and ``always`` where that is wanted."""
         wanted = config.explain
         if wanted.path is None and not wanted.spans:
-            return cls()
+            return cls(Journal() if always or config.planner.enabled else None)
         file, spans = None, None
         try:
             if wanted.path is not None:
@@ -56,6 +69,56 @@ class Watch:
         except UnsupportedError as error:
             _log.warning("no spans are made: %s", error)
         return cls(Journal(), file, spans)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is watched."""
+        return self.journal is not None
+
+    def weigh_with(
+        self,
+        weigher: Planning,
+        metrics: Metrics | None = None,
+        paths: Mapping[str, str] | None = None,
+    ) -> None:
+        """Estimate by ``weigher`` what each request would have taken otherwise, and count in
+        ``metrics`` what those that loaded saved.
+
+        ``paths``, the transfer path of each tier's reads: `learn` teaches it. None where its rates
+        are another's, who teaches them.
+        """
+        self._weigher, self._metrics, self._paths = weigher, metrics, dict(paths or {})
+
+    def weigh_untimed(
+        self,
+        config: Config,
+        model: ModelDescription,
+        parts: LeaderParts,
+        *,
+        min_load_tokens: int,
+        layerwise: bool,
+    ) -> None:
+        """Estimate by what loads take, in an engine whose forwards nobody times. Nothing where
+        nothing is watched."""
+        if self.is_on:
+            weigher = Planning(
+                config,
+                model,
+                parts.manager,
+                untimed_rates(model, parts.read_paths),
+                min_load_tokens=min_load_tokens,
+                layerwise=layerwise,
+                times_forwards=False,
+            )
+            self.weigh_with(weigher, parts.metrics, parts.read_paths)
+
+    def learn(self, counted: Data, profile: Sequence[tuple[int, float]] = ()) -> None:
+        """Take in what workers counted, and (rows, seconds) of layers that they timed."""
+        if self._weigher is not None and self._paths:
+            rates = self._weigher.planner.rates
+            learn_loads(rates, self._paths, counted)
+            for rows, seconds in profile:
+                rates.prefilled([Part(rows, 0)], seconds)
 
     def listener(self, other: Callable[[Event], None] | None) -> Callable[[Event], None] | None:
         """What the manager is to tell of events: ``other``, this, or both."""
@@ -76,8 +139,11 @@ class Watch:
         block_tokens: int,
     ) -> None:
         """See `Journal.looked_up`."""
-        if self.journal is not None:
-            self.journal.looked_up(request_id, tokens, computed, hit, namespace, block_tokens)
+        if self.journal is None:
+            return
+        record = self.journal.looked_up(request_id, tokens, computed, hit, namespace, block_tokens)
+        if self._weigher is not None:
+            record.ask = self._weigher.ask(hit, record.tokens, computed)
 
     def planned(self, request_id: str, plan: Plan) -> None:
         """The planner's word on it."""
@@ -96,10 +162,19 @@ class Watch:
         if self.journal is not None:
             self.journal.loaded(request_id, tokens)
 
+    def has_loaded(self, request_id: str) -> bool:
+        """Whether a load of a request that has not ended began, and did not fail."""
+        record = None if self.journal is None else self.journal.get(request_id)
+        return record is not None and not record.is_over and bool(record.loaded)
+
     def arrived(self, request_id: str) -> None:
-        """A load between steps ended."""
+        """Its load ended."""
+        self.step(request_id, "load")
+
+    def step(self, request_id: str, name: str) -> None:
+        """See `Journal.step`."""
         if self.journal is not None:
-            self.journal.step(request_id, "load")
+            self.journal.step(request_id, name)
 
     def failed(self, request_id: str) -> None:
         """A load failed, or came too late."""
@@ -109,18 +184,30 @@ class Watch:
     def ended(
         self, request_id: str, outcome: str, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any] | None:
-        """The request is over: it is written and sent. What its client may see of it."""
+        """The request is over: it is written and sent, once. What its client may see of it; None
+        where it is unknown, or was over before."""
         if self.journal is None:
             return None
-        self.journal.ended(request_id, outcome)
         record = self.journal.get(request_id)
-        if record is None:
+        if record is None or record.is_over:
             return None
+        self.journal.ended(request_id, outcome)
+        if self._weigher is not None and record.ask is not None:
+            record.otherwise = self._weigher.otherwise(record.ask)
+            self._count_saved(self._weigher, record, record.ask)
         if self._file is not None:
             self._file.put({**record.as_dict(), "at": time.time()})
         if self._spans is not None:
             self._spans.emit(record, headers)
         return record.as_dict(for_client=True)
+
+    def _count_saved(self, weigher: Planning, record: Record, ask: Ask) -> None:
+        """What is expected of loads that did not fail; a blend is not weighed."""
+        if self._metrics is None or not record.loaded or "blend" in record.loaded:
+            return
+        expected = weigher.expected(ask, record.computed + sum(record.loaded.values()))
+        if expected is not None:
+            self._metrics.expected_ttft(*expected)
 
     def close(self) -> None:
         """Write what waits. Blocks."""

@@ -13,6 +13,7 @@ from rich.live import Live
 from typer.core import TyperGroup
 
 from kvcore import __version__, log
+from kvcore.cli import ctl
 from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
 from kvcore.errors import ConfigError, KVCoreError
 
@@ -43,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Tiered KV-cache offload for LLM serving engines.",
 )
+app.add_typer(ctl.app, name="ctl")
 
 ConfigFile = Annotated[
     Path | None,
@@ -378,9 +380,16 @@ def examine_machine(
     probe: Annotated[
         bool, typer.Option("--probe/--no-probe", help="Read and write 32 MiB in disk.path.")
     ] = True,
+    contact: Annotated[
+        bool,
+        typer.Option("--contact/--no-contact", help="Ask stores, server, etcd and NATS."),
+    ] = True,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="How long each has to answer.")
+    ] = 3.0,
     as_json: AsJson = False,
 ) -> None:
-    """Look at engines, machine, disk and settings, and say what to change.
+    """Look at engines, machine, disk, settings and servers, and say what to change.
 
     Exit code 1 where there is a problem.
     """
@@ -388,13 +397,61 @@ def examine_machine(
 
     effective = _load(file, assignments)
     log.configure("error")
-    findings = list(doctor.examine(effective, plugins.manager(effective), probe=probe))
+    manager, limit = plugins.manager(effective), seconds if contact else None
+    findings = list(doctor.examine(effective, manager, probe=probe, contact_s=limit))
     if as_json:
         typer.echo(doctor.as_json(findings))
     else:
         Console().print(doctor.as_table(findings))
     if code := doctor.exit_code(findings):
         raise typer.Exit(code)
+
+
+@app.command("bench")
+def bench_model(
+    model: Annotated[str, typer.Argument(help="Model, as the engine takes it.")],
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine; else the one of the config, or vllm.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A prompt a line, or .jsonl with `prompt`; else made up."),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="Most prompts.")] = 16,
+    words: Annotated[
+        int, typer.Option("--words", min=1, help="Words of a prompt that is made up.")
+    ] = 1000,
+    answer: Annotated[int, typer.Option("--answer", min=1, help="Tokens of an answer.")] = 32,
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-arg",
+            metavar="NAME=VALUE",
+            help="The engine's own, by the names of its Python API; values are JSON or text.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for bench.json and .png.")] = Path(
+        "results"
+    ),
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Time to first token and throughput of one's own model, with kvcore and without it."""
+    from kvcore.cli import bench
+
+    effective = _load(file, assignments)
+    name = engine or effective.engine or "vllm"
+    asked = bench.synthetic(count, words) if prompts is None else bench.read_prompts(prompts, count)
+    out.mkdir(parents=True, exist_ok=True)
+    start = bench.starter(model, name, out / "bench.log", bench.arguments(engine_args or []))
+    outlives = effective.disk.path is not None or bool(effective.tiers)
+    settings, progress = bench.settings(effective, name), Console(stderr=True)
+    done: list[bench.Pass] = []
+    for each in bench.passes(start, settings, asked, answer, restart=outlives):
+        done.append(each)
+        progress.print(f"{each.contender}: {len(each.answers)} prompts", highlight=False)
+    notes = {"model": model, "prompts": len(asked), "answer_tokens": answer}
+    bench.report(name, done, notes).finish(out, bench.draw)
 
 
 @app.command("explain")

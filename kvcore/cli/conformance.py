@@ -161,15 +161,24 @@ def merged(path: Path, record: Record) -> Record:
     """``record`` over what ``path`` holds: results of engines that were not run stay, and so do
     cases of an engine that were not. Raises FormatError for a file that is no record."""
     try:
-        before = json.loads(path.read_text()) if path.exists() else {}
+        before: Record = json.loads(path.read_text()) if path.exists() else {}
         for name, engine in record.items():
             ran = {result["case"] for result in engine["results"]}
-            old = before.get(name, {"results": []})["results"]
-            kept = [result for result in old if result["case"] not in ran]
-            before[name] = {**engine, "results": [*kept, *engine["results"]]}
+            old = {**record, **before}[name]
+            kept = [result for result in old["results"] if result["case"] not in ran]
+            before[name] = {**_head(old, engine), "results": [*kept, *engine["results"]]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{path} holds no results of the conformance kit: {error}") from error
     return dict(sorted(before.items()))
+
+
+def _head(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What the page says of an engine beside its results: of the last run in which it was started,
+    and its partners of the last in which it exchanged KV with any."""
+    ran = {result["case"] for result in new["results"] if result["outcome"] != "left out"}
+    crossed = any(case.pairs and case.name in ran for case in CASES)
+    partners = new["partners"] if crossed else old["partners"]
+    return {**(new if ran else old), "partners": partners}
 
 
 def _rows(record: Record) -> list[tuple[str, str]]:

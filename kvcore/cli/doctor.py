@@ -1,4 +1,7 @@
-"""`kvcore doctor`: looks at engines, machine, folders and settings, and says what to change."""
+"""`kvcore doctor`: looks at engines, machine, folders and settings, and says what to change.
+
+Servers that the settings name are asked in `kvcore.cli.contact`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
+from kvcore.cli.contact import CONTACT_S, contacts
+from kvcore.cli.findings import Finding, Level
 from kvcore.config import Config, format_size, read_key
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.plugins import PluginManager
@@ -34,26 +37,16 @@ SLOW_BYTES_S = 500e6
 """A disk below this reads KV of most models slower than a GPU computes it."""
 
 
-class Level(str, Enum):
-    """How bad a finding is."""
-
-    GOOD = "good"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-class Finding(NamedTuple):
-    """What was looked at, what is there, and what to change."""
-
-    about: str
-    level: Level
-    found: str
-    change: str = ""
-
-
-def examine(config: Config, plugins: PluginManager, *, probe: bool = True) -> Iterator[Finding]:
+def examine(
+    config: Config,
+    plugins: PluginManager,
+    *,
+    probe: bool = True,
+    contact_s: float | None = CONTACT_S,
+) -> Iterator[Finding]:
     """Every finding, as it is made. ``probe`` writes 32 MiB to the disk tier's folder and reads
-    them back; nothing else is changed but that folder, which is made. Blocks."""
+    them back; nothing else is changed but that folder, which is made. ``contact_s`` is how long
+    each server that the settings name has to answer; None asks none. Blocks."""
     gpu = _DRIVER.exists()
     yield from _engines(config, plugins)
     yield from _plugins(config, plugins)
@@ -64,6 +57,8 @@ def examine(config: Config, plugins: PluginManager, *, probe: bool = True) -> It
     yield _copies(plugins)
     yield from _disk(config, probe)
     yield from _settings(config)
+    if contact_s is not None:
+        yield from contacts(config, plugins, contact_s)
 
 
 def exit_code(findings: list[Finding]) -> int:

@@ -71,6 +71,8 @@ def _lines(record: dict[str, Any]) -> Iterator[str]:
         yield f"  the rest was not used  {_cause(miss)}"
     if plan := record.get("plan"):
         yield from _plan(plan)
+    if otherwise := record.get("otherwise"):
+        yield from _otherwise(otherwise)
     for tier, tokens in record.get("loaded", {}).items():
         yield f"  loaded                 {tokens} tokens from {tier}"
     if failures := record.get("failures"):
@@ -95,6 +97,19 @@ def _cause(miss: dict[str, Any]) -> str:
     if "differed" in miss:
         words += f" ({', '.join(miss['differed'])} differed)"
     return words
+
+
+def _otherwise(told: dict[str, Any]) -> Iterator[str]:
+    names = {
+        "load_all_ms": "estimate, loading",
+        "recompute_ms": "estimate, computing",
+        "loading_ms": "of it, loads alone",
+    }
+    for key, name in names.items():
+        if told.get(key) is not None:
+            yield f"  {name:22} {told[key]:.1f} ms"
+    for why in told.get("unknown", []):
+        yield f"  {'no estimate':22} {why}"
 
 
 def _plan(plan: dict[str, Any]) -> Iterator[str]:

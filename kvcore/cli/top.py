@@ -2,6 +2,10 @@
 
 fetch ─▶ Sample ─┐
 fetch ─▶ Sample ─┴▶ frame     bandwidth is between two samples; all else is of the last one
+
+    limit         of a path: bytes a second while one of its operations runs, over all that ran
+    TTFT saved    of requests that loaded: seconds to the first token expected had they been
+                  computed, less those expected as they were loaded, at measured rates
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ class Sample:
     misses: dict[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
     queue: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
 
 
 _KEPT = {
@@ -44,6 +50,8 @@ _KEPT = {
     "kvcore_misses_total": ("misses", "reason"),
     "kvcore_transfer_bytes_total": ("moved", "path"),
     "kvcore_queue_depth": ("queue", "path"),
+    "kvcore_transfer_seconds_sum": ("seconds", "path"),
+    "kvcore_expected_ttft_seconds_total": ("expected", "way"),
 }
 
 
@@ -100,17 +108,27 @@ def _lookups(now: Sample) -> Table:
     total = now.hits + sum(now.misses.values())
     for name, count in [("hit", now.hits), *sorted(now.misses.items())]:
         table.add_row(name, f"{count:.0f}", f"{count / total:.1%}" if total else "")
+    if computed := now.expected.get("recompute"):
+        saved = computed - now.expected.get("load", 0.0)
+        table.add_row("TTFT saved", f"{saved:.1f} s", f"{saved / computed:.1%}")
     return table
 
 
 def _transfers(now: Sample, before: Sample | None) -> Table:
-    table = Table("path", "moved", "a second", "queue", box=None, title="transfers")
+    columns = ("path", "moved", "a second", "limit", "queue")
+    table = Table(*columns, box=None, title="transfers")
     table.title_justify = "left"
     for path in sorted(now.moved.keys() | now.queue.keys()):
         speed = _speed(path, now, before)
         moved, queue = now.moved.get(path, 0), now.queue.get(path, 0)
-        table.add_row(path, _size(moved), speed, f"{queue:.0f}")
+        table.add_row(path, _size(moved), speed, _limit(path, now), f"{queue:.0f}")
     return table
+
+
+def _limit(path: str, now: Sample) -> str:
+    """Bytes a second while an operation runs."""
+    seconds = now.seconds.get(path, 0.0)
+    return _size(now.moved.get(path, 0.0) / seconds) if seconds > 0 else ""
 
 
 def _speed(path: str, now: Sample, before: Sample | None) -> str:

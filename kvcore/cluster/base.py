@@ -55,7 +55,7 @@ class Member:
         """Raises FormatError for what `to_json` has not made."""
         try:
             return cls(**json.loads(text))
-        except (TypeError, ValueError) as error:  # of JSON, names and fields
+        except (TypeError, ValueError, RecursionError) as error:  # of JSON, names and fields
             raise FormatError(f"not a member of a cluster: {text!r}: {error}") from error
 
 

@@ -114,7 +114,7 @@ def decode(payload: bytes) -> list[WireEvent]:
     """
     try:
         events: list[WireEvent] = _decoder.decode(payload).events
-    except msgspec.DecodeError as error:  # of which a ValidationError is one
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"not a batch of KV events: {error}") from error
     return events
 

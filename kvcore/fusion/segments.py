@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.errors import ConfigError, FormatError
@@ -23,7 +23,7 @@ from kvcore.fusion._chains import Chains, Piece, Segment
 from kvcore.fusion._segment_file import Kept, SegmentFile
 from kvcore.fusion.find import MAX_CHECKS, MAX_TWINS, Found, SegmentIndex, as_array
 
-__all__ = ["Reusable", "Segments"]
+__all__ = ["Reusable", "SegmentBook", "Segments"]
 
 _log = logging.getLogger("kvcore.fusion.segments")
 
@@ -43,6 +43,27 @@ class Reusable(NamedTuple):
     length: int
     source_start: int
     last_key: bytes
+
+
+class SegmentBook(Protocol):
+    """What a leader asks of `Segments`, which say what each means: its own, or a server's."""
+
+    def add(
+        self, namespace: bytes, keys: Sequence[bytes], start: int, tokens: Sequence[int]
+    ) -> None: ...
+
+    def find(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        held: Callable[[bytes], bool],
+        start: int = 0,
+        stop: int | None = None,
+    ) -> list[Reusable]: ...
+
+    def clear(self, namespace: bytes | None = None) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Segments:
@@ -117,28 +138,35 @@ class Segments:
         return self._file.corrupt if self._file is not None else 0
 
     def add(
-        self, namespace: bytes, keys: Sequence[bytes], start: int, tokens: Sequence[int]
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        start: int,
+        tokens: Sequence[int],
+        first: int = 0,
     ) -> None:
         """Blocks [start, len(keys)) of a chain are stored and may be asked for from now on.
 
-        ``tokens`` are the whole prompt's, at least as many as the keys cover. Call it when the
+        ``tokens`` are the whole prompt's, at least as many as the keys cover; with ``first``, keys
+        and tokens begin with that block of the chain, and ``start`` is 1 at least. Call it when the
         blocks are published: `find` forgets what it is told is not held. About 5 us a block that
         is not known, and nearly nothing for those that are. Where the finder's table doubles it
         takes longer: 0.1 s a million anchors, of which 32 tokens or so have one.
         """
         covered = len(keys) * self.block_tokens
-        if not 0 <= start <= len(keys) or len(tokens) < covered:
+        if not min(first, 1) <= start <= len(keys) or len(tokens) < covered:
             raise ConfigError(
                 f"blocks [{start}, {len(keys)}) of {self.block_tokens} tokens with {len(tokens)} "
                 f"tokens: give a start within the keys, and the prompt's tokens up to {covered}"
             )
         chains = self._chains_of(namespace)
-        runs = chains.unknown(0, keys, start)
+        runs = chains.unknown(first, keys, start)
         if not runs:
             return
-        piece = self._piece(keys, runs[0][0], tokens)
+        origin = runs[0][0]
+        piece = self._piece(keys, origin, tokens)._replace(first=first + origin)
         for begin, stop in runs:
-            part = piece.part(begin - piece.first, stop - piece.first, self.min_tokens - 1)
+            part = piece.part(begin - origin, stop - origin, self.min_tokens - 1)
             self._enter(namespace, chains, part)
         self._keep_bound()
 

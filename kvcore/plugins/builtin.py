@@ -28,6 +28,7 @@ _STORES = {
     "memory-store": "memory",
     "mooncake": "mooncake",
     "objects": "objects",
+    "peer": "peer.store",
     "redis": "redis",
 }
 """Remote stores, and the modules of `kvcore.tiers.remote` that talk to them."""

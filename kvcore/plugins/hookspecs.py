@@ -63,9 +63,9 @@ class TierContext:
     """What a backing tier is made from.
 
     ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
-    block and the KV heads of each rank: stored bytes are readable only where it fits. ``told`` is
-    what the leader's ``prepare`` said, empty without one. ``share`` is among how many leaders the
-    capacity is divided.
+    block and each rank's KV heads and layers: stored bytes are readable only where it fits.
+    ``told`` is what the leader's ``prepare`` said, empty without one. ``share`` is among how many
+    leaders the capacity is divided.
     """
 
     name: str
@@ -78,7 +78,7 @@ class TierContext:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of a slot of this rank, a multiple of 4096: its heads of one block."""
+        """Bytes of a slot of this rank, a multiple of 4096: its part of one block."""
         return self._slot_nbytes(self.rank)
 
     @property

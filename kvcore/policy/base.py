@@ -196,6 +196,11 @@ class EvictionPolicy(ABC):
             "set the policy of the tier to 'priority'"
         )
 
+    def order(self, node: int) -> int:
+        """Which of the evictable blocks of *one tenant* goes first when it is at its quota: the one
+        of least order. By default its recency; nothing is changed."""
+        return self.recency.stamps[node]
+
     @abstractmethod
     def add(self, node: int) -> None:
         """A block became evictable."""

@@ -26,7 +26,7 @@ class LFU(EvictionPolicy):
         self._age = 0
         self._uses = array("q")
         self._score = array("q")
-        self._leaves = LeafHeap(self._order)
+        self._leaves = LeafHeap(self.order)
 
     def stored(self, node: int, key: bytes) -> None:
         self.touch(node)
@@ -60,5 +60,5 @@ class LFU(EvictionPolicy):
     def evictable(self) -> Iterable[int]:
         return self._leaves.nodes()
 
-    def _order(self, node: int) -> int:
+    def order(self, node: int) -> int:
         return self._score[node] << _STAMP_BITS | self.recency.stamps[node]

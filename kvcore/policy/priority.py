@@ -38,7 +38,7 @@ class Priority(EvictionPolicy):
         self._offset = bytearray()  # priority + 1; 0: the default
         self._deadline: dict[int, float] = {}
         self._expiries: list[tuple[float, int]] = []
-        self._leaves = LeafHeap(self._order)
+        self._leaves = LeafHeap(self.order)
 
     def set_priority(self, node: int, priority: int, ttl: float | None = None) -> None:
         """Give a stored block a priority, for ``ttl`` seconds or (None) until it leaves."""
@@ -80,7 +80,7 @@ class Priority(EvictionPolicy):
         offset = self._offset[node] if node < len(self._offset) else 0
         return offset - 1 if offset else self.default
 
-    def _order(self, node: int) -> int:
+    def order(self, node: int) -> int:
         return self._current(node) << _STAMP_BITS | self.recency.stamps[node]
 
     def _expire_at(self, node: int, deadline: float | None) -> None:

@@ -18,4 +18,5 @@ its engine's pages. The leader logic of an adapter is the same as without a serv
     client     the leader's side
     worker     the worker's side
     keys       CURVE keys, for TCP
+    exporter   its metrics, over HTTP
 """

@@ -19,15 +19,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from kvcore import __version__
 from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config
-from kvcore.errors import CapacityError, KVCoreError, UnsupportedError
-from kvcore.facade import Backing, Hit, Manager, Readiness, Room, Source, Transport
+from kvcore.errors import CapacityError, KVCoreError, TierUnavailable, UnsupportedError
+from kvcore.facade import (
+    Backing,
+    Hit,
+    Manager,
+    PreparedLoad,
+    Promise,
+    Readiness,
+    Room,
+    Source,
+    Transport,
+)
+from kvcore.layout import BlockShape
 from kvcore.metrics import Metrics, SaveSkip
 from kvcore.schema import ServerConfig
 from kvcore.server.link import Link
@@ -48,12 +59,16 @@ from kvcore.server.messages import (
     Reply,
     Request,
     Save,
+    Trail,
+    Trailed,
     Value,
     Welcome,
     Withdraw,
     join,
 )
 from kvcore.server.places import HeldSession, folder_of, session_of
+from kvcore.server.remote_index import RemoteIndex
+from kvcore.server.texts import RemoteSegments
 from kvcore.transfer.graph import (
     NO_PARENT,
     OpReport,
@@ -231,73 +246,27 @@ def _undone(graph: TransferGraph, why: RowError) -> list[OpReport]:
     ]
 
 
-class _RemoteIndex:
-    """What of the server's index an adapter asks. Counts are those of the last heartbeat."""
-
-    def __init__(self, manager: RemoteManager) -> None:
-        self._manager = manager
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        return tuple(self._counts)
-
-    @property
-    def _counts(self) -> dict[str, tuple[int, int]]:
-        member = self._manager.keeper.member
-        return {} if member is None else member.tiers
-
-    def num_used(self, tier: str) -> int:
-        return self._counts.get(tier, (0, 0))[0]
-
-    def num_slots(self, tier: str) -> int:
-        return self._counts.get(tier, (0, 0))[1]
-
-    def held(self, tier: str, keys: Sequence[bytes]) -> int:
-        return self._manager.held(tier, keys)
-
-    def path(self, key: bytes) -> list[bytes]:
-        raise _not_served("fusion (fusion.enabled)")
-
-    def namespace_of(self, key: bytes) -> bytes:
-        raise _not_served("fusion (fusion.enabled)")
-
-    def pin(self, tier: str, key: bytes) -> Any:
-        raise _not_served("pins of an engine's own (TensorRT-LLM)")
-
-    def unpin(self, pin: Any) -> None:
-        raise _not_served("pins of an engine's own (TensorRT-LLM)")
-
-    def __contains__(self, key: bytes) -> bool:
-        raise _not_served("fusion (fusion.enabled)")
-
-
-def _not_served(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} with a kvcore server; supported is exact reuse on vLLM and the reference engine: "
-        "unset server.address, or turn it off"
-    )
-
-
 class RemoteManager(Manager):
     """`kvcore.manager.KVManager`, asked of a server. One thread, the leader's, but for `close`.
 
     Every call is answered in the server's deadline, or as if nothing were held.
     """
 
-    index: _RemoteIndex
+    index: RemoteIndex
 
     def __init__(
-        self, keeper: Keeper, transport: Transport, block_layers: int, metrics: Metrics
+        self, keeper: Keeper, transport: Transport, shape: BlockShape, metrics: Metrics
     ) -> None:
         self.keeper = keeper
+        self.segments = RemoteSegments(keeper, shape.block_tokens)
         self.transport = transport
-        self.index = _RemoteIndex(self)
+        self.index = RemoteIndex(self)
         self._metrics = metrics
-        self._layers = block_layers
         self._room = _NO_ROOM
         self._owed: set[bytes] | None = set()  # namespaces to clear; None: all
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
+        self._mapped = 0  # the session whose memory every worker is known to have
         self._on_end: dict[int, Callable[[], object]] = {}
 
     # -- lookup -------------------------------------------------------------------------------
@@ -330,7 +299,8 @@ class RemoteManager(Manager):
         )
         return reply if isinstance(reply, Matched) else None
 
-    def ask_stores(self, hit: Hit, computed: int = 0) -> bool:
+    def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
+        """As `KVManager.ask_stores`; the server waits for a promise as for anything else."""
         member = self.keeper.member
         if member is None or not member.welcome.stores:
             return False
@@ -343,6 +313,17 @@ class RemoteManager(Manager):
         """The server does not call: wait a moment, then ask again."""
         time.sleep(min(timeout, RETRY_S / 100))
         return False
+
+    def trail(self, key: bytes) -> Trailed:
+        """The chain that ends with a block. Raises TierUnavailable when no tier holds it, or the
+        server does not answer."""
+        member, reply = self.keeper.member, None
+        if member is not None:
+            reply = self.keeper.ask(Trail(self._ref(), member.number, key), Trailed)
+        if not isinstance(reply, Trailed):
+            why = reply.message if isinstance(reply, Refused) else "the server does not answer"
+            raise TierUnavailable(f"a stored block cannot be had: {why}")
+        return reply
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int:
         """Leading blocks that a tier holds or is receiving."""
@@ -385,6 +366,45 @@ class RemoteManager(Manager):
             self._on_end[graph.graph_id] = on_end
         self._launch(graph)
         return graph
+
+    @property
+    def certain(self) -> bool:
+        """Whether every worker has copied out of, or into, the memory of this session: then it has
+        it mapped, and a load that the server planned needs the server no more."""
+        member = self.keeper.member
+        return member is not None and member.number == self._mapped
+
+    def prepare_load(
+        self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
+    ) -> PreparedLoad:
+        """As `Manager.prepare_load`: the server plans the load now, and its plan keeps the blocks.
+
+        Raises TierUnavailable where the server does not answer, or finds them no more.
+        """
+        reply = self._ask_load(hit, start, stop, layers, None)
+        if not isinstance(reply, Launched) or reply.graph is None:
+            why = reply.message if isinstance(reply, Refused) else "it does not answer"
+            raise TierUnavailable(f"the server keeps no blocks {start}..{stop} for a load: {why}")
+        return PreparedLoad(hit, start, stop, tuple(layers), graph=reply.graph)
+
+    def launch_prepared(
+        self,
+        prepared: PreparedLoad,
+        units: Sequence[UnitTable],
+        *,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        assert prepared.graph is not None
+        graph = msgspec.structs.replace(prepared.graph, units=tuple(units))
+        if on_end is not None:
+            self._on_end[graph.graph_id] = on_end
+        self._launch(graph)
+        return graph
+
+    def drop_prepared(self, prepared: PreparedLoad) -> None:
+        assert prepared.graph is not None
+        undone = _undone(prepared.graph, RowError.CANCELLED)
+        self._tell_done(prepared.graph.graph_id, undone)
 
     def _ask_load(
         self,
@@ -467,6 +487,8 @@ class RemoteManager(Manager):
             _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
             return
         left.discard(report.op_id)
+        if not report.failed:
+            self._mapped = session_of(report.graph_id)
         self._tell_done(report.graph_id, [report])
         if not left:
             del self._left[report.graph_id]
@@ -533,11 +555,9 @@ def join_server(
 ) -> RemoteManager:
     """A manager behind the server of ``config``. Blocks while that prepares the model.
 
-    Raises UnsupportedError when the server refuses the engine, or for what needs a manager of
-    one's own; ConfigError for settings that cannot be.
+    Raises UnsupportedError when the server refuses the engine; ConfigError for settings that cannot
+    be.
     """
-    if config.fusion.enabled:
-        raise _not_served("fusion (fusion.enabled)")
     keeper = Keeper(config.server, model)
     keeper.start()
-    return RemoteManager(keeper, transport, model.shape.layers, metrics)
+    return RemoteManager(keeper, transport, model.shape, metrics)

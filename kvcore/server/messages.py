@@ -4,7 +4,7 @@
     frame 1   one of `Request` or of `Reply`
 
 Every request has a ``ref``, its reply the same one; `Done`, `Withdraw` and `Bye` have no reply but
-a refusal. Prefix keys travel as one run of bytes.
+a refusal. `Control` may have its reply long after it. Prefix keys travel as one run of bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvcore.block import KEY_BYTES
+from kvcore.control.orders import Order
 from kvcore.errors import FormatError
 from kvcore.layout import BlockShape
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
@@ -34,6 +35,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 Ref = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
+Texts = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
+"""Tokens, as `kvcore.block.pack_tokens` packs them."""
 Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TierName = Annotated[str, Meta(max_length=64)]
 Place = tuple[TierName, Count, Count]
@@ -167,20 +170,76 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     namespace: Digest | None = None
 
 
+class Learn(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
+    """Tokens of stored blocks, to be found by `Search`: ``keys`` and ``tokens`` are those of a
+    chain from block ``first`` on, and news from ``keys[start]`` on. No reply."""
+
+    ref: Ref
+    session: Number
+    namespace: Digest
+    keys: Keys
+    first: Count
+    start: Count
+    tokens: Texts
+
+
+class Search(msgspec.Struct, frozen=True, array_like=True, tag="search"):
+    """Which runs of ``tokens`` are stored, wherever they stood."""
+
+    ref: Ref
+    session: Number
+    namespace: Digest
+    tokens: Texts
+
+
+class Trail(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
+    """The chain that ends with a block."""
+
+    ref: Ref
+    session: Number
+    key: Digest
+
+
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """How the server is."""
 
     ref: Ref
 
 
-Request = Hello | Beat | Bye | Match | Load | Save | Held | Done | Read | Withdraw | Clear | Ask
+class Control(msgspec.Struct, frozen=True, array_like=True, tag="control"):
+    """An operator's order, for the model whose fingerprint begins so: for the only one, if there
+    is no more."""
+
+    ref: Ref
+    order: Order
+    model: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+Request = (
+    Hello
+    | Beat
+    | Bye
+    | Match
+    | Load
+    | Save
+    | Held
+    | Done
+    | Read
+    | Withdraw
+    | Clear
+    | Learn
+    | Search
+    | Trail
+    | Ask
+    | Control
+)
 
 # -- replies --------------------------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
-    of reads each; ``lease_s`` is the longest silence."""
+    of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept."""
 
     ref: Ref
     session: Number
@@ -188,11 +247,13 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     tiers: list[tuple[str, str]]
     stores: bool
     lease_s: float
+    texts: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """``kind`` is "busy" (ask again), "session" (say hello again), "stale" (what was matched is no
-    longer so), "capacity", "misfit" (this client never can), or "malformed"."""
+    longer so), "capacity", "misfit" (this client never can), "malformed", or "control" (an order
+    that cannot be carried out)."""
 
     ref: Ref
     kind: str
@@ -242,6 +303,21 @@ class Value(msgspec.Struct, frozen=True, array_like=True, tag="count"):
     value: int
 
 
+class Reuses(msgspec.Struct, frozen=True, array_like=True, tag="reuses"):
+    """The answer to `Search`: what `kvcore.fusion.segments.Reusable` has, run by run."""
+
+    ref: Ref
+    found: list[tuple[int, int, int, Digest]]
+
+
+class Trailed(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
+    """The answer to `Trail`: the chain's keys up to the block, and its namespace."""
+
+    ref: Ref
+    keys: Keys
+    namespace: Digest
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """How the server is, as plain data."""
 
@@ -249,7 +325,26 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     status: dict[str, Any]
 
 
-Reply = Welcome | Refused | Beating | Matched | Launched | Rows | Value | Status
+class Controlled(msgspec.Struct, frozen=True, array_like=True, tag="controlled"):
+    """What came of an order, as plain data."""
+
+    ref: Ref
+    told: dict[str, Any]
+
+
+Reply = (
+    Welcome
+    | Refused
+    | Beating
+    | Matched
+    | Launched
+    | Rows
+    | Value
+    | Reuses
+    | Trailed
+    | Status
+    | Controlled
+)
 
 # -- frames ---------------------------------------------------------------------------------
 

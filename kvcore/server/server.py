@@ -20,17 +20,23 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore.config import Config
+from kvcore.control.audit import AuditLog, identity
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError, LayoutError
+from kvcore.metrics import Metrics
+from kvcore.server.exporter import show
 from kvcore.server.messages import (
     Ask,
     Beat,
     Beating,
     Bye,
     Clear,
+    Control,
+    Controlled,
     Done,
     Held,
     Hello,
     Launched,
+    Learn,
     Load,
     Match,
     Matched,
@@ -39,9 +45,13 @@ from kvcore.server.messages import (
     Refused,
     Reply,
     Request,
+    Reuses,
     Rows,
     Save,
+    Search,
     Status,
+    Trail,
+    Trailed,
     Value,
     Welcome,
     Withdraw,
@@ -93,6 +103,10 @@ class _Misfit(KVCoreError):
     """This client can never be served with these settings."""
 
 
+class _NoModel(KVCoreError):
+    """It is not clear which model an order is for, or there is none yet."""
+
+
 class Server:
     """Owns every `Space`. All methods are called from one thread, but `stop`.
 
@@ -111,6 +125,9 @@ class Server:
         self._swept = 0.0
         self._refusals = 0
         self._guard: Any = None
+        self._frame: Any = None  # the last one that came, which says from whom
+        self._metrics = Metrics("server", enabled=config.metrics.enabled)
+        self._hide: Callable[[], None] = lambda: None
         self._handlers: dict[type, Callable[[bytes, Any], Reply | None]] = {
             Hello: self._hello,
             Beat: self._beat,
@@ -123,6 +140,10 @@ class Server:
             Read: self._read,
             Withdraw: self._withdraw,
             Clear: self._clear,
+            Learn: self._learn,
+            Search: self._search,
+            Trail: self._trail,
+            Control: self._control,
             Ask: lambda _, asked: Status(asked.ref, self.status()),
         }
 
@@ -137,7 +158,10 @@ class Server:
         self._context = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         try:
+            self._audit = AuditLog(self._config.control.audit)
             self._listen(address)
+            if server.metrics is not None:
+                self._hide = show(self._metrics, server.metrics)
         except BaseException:
             self._context.destroy(linger=0)
             self._folder.close()
@@ -177,10 +201,12 @@ class Server:
         if self._socket.poll(BUSY_POLL_MS if busy else IDLE_POLL_MS):
             for _ in range(BATCH):
                 try:
-                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                    parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                self._take(parts[0], parts[1:])
+                self._frame = parts[-1]
+                client, *said = [part.bytes for part in parts]
+                self._take(client, said)
         for space in self._spaces.values():
             space.tick()
         self._sweep()
@@ -191,14 +217,18 @@ class Server:
         for prepared in self._preparing.values():
             if not prepared.cancelled() and prepared.exception() is None:
                 prepared.result().close()
+        self._hide()
         if self._guard is not None:
             self._guard.stop()
+        for space in self._spaces.values():
+            space.control.close()  # while there is a socket to tell who waits for an order
         self._context.destroy(linger=0)
         for space in self._spaces.values():
             space.close()
         for session in self._sessions.values():
             session.file.close()
         self._folder.close()
+        self._audit.close()
         _log.info("kvcore server ends")
 
     def status(self) -> dict[str, Any]:
@@ -259,6 +289,7 @@ class Server:
 
     def _refuse(self, client: bytes, ref: int, kind: str, error: Exception) -> None:
         self._refusals += 1
+        self._metrics.refused(kind)
         if kind in ("malformed", "misfit"):
             _log.warning("refused kind=%s: %s", kind, error)
         self._send(client, Refused(ref, kind, str(error)[:1000]))
@@ -293,7 +324,7 @@ class Server:
             "session begins session=%d ranks=%d version=%s", number, hello.ranks, hello.version
         )
         lease_s = self._config.server.lease_s
-        return Welcome(hello.ref, number, file.name, tiers, stores, lease_s)
+        return Welcome(hello.ref, number, file.name, tiers, stores, lease_s, space.texts)
 
     def _space(self, model: Model) -> Space:
         """The model's space. Raises _Busy while it is being made, _Misfit where it cannot be."""
@@ -304,7 +335,7 @@ class Server:
             self._check_room(model)
             self._arenas += 1
             prepared = self._preparing[model] = self._prepare.submit(
-                Space, self._config, model, self._folder, f"arena-{self._arenas}"
+                Space, self._config, model, self._folder, f"arena-{self._arenas}", self._audit
             )
         if not prepared.done():
             raise _Busy("the model is being prepared: ask again")
@@ -344,6 +375,7 @@ class Server:
         if now - self._swept < SWEEP_S:
             return
         self._swept = now
+        self._count()
         for session in list(self._sessions.values()):
             quiet = now - session.heard
             if session.joined or quiet > self._config.server.lease_s:
@@ -351,6 +383,13 @@ class Server:
             if quiet > self._config.server.lease_s and not session.silent:
                 session.silent = True
                 _log.warning("session is silent session=%d seconds=%.1f", session.number, quiet)
+
+    def _count(self) -> None:
+        """Take in what the models have counted."""
+        for model, space in self._spaces.items():
+            count = sum(session.space is space for session in self._sessions.values())
+            self._metrics.sessions(model.fingerprint.hex()[:16], count)
+            self._metrics.absorb(space.take_metrics())
 
     def _end_if_left(self, session: _Session) -> None:
         """End a session that no process holds any more."""
@@ -391,12 +430,48 @@ class Server:
     def _clear(self, client: bytes, asked: Clear) -> Value:
         return Value(asked.ref, self._of(asked.session).space.clear(asked))
 
+    def _learn(self, client: bytes, told: Learn) -> None:
+        self._of(told.session).space.learn(told)
+
+    def _search(self, client: bytes, asked: Search) -> Reuses:
+        return self._of(asked.session).space.search(asked)
+
+    def _trail(self, client: bytes, asked: Trail) -> Trailed:
+        return self._of(asked.session).space.trail(asked)
+
+    # -- an operator's orders -----------------------------------------------------------------
+
+    def _control(self, client: bytes, asked: Control) -> None:
+        def tell(told: dict[str, Any] | KVCoreError) -> None:
+            if isinstance(told, KVCoreError):
+                self._refuse(client, asked.ref, "control", told)
+            else:
+                self._send(client, Controlled(asked.ref, told))
+
+        control = self._meant(asked.model).control
+        control.begin(asked.order, identity(self._frame), tell)
+
+    def _meant(self, fingerprint: bytes) -> Space:
+        """The model whose fingerprint begins so. Raises _NoModel where it is not one."""
+        models = [
+            space for model, space in self._spaces.items()
+            if model.fingerprint.startswith(fingerprint)
+        ]  # fmt: skip
+        if len(models) == 1:
+            return models[0]
+        there = ", ".join(model.fingerprint.hex() for model in self._spaces)
+        raise _NoModel(
+            f"{len(models)} models are meant; served: {there or 'none, before an engine joins'}. "
+            "Give --model the first digits of one"
+        )
+
 
 _KINDS = {
     _NoSession: "session",
     _Busy: "busy",
     _Misfit: "misfit",
     CapacityError: "capacity",
+    _NoModel: "control",
     LayoutError: "misfit",
     FormatError: "malformed",
 }

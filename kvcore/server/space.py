@@ -19,18 +19,38 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvcore.adapting.build import build_manager, geometry, host_slots
+from kvcore.adapting.build import build_manager, build_segments, geometry, host_slots
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.rank import close_worker, open_tiers
 from kvcore.backing import BackingOpener
 from kvcore.config import Config
-from kvcore.errors import FormatError, LayoutError
+from kvcore.control.audit import AuditLog
+from kvcore.control.build import make_control
+from kvcore.errors import BlockMissing, FormatError, LayoutError
 from kvcore.facade import Hit, Source
 from kvcore.layout import KVView
 from kvcore.manager import KVManager
+from kvcore.metrics import Data, Metrics, merge
 from kvcore.ops.base import DeviceOps, HeadRange, Units
-from kvcore.server.messages import Clear, Held, Launched, Load, Match, Matched, Model, Save, split
+from kvcore.server.messages import (
+    Clear,
+    Held,
+    Launched,
+    Learn,
+    Load,
+    Match,
+    Matched,
+    Model,
+    Reuses,
+    Save,
+    Search,
+    Trail,
+    Trailed,
+    join,
+    split,
+)
 from kvcore.server.places import GRAPH_BITS, Folder
+from kvcore.server.texts import learn, search
 from kvcore.tiers.host import HostArena, arena_bytes
 from kvcore.tiers.pages import SharedPages
 from kvcore.transfer.graph import (
@@ -141,7 +161,14 @@ class _Here:
 class Space:
     """One model's KV. Made on any thread, then used by the server's."""
 
-    def __init__(self, config: Config, model: Model, folder: Folder, arena: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        folder: Folder,
+        arena: str,
+        audit: AuditLog | None = None,
+    ) -> None:
         """Takes the memory of the host tier and restores the others: blocks for seconds.
 
         Raises a KVCoreError where the model cannot be served with these settings.
@@ -159,6 +186,7 @@ class Space:
         self._ids = GraphIds()
         self._claims: dict[int, _Claim] = {}
         self._reading: dict[int, tuple[_Claim, int]] = {}
+        self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
         self._here = _Here(self._worker(config, described))
         try:
             parts = build_manager(config, described, self._here, ids=self._ids, sink_saves=False)
@@ -168,6 +196,13 @@ class Space:
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
+        self._metrics = parts.metrics
+        self._metrics.source = arena  # another than that of the server's other models
+        assert parts.tenants is not None
+        self.control = make_control(
+            config, described, parts.manager, parts.tenants, parts.metrics, audit or AuditLog()
+        )
+        self._segments = build_segments(config, described) if config.fusion.enabled else None
         opener = BackingOpener(config, geometry(described), 0, parts.plugins)
         open_tiers(self._here.worker, opener, parts.open_tiers)
 
@@ -187,7 +222,15 @@ class Space:
             groups=(),
             ops=_NoCopies(),
             queue_depth=config.transfer.queue_depth,
+            metrics=self._moved,
         )
+
+    def take_metrics(self) -> Data:
+        """What was counted since the last call."""
+        nbytes = self.model.shape.nbytes
+        for tier, (used, slots) in self.used.items():
+            self._metrics.tier(tier, used * nbytes, slots * nbytes)
+        return merge(merge({}, self._metrics.delta()), self._moved.delta())
 
     @property
     def told(self) -> dict[str, Any]:
@@ -214,7 +257,7 @@ class Space:
     @property
     def busy(self) -> bool:
         """Whether a report may come from the server's own threads."""
-        return bool(self.background or self._reading)
+        return bool(self.background or self._reading or self.control.busy)
 
     def claims(self, session: int) -> int:
         """Graphs of a session that have not ended."""
@@ -234,7 +277,31 @@ class Space:
         return self.manager.index.held(asked.tier, split(asked.keys))
 
     def clear(self, asked: Clear) -> int:
+        if self._segments is not None:
+            self._segments.clear(asked.namespace)
         return self.manager.clear(asked.namespace)
+
+    @property
+    def texts(self) -> bool:
+        """Whether tokens of what is stored are kept, for fusion."""
+        return self._segments is not None
+
+    def learn(self, told: Learn) -> None:
+        if self._segments is not None:
+            learn(self._segments, told)
+
+    def search(self, asked: Search) -> Reuses:
+        """Raises FormatError for what are no tokens."""
+        if self._segments is None:
+            return Reuses(asked.ref, [])
+        return search(self._segments, asked, self.manager.index.__contains__)
+
+    def trail(self, asked: Trail) -> Trailed:
+        """Raises BlockMissing where no tier holds the block."""
+        index = self.manager.index
+        if asked.key not in index:
+            raise BlockMissing("no tier holds the block any more")
+        return Trailed(asked.ref, join(index.path(asked.key)), index.namespace_of(asked.key))
 
     # -- launching ----------------------------------------------------------------------------
 
@@ -392,6 +459,7 @@ class Space:
             else:
                 self._read_ended(*reading, report.failed)
         self.manager.maintain()
+        self.control.step()
 
     def check_integrity(self) -> None:
         """The index is sound and everything in flight is somebody's."""
@@ -402,9 +470,12 @@ class Space:
 
     def close(self) -> None:
         """Finish what the server writes, flush the tiers and give the memory back. Blocks."""
+        self.control.close()
         close_worker(self._here.worker)
         self.tick()
         self._folder.remove(self.arena)
+        if self._segments is not None:
+            self._segments.close()
         for release in self._releases:
             release()
 

@@ -78,7 +78,7 @@ class ServedWorker(KVWorker):
         device = parts.get("device")
         self._folder = folder_of(served.server)
         self._shape = model.shape
-        self._heads = model.head_range(rank)
+        self._part = model.part(rank)
         self._pin = served.host.pin and device is not None and device.type == "cuda"
         self._held: HeldSession | None = None
         self._session = 0
@@ -122,7 +122,9 @@ class ServedWorker(KVWorker):
             held.close()
             raise
         self._link.refused = None
-        self._swap(arena, arena.layout().select_heads(*self._heads), session, held)
+        layers = range(*self._part.layers)
+        layout = arena.layout().select_heads(*self._part.heads).select_layers(layers)
+        self._swap(arena, layout, session, held)
         _log.info("joined session=%d host_bytes=%d pinned=%s", session, arena.nbytes, arena.pinned)
 
     def _map(self, told: dict[str, Any]) -> HostArena:
@@ -148,13 +150,15 @@ class ServedWorker(KVWorker):
             before.close()
 
     def _tend(self) -> None:
-        """Give back the memory of a session that is over: its server needs the room."""
+        """Give back the memory of a session that is over: its server needs the room. Not before it
+        is seen twice: a load may be planned, and on its way here."""
+        over: HeldSession | None = None
         while not self._ended.wait(TEND_S):
             with self._joining:
-                held = self._held
-                if held is not None and held.over and not self.engine.in_flight:
-                    rank_shape = self._shape.with_heads(self._heads[1] - self._heads[0])
-                    spare = HostArena(rank_shape, 1, huge_pages=False)
+                held, seen = self._held, over
+                over = held if held is not None and held.over else None
+                if over is not None and over is seen and not self.engine.in_flight:
+                    spare = HostArena(self._part.shape(self._shape), 1, huge_pages=False)
                     self._swap(spare, spare.layout(), 0, None)
                     _log.info("the session is over; its memory is given back")
 

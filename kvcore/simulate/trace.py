@@ -60,7 +60,7 @@ def read_trace(
                 where = f"{path.name}, line {number}"
                 try:
                     told = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise FormatError(f"{where}: not a request of a trace: {error}") from error
                 _check(told, before, block_tokens, where)
                 before, count = told.timestamp, count + 1

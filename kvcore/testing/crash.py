@@ -1,6 +1,7 @@
 """Crash rounds: kill -9 at random points of an engine over a real disk tier, and what is left then.
 
     python -m kvcore.testing.crash --rounds 200 --seed 7
+    python -m kvcore.testing.crash --server           a server and its clients: see `crash_server`
 
 A round is a process (leader and workers in one) that asks prompts of a pool, and is killed: from
 inside at a seeded point of a seam, in the middle of a write too, or from outside after a seeded
@@ -30,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +45,20 @@ from kvcore.testing.faults.engine import embedded, faulty_engine
 from kvcore.tiers.base import BlockRead, Tier
 from kvcore.tiers.pages import Pages
 
-__all__ = ["Outcome", "crash_rounds"]
+__all__ = [
+    "ANSWER",
+    "POOL",
+    "Bench",
+    "Outcome",
+    "become_child",
+    "compare_blocks",
+    "compute_oracle",
+    "crash_rounds",
+    "pick_rule",
+    "pool",
+    "published_keys",
+    "teller",
+]
 
 POOL = 24
 CHECKED = 5
@@ -79,19 +94,21 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
     """One folder, at one number of ranks."""
 
     folder: Path
     ranks: int
 
-    def config(self) -> Config:
+    def config(self, **tables: Any) -> Config:
+        """Of an engine over the folder; ``tables`` are added."""
         disk = {
             "path": str(self.folder / "kv"),
             "capacity": f"{SLOTS * (BLOCK_NBYTES + 512) + 65536}",
             "sync_interval_s": 0.05,
         }
         tables = {
+            **tables,
             "block": {"tokens": BLOCK},
             "host": {"capacity": "512KiB", "huge_pages": False},
             "transfer": {"batch_blocks": 2},
@@ -121,11 +138,11 @@ def crash_rounds(
     a restart finds what must not be, or lacks what must be; says the round and the seed.
     """
     torch.set_num_threads(1)
-    benches = [_Bench(folder / f"ranks-{ranks}", ranks) for ranks in (1, 2)]
+    benches = [Bench(folder / f"ranks-{ranks}", ranks) for ranks in (1, 2)]
     outcome = Outcome()
     for bench in benches[:rounds]:
         (bench.folder / "kv").mkdir(parents=True)
-        code, _ = _forked(lambda _, bench=bench: _compute_oracle(bench))  # type: ignore[misc]
+        code, _ = _forked(lambda _, bench=bench: compute_oracle(bench))  # type: ignore[misc]
         assert code == 0, f"the oracle ended with {code}"
     for number in range(rounds):
         _round(benches[number % 2], f"{seed}.{number}", outcome)
@@ -133,16 +150,16 @@ def crash_rounds(
     return outcome
 
 
-def _round(bench: _Bench, seed: str, outcome: Outcome) -> None:
+def _round(bench: Bench, seed: str, outcome: Outcome) -> None:
     picks = random.Random(seed)
-    rule = _rule(picks)
+    rule = pick_rule(picks, SEAMS)
     delay = picks.uniform(0.05, 1.0) if picks.randrange(OUTSIDE) == 0 else None
     rules = () if delay is not None else (rule,)
     code, lines = _forked(lambda say: _traffic(bench, seed, rules, say), kill_after=delay)
     assert code in (0, -signal.SIGKILL), f"round {seed}: the process ended with {code}"
     how = "not" if code == 0 else "outside" if delay is not None else rule.seam.value
     outcome.killed[how] += 1
-    published = _published(lines)
+    published = published_keys(lines)
     code, lines = _forked(lambda say: _look(bench, seed, published, say))
     assert code == 0, f"round {seed}, killed at {how}: {lines[-1] if lines else code}"
     read, reused = map(int, lines[-1].split())
@@ -151,13 +168,13 @@ def _round(bench: _Bench, seed: str, outcome: Outcome) -> None:
     outcome.published += len(published)
 
 
-def _rule(picks: random.Random) -> Rule:
+def pick_rule(picks: random.Random, seams: Sequence[Seam]) -> Rule:
     """Early and late points, about as often: how many there are, no one knows before."""
     skip = int(2 ** picks.uniform(0, 8)) - 1
-    return Rule(Fault.KILL, picks.choice(SEAMS), skip=skip)
+    return Rule(Fault.KILL, picks.choice(seams), skip=skip)
 
 
-def _published(lines: Sequence[str]) -> set[str]:
+def published_keys(lines: Sequence[str]) -> set[str]:
     """Keys that the disk tier held at the end, as its leader said line by line."""
     held: set[str] = set()
     for line in lines:
@@ -176,7 +193,7 @@ def _forked(run: Callable[[Say], None], kill_after: float | None = None) -> tupl
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _child(run, writer)
+        become_child(run, writer)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         text = pipe.readline()
@@ -190,7 +207,7 @@ def _forked(run: Callable[[Say], None], kill_after: float | None = None) -> tupl
     return os.waitstatus_to_exitcode(status), lines
 
 
-def _child(run: Callable[[Say], None], writer: int) -> None:
+def become_child(run: Callable[[Say], None], writer: int) -> None:
     """Does not return, and runs nothing of the parent's ends."""
     signal.alarm(int(ROUND_S))
     code = 0
@@ -221,7 +238,7 @@ def pool(seed: int = 0) -> list[list[int]]:
     return made
 
 
-def _compute_oracle(bench: _Bench) -> None:
+def compute_oracle(bench: Bench) -> None:
     """The answers, and the bytes of every block in every rank, of an engine that reads nothing."""
     model = random_llama()
     with ReferenceEngine(model, bench.args) as plain:
@@ -245,7 +262,7 @@ def _floats(parts: Sequence[memoryview]) -> Array:
     return joined
 
 
-def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
+def _traffic(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
     """Ask prompts of the pool until something kills the process, or there are no more."""
     picks = random.Random(seed)
     faults = Faults(seed=picks.getrandbits(32))
@@ -253,7 +270,7 @@ def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
         index = embedded(engine).index
         for info in index.list_blocks():
             say(f"+{info.key.hex()}")
-        index.watch(_teller(say))
+        index.watch(teller(say))
         faults.set(*rules)
         for prompt in picks.sample(pool(), POOL):
             engine.submit(prompt, ANSWER)
@@ -261,7 +278,7 @@ def _traffic(bench: _Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
         engine.settle()
 
 
-def _teller(say: Say) -> Callable[[Event], None]:
+def teller(say: Say) -> Callable[[Event], None]:
     """Says at once what the disk tier has and has not any more: before a slot is written over."""
 
     def note(event: Event) -> None:
@@ -271,7 +288,7 @@ def _teller(say: Say) -> Callable[[Event], None]:
     return note
 
 
-def _look(bench: _Bench, seed: str, published: set[str], say: Say) -> None:
+def _look(bench: Bench, seed: str, published: set[str], say: Say) -> None:
     """Restart over the folder; says "blocks read, tokens reused"."""
     known = np.load(bench.oracle)
     places = {key.tobytes(): i for i, key in enumerate(known["keys"])}
@@ -282,12 +299,12 @@ def _look(bench: _Bench, seed: str, published: set[str], say: Say) -> None:
         index.check_integrity()
         read = 0
         for rank, made in enumerate(engine.workers):
-            read += _compare(made.worker.tiers["disk"], places, known["blocks"][:, rank])
+            read += compare_blocks(made.worker.tiers["disk"], places, known["blocks"][:, rank])
         reused = _ask(engine, known["answers"].tolist(), random.Random(seed))
     say(f"{read} {reused}")
 
 
-def _compare(tier: Tier, places: dict[bytes, int], right: Array) -> int:
+def compare_blocks(tier: Tier, places: dict[bytes, int], right: Array) -> int:
     """Read every block of a rank's tier; how many there were."""
     memory = Pages(tier.slot_nbytes, huge=False).view
     records = tier.scan()
@@ -318,11 +335,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="on the disk to try; default: a temporary one")
+    parser.add_argument("--server", action="store_true", help="kill a server, or an engine behind")
     options = parser.parse_args(arguments)
+    if options.server:
+        from kvcore.testing.crash_server import server_rounds as rounds
+    else:
+        rounds = crash_rounds
     logging.getLogger("kvcore").setLevel(logging.ERROR)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = crash_rounds(Path(folder), options.rounds, options.seed, _progress)
+        found = rounds(Path(folder), options.rounds, options.seed, _progress)
     assert found.reused, "nothing came from the disk: the rounds show nothing"
     print(f"{found} in {time.monotonic() - started:.0f} s")
 

@@ -47,13 +47,17 @@ from typing import Any
 
 from kvcore.errors import KVCoreError, UnsupportedError
 
-__all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "serve"]
+__all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "sample_name", "serve"]
 
 START_TIMEOUT_S = 900.0
 CALL_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 300.0
 """A quiet machine needs a tenth of these; a busy one, or one that is halted for a while, does not
 make a test fail."""
+
+
+_DRIVERS = {"reference": "kvcore.testing.engine.driver"}
+"""Modules of drivers that belong to no adapter's package."""
 
 
 class EngineFailed(KVCoreError):
@@ -104,12 +108,15 @@ class EngineProcess:
 
     Args:
         model: a folder in Hugging Face's format, or a name the engine knows.
-        engine: which adapter drives it: ``vllm`` stands for the module ``kvcore_vllm.driver``.
+        engine: which adapter drives it: ``vllm`` stands for the module ``kvcore_vllm.driver``,
+            ``reference`` for kvcore's own reference engine.
         kvcore: kvcore's config as the engine's JSON would carry it; None leaves kvcore out.
         python: interpreter of the environment that has the engine; by default this one's.
         log: where the engine's output goes; by default a temporary file, removed by `close`.
         env: added to this process's environment for the child; its PYTHONPATH stands before what
             the child has anyway.
+        within: what goes before the child's command line: `kvcore.testing.hosts.Host.command` has
+            it run on another host. It must become the child, and leave its open files alone.
         engine_args: the engine's own arguments, by the names its Python API has.
 
     The constructor starts the child and returns at once; `wait_ready`, or the first call, waits.
@@ -124,6 +131,7 @@ class EngineProcess:
         python: Path | None = None,
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
         **engine_args: Any,
     ) -> None:
         self._own_log = log is None
@@ -136,9 +144,10 @@ class EngineProcess:
         with theirs, self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [
+                    *within,
                     str(python or sys.executable),
                     "-m",
-                    f"kvcore_{engine}.driver",
+                    _DRIVERS.get(engine, f"kvcore_{engine}.driver"),
                     str(theirs.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -207,6 +216,8 @@ class EngineProcess:
         lora: Path | None = None,
         image: Path | None = None,
         fusion: dict[str, Any] | None = None,
+        promise: dict[str, Any] | None = None,
+        traceparent: str | None = None,
     ) -> Future[Generation]:
         """Start one greedy request and return at once.
 
@@ -221,6 +232,8 @@ class EngineProcess:
             lora: folder of LoRA weights to answer with.
             image: picture that goes with the prompt, for a model that takes one.
             fusion: what the request says of fusion (`kvcore.fusion.options`).
+            promise: what a prefill engine has said of the prompt's KV (vLLM only).
+            traceparent: the W3C trace that it belongs to, for an engine that traces.
         """
         self.wait_ready()
         call = self._send(
@@ -235,6 +248,8 @@ class EngineProcess:
             lora=str(lora) if lora else None,
             image=str(image) if image else None,
             fusion=fusion,
+            **({} if promise is None else {"promise": promise}),
+            traceparent=traceparent,
         )
         return _then(call, lambda reply: Generation(**reply))
 
@@ -405,6 +420,12 @@ async def serve(descriptor: int, handlers: Mapping[str, Callable[..., Awaitable[
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def sample_name(name: str, labels: Mapping[str, str]) -> str:
+    """What `EngineProcess.metrics` calls a Prometheus sample: ``name{a="b"}``."""
+    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{inside}}}" if inside else name
+
+
 def _then(first: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
     """A future of `change(first's result)`, with first's exception if it has one."""
     second: Future[Any] = Future()
@@ -436,9 +457,13 @@ def _python_path(engine: str) -> str:
     """PYTHONPATH for a child: this one's, with the source tree's folders where we run from one."""
     root = Path(__file__).resolve().parents[2]
     sources = root / "adapters" / engine
-    if not sources.is_dir() and importlib.util.find_spec(f"kvcore_{engine}") is None:
+    packaged = engine in _DRIVERS or importlib.util.find_spec(f"kvcore_{engine}") is not None
+    if not sources.is_dir() and not packaged:
         raise UnsupportedError(
             f"no adapter for engine {engine!r}: the package kvcore_{engine} is not installed"
         )
-    parts = [str(root), str(sources)] if sources.is_dir() else []
+    if engine in _DRIVERS:
+        parts = [str(root)]
+    else:
+        parts = [str(root), str(sources)] if sources.is_dir() else []
     return os.pathsep.join([*parts, *filter(None, [os.environ.get("PYTHONPATH")])])

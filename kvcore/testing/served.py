@@ -1,11 +1,14 @@
-"""For tests of `kvcore.server`: one in a thread, settings for it and its clients, and patience."""
+"""For tests of `kvcore.server`: one in a thread or a process, settings, and patience."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,15 @@ from kvcore.config import Config, load_config
 from kvcore.server.server import Server
 from kvcore.testing.engine import ReferenceEngine
 
-__all__ = ["PATIENCE_S", "RunningServer", "serve", "settings", "until", "words"]
+__all__ = [
+    "PATIENCE_S",
+    "RunningServer",
+    "serve",
+    "server_process",
+    "settings",
+    "until",
+    "words",
+]
 
 VOCABULARY = 512
 PATIENCE_S = 60.0
@@ -67,6 +78,22 @@ class RunningServer:
         self.server.stop()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def server_process(*given: str) -> Iterator[subprocess.Popen[str]]:
+    """`kvcore server` with these settings (``TABLE.NAME=VALUE``), ready for clients; killed at the
+    end."""
+    command = [sys.executable, "-c", "from kvcore.cli import main; main()", "server"]
+    for setting in given:
+        command += ["--set", setting]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "listens on" in process.stdout.readline(), "the server does not start"
+            yield process
+        finally:
+            process.kill()
 
 
 def serve(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[list[int], dict[str, int]]:

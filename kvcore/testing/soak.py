@@ -16,6 +16,7 @@ Every few epochs the engine is closed and opened again over its disk.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import random
@@ -51,9 +52,11 @@ REOPEN = 4
 WARM = 4
 """Epochs whose memory does not count: caches fill."""
 GROWTH = 1.05
-SLACK = 24 << 20
+SLACK = 8 << 20
 """Bytes that may come on top: what the allocator keeps."""
 STORE = "kvcore-soak"
+_ARENA_MAX = -8
+"""M_ARENA_MAX of glibc's malloc.h."""
 
 _APART = {Fault.KILL, Fault.LOST, Fault.CLOCK_JUMP}
 """Killed processes have rounds of their own (`kvcore.testing.crash`); messages in a process are not
@@ -243,7 +246,19 @@ def _rule(picks: random.Random, cell: tuple[Seam, Fault]) -> Rule:
     return Rule(fault, seam, rate=rate, seconds=picks.uniform(0.001, 0.01))
 
 
+def _allocate_compactly() -> None:
+    """Have glibc keep one heap for all threads: each of its own leaves holes that are never filled,
+    a megabyte in every 12 s here, while what is in use stays the same (`mallinfo2`)."""
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        tune(_ARENA_MAX, 1)
+
+
 def _resident() -> int:
+    """Bytes resident, without what glibc's allocator keeps of freed memory for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
@@ -254,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="on the disk to use; default: a temporary one")
     options = parser.parse_args(arguments)
+    _allocate_compactly()
     logging.getLogger("kvcore").setLevel(logging.CRITICAL)  # it would tell of every fault
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = soak(Path(folder), 60 * options.minutes, options.seed, _progress)

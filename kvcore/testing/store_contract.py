@@ -11,15 +11,21 @@ evict) is for the store's own tests.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierUnavailable
-from kvcore.tiers.remote import BlockStore, Item
+from kvcore.layout import BlockShape
+from kvcore.tiers.base import BlockRead, BlockWrite
+from kvcore.tiers.disk import Geometry
+from kvcore.tiers.remote import BlockStore, Item, Shard, Splits, StoreOptions, StoreTier
+from kvcore.tiers.shards import Part
 
 __all__ = ["StoreContract", "fetch", "value"]
 
@@ -41,6 +47,39 @@ def put(store: BlockStore, values: dict[str, bytes]) -> None:
     """Store them in one batch; every one must be there afterwards."""
     items = [Item(name, [memoryview(data)]) for name, data in values.items()]
     assert store.put(items) == [None] * len(items)
+
+
+SHAPE = BlockShape(layers=4, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+
+
+def _size(heads: Sequence[tuple[int, int]], layers: Sequence[tuple[int, int]]) -> Geometry:
+    ranks = list(itertools.product(layers, heads))
+    return Geometry(
+        SHAPE, b"contract", tuple(h for _, h in ranks), layers=tuple(n for n, _ in ranks)
+    )
+
+
+SIZES = [
+    _size(heads, layers)
+    for heads in ([(0, 2)], [(0, 1), (1, 2)])
+    for layers in ([(0, 4)], [(0, 1), (1, 4)])
+]
+"""One rank and two, one pipeline stage and two."""
+
+
+def _taken(block: bytes, part: Part) -> bytes:
+    """A part of a whole block, the naive way."""
+    whole = np.frombuffer(block, np.uint8).reshape(SHAPE.layers, SHAPE.kv_heads, -1)
+    return whole[slice(*part.layers), slice(*part.heads)].tobytes()
+
+
+def _tier(store: BlockStore, geometry: Geometry, rank: int, prefix: str) -> StoreTier:
+    """A rank's, which starts no thread: it need not be closed."""
+    shards = Shard.all_of(geometry, prefix)
+    splits = Splits(store, shards, every_s=60)
+    return StoreTier(
+        store, Shard.of(geometry, rank, prefix), StoreOptions(parallel=1), splits=splits
+    )
 
 
 class StoreContract:
@@ -180,6 +219,23 @@ class StoreContract:
             for done in writers:
                 done.result()
         assert fetch(store, name, self.nbytes) in both
+
+    @pytest.mark.parametrize("written", SIZES)
+    def test_any_size_reads_any_size(self, store: BlockStore, written: Geometry) -> None:
+        """Values of any ranks and stages are put together, or taken apart, at any other size."""
+        prefix, key = f"contract-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
+        block = value(1, SHAPE.nbytes)
+        Splits(store, Shard.all_of(written, prefix), every_s=60, announces=True).refresh()
+        for rank, part in enumerate(written.parts):
+            data = memoryview(_taken(block, part))
+            tier = _tier(store, written, rank, prefix)
+            assert tier.write([BlockWrite(0, key, key, key, [data])]) == [None]
+        for read in SIZES:
+            for rank, part in enumerate(read.parts):
+                into = memoryview(bytearray(part.shape(SHAPE).nbytes))
+                tier = _tier(store, read, rank, prefix)
+                assert tier.read([BlockRead(0, key, [into])]) == [None]
+                assert bytes(into) == _taken(block, part)
 
     def test_it_can_be_closed_twice(self) -> None:
         store = self.make_store()

@@ -223,6 +223,6 @@ def decode_graph(data: bytes) -> TransferGraph:
     try:
         graph = _graph_decoder.decode(data)
         graph.check()
-    except (msgspec.DecodeError, UnicodeDecodeError, TransferError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TransferError) as error:
         raise FormatError(f"not a transfer graph: {error}") from error
     return graph

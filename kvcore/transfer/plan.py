@@ -128,6 +128,39 @@ def build_load(
     return graph
 
 
+def build_fetch(
+    graph_id: int,
+    chain: Chain,
+    host_slots: Sequence[int],
+    sources: Sequence[TierRows],
+    *,
+    batch_rows: int,
+    deadline_s: float | None = None,
+) -> TransferGraph:
+    """Plan reads of ``chain`` into the host arena and no further, behind everything that a request
+    waits for. Every row is in one of the sources."""
+    ops = _Ops()
+    tier_slots = [-1] * len(chain.keys)
+    for source in sources:
+        tier_slots[source.rows.start : source.rows.stop] = source.slots
+        for rows in batches(source.rows, batch_rows):
+            ops.add(source.path, rows, tier=source.tier)
+    graph = TransferGraph(
+        graph_id,
+        Priority.SPILL,
+        chain.namespace,
+        chain.parent,
+        chain.keys,
+        tuple(host_slots),
+        tuple(tier_slots),
+        (),
+        tuple(ops.ops),
+        deadline_s,
+    )
+    graph.check()
+    return graph
+
+
 def build_save(
     graph_id: int,
     chain: Chain,

@@ -14,15 +14,19 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from kvcore_sglang.attention import ROWS
 
+from kvcore.explain_file import read_records
 from kvcore.testing.asking import (
     ANSWER,
+    SETTLE_S,
     Reference,
     all_from,
     answers,
@@ -66,6 +70,7 @@ class Served(NamedTuple):
     page: int
     documents: list[list[int]]
     fails: Path
+    records: Path
 
     def reusable(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Tokens of each that kvcore must bring back once it was answered: whole blocks and whole
@@ -128,11 +133,16 @@ def served(
     """One after the other on the same folder; that of pages of 16 without overlapped schedules."""
     page: int = request.param
     fails = tmp_path_factory.mktemp("fails") / "now"
-    kvcore = {**sglang_tiers(written.folder), "ops": {"backend": "faulty"}}
+    records = fails.with_name("records")
+    kvcore = {
+        **sglang_tiers(written.folder),
+        "ops": {"backend": "faulty"},
+        "explain": {"path": str(records)},
+    }
     args = {"page_size": page, "chunked_prefill_size": 256, "disable_overlap_schedule": page == 16}
     first = WRITTEN + OWN * PAGES.index(page)
     with engine(model, kvcore, failing_while(fails), **args) as process:
-        yield Served(process, page, documents[first : first + OWN], fails)
+        yield Served(process, page, documents[first : first + OWN], fails, records)
 
 
 # -- the engine without kvcore --------------------------------------------------------------------
@@ -149,6 +159,17 @@ def test_the_engine_agrees_with_itself(
 ) -> None:
     """In other batches it answers the same."""
     same(answers(plain, documents[:12], batch=4), reference(documents[:12]))
+
+
+def test_attention_for_benchmarks_answers_alike(
+    model: Path, reference: Ask, documents: list[list[int]]
+) -> None:
+    """`kvcore_sglang.attention`: cold, in chunks, and behind a hit of the radix cache."""
+    with engine(model, None, attention_backend=ROWS, chunked_prefill_size=64) as process:
+        for _ in range(2):
+            found = answers(process, documents[:8], batch=3)
+            same(found, reference(documents[:8]))
+    assert min(answer.sources["device"] for answer in found) > 0
 
 
 # -- tiers, ranks and pages -----------------------------------------------------------------------
@@ -400,3 +421,58 @@ def _flush_forgets_everything(
     forgotten = answers(process, asked)
     same(forgotten, reference(asked))
     assert sum(answer.reused_tokens for answer in forgotten) == 0
+
+
+# -- what it says of requests ---------------------------------------------------------------------
+
+
+def told(served: Served, name: str) -> dict[str, Any]:
+    """The record of a request, once it is written."""
+    limit = time.monotonic() + SETTLE_S
+    while True:
+        found = [record for record in read_records(served.records) if record["request"] == name]
+        if found:
+            assert len(found) == 1, "written twice"
+            return found[0]
+        assert time.monotonic() < limit, "no record was written"
+        time.sleep(0.05)
+
+
+def test_records_say_what_happened(served: Served, model: Path, reference: Ask) -> None:
+    [document] = windows(model, 1, 700, 700, seed=900 + served.page)
+    document[0] = 900 + served.page  # nobody has asked this one
+    right = reference([document])
+    got: dict[str, Generation] = {}
+
+    def ask(name: str, prompt: list[int], **options: Any) -> None:
+        [got[name]] = answers(served.process, [prompt], request_id=name, **options)
+        settled(served.process)
+
+    ask("cold", document)
+    ask("warm", document)
+    ask("stranger", document, cache_salt="another tenant")
+    if looked_up := served.page <= 50:  # of a prompt below a page SGLang asks nobody
+        ask("short", document[:50])
+    served.fails.touch()
+    try:
+        ask("failed", document)
+    finally:
+        served.fails.unlink()
+    for name in ("cold", "warm", "failed"):
+        same([got[name]], right)
+    [whole] = served.reusable([document])
+    records = {name: told(served, name) for name in got}
+    assert records["cold"]["misses"] == [{"cause": "never seen"}]
+    assert records["warm"]["loaded"] == got["warm"].tiers == {"host": whole}
+    assert "lookup" in records["warm"]["ms"]
+    assert records["stranger"]["misses"] == [
+        {"cause": "other namespace", "differed": ["cache_salt"]}
+    ]
+    if looked_up:
+        assert {"cause": "too short"} in records["short"]["misses"]
+    assert records["failed"]["failures"] == 1
+    assert {"cause": "failed"} in records["failed"]["misses"]
+    assert records["failed"]["loaded"] == {}
+    assert {str(record["outcome"]) for record in records.values()} == {"length"}
+    estimate = records["warm"]["otherwise"]
+    assert "prefill: this engine's forwards are not timed" in estimate["unknown"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from kvcore_vllm.conformance import STAGED
 
 from kvcore.testing.asking import (
     ANSWER,
@@ -329,6 +330,36 @@ def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None
     with engine(tiny, kvcore, **two) as process:
         back = answers(process, prompts, batch=2)
         same(back, at_two)
+        assert all("disk" in answer.tiers for answer in back)
+
+
+@pytest.mark.whole_machine
+def test_pipeline_stages_and_one_rank_read_each_other(tmp_path: Path) -> None:
+    """PP=2, with two layers and one, saves and loads its own layers; PP=1 reads them, and back."""
+    tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)
+    prompts = windows(tiny, 12, 100, 600, seed=5)
+    first, second = prompts[:6], prompts[6:]
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
+    }
+    two = {"pipeline_parallel_size": 2, "env": TP2, **STAGED}
+    with engine(tiny, None, enable_prefix_caching=False) as process:
+        expected = answers(process, prompts)
+    with engine(tiny, kvcore, **two) as process:
+        same(answers(process, first), expected[:6])
+        settled(process)
+        warm = answers(process, first, batch=3)
+        same(warm, expected[:6])
+        assert all(w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, first, strict=True))
+    with engine(tiny, kvcore) as process:
+        got = answers(process, prompts)
+        same(got, expected)
+        assert all("disk" in answer.tiers for answer in got[:6])
+        settled(process)
+    with engine(tiny, kvcore, **two) as process:
+        back = answers(process, second, batch=2)
+        same(back, expected[6:])
         assert all("disk" in answer.tiers for answer in back)
 
 

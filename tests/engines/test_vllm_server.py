@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from kvcore.testing.asking import Reference, all_from, answers, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
+from kvcore.testing.served import server_process
 
 pytestmark = pytest.mark.engine
 
 pytest.importorskip("zmq")
-
-MAIN = "from kvcore.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +34,8 @@ def folder(tmp_path: Path) -> Path:
 def server(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """`kvcore server`, ready for clients."""
     given = [f"server.folder={folder}", "host.capacity=512MiB", "log.level=warning"]
-    command = [sys.executable, "-c", MAIN, "server"]
-    for setting in given:
-        command += ["--set", setting]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "listens on" in process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait()
+    with server_process(*given) as process:
+        yield process
 
 
 def test_two_engines_share_and_a_killed_server_changes_no_answer(

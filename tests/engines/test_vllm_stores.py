@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvcore.adapting.build import build_leader, geometry
+from kvcore.adapting.handover import promised
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.block import KeyChain
@@ -40,30 +42,80 @@ def request(tokens: list[int]) -> Any:
     )
 
 
-def test_a_prompt_in_a_store_is_found_at_the_second_lookup() -> None:
+@pytest.fixture
+def make_side() -> Iterator[Callable[[str], Any]]:
+    """A scheduler side whose tier is the process's store of that name."""
     scheduler = pytest.importorskip("kvcore_vllm.scheduler")
+    made: list[Any] = []
+
+    def make(name: str) -> Any:
+        options = {"name": name, "lookup_s": 60.0}
+        far = {"plugin": "memory-store", "capacity": "1MiB", "options": options}
+        tables = {"host": {"capacity": "1MiB"}, "tiers": {"far": far}, "vllm": {"promise_s": 300.0}}
+        config = load_config(None, tables)
+        outbox = Outbox(1)
+        parts = build_leader(config, MODEL, outbox)
+        made.append(
+            scheduler.SchedulerSide(
+                config,
+                MODEL,
+                parts.manager,
+                outbox,
+                parts.metrics,
+                parts.open_tiers,
+                parts.releases,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+def fill(name: str, keys: Sequence[bytes]) -> None:
+    [shard] = Shard.all_of(geometry(MODEL), "kvcore")
+    for key in keys:
+        shared_store(name).values[shard.name(key)] = b"?"
+
+
+def looked_up(side: Any, one: Any) -> tuple[int | None, bool]:
+    limit = time.monotonic() + 300
+    while (answer := side.get_num_new_matched_tokens(one, 0)) == (None, False):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    found: tuple[int | None, bool] = answer
+    return found
+
+
+def test_a_prompt_in_a_store_is_found_at_the_second_lookup(
+    make_side: Callable[[str], Any],
+) -> None:
     name = uuid.uuid4().hex
-    far = {"plugin": "memory-store", "capacity": "1MiB", "options": {"name": name, "lookup_s": 60}}
-    config = load_config(None, {"host": {"capacity": "1MiB"}, "tiers": {"far": far}})
-    outbox = Outbox(1)
-    parts = build_leader(config, MODEL, outbox)
-    side = scheduler.SchedulerSide(
-        config, MODEL, parts.manager, outbox, parts.metrics, parts.open_tiers, parts.releases
-    )
+    side = make_side(name)
     tokens = list(range(1, 101))
     one = request(tokens)
-    chain = KeyChain(side._namespace(one), config.block.tokens)
-    [shard] = Shard.all_of(geometry(MODEL), "kvcore")
-    for key in chain.extend(tokens)[:5]:
-        shared_store(name).values[shard.name(key)] = b"?"
-    try:
+    chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
+    fill(name, chain.extend(tokens)[:5])
+    assert side.get_num_new_matched_tokens(one, 0) == (None, False)
+    answer = looked_up(side, one)
+    assert answer == (80, True), "five blocks, loaded between steps"
+    assert side.get_num_new_matched_tokens(one, 0) == answer
+    assert side.get_num_new_matched_tokens(one, 80) == (0, False)
+
+
+def test_a_prompt_that_was_promised_waits_for_its_blocks(make_side: Callable[[str], Any]) -> None:
+    tokens = list(range(1, 101))
+    name = uuid.uuid4().hex
+    side = make_side(name)
+    one = request(tokens)
+    chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
+    keys = chain.extend(tokens)
+    assert looked_up(side, request(tokens)) == (0, False), "without it, what is not there is not"
+    one.request_id = "promised"
+    one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6)}}
+    for _ in range(30):
         assert side.get_num_new_matched_tokens(one, 0) == (None, False)
-        limit = time.monotonic() + 60
-        while (answer := side.get_num_new_matched_tokens(one, 0)) == (None, False):
-            assert time.monotonic() < limit
-            time.sleep(0.01)
-        assert answer == (80, True), "five blocks, loaded between steps"
-        assert side.get_num_new_matched_tokens(one, 0) == answer
-        assert side.get_num_new_matched_tokens(one, 80) == (0, False)
-    finally:
-        side.close()
+        time.sleep(0.01)
+    fill(name, keys)
+    assert looked_up(side, one) == (96, True)

@@ -18,6 +18,7 @@ from kvcore.testing.servers import (
     S3_ENVIRONMENT,
     Server,
     Start,
+    free_port,
     make_bucket,
     mooncake_master,
     need_client,
@@ -65,6 +66,19 @@ def _mooncake(start: Start, folder: Path) -> Store:
     return Store(_tier("mooncake", master=master, host="127.0.0.1", lend="64MiB"))
 
 
+def _peer(start: Start, folder: Path) -> Store:
+    """No server: each host lends memory of its own to the others."""
+    need_client("nixl_cu13")
+    return Store(_tier("peer", peers=[str(free_port()) for _ in range(2)], lend="4MiB"))
+
+
+def _as_node(tier: dict[str, Any], number: int, ranks: int) -> dict[str, Any]:
+    """Of a `peer` tier, its settings on one of its hosts."""
+    nodes = [f"127.0.0.1:{port}-{int(port) + ranks - 1}" for port in tier["options"]["peers"]]
+    own = {"listen": nodes[number].partition("-")[0], "peers": nodes}
+    return {**tier, "options": {**tier["options"], **own}}
+
+
 def _tier(plugin: str, **options: Any) -> dict[str, Any]:
     patient = {"timeout_s": PATIENT_S, "lookup_s": PATIENT_S, "deadline_s": PATIENT_S}
     return {"plugin": plugin, "capacity": "16MiB", "options": {**patient, **options}}
@@ -76,6 +90,7 @@ STORES = {
     "folder": _folder,
     "s3": _s3,
     "mooncake": _mooncake,
+    "peer": _peer,
 }
 
 
@@ -101,9 +116,12 @@ def host(model: Llama) -> Iterator[Callable[..., ReferenceEngine]]:
 
     def start(tier: dict[str, Any], ranks: int = 1, **options: Any) -> ReferenceEngine:
         tier = {**tier, "options": {**tier["options"], **options}}
+        if tier["plugin"] == "peer":
+            tier = _as_node(tier, len(made), ranks)
         tables = {"host": {"capacity": "16MiB", "huge_pages": False}, "tiers": {"far": tier}}
         engine = ReferenceEngine(model, EngineArgs(ranks=ranks), load_config(None, tables))
         made.append(engine)
+        serve(engine, words(0, 8))  # its ranks open their tiers with the first step
         return engine
 
     yield start

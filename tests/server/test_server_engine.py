@@ -14,13 +14,24 @@ from kvcore.testing.served import RunningServer, serve, settings, until, words
 Start = Callable[[Config], RunningServer]
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(1, 1), (1, 1)],
+        [(2, 1), (2, 1)],
+        [(1, 1), (2, 1)],
+        [(2, 1), (1, 1)],
+        [(1, 2), (2, 1)],
+        [(1, 1), (2, 2)],
+    ],
+)
 def test_what_one_engine_computes_the_other_loads(
-    start: Start, engine: Any, plain: Any, folder: Path, ranks: tuple[int, int]
+    start: Start, engine: Any, plain: Any, folder: Path, sizes: list[tuple[int, int]]
 ) -> None:
+    """Ranks of data parallelism, say, each with its tensor-parallel ranks and pipeline stages."""
     config = settings(folder)
     server = start(config)
-    first, second = (engine(config, ranks=count) for count in ranks)
+    first, second = (engine(config, ranks=ranks, stages=stages) for ranks, stages in sizes)
     prompt = words(1, 100)
     assert serve(first, prompt) == (plain(prompt), {})
     until(lambda: server.idle)

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from kvcore.adapting.build import build_leader
+from kvcore.adapting.build import refuse_served_fusion
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.block import KEY_BYTES
 from kvcore.config import Config
+from kvcore.control import orders as o
 from kvcore.errors import ConfigError, FormatError, UnsupportedError
 from kvcore.layout import BlockShape
 from kvcore.metrics import Metrics
@@ -79,7 +80,8 @@ class Raw:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One for all: nothing that a test says may harm the next."""
-    running = RunningServer(settings(tmp_path_factory.mktemp("wire") / "kv"))
+    tables: dict[str, Any] = {"fusion": {"enabled": True}}
+    running = RunningServer(settings(tmp_path_factory.mktemp("wire") / "kv", **tables))
     yield running
     running.close()
     running.server.check_integrity()
@@ -106,6 +108,28 @@ REPORTS = st.lists(
 )
 
 
+NAMES = st.sampled_from(["host", "disk", "", "ann", "x" * 70])
+WHERE = st.builds(
+    o.Where,
+    st.none() | NAMES,
+    st.none() | NAMES,
+    st.none() | st.binary(max_size=17),
+    st.binary(max_size=17),
+    st.none() | st.binary(max_size=300),
+    st.none() | NAMES,
+)
+ORDERS = st.one_of(
+    st.builds(o.ListBlocks, WHERE, st.booleans(), COUNTS),
+    st.builds(o.PinBlocks, WHERE),
+    st.builds(o.UnpinBlocks, WHERE),
+    st.builds(o.MoveBlocks, WHERE, NAMES),
+    st.builds(o.PrefetchBlocks, WHERE),
+    st.builds(o.ClearBlocks, WHERE),
+    st.builds(o.SetQuota, NAMES, NAMES, st.sampled_from(["1MiB", "5%", "?", "0"]), NAMES),
+    st.builds(o.ShowQuotas),
+)
+
+
 def requests(session: int) -> st.SearchStrategy[Any]:
     """Well-formed requests that mean anything, good or not, in a session that exists."""
     ref, here = st.integers(10, 1 << 40), st.just(session)
@@ -120,7 +144,11 @@ def requests(session: int) -> st.SearchStrategy[Any]:
         st.builds(m.Read, ref, here, st.integers(0, 9), COUNTS, st.integers(0, 3)),
         st.builds(m.Withdraw, ref, here, st.integers(0, 9)),
         st.builds(m.Clear, ref, here, st.none() | space),
+        st.builds(m.Learn, ref, here, space, CHAIN, COUNTS, COUNTS, st.binary(max_size=600)),
+        st.builds(m.Search, ref, here, space, st.binary(max_size=600)),
+        st.builds(m.Trail, ref, here, space),
         st.builds(m.Ask, ref),
+        st.builds(m.Control, ref, ORDERS, st.binary(max_size=3)),
     )
 
 
@@ -264,10 +292,20 @@ def test_an_engine_with_other_blocks_is_refused_by_name(start: Start, folder: Pa
     first.close()
 
 
-def test_fusion_is_refused_by_name(start: Start, folder: Path) -> None:
-    config = settings(folder, fusion={"enabled": True})
-    with pytest.raises(UnsupportedError, match=r"fusion\.enabled"):
-        build_leader(config, DESCRIBED, Outbox())
+def test_fusion_of_an_engine_that_cannot_have_it_is_refused_by_name(folder: Path) -> None:
+    refuse_served_fusion(settings(folder), "TensorRT-LLM")
+    with pytest.raises(UnsupportedError, match=r"fusion\.enabled with server.address on Tensor"):
+        refuse_served_fusion(settings(folder, fusion={"enabled": True}), "TensorRT-LLM")
+
+
+def test_the_trail_of_a_block_that_nobody_holds_is_refused(raw: Raw) -> None:
+    session = raw.welcome().session
+    reply = raw.ask(m.Trail(5, session, b"k" * KEY_BYTES))
+    assert isinstance(reply, m.Refused)
+    assert reply.kind == "stale"
+    reply = raw.ask(m.Search(6, session, SPACE, b"123"))
+    assert isinstance(reply, m.Refused)
+    assert reply.kind == "malformed"
 
 
 def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from kvcore import worker as kvcore_worker  # after the skip
 from kvcore.errors import TransferError, UnsupportedError
+from kvcore.explain_file import read_records
 from kvcore.testing.models import tiny_model
 from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, State, installed
 from kvcore.testing.trtllm.model import load
@@ -707,3 +708,28 @@ def test_a_corrupt_block_is_never_promised(
     second = make(disk)
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
     assert 0 < loaded(second) < 288
+
+
+# --- what is told of requests -----------------------------------------------------------------
+
+
+def test_records_of_requests(make: Make, reference: Any, tmp_path: Path) -> None:
+    """A miss, a hit with what loading took, too short: written as each ends."""
+    harness = make({"explain": {"path": str(tmp_path)}, "trtllm": {"min_load_tokens": 32}})
+    prompt = tokens(1, 100)
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    settle(harness)
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+    settle(harness)
+    assert harness.generate([prompt[:20]], ANSWER) == [reference(prompt[:20])]
+    leader(harness)._watch.close()
+    asked = [record for record in read_records(tmp_path) if record["tokens"] > 3]
+    short, warm, cold = asked
+    assert [miss["cause"] for miss in cold["misses"]] == ["never seen"]
+    assert cold["loaded"] == {}
+    assert warm["matched"] == [{"tier": "host", "tokens": [0, 96]}]
+    assert warm["loaded"] == {"host": 96}
+    assert {"lookup", "load", "rest"} == set(warm["ms"])
+    assert short["misses"][-1] == {"cause": "too short"}
+    assert all(record["outcome"] == "done" for record in asked)
+    assert "prefill: this engine's forwards are not timed" in warm["otherwise"]["unknown"]

@@ -329,7 +329,11 @@ def test_a_secret_is_never_shown() -> None:
 
 
 def test_every_effective_value_is_shown() -> None:
-    named = {"tiers": {"shelf": {"plugin": "p"}}, "cluster": {"members": {"shelf": {}}}}
+    named = {
+        "tiers": {"shelf": {"plugin": "p"}},
+        "cluster": {"members": {"shelf": {}}},
+        "tenants": {"shelf": {}},
+    }
     shown = {s.path: s for s in settings(load(named))}
     expected = {path.replace("NAME", "shelf") for path in known_paths()}
     assert set(shown) == expected

@@ -76,7 +76,7 @@ def test_what_an_engine_lacks_is_left_out_and_what_it_raises_is_a_failure(tmp_pa
     assert results["salts-kept-apart"].why == "no tenant salts"
     assert results["reads-what-others-wrote"].why == "no other engine at hand"
     with Kit(Idle(), tmp_path, partners=[Idle()]) as kit:
-        [stored] = [one for one in CASES if one.store]
+        [stored] = [one for one in CASES if one.store and one.pairs]
         assert stored.lacks(kit) == "no remote store at hand"
     assert results["miss"].outcome == "failed"
     assert results["miss"].why == "RuntimeError: no engine for 1 ranks"
@@ -191,3 +191,25 @@ def test_results_of_others_stay_and_a_wrong_file_is_named(tmp_path: Path) -> Non
     path.write_text("[1]")
     with pytest.raises(FormatError, match=r"r\.json"):
         conformance.merged(path, record())
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome", "about", "partners"),
+    [
+        ("miss", "left out", "engine 1", ["b"]),
+        ("miss", "passed", "engine 2", ["b"]),
+        ("reads-what-others-wrote", "passed", "engine 2", []),
+    ],
+)
+def test_an_engine_is_as_it_was_when_it_last_ran(
+    tmp_path: Path, case: str, outcome: str, about: str, partners: list[str]
+) -> None:
+    path = tmp_path / "r.json"
+
+    def record(case: str, outcome: str, about: str, partners: list[str]) -> conformance.Record:
+        one = {"section": "", "case": case, "outcome": outcome, "why": "", "seconds": 0}
+        return {"a": {"about": about, "date": "", "partners": partners, "results": [one]}}
+
+    path.write_text(json.dumps(record("host-hit", "passed", "engine 1", ["b"])))
+    made = conformance.merged(path, record(case, outcome, "engine 2", []))["a"]
+    assert (made["about"], made["partners"]) == (about, partners)

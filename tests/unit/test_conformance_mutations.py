@@ -112,6 +112,30 @@ class LayersSwapped(ReferenceEngine):
         return super().view(part).select_layers([second, first, *rest])
 
 
+class OthersLayers(ModelDescription):
+    """Each pipeline stage is taken to hold the other's layers."""
+
+    def layer_range(self, rank: int) -> tuple[int, int]:
+        return super().layer_range(self.world_size - 1 - rank)
+
+
+class OthersHeads(ModelDescription):
+    """Each rank is taken to hold the heads one further on."""
+
+    def head_range(self, rank: int) -> tuple[int, int]:
+        return super().head_range((rank + 1) % self.world_size)
+
+
+def described_as(kind: type[ModelDescription]) -> type[ReferenceEngine]:
+    class Mistaken(ReferenceEngine):
+        def describe(self, block_tokens: int) -> ModelDescription:
+            right = super().describe(block_tokens)
+            parts = (right.shape, right.groups, right.fingerprint, right.world_size)
+            return kind(*parts, stages=right.stages)
+
+    return Mistaken
+
+
 class UnrotatedKeys(RankBlender):
     """K of a chunk stays as it was computed, wherever the chunk now stands."""
 
@@ -196,6 +220,13 @@ def test_models_that_are_not_told_apart(fails: Callable[..., None], case: str) -
 @pytest.mark.parametrize("case", ["reads-what-others-wrote", "others-read-what-it-wrote"])
 def test_two_layers_swapped(fails: Callable[..., None], case: str) -> None:
     fails(planted(LayersSwapped), case, [find_driver("reference")])
+
+
+@pytest.mark.parametrize("kind", [OthersLayers, OthersHeads])
+def test_ranks_that_are_told_wrong_parts(
+    fails: Callable[..., None], kind: type[ModelDescription]
+) -> None:
+    fails(planted(described_as(kind)), "another-number-of-stages")
 
 
 def test_keys_that_are_not_rotated(fails: Callable[..., None]) -> None:

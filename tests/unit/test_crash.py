@@ -70,6 +70,14 @@ def test_after_a_kill_whole_blocks_are_there_and_nothing_else(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_killed_server_or_client_leaves_whole_blocks_and_right_answers(tmp_path: Path) -> None:
+    """Eight rounds; `python -m kvcore.testing.crash --server --rounds 200` does more."""
+    said = run("crash", "--server", "--rounds", "8", "--seed", "5", "--folder", str(tmp_path))
+    assert re.search(r"'server, \w+': \d+", said), f"no server was killed: {said}"
+    assert re.search(r"'engine, \w+': \d+", said), f"no engine was killed: {said}"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_traffic_with_faults_leaves_nothing_behind(tmp_path: Path) -> None:
     """20 seconds; `python -m kvcore.testing.soak --minutes 30` does more."""
     said = run("soak", "--minutes", "0.33", "--seed", "2", "--folder", str(tmp_path))

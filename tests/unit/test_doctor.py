@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from kvcore.cli import doctor
 from kvcore.cli.app import app
-from kvcore.cli.doctor import Finding, Level
+from kvcore.cli.contact import contacts
+from kvcore.cli.findings import Finding, Level
 from kvcore.config import load_config
 from kvcore.plugins import PluginManager
 
@@ -81,6 +82,94 @@ def test_a_disk_that_is_too_small_or_no_folder(look: Any, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     disk = {"path": str(tmp_path / "file" / "kv")}
     assert look(disk=disk)["disk"].change == "give a folder to write to"
+
+
+# -- servers --------------------------------------------------------------------------------------
+
+STORES = """
+import threading
+from kvcore.errors import TierUnavailable
+from kvcore.plugins import hookimpl, store_plugin
+from kvcore.tiers.remote.memory import MemoryStore
+from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.tier import StoreKind
+
+
+class Hangs(MemoryStore):
+    def exists(self, names):
+        threading.Event().wait()
+
+
+class Fails(MemoryStore):
+    def exists(self, names):
+        raise TierUnavailable("nobody at example:1")
+
+
+class Raises(MemoryStore):
+    def exists(self, names):
+        raise ValueError("a client's own error")
+
+
+def open_wrong(options, rank):
+    raise TierUnavailable("it does not open")
+
+
+@hookimpl
+def kvcore_tiers():
+    kinds = {"good": MemoryStore, "hangs": Hangs, "fails": Fails, "raises": Raises}
+    made = [
+        store_plugin(name, lambda kind=kind: StoreKind(StoreOptions, lambda o, r: kind()))
+        for name, kind in kinds.items()
+    ]
+    return [*made, store_plugin("wrong", lambda: StoreKind(StoreOptions, open_wrong))]
+"""
+
+
+def asked(plugin: Any, seconds: float, **overrides: Any) -> dict[str, Finding]:
+    config = load_config(overrides=overrides, env={})
+    plugins = PluginManager(entry_points=[plugin("stores", STORES)])
+    return {each.about: each for each in contacts(config, plugins, seconds)}
+
+
+def test_every_store_is_asked_and_one_that_hangs_holds_nobody_up(plugin: Any) -> None:
+    tiers = {name: {"plugin": name} for name in ("good", "fails", "raises", "wrong")}
+    found = asked(plugin, 30.0, tiers=tiers)
+    assert found["store good"].level is Level.GOOD
+    for name, why in (
+        ("fails", "nobody at example:1"),
+        ("raises", "a client's own error"),
+        ("wrong", "it does not open"),
+    ):
+        finding = found[f"store {name}"]
+        assert finding.level is Level.PROBLEM
+        assert why in finding.found
+        assert f"[tiers.{name}.options]" in finding.change
+    hung = asked(plugin, 0.2, tiers={"hangs": {"plugin": "hangs"}})["store hangs"]
+    assert (hung.level, hung.found) == (Level.PROBLEM, "TierUnavailable: no answer in 0.2 s")
+
+
+def test_servers_that_are_not_there_are_named_without_passwords(
+    plugin: Any, tmp_path: Path
+) -> None:
+    """Where a client's package is missing too, that is what is named."""
+    found = asked(
+        plugin,
+        6.0,
+        server={"address": f"ipc://{tmp_path}/none", "folder": str(tmp_path)},
+        cluster={"etcd": ["http://127.0.0.1:1", "http://me:hush@127.0.0.1:2"]},
+        events={"nats": "nats://me:hush@127.0.0.1:1"},
+    )
+    assert found.keys() == {
+        "kvcore server", "etcd 127.0.0.1:1", "etcd 127.0.0.1:2", "nats 127.0.0.1:1",
+    }  # fmt: skip
+    for finding in found.values():
+        assert finding.level is Level.PROBLEM
+        assert finding.change
+        assert "hush" not in str(finding)
+
+
+def test_nobody_is_asked_where_nothing_is_set(plugin: Any) -> None:
+    assert asked(plugin, 1.0) == {}
 
 
 def test_the_command_tells_by_its_exit_code(tmp_path: Path, monkeypatch: Any) -> None:

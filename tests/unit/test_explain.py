@@ -22,6 +22,7 @@ from kvcore.testing.engine import EngineArgs, ReferenceEngine, Request, random_l
 BLOCK = 16
 PROMPT = [random.Random(3).randrange(1, 512) for _ in range(150)]
 SPACE = Namespace(b"model")
+EXPECTED = "kvcore_expected_ttft_seconds_total"
 
 
 class Moments:
@@ -111,17 +112,45 @@ def test_a_second_lookup_keeps_the_failures() -> None:
     assert record.loaded == {}
 
 
+def test_what_failed_stays_through_the_lookup_after_it() -> None:
+    journal = Journal()
+    look(journal, hit(4))
+    journal.failed("r")
+    record = look(journal, hit(2))
+    assert [miss.cause for miss in record.misses] == [Cause.FAILED, Cause.NEVER_SEEN]
+    journal.missed("r", Cause.TOO_SHORT)
+    journal.missed("r", Cause.TOO_SHORT)
+    assert [miss.cause for miss in record.misses][2:] == [Cause.TOO_SHORT], "said once"
+
+
+def test_a_request_that_ended_is_over_and_its_name_may_come_again() -> None:
+    clock = Moments()
+    journal = Journal(clock=clock)
+    record = look(journal, hit(4))
+    journal.failed("r")
+    clock.now = 2.0
+    journal.ended("r", "stop")
+    clock.now = 5.0
+    journal.ended("r", "abort")
+    journal.step("r", "load")
+    assert record.outcome == "stop"
+    assert record.steps == {"rest": 2.0}
+    again = look(journal, hit(4))
+    assert (again.began, again.failures, again.misses) == (5.0, 0, [])
+
+
 # -- in an engine ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[ReferenceEngine]:
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReferenceEngine]:
+    """With a planner, unless the parameter says otherwise."""
     config = load_config(
         None,
         {
             "host": {"capacity": "2MiB", "huge_pages": False},
             "disk": {"path": str(tmp_path), "capacity": "8MiB"},
-            "planner": {"enabled": True},
+            "planner": {"enabled": getattr(request, "param", True)},
         },
     )
     args = EngineArgs(num_pages=64, prefix_cache=False)
@@ -164,3 +193,39 @@ def test_an_engine_tells_of_a_plan_against_loading(engine: ReferenceEngine) -> N
     assert told["loaded"] == {}
     assert told["plan"]["load_all_ms"] > told["plan"]["recompute_ms"]
     assert told["plan"]["rates"]["host"]["byte_s"] > 1e-6
+
+
+@pytest.mark.parametrize("engine", [False], indirect=True)
+def test_what_else_it_would_have_taken_is_told_without_a_planner(engine: ReferenceEngine) -> None:
+    """By measured rates alone: what was not measured is named, never guessed."""
+    first = serve(engine)
+    assert "plan" not in first
+    assert first["otherwise"] == {
+        "estimate": True,
+        "load_all_ms": None,
+        "recompute_ms": None,
+        "loading_ms": None,
+        "unknown": ["prefill was not measured often enough yet", "nothing was found to load"],
+    }
+    assert engine.rates is not None
+    assert not engine.rates.tier("host").is_learnt
+    for n in (1, 2, 3, 4):
+        engine.rates.prefilled([Part(100 * n, 0)], n * 1.0)
+    half = serve(engine)["otherwise"]
+    assert half["recompute_ms"] > 0
+    assert (half["load_all_ms"], half["loading_ms"]) == (None, None)
+    assert half["unknown"] == ["loads from host were not measured often enough yet"]
+    leader = engine.leader
+    assert leader is not None
+    assert EXPECTED not in leader.metrics.snapshot(), "nothing is counted of a guess"
+    for n in (1, 2, 3, 4):
+        engine.rates.loaded("host", n * 1_000_000, n * 1.0)
+    told = serve(engine)
+    assert told["loaded"] == {"host": 144}, "an estimate decides nothing"
+    otherwise = told["otherwise"]
+    assert otherwise["unknown"] == []
+    assert otherwise["load_all_ms"] >= otherwise["loading_ms"] > 0
+    assert otherwise["recompute_ms"] > otherwise["load_all_ms"] - otherwise["loading_ms"]
+    counted = leader.metrics.snapshot()[EXPECTED]
+    assert counted["load"] == pytest.approx(otherwise["load_all_ms"] / 1e3, rel=1e-3)
+    assert counted["recompute"] == pytest.approx(otherwise["recompute_ms"] / 1e3, rel=1e-3)

@@ -162,6 +162,27 @@ def test_cell(
         engine.close()
 
 
+def test_a_failed_copy_whose_report_comes_late(
+    start: Callable[..., ReferenceEngine], right: list[list[int]]
+) -> None:
+    """What the forward computed on it is not taken before the report is there. The soak found it:
+    each fault alone did no harm."""
+    faults = Faults()
+    engine = start(faults, Seam.DEVICE, True)
+    for _ in range(3):
+        ask(engine, right)
+        engine.settle()
+        faults.set(Rule(Fault.ERROR, Seam.DEVICE), Rule(Fault.REORDER, Seam.REPORT))
+        ask(engine, right)
+        assert faults.struck[Seam.DEVICE, Fault.ERROR], "nothing was loaded"
+        assert faults.struck[Seam.REPORT, Fault.REORDER]
+        faults.clear()
+    ask(engine, right)
+    engine.settle()
+    engine.check_integrity()
+    assert not held(engine)
+
+
 def test_tiers_stay_open_while_something_hangs_in_them(
     start: Callable[..., ReferenceEngine],
 ) -> None:

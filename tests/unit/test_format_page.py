@@ -19,9 +19,17 @@ from kvcore.fusion import _segment_file as segment_file
 from kvcore.fusion._chains import Piece
 from kvcore.layout import BlockShape
 from kvcore.tiers.disk.cipher import BlockCipher
-from kvcore.tiers.disk.format import MAGIC, VERSION, Geometry, Record, read_table
+from kvcore.tiers.disk.format import (
+    MAGIC,
+    STAGED_VERSION,
+    VERSION,
+    Geometry,
+    Record,
+    read_table,
+)
 from kvcore.tiers.disk.format import checksum as block_checksum
-from kvcore.tiers.remote import frame
+from kvcore.tiers.remote import frame, splits
+from kvcore.tiers.shards import Part
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 DIGEST = st.binary(min_size=16, max_size=16)
@@ -121,6 +129,21 @@ def test_a_values_header_is_what_the_page_says(nbytes: int, digests: Any) -> Non
     assert fields["magic"].decode() == constant("Header of a value", "magic")
 
 
+def test_a_split_is_what_the_page_says() -> None:
+    parts = (Part((0, 2), (0, 3)), Part((0, 2), (3, 5)))
+    value = splits.pack("base", parts)
+    assert value is not None
+    fields = decode("Value of a split", value)
+    assert fields["magic"].decode() == constant("Value of a split", "magic")
+    assert str(int.from_bytes(fields["version"], "little")) == constant(
+        "Value of a split", "version"
+    )
+    text = fields["text"].rstrip(b"\0")
+    assert json.loads(text) == {"base": "base", "parts": [[[0, 2], [0, 3]], [[0, 2], [3, 5]]]}
+    assert "`<prefix>/<base>/splits/<0 to 15>`" in PAGE
+    assert splits.PLACES == 16
+
+
 @given(blocks=st.integers(1, 4), first=st.integers(0, 9), head=st.integers(0, 5), space=st.binary())
 def test_segments_are_what_the_page_says(blocks: int, first: int, head: int, space: bytes) -> None:
     """Also the body, put together here from the words of the page."""
@@ -152,9 +175,14 @@ def test_store_json_and_the_folders_name_are_what_the_page_says() -> None:
     keys = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     told = geometry.to_json()
     encrypted = Geometry(shape, b"model", ((0, 2),), "aes-256-gcm/00")
-    assert sorted(encrypted.to_json()) == sorted(keys)
-    assert sorted(told) == sorted(set(keys) - {"cipher"})
+    staged = Geometry(shape, b"model", ((0, 2), (0, 2)), layers=((0, 1), (1, 2)))
+    assert sorted(encrypted.to_json()) == sorted(set(keys) - {"layers"})
+    assert sorted(told) == sorted(set(keys) - {"cipher", "layers"})
+    assert sorted(staged.to_json()) == sorted(set(keys) - {"cipher"})
+    assert (told["version"], staged.to_json()["version"]) == (1, 2)
+    assert "`version` | 1; 2 with `layers`" in section
     assert Geometry.from_json(encrypted.to_json()) == encrypted
+    assert staged.place(1).decode() == f"{staged.base} (0, 2) (1, 2)"
     assert encrypted.place(0).decode() == f"{encrypted.base} (0, 2)"
     shape_row = next(line for line in section.splitlines() if line.startswith("| `shape`"))
     assert set(re.findall(r"`(\w+)`", shape_row)) - {"shape"} == set(told["shape"])
@@ -176,10 +204,10 @@ def reseal(data: bytes, at: int, version: int, covered: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("version", [0, VERSION + 1])
+@pytest.mark.parametrize("version", [0, STAGED_VERSION + 1])
 def test_a_store_of_another_version_is_refused_by_name(version: int) -> None:
     geometry = Geometry(BlockShape(2, 2, 8, 16, "float16"), b"model", ((0, 2),))
-    with pytest.raises(FormatError, match=rf"version {version}; this kvcore reads {VERSION}"):
+    with pytest.raises(FormatError, match=rf"version {version}; this kvcore reads {VERSION} and"):
         Geometry.from_json(geometry.to_json() | {"version": version})
 
 

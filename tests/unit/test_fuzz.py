@@ -7,6 +7,7 @@ import ast
 import contextlib
 import json
 import struct
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,12 @@ from kvcore.fusion import _segment_file as segment_file
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.schema import parse_size
 from kvcore.simulate.trace import read_trace
+from kvcore.testing import fuzz
+from kvcore.testing.fuzz import TARGETS, Target, seeds, try_input
 from kvcore.tiers.disk.format import MAGIC, Geometry, Record, read_table
 from kvcore.tiers.remote.frame import Header, verify
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FUZZ = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -57,6 +62,48 @@ def peak(read: Callable[[], object]) -> int:
 def sealed(body: bytes, pad: int = 0) -> bytes:
     """With a seal that is right, so that what is behind it is reached."""
     return body + bytes(pad) + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+# -- every parser -------------------------------------------------------------------------------
+
+
+@st.composite
+def inputs(draw: st.DrawFn, made: list[bytes]) -> bytes:
+    """Any bytes, or an input that is right with a part of it replaced."""
+    raw = draw(st.binary(max_size=60))
+    if not made or draw(st.booleans()):
+        return draw(st.sampled_from([b"", b"[" * 3000, b"{" * 3000, b"\x81" * 3000])) + raw
+    seed = draw(st.sampled_from(made))
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, len(seed))] * 2)))
+    return seed[:start] + raw + seed[stop:]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
+@FUZZ
+@given(data=st.data())
+def test_every_parser_gives_a_value_or_kvcores_own_error(
+    target: Target, data: st.DataObject, tmp_path: Path
+) -> None:
+    try_input(target, data.draw(inputs(seeds(target))), tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
+def test_seeds_are_inputs_that_are_taken(target: Target, tmp_path: Path) -> None:
+    """From what is refused at once, neither driver gets far."""
+    assert seeds(target)
+    for seed in seeds(target):
+        target.read(seed, tmp_path)
+
+
+def test_fuzzing_without_its_package_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "atheris", None)
+    with pytest.raises(SystemExit, match="2"):
+        fuzz.main(["--target", "size"])
+    assert "pip install atheris" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no parser 'sise'; there are .*size"):
+        fuzz.main(["--target", "sise"])
 
 
 # -- what is on disk and in stores --------------------------------------------------------------

@@ -287,6 +287,29 @@ class IndexMachine(RuleBasedStateMachine):
         assert {block.key for block in gone} == published
         self.give_up(tier, doomed)
 
+    @rule(number=st.integers(0, 1), chosen=st.lists(paths, max_size=3))
+    def drop_subtrees(self, number: int, chosen: list[Path]) -> None:
+        tier = self.tier_of(number)
+        twin = self.twins[tier]
+        doomed = sorted({p for path in chosen if path in twin.filled for p in twin.below(path)})
+        published = {key_of(p) for p in doomed if twin.visible(p)}
+        gone = self.index.drop_subtrees(tier, map(key_of, chosen))
+        assert {block.key for block in gone} == published
+        self.give_up(tier, doomed)
+
+    @rule(number=st.integers(0, 1), path=paths)
+    def evict_blocks(self, number: int, path: Path) -> None:
+        tier = self.tier_of(number)
+        twin, expected = self.twins[tier], []
+        for at in (path[:stop] for stop in range(len(path), 0, -1)):
+            if at in twin.leaves():
+                expected.append(at)
+                del twin.filled[at]
+            elif at in twin.filled:
+                break
+        evicted = self.index.evict_blocks(tier, keys_of(path))
+        assert [path_of(block.key) for block in evicted] == expected
+
     @precondition(lambda self: self.now % 7 == 3)  # seldom: it ends what makes a state interesting
     @rule(which=st.sampled_from([None, *NAMESPACES]), number=st.none() | st.integers(0, 1))
     def clear(self, which: bytes | None, number: int | None) -> None:
@@ -312,11 +335,21 @@ class IndexMachine(RuleBasedStateMachine):
             keys, parents = map(split, self.index.published(tier))
             assert mine == self.told[tier].keys(), "events say something else"
             assert self.told[tier] == dict(zip(keys, parents, strict=True))
+            self.check_ends(tier, {path_of(key) for key in mine})
             for key in mine:
                 assert self.bytes[tier][published[key][tier]] == path_of(key)
         for _, tier, held in self.pins:
             for slot, path in held:
                 assert self.bytes[tier][slot] == path, "a pinned slot was written"
+
+    def check_ends(self, tier: str, held: set[Path]) -> None:
+        choices: list[tuple[Any, bytes]] = [(None, b""), (NAMESPACES[:1], b""), (None, bytes([1]))]
+        for spaces, prefix in choices:
+            mine = {p for p in held if spaces is None or space_of(p) in spaces}
+            mine = {p for p in mine if key_of(p).startswith(prefix)}
+            ends, count = self.index.ends(tier, spaces, prefix)
+            assert count == len(mine)
+            assert {path_of(key) for key in ends} == mine - {p[:-1] for p in mine}
 
     def teardown(self) -> None:
         if not hasattr(self, "index"):
@@ -636,6 +669,24 @@ def test_restore_keeps_the_order_of_use_and_the_latest_copy() -> None:
     assert len(index) == index.num_used("host") == 0
 
 
+def test_restore_finds_the_blocks_that_another_tier_has() -> None:
+    index = BlockIndex([TierSpec("host", 4), TierSpec("disk", 4)])
+    store(index, "host", (1, 0))
+    records = [
+        Record(0, (1,), 1),
+        Record(1, (1, 0), 2),
+        Record(2, (1, 0, 1), 3),
+        Record(3, (0,), 4),
+    ]
+    assert index.restore("disk", records) == []
+    index.check_integrity()
+    assert len(index) == 4
+    assert {tuple(info.slots) for info in index.list_blocks()} == {("host", "disk"), ("disk",)}
+    assert index.match(keys_of((1, 0, 1))).depths == (2, 3)
+    assert {index.namespace_of(r.key) for r in records[:3]} == {NAMESPACES[1]}
+    assert index.namespace_of(key_of((0,))) == NAMESPACES[0]
+
+
 def test_restore_refuses_cycles_and_bad_slots() -> None:
     index = make(2)
     cycle = [Record(0, (0,), 1, key_of((1,))), Record(1, (1,), 1, key_of((0,)))]
@@ -676,6 +727,11 @@ def test_key_table_against_a_dict(seed: int) -> None:
         elif len(twin) < rng.choice((8, 40)):
             twin[key] = free.pop()
             table.put(key, twin[key])
+        elif len(twin) < 24:
+            many = rng.sample([k for k in universe if k not in twin], rng.randrange(20))
+            nodes = [free.pop() for _ in many]
+            table.put_all(many, nodes)
+            twin.update(zip(many, nodes, strict=True))
         assert len(table) == len(twin)
         assert all(table.get(k) == twin.get(k) for k in universe)
         assert sorted(table.nodes()) == sorted(twin.values())

@@ -250,6 +250,29 @@ def test_a_block_being_saved_is_not_saved_again() -> None:
     assert rig.manager.get_match(chain(1, 2, 3), NAMESPACE).depth == 3
 
 
+def test_a_prepared_load_keeps_its_blocks_until_it_is_launched_well_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    keys = chain(1, 2)
+    rig.save(keys)
+    rig.drain()
+    pins = rig.manager.index._tables[0].pins
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    rig.manager.drop_prepared(rig.manager.prepare_load(hit, 0, 2))
+    assert not pins
+    prepared = rig.manager.prepare_load(hit, 0, 2)
+    assert pins
+
+    def refused(*_: object, **__: object) -> None:
+        raise CapacityError("the queue is full")
+
+    monkeypatch.setattr(rig.manager, "launch_load", refused)
+    with pytest.raises(CapacityError):
+        rig.manager.launch_prepared(prepared, [])
+    assert not pins
+
+
 def test_a_child_is_never_published_before_its_parent() -> None:
     rig = Rig(disk=0)
     rig.save(chain(1, 2))
@@ -324,6 +347,32 @@ def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
     rig.save(chain(21, 22, 23, 24))  # needs every slot, so none may be pinned
     rig.drain()
     assert rig.manager.get_match(chain(21, 22, 23, 24), NAMESPACE).blocks_by_tier() == {HOST: 4}
+
+
+def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
+    rig = Rig(host=4, disk=16)
+    old, new = chain(1, 2, 3, 4), chain(7, 8, 9, 10)
+    for keys in (old, new):
+        rig.save(keys)
+        rig.drain()
+    ended: list[bool] = []
+    assert rig.manager.launch_fetch(old, NAMESPACE, on_end=lambda: ended.append(True))
+    assert {op.path for _, op in rig.media.todo} == {Path.DISK2H}
+    assert not rig.manager.launch_fetch(new, NAMESPACE, on_end=lambda: None), "no slot is free"
+    rig.drain()
+    assert ended == [True]
+    assert rig.manager.get_match(old, NAMESPACE).blocks_by_tier() == {HOST: 4}
+    assert not rig.manager.launch_fetch(old, NAMESPACE, on_end=lambda: None), "it is there"
+    rig.manager.check_integrity()
+
+
+def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
+    rig = Rig()
+    rig.manager.set_quota(HOST, "ann", [NAMESPACE], 3)
+    rig.save(chain(1, 2, 3, 4, 5))
+    rig.drain()
+    assert rig.manager.get_match(chain(1, 2, 3, 4, 5), NAMESPACE).depth == 3
+    assert rig.metrics.snapshot()["kvcore_save_skipped_total"] == {"no_room": 2}
 
 
 def test_a_rotten_block_is_quarantined_with_all_that_stands_on_it() -> None:
@@ -714,6 +763,35 @@ class ManagerMachine(RuleBasedStateMachine):
             self.rig.load(chain(*names), start)
         except CapacityError:
             self.rig.manager.check_integrity()
+
+    @rule(names=names)
+    def fetch(self, names: list[int]) -> None:
+        """Into host memory and no further."""
+        manager, ended = self.rig.manager, []
+        before = manager.in_flight
+        began = manager.launch_fetch(chain(*names), NAMESPACE, on_end=lambda: ended.append(1))
+        assert manager.in_flight == before + began
+        assert not ended
+
+    @rule(names=names)
+    def write_down(self, names: list[int]) -> None:
+        manager = self.rig.manager
+        before = manager.in_flight
+        began = manager.launch_write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
+        assert manager.in_flight == before + began
+
+    @rule(names=names, tier=st.sampled_from([HOST, "disk"]), below=st.booleans())
+    def take_out(self, names: list[int], tier: str, below: bool) -> None:
+        manager, keys = self.rig.manager, chain(*names)
+        if below:
+            manager.drop(tier, keys[-1:])
+            assert manager.index.held(tier, keys) < len(keys)
+        else:
+            manager.discard(tier, keys)
+
+    @rule(tier=st.sampled_from([HOST, "disk"]), blocks=st.none() | st.integers(0, 10))
+    def set_quota(self, tier: str, blocks: int | None) -> None:
+        self.rig.manager.set_quota(tier, "ann", [NAMESPACE], blocks)
 
     @rule(pick=st.integers(0, 50), count=st.integers(1, 4))
     def run(self, pick: int, count: int) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcore.errors import ConfigError
 from kvcore.fusion.controller import Controller, Request
 from kvcore.fusion.controller import Settings as FusionSettings
-from kvcore.planner import Action, Ahead, Ask, Plan, Planner, Settings, Source, Why
+from kvcore.planner import PREFILL, Action, Ahead, Ask, Plan, Planner, Settings, Source, Why
 from kvcore.rates import ComputeRates, Part, Rates, TierRates, pairs
 
 LAYERS = 24
@@ -69,6 +69,37 @@ def exhaustive(made: Planner, about: Ask) -> float:
     stops = {about.computed, max(held, about.computed)}
     stops |= set(range(-(-about.computed // BLOCK) * BLOCK, held, BLOCK))
     return min(made.weigh(about, stop).seconds for stop in stops)
+
+
+# -- both ends ----------------------------------------------------------------------------------
+
+
+@given(asks(), speeds, speeds)
+@settings(max_examples=100, deadline=None)
+def test_ways_are_what_the_ends_weigh_and_decide_nothing(
+    about: Ask, disk: float, compute: float
+) -> None:
+    tiers = {"host": HOST, "disk": scaled(DISK, disk)}
+    rates = ComputeRates(*(rate * compute for rate in COMPUTE))
+    made, other = planner(KNOWN, rates, tiers), planner(KNOWN, rates, tiers)
+    found = made.ways(about)
+    assert found.recompute == made.weigh(about, about.computed)
+    held = min(about.sources[-1].stop, about.tokens - 1) if about.sources else about.computed
+    assert (found.load is None) is (held <= about.computed)
+    if found.load is not None:
+        assert found.load == made.weigh(about, held)
+    assert made.plan(about) == other.plan(about), "asking for ways changed a decision"
+
+
+def test_ways_name_what_was_not_measured() -> None:
+    made, about = planner(), ask(4000, 800, 1600)
+    assert made.ways(about).unmeasured == {PREFILL, "host", "disk"}
+    assert made.ways(ask(4000)).unmeasured == {PREFILL}
+    teach(made.rates, times=4)
+    assert made.ways(about).unmeasured == set()
+    made.rates.forget("disk")
+    assert made.ways(about).unmeasured == {"disk"}
+    assert made.ways(ask(4000, 800)).unmeasured == set()
 
 
 # -- one plan -----------------------------------------------------------------------------------

@@ -148,6 +148,11 @@ def test_other_architectures_are_refused() -> None:
 def test_what_cannot_run_is_refused(model: Llama) -> None:
     with pytest.raises(ConfigError, match="3 ranks"):
         ReferenceEngine(model, EngineArgs(ranks=3))
+    with pytest.raises(ConfigError, match="3 stages"):
+        ReferenceEngine(model, EngineArgs(stages=3))
+    fused = configured({"fusion": {"enabled": True}})
+    with pytest.raises(ConfigError, match="fusion with 2"):
+        ReferenceEngine(model, EngineArgs(stages=2), fused)
     engine = ReferenceEngine(model, EngineArgs(num_pages=2))
     with engine, pytest.raises(CapacityError, match="3 pages"):
         engine.submit(words(1, 30), 8)
@@ -180,6 +185,7 @@ def test_whatever_happens_the_answers_are_the_same(model: Llama, plain: Ask, dat
     """Sizes of everything, prompts that share prefixes, aborts in between, two rounds."""
     args = EngineArgs(
         ranks=data.draw(st.sampled_from([1, 2])),
+        stages=data.draw(st.sampled_from([1, 2])),
         num_pages=data.draw(st.sampled_from([12, 40])) * 2,
         page_tokens=data.draw(st.sampled_from([8, 16, 24])),
         max_num_tokens=data.draw(st.sampled_from([24, 64, 1024])),
@@ -227,17 +233,20 @@ def test_a_hit_is_a_hit(make: Make, plain: Ask) -> None:
     assert (other.answer, other.reused) == (plain(prompt), {})
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_disk_at_another_number_of_ranks(
-    make: Make, plain: Ask, tmp_path: Path, ranks: int
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((1, 2), (2, 1)), ((2, 2), (1, 1)), ((1, 1), (2, 2))],
+)
+def test_disk_at_another_number_of_ranks_and_stages(
+    make: Make, plain: Ask, tmp_path: Path, wrote: tuple[int, int], reads: tuple[int, int]
 ) -> None:
     disk = {"disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
     prompt = words(1, 100)
-    writer = make(disk, ranks=ranks)
+    writer = make(disk, ranks=wrote[0], stages=wrote[1])
     writer.generate([prompt], 1)
     writer.settle()
     writer.close()
-    reader = make(disk, ranks=3 - ranks)
+    reader = make(disk, ranks=reads[0], stages=reads[1])
     request = reader.submit(prompt, ANSWER)
     reader.run()
     assert (request.answer, request.reused) == (plain(prompt), {"disk": 96})

@@ -59,7 +59,8 @@ def host(model: Llama, name: str) -> Iterator[Hosts]:
         tier: dict[str, Any] | None = None, tables: dict[str, Any] | None = None, **args: Any
     ) -> ReferenceEngine:
         far = {"plugin": "memory-store", "capacity": "8MiB", **(tier or {})}
-        far["options"] = {"name": name, "lookup_s": 20.0, **far.get("options", {})}
+        patient = {"name": name, "lookup_s": 20.0, "splits_s": 0.001}
+        far["options"] = {**patient, **far.get("options", {})}
         host = {"capacity": "16MiB", "huge_pages": False}
         config = load_config(None, {"host": host, "tiers": {"far": far}, **(tables or {})})
         engine = ReferenceEngine(model, EngineArgs(**args), config)
@@ -118,11 +119,35 @@ def test_another_tenant_model_or_deployment_finds_nothing(host: Hosts, plain: An
     assert serve(host(tables={"block": {"tokens": 32}}), prompt, salt="mine")[1] == 0
 
 
-def test_another_number_of_ranks_misses(host: Hosts, plain: Any) -> None:
-    """Each rank's heads are a value of their own: nothing is cut out of another's."""
-    prompt = words(5, 64)
-    serve(host(ranks=2), prompt)
-    assert serve(host(ranks=1), prompt) == (plain(prompt), 0)
+SIZES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+"""Tensor-parallel ranks, and pipeline stages."""
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [(wrote, reads) for wrote in SIZES for reads in SIZES if wrote != reads]
+)
+def test_what_is_written_at_one_size_is_read_at_another(
+    host: Hosts, plain: Any, wrote: tuple[int, int], reads: tuple[int, int]
+) -> None:
+    prompt = words(5, 100)
+    assert serve(host(ranks=wrote[0], stages=wrote[1]), prompt) == (plain(prompt), 0)
+    assert serve(host(ranks=reads[0], stages=reads[1]), prompt) == (plain(prompt), 96)
+
+
+def test_ranks_of_data_parallelism_share_what_any_of_them_computed(
+    host: Hosts, plain: Any, store: MemoryStore
+) -> None:
+    """At once, all of them running, each of another size; nothing is written twice."""
+    replicas = [host(ranks=ranks, stages=stages) for ranks, stages in SIZES]
+    prompts = [words(30 + number, 64) for number in range(len(replicas))]
+    for replica, prompt in zip(replicas, prompts, strict=True):
+        assert serve(replica, prompt) == (plain(prompt), 0)
+    values = set(store.values)
+    for replica, own in zip(replicas, prompts, strict=True):
+        for prompt in prompts:
+            if prompt is not own:
+                assert serve(replica, prompt) == (plain(prompt), 63)
+    assert set(store.values) == values
 
 
 def test_a_rank_whose_part_is_missing_makes_a_miss(

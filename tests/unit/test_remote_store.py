@@ -335,8 +335,11 @@ def test_it_comes_through_the_plugins_door() -> None:
 # -- questions ----------------------------------------------------------------------------------
 
 
+SHARDS = Shard.all_of(GEOMETRY, "kvcore")
+
+
 def names_of(key: bytes) -> list[str]:
-    return [shard.name(key) for shard in Shard.all_of(GEOMETRY, "kvcore")]
+    return [shard.name(key) for shard in SHARDS]
 
 
 def hold(store: MemoryStore, seeds: Sequence[int], ranks: int = 2) -> None:
@@ -347,7 +350,7 @@ def hold(store: MemoryStore, seeds: Sequence[int], ranks: int = 2) -> None:
 
 @pytest.fixture
 def finder(store: Flaky) -> Iterator[Finder]:
-    finder = Finder(store, names_of, name="far")
+    finder = Finder(store, SHARDS, name="far")
     yield finder
     store.gate.set()
     finder.close()
@@ -373,7 +376,7 @@ def test_it_finds_the_first_block_that_is_not_whole(held: list[bool], half: set[
     hold(store, [i for i, there in enumerate(held) if there])
     hold(store, sorted(half), ranks=1)
     expected = [*held, False].index(False)
-    finder = Finder(store, names_of, name="far")
+    finder = Finder(store, SHARDS, name="far")
     try:
         question = asked(finder, range(1100)[: len(held) or 1])
         assert (question.found, question.failed) == (min(expected, len(held) or 1), False)
@@ -412,7 +415,7 @@ def test_questions_are_bounded(finder: Finder, store: Flaky) -> None:
 
 def test_blocks_are_removed_before_it_closes(store: Flaky) -> None:
     hold(store, range(5))
-    finder = Finder(store, names_of, name="far")
+    finder = Finder(store, SHARDS, name="far")
     finder.delete([key_of(1), key_of(3)])
     finder.close()
     assert len(store.values) == 6
@@ -429,7 +432,7 @@ class Leader:
         self.now = 0.0
         self.index = BlockIndex([TierSpec("host", 8), TierSpec("far", slots)])
         self.breaker = Breaker("far", clock=lambda: self.now)
-        self.finder = Finder(store, names_of, name="far", lookup_s=1, absent_s=10)
+        self.finder = Finder(store, SHARDS, name="far", lookup_s=1, absent_s=10)
         self.lookup = StoreLookup(
             "far", self.index, self.breaker, self.finder, clock=lambda: self.now
         )

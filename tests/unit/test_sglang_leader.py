@@ -31,8 +31,10 @@ from kvcore_sglang.worker import ATTEMPTS, RankWorker  # noqa: E402
 from kvcore.adapting.build import LeaderParts, build_leader, build_worker  # noqa: E402
 from kvcore.adapting.model import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.adapting.orders import BlendOrder, BlendReport  # noqa: E402
+from kvcore.adapting.watching import Watch  # noqa: E402
 from kvcore.config import load_config  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
+from kvcore.explain_file import read_records  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.layout import BlockShape  # noqa: E402
@@ -135,14 +137,16 @@ class Rig:
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
         self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends)
+        watch = Watch.of(self.config)
         self.leader = Leader(
             self.config,
             model,
             self.worker,
             NoLines(),
-            lambda outbox: build_leader(self.config, model, outbox),
+            lambda outbox: build_leader(self.config, model, outbox, on_event=watch.listener(None)),
             parts.metrics,
             fusion=self._fusion if self.config.fusion.enabled else None,
+            watch=watch,
         )
         self.random = random.Random(7)
         self.namespace = self.leader.namespace("", None)
@@ -702,3 +706,98 @@ def test_a_name_that_comes_again_with_other_wishes_gets_those(rigs: list[Rig]) -
     rig.leader.drop(order)
     assert gain(fusion={"enabled": False}) == 256
     assert gain() > 256
+
+
+# -- what is told of requests ---------------------------------------------------------------------
+
+
+def told(rig: Rig, folder: Path) -> dict[str, dict[str, Any]]:
+    """Records by request; none but the last of each name."""
+    rig.close()
+    found = list(read_records(folder))
+    assert len({record["request"] for record in found}) == len(found), "one was written twice"
+    return {record["request"]: record for record in found}
+
+
+def test_each_request_is_told_once_with_where_its_kv_lay(tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    records = tmp_path / "records"
+    settings = {
+        **SETTINGS,
+        "disk": disk,
+        "sglang": {"prefetch": "wait"},
+        "explain": {"path": str(records)},
+    }
+    tokens = text(500, 3)
+    first = Rig(MHATokenToKVPool(1), 1, settings)
+    assert first.lookup("cold", tokens) == 0
+    first.keep(tokens)
+    first.leader.ended("cold", "stop")
+    assert told(first, records)["cold"]["misses"] == [{"cause": "never seen"}]
+    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    gain = rig.lookup("disk", tokens)
+    assert rig.load("disk", tokens, 0, gain)
+    rig.lookup("disk", tokens, 496)  # it goes on behind what was loaded
+    rig.leader.ended("disk", "stop")
+    rig.leader.ended("disk", "stop")
+    gain = rig.lookup("host", tokens)
+    assert rig.load("host", tokens, 0, gain)
+    rig.leader.ended("host", "length")
+    other = rig.leader.namespace("", "tenant")
+    assert rig.leader.lookup("tenant", np.array(tokens), 0, other) == 0
+    rig.leader.ended("tenant", "abort")
+    assert rig.lookup("short", tokens[:40]) == 0
+    rig.leader.ended("short", "stop")
+    found = told(rig, records)
+    assert found["disk"]["matched"] == [{"tier": "disk", "tokens": [0, 496]}]
+    assert found["disk"]["loaded"] == {"disk": 496}
+    assert (found["disk"]["outcome"], found["disk"]["misses"]) == ("stop", [])
+    assert list(found["disk"]["ms"]) == ["lookup", "load", "rest"]
+    assert found["host"]["loaded"] == {"host": 496}
+    assert found["host"]["outcome"] == "length"
+    assert found["tenant"]["misses"] == [{"cause": "other namespace", "differed": ["cache_salt"]}]
+    assert "too short" in [miss["cause"] for miss in found["short"]["misses"]]
+    unknown = found["host"]["otherwise"]["unknown"]
+    assert "prefill: this engine's forwards are not timed" in unknown
+    assert "nothing was found to load" in found["tenant"]["otherwise"]["unknown"]
+
+
+def test_a_load_that_failed_and_one_that_is_gone_are_told(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "explain": {"path": str(tmp_path)}}
+    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    tokens = text(320, 4)
+    rig.keep(tokens)
+    gain = rig.lookup("failed", tokens)
+    assert rig.load("failed", tokens, 0, gain)
+    rig.leader.refuse(["failed"])
+    assert rig.lookup("failed", tokens) == 0
+    rig.leader.ended("failed", "stop")
+    gain = rig.lookup("gone", tokens)
+    assert gain == 320
+    rig.leader.manager.clear()
+    assert not rig.load("gone", tokens, 0, gain)
+    rig.leader.ended("gone", "stop")
+    assert rig.lookup("evicted", tokens) == 0
+    rig.leader.ended("evicted", "stop")
+    found = told(rig, tmp_path)
+    for name in ("failed", "gone"):
+        assert found[name]["failures"] == 1
+        assert found[name]["misses"][-1] == {"cause": "failed"}
+        assert found[name]["loaded"] == {}
+    [miss] = found["evicted"]["misses"]
+    assert (miss["cause"], miss["tier"]) == ("evicted", "host")
+
+
+def test_loads_are_estimated_by_what_they_took(tmp_path: Path) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "explain": {"path": str(tmp_path)}})
+    texts = [text(320, seed) for seed in range(30, 35)]
+    for tokens in texts:
+        rig.keep(tokens)
+    for n, tokens in enumerate(texts):
+        assert rig.load(str(n), tokens, 0, rig.lookup(str(n), tokens))
+        rig.leader.ended(str(n), "stop")
+    found = told(rig, tmp_path)
+    assert found["0"]["otherwise"]["loading_ms"] is None
+    assert found["4"]["otherwise"]["loading_ms"] > 0
+    assert found["4"]["otherwise"]["unknown"] == ["prefill: this engine's forwards are not timed"]
+    assert found["4"]["otherwise"]["load_all_ms"] is None

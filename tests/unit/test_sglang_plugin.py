@@ -82,6 +82,9 @@ class Linker:
     def refuse(self, rids: list[str]) -> None:
         self.calls.append(("refuse", rids))
 
+    def ended(self, rid: str, outcome: str, headers: dict[str, str]) -> None:
+        self.calls.append(("ended", rid, outcome, headers))
+
 
 def cache_of(linker: Any, slots: int = 4) -> Any:
     tree = SimpleNamespace(collect_full_device_indices=lambda node, root: range(slots))
@@ -162,6 +165,7 @@ class Req:
         self.rid = rid
         self.output_ids: list[int] = []
         self.finished_output = False
+        self.finished_reason: Any = None
         self._finished = finished
 
     def finished(self) -> bool:
@@ -219,6 +223,51 @@ def test_one_that_was_answered_in_part_does_not_fail_with_others_of_its_batch() 
     assert cache.linker.inflight_load_rids == ["fresh", "aborted"]
     assert cache.linker.private_load_indices.keys() == {"fresh", "aborted"}
     assert cache.linker.cache_linker.calls == [("refuse", ["fresh"])]
+
+
+@pytest.mark.parametrize("way", ["stream", "abort"])
+def test_the_linker_hears_of_every_request_that_ends(way: str) -> None:
+    """Not of one that goes on, nor of one that is computed again."""
+    scheduler = Scheduler()
+    linker = scheduler.tree_cache.linker.cache_linker
+    done, going = Req("done"), Req("going", finished=False)
+    done.finished_reason = SimpleNamespace(to_json=lambda: {"type": "length"})
+    scheduler.handle_generate_request(SimpleNamespace(rid="again"))
+    [again] = scheduler.waiting_queue
+    setattr(again, hooks.AGAIN, True)
+    if way == "stream":
+        streamer = SimpleNamespace(tree_cache=scheduler.tree_cache)
+        for reqs in ([done, going, again], [done, going]):  # with overlap, twice
+            hooks.around_stream_output(lambda s, r, lp: None, streamer, reqs, 0)
+        assert linker.calls == [("ended", "done", "length", {})]
+    else:
+        for req in (done, again):
+            hooks.around_send_abort_output(lambda *a: None, scheduler, None, req)
+        assert linker.calls == [("ended", "done", "abort", {})]
+
+
+class NullTrace:
+    """SGLang's, where it does not trace: everything is there, and is itself."""
+
+    tracing_enable = False
+
+    def __getattr__(self, name: str) -> NullTrace:
+        return self
+
+
+def test_a_request_brings_the_trace_that_sglang_has_of_it() -> None:
+    trace = pytest.importorskip("opentelemetry.trace")
+    number, span = 0x1234, 0x56
+    context = trace.set_span_in_context(
+        trace.NonRecordingSpan(trace.SpanContext(number, span, True, trace.TraceFlags(1)))
+    )
+    traced = SimpleNamespace(tracing_enable=True, root_span_context=context)
+    req = SimpleNamespace(time_stats=SimpleNamespace(trace_ctx=traced))
+    assert hooks.trace_headers(req)["traceparent"] == f"00-{number:032x}-{span:016x}-01"
+    for other in (NullTrace(), None):
+        assert hooks.trace_headers(SimpleNamespace(time_stats=other)) == {}
+        stats = SimpleNamespace(trace_ctx=other)
+        assert hooks.trace_headers(SimpleNamespace(time_stats=stats)) == {}
 
 
 def test_a_failed_request_that_cannot_be_made_again_is_answered_with_the_error() -> None:

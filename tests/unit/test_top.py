@@ -29,6 +29,13 @@ kvcore_misses_total{reason="planned"} 2
 # TYPE kvcore_transfer_bytes_total counter
 kvcore_transfer_bytes_total{path="h2d"} 10485760
 kvcore_queue_depth{path="h2d"} 3
+# TYPE kvcore_transfer_seconds histogram
+kvcore_transfer_seconds_bucket{path="h2d",le="+Inf"} 8
+kvcore_transfer_seconds_count{path="h2d"} 8
+kvcore_transfer_seconds_sum{path="h2d"} 2.5
+# TYPE kvcore_expected_ttft_seconds_total counter
+kvcore_expected_ttft_seconds_total{way="load"} 10
+kvcore_expected_ttft_seconds_total{way="recompute"} 40
 vllm_other 1
 """
 
@@ -45,13 +52,19 @@ def test_the_picture_is_of_the_numbers() -> None:
     assert ["host", "2MiB", "8MiB", "25%"] in lines
     assert ["hit", "30", "75.0%"] in lines
     assert ["not_cached", "8", "20.0%"] in lines
-    assert ["h2d", "10MiB", "3"] in lines
+    assert ["h2d", "10MiB", "4MiB", "3"] in lines, "10 MiB in 2.5 s of operations"
+    assert ["TTFT", "saved", "30.0", "s", "75.0%"] in lines
 
 
 def test_bandwidth_is_between_two_samples() -> None:
     later = parse(PAGE.replace("10485760", "14680064"), 3.0)
-    assert ["h2d", "14MiB", "2MiB", "3"] in drawn(later, parse(PAGE, 1.0))
-    assert ["h2d", "10MiB", "0B", "3"] in drawn(parse(PAGE, 5.0), later), "it was restarted"
+    assert ["h2d", "14MiB", "2MiB", "5.6MiB", "3"] in drawn(later, parse(PAGE, 1.0))
+    assert ["h2d", "10MiB", "0B", "4MiB", "3"] in drawn(parse(PAGE, 5.0), later), "restarted"
+
+
+def test_nothing_is_said_to_be_saved_where_nothing_was_estimated() -> None:
+    lines = drawn(parse(PAGE.replace('way="recompute"} 40', 'way="recompute"} 0'), 1.0))
+    assert not any(line[:2] == ["TTFT", "saved"] for line in lines)
 
 
 @settings(max_examples=50)

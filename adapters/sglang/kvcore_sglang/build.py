@@ -17,11 +17,12 @@ from kvcore.adapting.build import (
     LeaderParts,
     WorkerParts,
     build_leader,
-    build_segments,
     build_worker,
-    refuse_server,
+    refuse_served_fusion,
+    segments_of,
 )
 from kvcore.adapting.pacing import Pace, make_pace
+from kvcore.adapting.watching import Watch
 from kvcore.config import Config
 from kvcore.fusion.rope import Rope
 from kvcore.metrics import Data
@@ -65,7 +66,7 @@ def build(
 ) -> Parts:
     """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it;
     ``fusable`` is None on all ranks where there is no fusion."""
-    refuse_server(config, "SGLang")
+    refuse_served_fusion(config, "SGLang")
     rank, model = served.rank, served.model
     parts = build_worker(config, model, rank.number, [served.pool.view])
     blends = None if fusable is None else _blends(config, served, parts, fusable)
@@ -74,15 +75,17 @@ def build(
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLines(), None, follower)
     lines: Lines = NoLines() if rank.group is None else open_lines(rank)
+    watch = Watch.of(config)
     leader = Leader(
         config,
         model,
         worker,
         lines,
-        lambda outbox: build_leader(config, model, outbox),
+        lambda outbox: build_leader(config, model, outbox, on_event=watch.listener(None)),
         parts.metrics,
         publish,
         None if fusable is None else lambda made: _fusion_leader(config, served, made),
+        watch,
     )
     return Parts(served, worker, lines, leader, None)
 
@@ -108,7 +111,7 @@ def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> Fusion
         config,
         model.shape,
         parts.manager,
-        build_segments(config, model),
+        segments_of(config, model, parts.manager),
         layer_steps(model.shape.layers),
         served.page_tokens,
         parts.metrics,

@@ -25,7 +25,10 @@ class SglangDriver(ProcessDriver):
     name: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"
     restarts: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.LORA}
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {
+        Capability.LORA,
+        Capability.STAGES,
+    }
     small: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
     space: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
     """Requests are let in as if answers had one token: otherwise as many as will fit for certain,

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
-from kvcore.testing.engine_process import serve  # noqa: E402
+from kvcore.testing.engine_process import sample_name, serve  # noqa: E402
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 SETTLE_S = 60.0
@@ -97,6 +97,7 @@ class Driver:
             _import_one_model(architecture)
         import sglang
 
+        _make_attention_known(engine_args.get("attention_backend"), start_method)
         if start_method == "fork" and on_cpu:
             _fork_processes()
             _attend_latents_in_torch(architecture)
@@ -128,6 +129,7 @@ class Driver:
         lora: str | None,
         image: str | None,
         fusion: dict[str, Any] | None,
+        traceparent: str | None,
     ) -> dict[str, Any]:
         """Stream one greedy request to its end, or to its abort; times are on this side."""
         if lora or image:
@@ -146,6 +148,7 @@ class Driver:
             return_logprob=logprobs,
             stream=True,
             cache_salt=cache_salt,
+            external_trace_header={"traceparent": traceparent} if traceparent else None,
         )
         early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
         got = _Collected(request_id)
@@ -234,7 +237,7 @@ class Driver:
             metrics.absorb(state["metrics"])
         metrics.register(registry)
         return {
-            _sample_name(sample.name, sample.labels): sample.value
+            sample_name(sample.name, sample.labels): sample.value
             for family in registry.collect()
             for sample in family.samples
         }
@@ -352,6 +355,20 @@ def _import_one_model(architecture: str) -> None:
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
 
 
+def _make_attention_known(name: str | None, start_method: str) -> None:
+    """Enter `kvcore_sglang.attention` in SGLang's registry, where it is asked for."""
+    from kvcore_sglang.attention import ROWS, register
+
+    if name != ROWS:
+        return
+    if start_method != "fork":
+        raise UnsupportedError(
+            f"attention_backend={name!r} is registered in this process alone: start_method is "
+            f"{start_method!r}, it must be 'fork'"
+        )
+    register()
+
+
 def _attend_latents_in_torch(architecture: str) -> None:
     """Let attention in plain torch serve MLA, in this process and its forks: it can, and SGLang's
     table of ways has no entry for it and takes the one for Triton."""
@@ -367,11 +384,6 @@ def _attend_latents_in_torch(architecture: str) -> None:
 def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
     """What a request says of fusion, as SGLang passes it on."""
     return {"kvcore": json.dumps({"fusion": fusion})}
-
-
-def _sample_name(name: str, labels: dict[str, str]) -> str:
-    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
-    return f"{name}{{{inside}}}" if inside else name
 
 
 async def _run(descriptor: int) -> None:

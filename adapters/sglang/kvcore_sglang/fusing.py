@@ -30,7 +30,7 @@ from kvcore.config import Config
 from kvcore.errors import ConfigError
 from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
-from kvcore.fusion.segments import Reusable, Segments
+from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.layout import BlockShape
 from kvcore.manager import Manager
 from kvcore.metrics import Data, Metrics
@@ -119,7 +119,7 @@ class FusionLeader:
         config: Config,
         shape: BlockShape,
         manager: Manager,
-        segments: Segments,
+        segments: SegmentBook,
         steps: Sequence[Span],
         page: int,
         metrics: Metrics,

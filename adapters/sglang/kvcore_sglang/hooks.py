@@ -6,7 +6,7 @@
     UnifiedRadixCache.finish_external_linker_loads  requests whose load failed are told apart
     Scheduler.handle_generate_request               and computed again, as if they had just come,
     SchedulerOutputStreamer.stream_output           in place of being answered with an error
-    Scheduler.send_abort_output
+    Scheduler.send_abort_output                     records of requests end with these two
     Scheduler.get_internal_state                    what kvcore says of itself, on /server_info
     PrefillAdder.add_one_req                        others go first while KV comes from a disk
 
@@ -166,6 +166,9 @@ def around_stream_output(
 ) -> Any:
     again = [req for req in reqs if getattr(req, AGAIN, False) and req.finished()]
     result = original(streamer, [req for req in reqs if req not in again], *args, **options)
+    linker = kvcore_linker(getattr(streamer, "tree_cache", None))
+    if linker is not None:
+        _tell_of_ends(linker, (req for req in reqs if req not in again))
     for req in again:
         _compute_again(req)
     return result
@@ -175,6 +178,8 @@ def around_send_abort_output(original: Original, scheduler: Any, abort_req: Any,
     if getattr(req, AGAIN, False):
         _compute_again(req)
         return None
+    if (linker := kvcore_linker(scheduler.tree_cache)) is not None:
+        linker.ended(req.rid, "abort", trace_headers(req))
     return original(scheduler, abort_req, req)
 
 
@@ -182,11 +187,45 @@ def _compute_again(req: Any) -> None:
     """Let the scheduler have the request anew. The old one is finished and was not answered."""
     scheduler, source = getattr(req, SOURCE)
     setattr(req, AGAIN, False)
+    setattr(req, TOLD, True)  # its end is that of the request that comes in its place
     req.finished_output = True  # with overlap it comes by once more, and is passed over then
     living = scheduler()
     if living is not None:
         _log.warning("computed_again", request=req.rid, reason="its KV could not be loaded")
         living.handle_generate_request(source)
+
+
+# --- a request ends ------------------------------------------------------------------------------
+
+TOLD = "kvcore_told"
+"""On a request of whose end the linker has heard: with overlap it comes by once more, and its name
+may be another's by then."""
+
+
+def _tell_of_ends(linker: Any, reqs: Iterable[Any]) -> None:
+    for req in reqs:
+        if req.finished() and not getattr(req, TOLD, False):
+            setattr(req, TOLD, True)
+            linker.ended(req.rid, outcome(req), trace_headers(req))
+
+
+def outcome(req: Any) -> str:
+    """How SGLang's request ended, in a word."""
+    reason = getattr(req, "finished_reason", None)
+    return "done" if reason is None else str(reason.to_json()["type"])
+
+
+def trace_headers(req: Any) -> dict[str, str]:
+    """The W3C trace context of the request, where SGLang traces it."""
+    traced = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
+    context = getattr(traced, "root_span_context", None)
+    if context is None or getattr(traced, "tracing_enable", False) is not True:
+        return {}
+    from opentelemetry.propagate import inject
+
+    headers: dict[str, str] = {}
+    inject(headers, context)
+    return headers
 
 
 # --- what kvcore says of itself ------------------------------------------------------------------

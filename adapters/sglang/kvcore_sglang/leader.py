@@ -19,15 +19,15 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcore_sglang.fusing import Asking, FusionLeader, Held, Wanted
+from kvcore_sglang.books import Asked, Offer, Tokens
+from kvcore_sglang.fusing import Asking, FusionLeader, Held
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
-from kvcore_sglang.staging import Staging, Wait, in_host
+from kvcore_sglang.staging import Staging, in_host
 from kvcore_sglang.worker import RankWorker
 
 from kvcore.adapting.build import LeaderParts
@@ -36,9 +36,12 @@ from kvcore.adapting.identity import Namespaces
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import Paging
+from kvcore.adapting.watching import Watch
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
-from kvcore.manager import HOST, Hit, Manager
+from kvcore.errors import KVCoreError
+from kvcore.explain import Cause
+from kvcore.facade import HOST, Hit, Manager, PreparedLoad, Source
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -56,58 +59,6 @@ REST_S = 0.002
 PUBLISH_S = 1.0
 """How often counts are handed to the engine's metrics."""
 
-Tokens = npt.NDArray[np.int64]
-
-
-@dataclass
-class Asked:
-    """A lookup: the prompt's chain, what the tree held, what was answered, and where it lay when
-    the request first asked.
-
-    ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
-    for another prompt. ``resumed``: some of them were its answer already. ``plan`` is the blend
-    that was answered, of the request in ``asking``; ``wanted`` is what fusion knows of it. ``wait``
-    is what it waits for, and ``held`` says that the last lookup found it better held back.
-    """
-
-    chain: KeyChain
-    device_tokens: int
-    tokens: int
-    text: bytes
-    stop: int = 0
-    resumed: bool = False
-    counted: bool = False
-    sources: dict[str, int] = field(default_factory=dict)
-    asking: Asking | None = None
-    wanted: Wanted | None = None
-    plan: BlendPlan | None = None
-    wait: Wait = field(default_factory=Wait)
-    held: bool = False
-
-    def take(self, asking: Asking | None) -> None:
-        """Who asks now. Clients name requests: one of the same name and tokens may wish for other
-        things, and what fusion knew of the one before is then forgotten."""
-        before, self.asking = self.asking, asking
-        if before is None or asking is None or not before.is_like(asking):
-            self.wanted = None
-
-    @property
-    def exact(self) -> int:
-        """Tokens of what was answered that are exact."""
-        return self.stop if self.plan is None else self.plan.exact
-
-
-@dataclass
-class Offer:
-    """Nodes whose pages stay locked until saves have read them; ``graphs`` are those under way."""
-
-    graphs: set[int] = field(default_factory=set)
-    open: bool = True
-
-    @property
-    def done(self) -> bool:
-        return not self.open and not self.graphs
-
 
 def _below(blocks: Mapping[str, int]) -> int:
     """Blocks that lie below host memory, of those counted by tier."""
@@ -119,7 +70,8 @@ class Leader:
 
     ``local`` is this rank's own worker, which counts in ``counted_here``; ``lines`` reach the
     others. ``publish`` takes what was counted since the last time, now and then. ``fusion`` makes
-    what blends need from the parts that ``build`` made; None where there are none.
+    what blends need from the parts that ``build`` made; None where there are none. ``watch`` keeps
+    what `kvcore explain` tells of requests.
     """
 
     def __init__(
@@ -132,6 +84,7 @@ class Leader:
         counted_here: Metrics,
         publish: Callable[[Data], None] | None = None,
         fusion: Callable[[LeaderParts], FusionLeader] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._config = config
         self._settings = config.sglang
@@ -147,6 +100,14 @@ class Leader:
         self.metrics: Metrics = parts.metrics
         self._releases = parts.releases
         self._fusion = None if fusion is None else fusion(parts)
+        self._watch = watch or Watch()
+        self._watch.weigh_untimed(
+            config,
+            model,
+            parts,
+            min_load_tokens=self._settings.min_load_tokens,
+            layerwise=self._settings.layerwise,
+        )
         self._learning: dict[int, tuple[KeyChain, Tokens]] = {}  # by the graph of their save
         self._block = config.block.tokens
         self._page = model.groups[0].page_tokens
@@ -191,6 +152,7 @@ class Leader:
         asked = self._ask(rid, tokens, device_tokens, namespace)
         asked.resumed = resumed
         hit = self._hit(asked)
+        self._tell_of(rid, asked, tokens, hit)
         asked.take(asking)
         asked.plan, asked.held = None, self._staging.waits(asked.wait)
         if asked.held:
@@ -204,10 +166,20 @@ class Leader:
             return asked.stop - device_tokens
         gain = stop - device_tokens
         if gain < max(self._settings.min_load_tokens, self._page):
-            self._count_miss(asked, gain, hit)
+            self._count_miss(rid, asked, gain, hit)
             return 0
         asked.stop = stop
         return gain
+
+    def _tell_of(self, rid: str, asked: Asked, tokens: Tokens, hit: Hit) -> None:
+        """Write down what a lookup found. A request is looked up again and again while it waits,
+        and goes on after its load: what matters is where its KV lay when it first asked."""
+        found = asked.device_tokens, hit.depth
+        if not self._watch.is_on or asked.told == found or self._watch.has_loaded(rid):
+            return
+        asked.told = found
+        space, first = asked.chain.namespace, asked.device_tokens
+        self._watch.looked_up(rid, tokens.tolist(), first, hit, space, self._block)
 
     def holds(self, rid: str, *, resting: bool = False) -> bool:
         """Whether the request is to stay in the queue until it is looked up again: KV of its was on
@@ -276,15 +248,17 @@ class Leader:
             asked.held = self._staging.waits(asked.wait)
         return fusion.in_host(plan)
 
-    def _count_miss(self, asked: Asked, gain: int, hit: Hit) -> None:
+    def _count_miss(self, rid: str, asked: Asked, gain: int, hit: Hit) -> None:
         if asked.counted:  # a request is looked up again and again while it waits
             return
         asked.counted = True
         tokens = asked.tokens - asked.device_tokens
         if gain > 0 or tokens < self._block:
             self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
+            self._watch.missed(rid, Cause.TOO_SHORT)
         elif any(source.tier != HOST for source in hit.sources):
             self.metrics.looked_up({}, tokens, MissReason.PENDING)
+            self._watch.missed(rid, Cause.LATE)
         else:
             self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
 
@@ -304,12 +278,24 @@ class Leader:
         asked = self._asked.pop(rid, None)
         if self._aside or asked is None or asked.stop != asked.device_tokens + len(slots):
             return order
-        if not self._still_there(asked):
-            self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
-            return order
         exact = asked.exact - asked.device_tokens
-        if exact > 0:
-            order.graphs.append(self._load(rid, asked, slots[:exact]))
+        prepared = None
+        try:
+            if exact > 0:
+                prepared = self._prepare(asked)
+        except KVCoreError as error:
+            _log.debug("request=%s is computed: %s", rid, error)
+            self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
+            self._watch.failed(rid)
+            return order
+        if not self._chunks_are_there(asked):
+            if prepared is not None:
+                self.manager.drop_prepared(prepared)
+            self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
+            self._watch.failed(rid)
+            return order
+        if prepared is not None:
+            order.graphs.append(self._load(rid, asked, prepared, slots[:exact]))
         if asked.plan is not None:
             assert self._fusion is not None
             assert asked.asking is not None
@@ -319,34 +305,34 @@ class Leader:
         self._count_hit(rid, asked, exact)
         return order
 
-    def _still_there(self, asked: Asked) -> bool:
-        """Whether what a lookup answered is in host memory still."""
+    def _prepare(self, asked: Asked) -> PreparedLoad:
+        """Raises a KVCoreError where what a lookup answered is not in host memory any more."""
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
-        if asked.exact > asked.device_tokens:
-            last = -(-asked.exact // self._block)
-            if in_host(self.manager.get_match(keys, digest)) < last:
-                return False
+        first, last = asked.device_tokens // self._block, -(-asked.exact // self._block)
+        hit = Hit(keys[:last], digest, (Source(HOST, 0, last),))
+        return self.manager.prepare_load(hit, first, last, layers=self._steps)
+
+    def _chunks_are_there(self, asked: Asked) -> bool:
+        """Whether the chunks of what a lookup answered are in host memory still."""
         if asked.plan is None:
             return True
         return self._fusion is not None and self._fusion.in_host(asked.plan) == asked.plan
 
-    def _load(self, rid: str, asked: Asked, slots: npt.NDArray[np.int64]) -> TransferGraph:
-        keys, digest = asked.chain.keys, asked.chain.namespace.digest
-        first, last = asked.device_tokens // self._block, -(-asked.exact // self._block)
+    def _load(
+        self, rid: str, asked: Asked, prepared: PreparedLoad, slots: npt.NDArray[np.int64]
+    ) -> TransferGraph:
         before = np.full(asked.device_tokens // self._page, NO_PAGE, dtype=np.int64)
         pages = np.concatenate([before, slots[:: self._page] // self._page]).tolist()
-        units = self._paging.units([pages], first, last, asked.device_tokens)
-        hit = self.manager.get_match(keys[:last], digest)
-        graph = self.manager.launch_load(
-            hit, first, last, units, layers=self._steps, on_end=lambda: self._loaded(graph)
-        )
+        units = self._paging.units([pages], prepared.start, prepared.stop, asked.device_tokens)
+        graph = self.manager.launch_prepared(prepared, units, on_end=lambda: self._loaded(graph))
         self._outbox.graphs.remove(graph)
         self._tell(self._now())
         self._loading[graph.graph_id] = rid
         return graph
 
     def _loaded(self, graph: TransferGraph) -> None:
-        self._loading.pop(graph.graph_id, None)
+        if (rid := self._loading.pop(graph.graph_id, None)) is not None:
+            self._watch.arrived(rid)
 
     def _count_hit(self, rid: str, asked: Asked, tokens: int) -> None:
         """Tokens by the tier that held them when the request first asked."""
@@ -361,6 +347,7 @@ class Leader:
             reused["blend"] = asked.plan.reused
         missed = asked.tokens - asked.device_tokens - sum(reused.values())
         self.metrics.looked_up(reused, missed)
+        self._watch.loaded(rid, reused)
         self._served[rid] = reused
         if len(self._served) > SERVED_KEPT:
             self._served.popitem(last=False)
@@ -387,11 +374,16 @@ class Leader:
         for rid in rids:
             self._served.pop(rid, None)
             self._refused[rid] = None
+            self._watch.failed(rid)
             if self._fusion is not None:
                 self._fusion.refuse(rid)
             self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
         while len(self._refused) > SERVED_KEPT:
             self._refused.popitem(last=False)
+
+    def ended(self, rid: str, outcome: str, headers: Mapping[str, str] | None = None) -> None:
+        """The request was answered or aborted; ``headers`` are its W3C trace context."""
+        self._watch.ended(rid, outcome, headers)
 
     # -- the tree grows ---------------------------------------------------------------------
 
@@ -486,8 +478,10 @@ class Leader:
             for blended in self._local.take_blends():
                 self._fusion.judge(blended)
         counted = self._counted_here.delta()
+        profile = self._local.take_profile()
+        self._watch.learn(counted, profile)
         if self._fusion is not None:
-            self._fusion.learn_times(self._local.take_profile(), counted)
+            self._fusion.learn_times(profile, counted)
         self.metrics.absorb(counted)
         for news in self._lines.news():
             self.metrics.absorb(news.counted)
@@ -577,6 +571,7 @@ class Leader:
     def close(self) -> None:
         """Let go of the tiers, once every rank has closed its own."""
         self._lines.close()
+        self._watch.close()
         if self._fusion is not None:
             self._fusion.chunks.close()
         for release in self._releases:

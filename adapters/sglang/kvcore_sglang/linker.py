@@ -15,19 +15,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from kvcore_sglang import hooks
+from kvcore_sglang.books import Offer, Tokens
 from kvcore_sglang.build import Fusable, Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
 from kvcore_sglang.fusing import Asking, asking_of
 from kvcore_sglang.fusion import SglangLayers, find_model, ropes_of
 from kvcore_sglang.gate import LayerGate
-from kvcore_sglang.leader import Leader, Offer, Tokens
+from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import agree
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
@@ -84,7 +85,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self._stages = False
         """Whether KV can lie below host memory, for which requests may be held back."""
         if self._parts is not None and hooks.fit(hooks.HOLD_HOOKS):
-            self._stages = self._config.disk.path is not None or bool(self._config.tiers)
+            own = self._config.disk.path is not None or bool(self._config.tiers)
+            self._stages = own or self._config.server.address is not None
         self._queued: dict[str, Order] = {}
         self._inserting: list[Offer] | None = None
         self._offered = 0
@@ -291,6 +293,11 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         """These requests' loads failed on some rank: compute them, and look up no more."""
         if self.leader is not None:
             self.leader.refuse(rids)
+
+    def ended(self, rid: str, outcome: str, headers: Mapping[str, str]) -> None:
+        """The engine is done with a request; see `Leader.ended`."""
+        if self.leader is not None:
+            self._guarded(None, lambda leader: leader.ended(rid, outcome, headers))
 
     # -- offload ----------------------------------------------------------------------------
 

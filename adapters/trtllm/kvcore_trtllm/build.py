@@ -18,6 +18,7 @@ from kvcore_trtllm.worker import Allgather, Tally, WorkerSide
 from kvcore.adapting import build
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.rank import refuse_tier
+from kvcore.adapting.watching import Watch
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.metrics import Metrics
@@ -39,7 +40,7 @@ def build_worker_side(
 ) -> WorkerSide:
     """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
     right: nothing may be stored then."""
-    build.refuse_server(config, "TensorRT-LLM")
+    build.refuse_served_fusion(config, "TensorRT-LLM")
     model = whole(memory.facts, memory.groups, config.block.tokens)
     parts = build.build_worker(config, model, rank, memory.views)
     blends, no_fusion = None, "it is not enabled"
@@ -128,14 +129,22 @@ def build_leader(
     That is called once all ranks have closed. A tier that cannot be used is named in the log and
     left out.
     """
-    build.refuse_server(config, "TensorRT-LLM")
+    build.refuse_served_fusion(config, "TensorRT-LLM")
     model = whole(memory.facts, memory.groups, config.block.tokens)
     alone = model.world_size == 1
     outbox = Outbox(pump=worker.pump if alone else None)
-    parts = build.build_leader(config, model, outbox)
+    watch = Watch.of(config)
+    parts = build.build_leader(config, model, outbox, on_event=watch.listener(None))
+    watch.weigh_untimed(
+        config,
+        model,
+        parts,
+        min_load_tokens=config.trtllm.min_load_tokens,
+        layerwise=config.trtllm.layerwise,
+    )
     if alone:  # the first lookup may read from a tier, before there is any plan
         worker.open(parts.open_tiers)
-    fusion, releases = None, parts.releases
+    fusion, releases = None, [watch.close, *parts.releases]
     if worker.blends is not None:
         segments = build.build_segments(config, model)
         steps = layer_steps(model.shape.layers)
@@ -150,6 +159,7 @@ def build_leader(
         open_tiers={} if alone else parts.open_tiers,
         lane=worker.start if alone else None,
         fusion=fusion,
+        watch=watch,
     )
     worker.listener = leader.hear
     worker.on_blends = leader.hear_blends

@@ -148,7 +148,10 @@ def _salt(ask: Ask) -> str | None:
 
 class TrtllmDriver(Driver):
     name: ClassVar[str] = "trtllm"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.PREEMPTION}
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {
+        Capability.PREEMPTION,
+        Capability.STAGES,
+    }
 
     def start(self, setup: Setup) -> Engine:
         return InHarness(setup)

@@ -15,16 +15,17 @@ from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, KVCoreError
+from kvcore.facade import HOST, Hit, Manager, PreparedLoad, Source
 from kvcore.fusion.options import FusionOptions
-from kvcore.index import Pin
+from kvcore.transfer.graph import Span
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 
 
 @dataclass
 class Promise:
-    """Tokens [start_token, stop_token) that the engine counts on, and the pin that keeps them.
+    """Tokens [start_token, stop_token) that the engine counts on, and the load that keeps them.
 
     ``parked`` tells whether the request waits for them outside the batch.
     """
@@ -32,7 +33,16 @@ class Promise:
     start_token: int
     stop_token: int
     parked: bool
-    pin: Pin
+    load: PreparedLoad
+
+
+@dataclass
+class Use:
+    """A graph in flight that reads or writes pages; ``left`` counts its ops on the device."""
+
+    request_id: int
+    left: int
+    writes: bool
 
 
 @dataclass
@@ -79,6 +89,22 @@ class Tracked:
         """How many of the first ``tokens`` have exact KV."""
         known = self.approximate_from
         return tokens if known is None else min(tokens, known)
+
+
+def keep(
+    manager: Manager, chain: KeyChain, blocks: tuple[int, int], layers: Sequence[Span]
+) -> PreparedLoad | None:
+    """Keep blocks [first, last) of a chain in host memory, for a promise; None where a server does
+    not see to it, or not every worker has its memory."""
+    if not manager.certain:
+        return None
+    first, last = blocks
+    hit = Hit(chain.keys, chain.namespace.digest, (Source(HOST, 0, last),))
+    try:
+        return manager.prepare_load(hit, first, last, layers=layers)
+    except KVCoreError as error:
+        _log.debug("nothing is promised: %s", error)
+        return None
 
 
 def excluded(request: Any) -> bool:

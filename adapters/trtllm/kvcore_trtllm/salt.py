@@ -55,7 +55,7 @@ def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
         return None
     try:
         content = msgspec.json.decode(cache_salt.removeprefix(PREFIX), type=_Content)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ConfigError(
             f"cache_salt {cache_salt[:80]!r}: {error}; supported after {PREFIX!r} is JSON with "
             "once, fusion and salt: make one with kvcore_trtllm.salt.fusion_salt"

@@ -21,21 +21,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusing import FusionLeader
 from kvcore_trtllm.messages import StepPlan
-from kvcore_trtllm.pages import NO_PAGE, page_deltas, places
+from kvcore_trtllm.pages import NO_PAGE, check_pages, page_deltas, places
 from kvcore_trtllm.requests import (
     Promise,
     RequestNamespaces,
     Tracked,
+    Use,
     excluded,
     extras,
+    keep,
     wish_of,
 )
 from kvcore_trtllm.salt import Wish
@@ -44,10 +45,12 @@ from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
+from kvcore.adapting.watching import Watch
 from kvcore.block import KeyChain
 from kvcore.config import Config
 from kvcore.errors import CapacityError
-from kvcore.manager import HOST, Hit, Manager, Readiness, Source
+from kvcore.explain import Cause
+from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
@@ -62,20 +65,12 @@ Lane = Callable[[TransferGraph], None]
 """Hands a graph to the only rank at once."""
 
 
-@dataclass
-class _Use:
-    """A graph in flight that reads or writes pages; ``left`` counts its ops on the device."""
-
-    request_id: int
-    left: int
-    writes: bool
-
-
 class Leader:
     """One per engine, on rank 0. Called from the executor's thread only.
 
     ``lane`` hands a graph to the only rank at once; None with more ranks. ``fusion`` is None where
-    there is none; ``on_reuse`` hears which tokens of a request come from where.
+    there is none; ``on_reuse`` hears which tokens of a request come from where; ``watch`` keeps
+    what `kvcore explain` tells of requests.
     """
 
     def __init__(
@@ -88,6 +83,7 @@ class Leader:
         open_tiers: dict[str, dict[str, Any]],
         lane: Lane | None = None,
         fusion: FusionLeader | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.on_reuse: Callable[[int, dict[str, int]], None] | None = None
         self.metrics = metrics
@@ -97,13 +93,14 @@ class Leader:
         self._outbox = outbox
         self._lane = lane
         self._fusion = fusion
+        self._watch = watch or Watch()
         self._learning: dict[int, tuple[Tracked, int, int]] = {}  # saves, and the blocks they hold
         self._block = config.block.tokens
         self._namespaces = RequestNamespaces(config, model.fingerprint)
         self._paging = Paging(model.groups, self._block, no_page=NO_PAGE, place=of_its_group)
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
-        self._using: dict[int, _Use] = {}
+        self._using: dict[int, Use] = {}
         self._users = PageUsers()  # graphs of ``_using``, and their pages
         self._fresh: set[int] = set()  # pages this step may write to
         self._shared: set[int] = set()  # pages this step reads what others computed from
@@ -138,7 +135,7 @@ class Leader:
             return 0, False  # inside a page, which the engine fills in its own way
         # The last token is always computed: its logits are wanted.
         most = len(tokens) - 1
-        hit = self._hit(chain, computed, most)
+        hit = self._hit(tracked, tokens, most)
         held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
         stop = min(held * self._block, most)
         if wish is not None and (until := self._blend(tracked, wish, stop)):
@@ -150,14 +147,17 @@ class Leader:
         computed, chain = tracked.device_tokens, tracked.chain
         gain = stop - computed
         if gain < max(self._config.trtllm.min_load_tokens, 1):
-            self._count_miss(tracked.prompt_tokens, gain, hit)
+            self._count_miss(tracked, gain, hit)
             return 0, False
         blocks = self._blocks(computed, stop)
         parks = (blocks[1] - blocks[0]) * self._model.shape.nbytes > (
             self._config.transfer.sync_load_max
         )
-        pin = self.manager.index.pin(HOST, chain.keys[blocks[1] - 1])
-        tracked.promise = Promise(computed, stop, parks, pin)
+        load = keep(self.manager, chain, blocks, () if parks else self._layer_steps)
+        if load is None:
+            self.metrics.looked_up({}, tracked.prompt_tokens, MissReason.PENDING)
+            return 0, False
+        tracked.promise = Promise(computed, stop, parks, load)
         tracked.reused = {HOST: gain}
         return gain, parks
 
@@ -173,14 +173,16 @@ class Leader:
         if plan is None:
             return 0
         if exact:  # pinned before chunks are brought, which takes room in host memory
-            last = self._blocks(0, exact)[1]
-            pin = self.manager.index.pin(HOST, tracked.chain.keys[last - 1])
-            tracked.promise = Promise(0, exact, False, pin)
+            blocks = self._blocks(0, exact)
+            load = keep(self.manager, tracked.chain, blocks, self._layer_steps)
+            if load is None:
+                return 0
+            tracked.promise = Promise(0, exact, False, load)
         plan = self._fusion.in_host(plan, self._bring)
         if plan is not None:
             return self._promise_blend(self._fusion, tracked, plan)
         if tracked.promise is not None:
-            self.manager.index.unpin(tracked.promise.pin)
+            self.manager.drop_prepared(tracked.promise.load)
             tracked.promise = None
         return 0
 
@@ -198,7 +200,7 @@ class Leader:
         assert plan is not None
         assert self._fusion is not None
         assert tracked.tokens is not None
-        self._check_pages(plan.exact, plan.stop, tracked.pages)
+        check_pages(self._model.groups, plan.exact, plan.stop, tracked.pages)
         tracked.plan = None
         prompt = tracked.tokens[: tracked.prompt_tokens]
         take = self._outbox.graphs.remove
@@ -214,17 +216,22 @@ class Leader:
     def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
         return start_token // self._block, -(-stop_token // self._block)
 
-    def _hit(self, chain: KeyChain, computed: int, most: int) -> Hit:
+    def _hit(self, tracked: Tracked, tokens: Sequence[int], most: int) -> Hit:
         """What is held of the chain, after as much of it as possible was brought to host memory."""
+        chain, computed = tracked.chain, tracked.device_tokens
         digest = chain.namespace.digest
         hit = self.manager.get_match(chain.keys, digest)
         if self.manager.ask_stores(hit, computed // self._block):
             # The engine knows no "ask me later": what comes too late serves the same prompt again.
             self.manager.wait_stores(self._config.trtllm.stage_wait_s)
             hit = self.manager.get_match(chain.keys, digest)
+        name = str(tracked.request_id)
+        self._watch.looked_up(name, tokens, computed, hit, chain.namespace, self._block)
         first, last = self._blocks(computed, min(hit.depth * self._block, most))
         below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
-        if first >= last or not below or self._config.trtllm.min_load_tokens > most - computed:
+        if first >= last or self._config.trtllm.min_load_tokens > most - computed:
+            return hit
+        if not below and self.manager.certain:
             return hit
         waited = self._bring([(hit, last)])
         return self.manager.get_match(chain.keys, digest) if waited else hit
@@ -242,8 +249,9 @@ class Leader:
         return bool(graphs)
 
     def _stage(self, hit: Hit, last: int) -> int | None:
-        """Bring blocks up to ``last`` into host memory: a load that copies nothing further."""
-        start = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        """Bring blocks up to ``last`` into host memory: a load that copies nothing further. It has
+        one block at least, by which the workers map a server's memory."""
+        start = min(next((s.stop for s in hit.sources if s.tier == HOST), 0), last - 1)
         if self.manager.can_load(hit, start, last) is not Readiness.READY:
             return None
         units = self._paging.no_units(start, last)
@@ -261,13 +269,16 @@ class Leader:
             self._plan.spills.append(graph)
         return graph.graph_id
 
-    def _count_miss(self, tokens: int, gain: int, hit: Hit) -> None:
+    def _count_miss(self, tracked: Tracked, gain: int, hit: Hit) -> None:
+        tokens, name = tracked.prompt_tokens, str(tracked.request_id)
         if gain > 0 or tokens <= self._block:
             self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
+            self._watch.missed(name, Cause.TOO_SHORT)
         elif not hit.depth:
             self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
         elif any(source.tier != HOST for source in hit.sources):
             self.metrics.looked_up({}, tokens, MissReason.PENDING)
+            self._watch.missed(name, Cause.LATE)
 
     def allocated(self, request: Any, pages: PageTables) -> None:
         """The request has its pages. If it parks, its load is planned now."""
@@ -292,16 +303,12 @@ class Leader:
     def _load(self, tracked: Tracked, pages: PageTables) -> TransferGraph:
         promise = tracked.promise
         assert promise is not None
-        self._check_pages(promise.start_token, promise.stop_token, pages)
+        check_pages(self._model.groups, promise.start_token, promise.stop_token, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
         units = self._paging.units(pages, first, last, promise.start_token)
-        hit = Hit(tracked.chain.keys, tracked.chain.namespace.digest, (Source(HOST, 0, last),))
-        graph = self.manager.launch_load(
-            hit, first, last, units, layers=() if promise.parked else self._layer_steps
-        )
+        tracked.promise = None  # kept no more, whatever becomes of the launch
+        graph = self.manager.launch_prepared(promise.load, units)
         self._outbox.graphs.remove(graph)
-        self.manager.index.unpin(promise.pin)
-        tracked.promise = None
         self._use(graph, tracked.request_id, writes=True)
         _log.debug(
             "load request=%s tokens=%d..%d parked=%s",
@@ -316,20 +323,9 @@ class Leader:
         """Tokens that come from somewhere, by what was promised."""
         missed = tracked.prompt_tokens - tracked.device_tokens - sum(tracked.reused.values())
         self.metrics.looked_up(tracked.reused, missed)
+        self._watch.loaded(str(tracked.request_id), tracked.reused)
         if self.on_reuse is not None:
             self.on_reuse(tracked.request_id, tracked.reused)
-
-    def _check_pages(self, start: int, stop: int, pages: PageTables) -> None:
-        """Raise CapacityError unless there is a page for every promised token."""
-        for group in self._model.groups:
-            first = start // group.page_tokens
-            last = -(-stop // group.page_tokens)
-            table = pages[group.index]
-            if len(table) < last or NO_PAGE in table[first:last]:
-                raise CapacityError(
-                    f"tokens {start}..{stop} were promised and the engine gave pages "
-                    f"{list(table)[first:last]} of {group.page_tokens} tokens"
-                )
 
     # -- a step is planned ------------------------------------------------------------------
 
@@ -472,6 +468,7 @@ class Leader:
         """Take in what ended on all ranks, and what they counted."""
         for delta in counted:
             self.metrics.absorb(delta)
+            self._watch.learn(delta)
         for report in reports:
             self._outbox.deliver(report)
         for report in self._outbox.poll():
@@ -490,6 +487,8 @@ class Leader:
         use.left -= 1
         if use.left:
             return
+        if use.writes:
+            self._watch.arrived(str(use.request_id))
         del self._using[report.graph_id]
         self._users.drop(report.graph_id)
         learned = self._learning.pop(report.graph_id, None)
@@ -505,6 +504,7 @@ class Leader:
             return  # an aborted request's
         self._lost.add(request_id)
         self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
+        self._watch.failed(str(request_id))
         _log.error("a promised load failed request=%s: %s", request_id, report.failed)
 
     def stand_aside(self, why: str) -> None:
@@ -531,6 +531,7 @@ class Leader:
 
     def finished(self, request: Any, pages: PageTables) -> bool:
         """Save the last blocks; whether saves under way still read the request's pages."""
+        self._watch.ended(str(request.request_id), "done")
         tracked = self._requests.get(request.request_id)
         if tracked is None or self._aside:
             self._drop(request.request_id)
@@ -560,13 +561,14 @@ class Leader:
         tracked = self._requests.pop(request_id, None)
         self._lost.discard(request_id)
         if tracked is not None and tracked.promise is not None:
-            self.manager.index.unpin(tracked.promise.pin)
+            self.manager.drop_prepared(tracked.promise.load)
 
     def _collect(self) -> None:
         """Drop requests of which the engine speaks no more: aborts are not told."""
         for request_id, tracked in list(self._requests.items()):
             silent = self._step - tracked.seen > FORGET_AFTER
             if silent and tracked.load is None and request_id not in self._lost:
+                self._watch.ended(str(request_id), "no more heard of")
                 self._drop(request_id)
 
     # -- upkeep -----------------------------------------------------------------------------
@@ -590,5 +592,5 @@ class Leader:
 
     def _use(self, graph: TransferGraph, request_id: int, *, writes: bool) -> None:
         left = sum(op.path.touches_device for op in graph.ops)
-        self._using[graph.graph_id] = _Use(request_id, left, writes)
+        self._using[graph.graph_id] = Use(request_id, left, writes)
         self._users.add(graph.graph_id, self._paging.pages_of(graph.units))

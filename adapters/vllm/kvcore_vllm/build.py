@@ -12,6 +12,7 @@ from kvcore_vllm.attention import install
 from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
+from kvcore_vllm.handover import Handover
 from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.pacing import make_pace
 from kvcore_vllm.scheduler import SchedulerSide
@@ -22,10 +23,11 @@ from kvcore.adapting.build import (
     LeaderParts,
     WorkerParts,
     build_leader,
-    build_segments,
     build_worker,
+    refuse_served_fusion,
+    segments_of,
 )
-from kvcore.adapting.model import ModelDescription
+from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.pacing import Pace
 from kvcore.adapting.planning import Planning
@@ -56,6 +58,8 @@ def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
 ) -> SchedulerSide:
     """The leader. A tier that cannot be used is named in the log and left out."""
+    assert vllm_config.kv_transfer_config is not None
+    refuse_served_fusion(config, "vLLM")
     outbox = Outbox(model.world_size)
     side: SchedulerSide
     steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []
@@ -68,7 +72,10 @@ def build_scheduler_side(
         on_event=watch.listener(tell),
         data_parallel_rank=_data_parallel_rank(vllm_config),
     )
-    pace = _pace(config, vllm_config, model, parts)
+    pace = _pace(config, vllm_config, model, parts, explains=watch.is_on)
+    planning = None if pace is None else _planning(config, model, parts, pace)
+    if planning is not None:
+        watch.weigh_with(planning, parts.metrics)
     side = SchedulerSide(
         config,
         model,
@@ -79,8 +86,9 @@ def build_scheduler_side(
         on_close=parts.releases,
         fusion=_fusion_leader(config, vllm_config, model, parts, steps, pace),
         pace=pace,
-        planning=_planning(config, model, parts, pace) if config.planner.enabled else None,
+        planning=planning if config.planner.enabled else None,
         watch=watch,
+        handover=Handover(vllm_config.kv_transfer_config.kv_role, config.vllm.promise_s),
     )
     return side
 
@@ -105,7 +113,7 @@ def _fusion_leader(
         config,
         model.shape,
         parts.manager,
-        build_segments(config, model),
+        segments_of(config, model, parts.manager),
         steps,
         model.groups[0].page_tokens,
         pace if config.fusion.adaptive else None,
@@ -113,11 +121,16 @@ def _fusion_leader(
 
 
 def _pace(
-    config: Config, vllm_config: VllmConfig, model: ModelDescription, parts: LeaderParts
+    config: Config,
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    parts: LeaderParts,
+    *,
+    explains: bool = False,
 ) -> Pace | None:
-    """None where nobody decides by rates."""
+    """None where nobody decides by rates, or tells of them."""
     fuses = config.fusion.enabled and config.fusion.adaptive
-    if not fuses and not config.planner.enabled:
+    if not (fuses or config.planner.enabled or explains):
         return None
     looks = False
     if fuses:
@@ -133,10 +146,7 @@ def _pace(
     )
 
 
-def _planning(
-    config: Config, model: ModelDescription, parts: LeaderParts, pace: Pace | None
-) -> Planning:
-    assert pace is not None
+def _planning(config: Config, model: ModelDescription, parts: LeaderParts, pace: Pace) -> Planning:
     return Planning(
         config,
         model,
@@ -170,16 +180,17 @@ def build_worker_side(
     right: nothing may be stored then."""
     rank = vllm_config.parallel_config.rank % model.world_size
     shape = model.rank_shape(rank)
-    views = [group_view(vllm_config, kv_caches, group, shape) for group in model.groups]
+    groups = [group for group in model.rank_groups(rank) if group.layers]
+    views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
     if views[0].tensors[0].device.type == "cpu":
-        _verify(vllm_config, model, views, shape)
+        _verify(vllm_config, groups, views, shape)
     parts = build_worker(config, model, rank, views)
     _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
     return WorkerSide(
         parts.worker,
         blends=_blends(config, vllm_config, model, parts, shape),
         clock=ForwardClock(views[0].tensors[0].device),
-        layer_of={n: i for g in model.groups for n, i in zip(g.names, g.layers, strict=True)},
+        layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         metrics=parts.metrics,
         open_tier=parts.open_tier,
@@ -224,6 +235,8 @@ def _hook_attention(
             raise UnsupportedError("full CUDA graphs replay without them: use piecewise ones")
         if others or model.shape.kv_factor != 2:
             raise UnsupportedError("attention hooks are for K and V of one group of pages")
+        if len(model.stages) > 1:
+            raise UnsupportedError("attention hooks are not for pipeline stages")
         runner = find_worker(vllm_config).model_runner
         if not hasattr(getattr(runner, "input_batch", None), "req_ids"):
             raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
@@ -252,14 +265,17 @@ def refusing_worker_side(model: ModelDescription) -> WorkerSide:
 
 
 def _verify(
-    vllm_config: VllmConfig, model: ModelDescription, views: list[KVView], shape: BlockShape
+    vllm_config: VllmConfig,
+    groups: Sequence[LayerGroup],
+    views: Sequence[KVView],
+    shape: BlockShape,
 ) -> None:
     """One page through vLLM's own write kernel, read back through our copies."""
     from dataclasses import replace
 
     from kvcore.ops.reference import ReferenceOps
 
-    for group, view in zip(model.groups, views, strict=True):
+    for group, view in zip(groups, views, strict=True):
         layer: Any = vllm_config.compilation_config.static_forward_context[group.names[0]]
         page_tokens = view.layout.page_tokens
 

@@ -6,6 +6,9 @@ configs, so that they agree on canonical layer order, block shape and slots with
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -36,7 +39,10 @@ def describe(
     """Describe the model, or raise UnsupportedError saying what kvcore does not serve and why."""
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
+    stages = _stages(vllm_config)
     groups = _groups(kv_cache_config)
+    if stages:
+        groups = (_whole_group(groups, stages),)
     spec = _uniform_spec(kv_cache_config)
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
@@ -59,16 +65,14 @@ def describe(
         block_tokens=block_tokens,
         dtype=str(spec.dtype).removeprefix("torch."),
     )
-    return ModelDescription(shape, groups, _fingerprint(vllm_config, spec), tp)
+    fingerprint = _fingerprint(vllm_config, spec)
+    ranks = tp * max(len(stages), 1)
+    return ModelDescription(shape, groups, fingerprint, ranks, stages=stages)
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedError(f"{name}={size}; kvcore serves {name}=1 on vLLM")
@@ -85,6 +89,43 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
             f"speculative decoding by {speculative.method!r} keeps KV of a draft model, which "
             "kvcore does not store; 'ngram' and 'suffix' are served"
         )
+
+
+def _stages(vllm_config: VllmConfig) -> tuple[tuple[int, int], ...]:
+    """Layers [start, stop) of each pipeline stage, as vLLM shares them; none where all layers are
+    on every rank."""
+    from vllm.distributed.utils import get_pp_indices
+
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return ()
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return tuple(get_pp_indices(layers, stage, size) for stage in range(size))
+
+
+def _whole_group(groups: Sequence[LayerGroup], stages: Sequence[tuple[int, int]]) -> LayerGroup:
+    """The group of all stages' layers: vLLM tells each rank, and the scheduler the first one's.
+
+    Raises UnsupportedError unless every layer of this stage has a cache under one name but for its
+    number, in one group: what the other stages have is only known then.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    [group, *others] = groups
+    found = [(extract_layer_index(name), name) for name in group.names]
+    start = found[0][0] if found else 0
+    pattern = re.sub(r"\b\d+\b", "{}", found[0][1], count=1) if found else ""
+    layers = range(start, start + len(found))
+    regular = found == [(layer, pattern.format(layer)) for layer in layers]
+    if others or not regular or (layers.start, layers.stop) not in stages:
+        raise UnsupportedError(
+            f"pipeline_parallel_size={len(stages)} with layers {[name for _, name in found]} in "
+            f"{len(groups)} groups on a rank; kvcore serves stages in which every layer has a "
+            "cache of the same kind"
+        )
+    everything = tuple(range(stages[-1][1]))
+    names = tuple(pattern.format(layer) for layer in everything)
+    return replace(group, layers=everything, names=names)
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:

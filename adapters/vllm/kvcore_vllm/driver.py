@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import UnsupportedError
-from kvcore.testing.engine_process import serve
+from kvcore.testing.engine_process import sample_name, serve
 
 SHUTDOWN_S = 60.0
 """How long the engine core may take to end: it must finish the saves that are under way."""
@@ -38,6 +39,7 @@ class Driver:
         model: str,
         kvcore: dict[str, Any] | None,
         start_method: str = "spawn",
+        kv_role: str = "kv_both",
         **engine_args: Any,
     ) -> dict[str, Any]:
         """Build the engine; blocks this process's loop until it takes requests.
@@ -57,12 +59,13 @@ class Driver:
             engine_args.setdefault("enforce_eager", True)
             # By itself vLLM takes nearly all memory, and does not start beside anything else.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-            _bind_threads(int(engine_args.get("tensor_parallel_size", 1)))
+            sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+            _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
         if kvcore is not None:
             self._asks = True
             engine_args["kv_transfer_config"] = {
                 "kv_connector": "KVCoreConnector",
-                "kv_role": "kv_both",
+                "kv_role": kv_role,
                 "kv_connector_extra_config": kvcore,
             }
         arguments = AsyncEngineArgs(model=model, **_with_own_types(engine_args))
@@ -88,6 +91,8 @@ class Driver:
         lora: str | None,
         image: str | None,
         fusion: dict[str, Any] | None,
+        traceparent: str | None,
+        promise: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Stream one greedy request to its end, or to its abort; times are on this side."""
         from vllm import SamplingParams
@@ -100,14 +105,15 @@ class Driver:
             ignore_eos=ignore_eos,
             logprobs=0 if logprobs else None,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=self._told(fusion),
+            extra_args=self._told(fusion, promise),
         )
         request = _prompt(prompt, cache_salt, image)
         adapter = self._lora_request(lora) if lora else None
         got = _Collected(request_id)
         early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
+        headers = {"traceparent": traceparent} if traceparent else None
         async for output in self._engine.generate(
-            request, sampling, request_id, lora_request=adapter
+            request, sampling, request_id, lora_request=adapter, trace_headers=headers
         ):
             got.add(output)
             if abort_after is not None and 0 < abort_after <= len(got.token_ids):
@@ -117,11 +123,14 @@ class Driver:
             early.cancel()
         return got.reply()
 
-    def _told(self, fusion: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _told(
+        self, fusion: dict[str, Any] | None, promise: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
         """kvcore says what it reused only to who asks."""
         if not self._asks:
             return None
-        asked = {"report": True, **({} if fusion is None else {"fusion": fusion})}
+        wishes = {"report": True, "fusion": fusion, "promise": promise}
+        asked = {name: wish for name, wish in wishes.items() if wish is not None}
         return {"kv_transfer_params": {"kvcore": asked}}
 
     def _lora_request(self, folder: str) -> Any:
@@ -161,7 +170,7 @@ class Driver:
 
         await asyncio.sleep(0)  # let the output loop log the last step
         return {
-            _sample_name(sample.name, sample.labels): sample.value
+            sample_name(sample.name, sample.labels): sample.value
             for family in REGISTRY.collect()
             for sample in family.samples
         }
@@ -239,7 +248,7 @@ def _with_own_types(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bind_threads(ranks: int) -> None:
-    """Share out this process's cores over tensor-parallel ranks, unless the environment says how.
+    """Share out this process's cores over an engine's ranks, unless the environment says how.
 
     Left to itself, vLLM's CPU build keeps a core for its front end, and one for each rank when
     there is a connector. On two cores it then refuses to start two ranks, and one rank computes on
@@ -250,11 +259,6 @@ def _bind_threads(ranks: int) -> None:
     if all(shares):
         bind = "|".join(",".join(map(str, share)) for share in shares)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
-
-
-def _sample_name(name: str, labels: dict[str, str]) -> str:
-    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
-    return f"{name}{{{inside}}}" if inside else name
 
 
 async def _run(descriptor: int) -> None:

@@ -30,7 +30,7 @@ from kvcore.config import Config
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
-from kvcore.fusion.segments import Reusable, Segments
+from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.layout import BlockShape
 from kvcore.manager import HOST, Hit, Manager
 from kvcore.metrics import Metrics
@@ -105,7 +105,7 @@ class FusionLeader:
         config: Config,
         shape: BlockShape,
         manager: Manager,
-        segments: Segments,
+        segments: SegmentBook,
         layer_steps: Sequence[Span],
         page_tokens: int,
         pace: Pace | None = None,

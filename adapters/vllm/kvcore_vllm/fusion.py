@@ -57,6 +57,8 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
             "fusion needs K and V of every token in every layer: not latent attention, and not a "
             "model that drops pages behind a window"
         )
+    if len(model.stages) > 1:
+        raise UnsupportedError("fusion needs all layers on a rank: no pipeline stages")
     if config.get_sliding_window() is not None:
         raise UnsupportedError("fusion is not served for models with a sliding window")
     if model.shape.itemsize == 1:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
+from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
 
@@ -72,6 +73,7 @@ class _Tracked:
     saved_blocks: int = 0
     fusing: Fusing | None = None
     memo: Memo = field(default_factory=Memo)
+    new: bool = True
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
         """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
@@ -95,6 +97,7 @@ class SchedulerSide:
         pace: Pace | None = None,
         planning: Planning | None = None,
         watch: Watch | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -118,6 +121,7 @@ class SchedulerSide:
         self._deadline_s = config.transfer.load_deadline_s
         self._planning = planning
         self._watch = watch or Watch()
+        self._handover = handover or Handover(None, config.vllm.promise_s)
         self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
 
     # -- a request comes --------------------------------------------------------------------
@@ -131,7 +135,9 @@ class SchedulerSide:
             return 0, False
         self._hash(tracked)
         hit = self._manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
-        if self._manager.ask_stores(hit, computed // self._block):
+        promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
+        tracked.new = False
+        if self._manager.ask_stores(hit, computed // self._block, promise):
             return None, False
         # The last token is always computed: its logits are wanted.
         matched = min(hit.depth * self._block, request.num_tokens - 1)
@@ -502,17 +508,10 @@ class SchedulerSide:
         blocks = tracked.exact_blocks(computed, self._block)
         if blocks > tracked.saved_blocks and tracked.may_save and not self._aside:
             self._save(tracked, blocks, pages)
-        asked = (request.kv_transfer_params or {}).get("kvcore")
-        if not asked:
-            return None
-        told: dict[str, Any] = {
-            "reused_tokens": sum(tracked.reused.values()),
-            "tiers": tracked.reused,
-        }
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
-        if record is not None:
-            told["explain"] = record
-        return {"kvcore": {**told, **({"fusion": fusion} if fusion else {})}}
+        return self._handover.told(
+            request, tracked.chain, tracked.saved_blocks, tracked.reused, fusion, record
+        )
 
     # -- upkeep -----------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class Capability(Enum):
     CHUNKED_PREFILL = "chunked prefill"
     PREEMPTION = "preemption"
     RANKS = "two tensor-parallel ranks"
+    STAGES = "two pipeline stages"
     SALT = "tenant salts"
     LORA = "LoRA"
     FUSION = "fusion"
@@ -47,7 +48,8 @@ class Setup:
     Args:
         model: folder in Hugging Face's format.
         kvcore: its settings, nested like the config file; None leaves kvcore out.
-        ranks: tensor-parallel ranks.
+        ranks: tensor-parallel ranks, of each stage.
+        stages: pipeline stages.
         step_tokens: most tokens of a step, where prompts can be cut; None for any number.
         memory_tokens: KV that fits the engine's own memory, about; None for plenty.
         lora: whether requests will name LoRA weights.
@@ -58,6 +60,7 @@ class Setup:
     model: Path
     kvcore: Mapping[str, Any] | None = None
     ranks: int = 1
+    stages: int = 1
     step_tokens: int | None = None
     memory_tokens: int | None = None
     lora: bool = False

@@ -26,8 +26,9 @@ __all__ = ["CASES", "SECTIONS", "Case", "Kit", "Result", "case", "run"]
 
 SECTIONS = ("equality", "accounting", "fusion", "faults", "crossing")
 BLOCK = 16
-PATIENT = {"lookup_s": 60, "timeout_s": 30, "deadline_s": 60}
-"""Options of a store on a machine that is busy: what is there is found."""
+PATIENT = {"lookup_s": 60, "timeout_s": 30, "deadline_s": 60, "splits_s": 0.01}
+"""Options of a store on a machine that is busy: what is there is found, at whatever size it was
+written."""
 
 _STORES = {"redis": "redis", "rediss": "redis", "unix": "redis"}
 """By the scheme of a URL; what is not here is for "objects" (``s3``, ``gs``, ``az``, ``file``)."""

@@ -122,6 +122,7 @@ class ReferenceDriver(Driver):
         pages = PAGES if setup.memory_tokens is None else setup.memory_tokens // PAGE_TOKENS
         args = EngineArgs(
             ranks=setup.ranks,
+            stages=setup.stages,
             num_pages=pages,
             page_tokens=PAGE_TOKENS,
             max_num_tokens=setup.step_tokens or 4096,

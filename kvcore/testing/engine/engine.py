@@ -7,15 +7,15 @@ One step:
     blends, then one forward over a budget of tokens: decodes, and pieces of prompts
     requests whose KV did not come start over; the others take their token, blocks are saved
 
-Greedy. One thread drives it; tensor-parallel ranks are threads of their own, each with its heads,
-its pages and its kvcore worker.
+Greedy. One thread drives it; ranks are threads of their own, each with its heads of the layers of
+its pipeline stage, its pages and its kvcore worker. Stages run one after the other.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
-from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
+from kvcore.adapting.model import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.adapting.planning import (
     Planning,
     guess_compute,
@@ -32,9 +32,9 @@ from kvcore.adapting.planning import (
     tier_priors,
 )
 from kvcore.adapting.rank import close_worker, open_tiers
+from kvcore.adapting.watching import Watch
 from kvcore.config import Config
 from kvcore.errors import CapacityError, ConfigError, TransferError
-from kvcore.explain import Journal
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.layout import KVView
@@ -60,10 +60,12 @@ HUNG_STEPS = 2000
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """``max_num_tokens`` bounds a step: longer prompts are cut. ``min_load_tokens`` are the fewest
-    worth bringing beyond what the engine's own prefix cache holds."""
+    """``ranks`` share the heads of each of ``stages``, which share the layers. ``max_num_tokens``
+    bounds a step: longer prompts are cut. ``min_load_tokens`` are the fewest worth bringing beyond
+    what the engine's own prefix cache holds."""
 
     ranks: int = 1
+    stages: int = 1
     num_pages: int = 256
     page_tokens: int = 16
     max_num_tokens: int = 1024
@@ -90,41 +92,59 @@ class ReferenceEngine:
             raise ConfigError(
                 f"{model.spec.kv_heads} KV heads over {args.ranks} ranks; give a divisor"
             )
+        if not 1 <= args.stages <= model.spec.layers:
+            raise ConfigError(
+                f"{model.spec.layers} layers over {args.stages} stages; give a stage a layer"
+            )
+        if config is not None and config.fusion.enabled and args.stages > 1:
+            raise ConfigError(
+                f"fusion with {args.stages} pipeline stages; a blend needs all layers: give 1, or "
+                "fusion.enabled = false"
+            )
         self.model = model
         self.preemptions = 0
         self.table = PageTable(args.num_pages, args.page_tokens)
         self._ids = itertools.count(1)
         self._queue: list[Request] = []
         self._running: list[Request] = []
-        self._ranks = Ranks(args.ranks)
-        self._parts = [self._rank_model(rank) for rank in range(args.ranks)]
+        self._stages = [Ranks(args.ranks) for _ in range(args.stages)]
+        self._parts = [self._rank_model(*place) for place in self._places()]
         self.leader: Leader | None = None
         self.workers: list[WorkerParts] = []
         self.priors: dict[str, TierRates] = {}
         self.rates: Rates | None = None
-        """What a planner decides by; None without one."""
+        """What a planner decides by, and estimates are made by; None without kvcore."""
         self._blenders: list[RankBlender] = []
         try:
             if config is not None:
                 self._connect(config)
         except BaseException:
-            self._ranks.close()
+            self._end_ranks()
             raise
 
     # -- putting it together ----------------------------------------------------------------
 
-    def _rank_model(self, rank: int) -> RankModel:
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """(Stage, number in it) of each rank."""
+        return itertools.product(range(self.args.stages), range(self.args.ranks))
+
+    def _layers(self) -> tuple[tuple[int, int], ...]:
+        """Of each stage."""
+        return even_stages(self.model.spec.layers, self.args.stages)
+
+    def _rank_model(self, stage: int, number: int) -> RankModel:
         args, spec = self.args, self.model.spec
-        heads = range(*head_range(spec.kv_heads, args.ranks, rank))
+        heads = range(*head_range(spec.kv_heads, args.ranks, number))
+        layers = range(*self._layers()[stage])
 
         def reduce(part: Tensor) -> Tensor:
             if args.ranks == 1:
                 return part
-            first, *others = self._ranks.gather(rank, part)
+            first, *others = self._stages[stage].gather(number, part)
             total: Tensor = sum(others, first)
             return total
 
-        return RankModel(self.model, args.num_pages, args.page_tokens, heads, reduce)
+        return RankModel(self.model, args.num_pages, args.page_tokens, heads, reduce, layers)
 
     def describe(self, block_tokens: int) -> ModelDescription:
         """The model as kvcore sees it."""
@@ -133,7 +153,8 @@ class ReferenceEngine:
             self.model.block_shape(block_tokens),
             (LayerGroup(0, self.args.page_tokens, layers),),
             self.model.fingerprint,
-            self.args.ranks,
+            self.args.ranks * self.args.stages,
+            stages=self._layers(),
         )
 
     def view(self, part: RankModel) -> KVView:
@@ -148,16 +169,15 @@ class ReferenceEngine:
             for rank, part in enumerate(self._parts)
         ]
         transport = self.transport_type([made.worker for made in self.workers])
-        journal = Journal()
-        built = build_leader(config, described, transport, on_event=journal.note)
+        watch = Watch.of(config, always=True)
+        built = build_leader(config, described, transport, on_event=watch.listener(None))
         for made in self.workers:
             open_tiers(made.worker, made.open_tier, built.open_tiers)
         fusion = None
         if config.fusion.enabled:
             fusion = self._fusion(config, described, built.manager, transport)
-        planning = None
-        if config.planner.enabled:
-            planning = self._planning(config, described, built)
+        planning = self._planning(config, described, built)
+        watch.weigh_with(planning, built.metrics)
         self.leader = self.leader_type(
             config,
             described,
@@ -166,8 +186,8 @@ class ReferenceEngine:
             built.metrics,
             min_load_tokens=self.args.min_load_tokens,
             fusion=fusion,
-            journal=journal,
-            planning=planning,
+            watch=watch,
+            planning=planning if config.planner.enabled else None,
             on_close=built.releases,
         )
 
@@ -200,8 +220,8 @@ class ReferenceEngine:
             config,
             manager,
             transport,
-            Segments(config.block.tokens, min_tokens=fusion.min_tokens),
-            [described.rank_shape(rank) for rank in range(self.args.ranks)],
+            manager.segments or Segments(config.block.tokens, min_tokens=fusion.min_tokens),
+            [described.rank_shape(rank) for rank in range(described.world_size)],
             self.model.device,
             layer_steps(described.shape.layers),
         )
@@ -224,11 +244,16 @@ class ReferenceEngine:
         if self.leader is not None:
             self.leader.close()
         self.workers, self.leader = [], None
-        self._ranks.close()
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        for ranks in self._stages:
+            ranks.close()
 
     def explain(self, request: Request) -> dict[str, Any]:
         """Why a request was served as it was, if it is one of the last ones."""
-        record = None if self.leader is None else self.leader.journal.get(str(request.request_id))
+        journal = None if self.leader is None else self.leader.watch.journal
+        record = None if journal is None else journal.get(str(request.request_id))
         return {} if record is None else record.as_dict()
 
     # -- from outside -----------------------------------------------------------------------
@@ -428,7 +453,7 @@ class ReferenceEngine:
                 for blender in self._blenders:
                     blender.drop(order)
                 continue
-            done = self._ranks.each(
+            done = self._stages[0].each(
                 lambda rank, order=order: self._blenders[rank].blend(  # type: ignore[misc]
                     order, lambda layer: self._wait_for(rank, layer)
                 )
@@ -451,10 +476,19 @@ class ReferenceEngine:
         return sampled
 
     def _forward(self, batch: Sequence[Rows]) -> list[int]:
-        sampled = self._ranks.each(
-            lambda rank: self._parts[rank].forward(batch, lambda layer: self._wait_for(rank, layer))
-        )
-        return sampled[0]
+        hidden: Tensor | None = None
+        for stage, ranks in enumerate(self._stages):
+            first = stage * self.args.ranks
+
+            def run(number: int, first: int = first, given: Tensor | None = hidden) -> Tensor:
+                rank = first + number
+                return self._parts[rank].forward(
+                    batch, lambda layer: self._wait_for(rank, layer), given
+                )
+
+            hidden = ranks.each(run)[0]
+        assert hidden is not None
+        return self._parts[-1].choose(batch, hidden)
 
     def _wait_for(self, rank: int, layer: int) -> None:
         """Block until the step's loads have brought a layer to this rank."""

@@ -27,7 +27,7 @@ from kvcore.fusion.fusor import Attend, DecoderLayers, Fusor, Job, State
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
-from kvcore.fusion.segments import Reusable, Segments
+from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.layout import BlockShape
@@ -36,7 +36,7 @@ from kvcore.ops.fusion import FusionOps
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport
-from kvcore.transfer.graph import Span, UnitTable
+from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.worker import KVWorker
 
 __all__ = ["BlendPlan", "FusionLeader", "Order", "RankBlender", "RankLayers"]
@@ -46,12 +46,13 @@ _log = logging.getLogger("kvcore.testing.engine")
 
 @dataclass
 class Order:
-    """A blend whose chunks are on their way: ``staging`` is one a rank."""
+    """A blend whose chunks are on their way, by ``graphs`` under their ids; ``staging`` is one a
+    rank."""
 
     request: Request
     plan: BlendPlan
     places: list[Place]
-    graphs: list[int]
+    graphs: dict[int, TransferGraph]
     staging: list[Staging]
 
 
@@ -63,7 +64,7 @@ class FusionLeader:
         config: Config,
         manager: Manager,
         transport: DirectTransport,
-        segments: Segments,
+        segments: SegmentBook,
         shapes: Sequence[BlockShape],
         device: torch.device,
         layer_steps: Sequence[Span],
@@ -95,12 +96,12 @@ class FusionLeader:
             len(self.chunks.blocks(chunk.source_start, chunk.length)) for chunk in plan.chunks
         )
         staging = [Staging(shape, rows, self._device) for shape in self._shapes]
-        order = Order(request, plan, [], [], staging)
+        order = Order(request, plan, [], {}, staging)
         row = 0
         with self._transport.into([one.groups for one in staging]):
             for chunk in plan.chunks:
                 try:
-                    graph_id = self._load(chunk, row)
+                    graph = self._load(chunk, row)
                 except KVCoreError as error:
                     _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
                     continue
@@ -108,19 +109,18 @@ class FusionLeader:
                 first = (row - blocks.start) * self._block + chunk.source_start
                 distance = chunk.prompt_start - chunk.source_start
                 order.places.append(Place(first, chunk.length, chunk.prompt_start, distance))
-                order.graphs.append(graph_id)
+                order.graphs[graph.graph_id] = graph
                 row += len(blocks)
         request.approximate_from = plan.chunks[0].prompt_start
         request.blended_tokens = plan.reused
         return order
 
-    def _load(self, chunk: Reusable, row: int) -> int:
+    def _load(self, chunk: Reusable, row: int) -> TransferGraph:
         hit, start, stop = self.chunks.source(chunk)
         units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-        graph = self._manager.launch_load(
+        return self._manager.launch_load(
             hit, start, stop, [UnitTable.of(units, self._block)], layers=self._layer_steps
         )
-        return graph.graph_id
 
 
 class RankLayers(DecoderLayers):

@@ -23,10 +23,11 @@ from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.adapting.planning import Memo, Planning
+from kvcore.adapting.watching import Watch
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
 from kvcore.errors import CapacityError
-from kvcore.explain import Cause, Journal
+from kvcore.explain import Cause
 from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.metrics import Metrics, MissReason
 from kvcore.planner import Action
@@ -42,6 +43,9 @@ NO_PAGE = -1
 MAX_ATTEMPTS = 2
 """Loads tried for a request; then it is computed. The first may find a block corrupt, and what is
 corrupt has left the index when the second is planned."""
+
+REPORT_WAIT_S = 0.01
+"""How long to block at a time for a report of copies that have ended."""
 
 
 class Lookup(NamedTuple):
@@ -93,13 +97,13 @@ class Leader:
         *,
         min_load_tokens: int,
         fusion: FusionLeader | None,
-        journal: Journal,
+        watch: Watch,
         planning: Planning | None = None,
         on_close: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.manager = manager
         self.metrics = metrics
-        self.journal = journal
+        self.watch = watch
         self.orders: list[Order] = []
         self.sync: dict[int, TransferGraph] = {}
         """Loads that the coming forward waits for layer by layer."""
@@ -132,7 +136,7 @@ class Leader:
         if self.manager.ask_stores(hit, computed // self._block):
             return Lookup(hit, computed, computed, wait=True)
         name, space = str(request.request_id), tracked.chain.namespace
-        record = self.journal.looked_up(name, request.tokens, computed, hit, space, self._block)
+        self.watch.looked_up(name, request.tokens, computed, hit, space, self._block)
         # The last token is always computed: its logits are wanted.
         stop = min(hit.depth * self._block, tokens - 1)
         if self._fusion is not None:
@@ -146,15 +150,15 @@ class Leader:
             self._missed_little(name, hit, computed, tokens)
             return None
         if self._planning is not None:
-            plan = record.plan = self._planning.plan(tracked.memo, hit, tokens, computed)
+            plan = self._planning.plan(tracked.memo, hit, tokens, computed)
+            self.watch.planned(name, plan)
             if plan.action is Action.RECOMPUTE:
-                self.journal.missed(name, Cause.PLANNED)
                 self.metrics.looked_up({}, tokens, MissReason.PLANNED)
                 return None
             stop = plan.stop
         ready = self.manager.can_load(hit, *self._blocks(computed, stop))
         if ready is Readiness.NEVER:
-            self.journal.missed(name, Cause.BUSY)
+            self.watch.missed(name, Cause.BUSY)
             self.metrics.looked_up({}, tokens, MissReason.BUSY)
             return None
         deadline_s = tracked.memo.deadline_s(self._deadline_s)
@@ -163,7 +167,7 @@ class Leader:
     def _missed_little(self, name: str, hit: Hit, computed: int, tokens: int) -> None:
         """Nothing is held beyond what the engine holds itself, or too little for a load."""
         if hit.depth:
-            self.journal.missed(name, Cause.TOO_SHORT)
+            self.watch.missed(name, Cause.TOO_SHORT)
         if not computed:
             reason = MissReason.TOO_SHORT if hit.depth else MissReason.NOT_CACHED
             self.metrics.looked_up({}, tokens, reason)
@@ -243,9 +247,11 @@ class Leader:
             order = self._fusion.order(request, found.plan)
             self.orders.append(order)
             self._chunks.update(dict.fromkeys(order.graphs, request))
+            for graph in order.graphs.values():
+                self._follow(graph, ())
             request.computed = found.plan.stop
             request.reused["blend"] = found.plan.reused
-        self.journal.loaded(str(request.request_id), request.reused)
+        self.watch.loaded(str(request.request_id), request.reused)
         missed = len(request.tokens) - found.start - sum(request.reused.values())
         self.metrics.looked_up(request.reused, missed)
 
@@ -289,10 +295,14 @@ class Leader:
 
     def settle(self) -> list[Request]:
         """Take in the loads of the step. Returns the requests whose load failed: what was computed
-        for them is worth nothing."""
+        for them is worth nothing. Blocks until all of them are reported: bytes that are there may
+        be the wrong ones, and a report may come behind them."""
         for graph_id in self.sync:
             self._transport.wait_device(graph_id)
         failed = self.pump()
+        while (self.sync.keys() | self._chunks.keys()) & self._copying.keys():
+            self._transport.wait_report(REPORT_WAIT_S)
+            failed += [request for request in self.pump() if request not in failed]
         self.sync.clear()
         self.orders.clear()
         self._chunks.clear()
@@ -312,22 +322,21 @@ class Leader:
 
     def _take(self, report: OpReport) -> Request | None:
         """Let go of pages when a graph uses them no more; the request whose KV did not come."""
-        if report.graph_id in self._chunks and report.failed:
-            return self._chunks[report.graph_id]
+        spoilt = self._chunks.get(report.graph_id) if report.failed else None
         left = self._copying.get(report.graph_id, set())
         load = self._loads.get(report.graph_id)
         if report.op_id not in left:
-            return None
+            return spoilt
         left.discard(report.op_id)
         if load is not None:  # what failed on the way from a tier fails here too
             load.failed = load.failed or bool(report.failed)
         if left:
-            return None
+            return spoilt
         del self._copying[report.graph_id]
         self._using.drop(report.graph_id)
         if (saved := self._learning.pop(report.graph_id, None)) is not None:
             self._learn(*saved)
-        return None if load is None else self._arrived(self._loads.pop(report.graph_id))
+        return spoilt if load is None else self._arrived(self._loads.pop(report.graph_id))
 
     def _arrived(self, load: _Load) -> Request | None:
         request = load.request
@@ -337,7 +346,7 @@ class Leader:
             return request
         if request.state is State.LOADING:
             request.state, request.computed = State.RUNNING, load.stop
-            self.journal.step(str(request.request_id), "load")
+            self.watch.arrived(str(request.request_id))
         return None
 
     def wait(self, timeout: float) -> bool:
@@ -351,12 +360,12 @@ class Leader:
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
             tracked.memo = Memo()  # what is in its way by now is weighed afresh
-            self.journal.failed(str(request.request_id))
+            self.watch.failed(str(request.request_id))
 
     def save(self, request: Request) -> None:
         """Save the blocks that are computed now. The forward that computed them has ended."""
         if len(request.answer) == 1:
-            self.journal.step(str(request.request_id), "prefill")
+            self.watch.step(str(request.request_id), "prefill")
         tracked = self._track(request)
         blocks = min(request.exact, len(request.tokens)) // self._block
         if blocks <= tracked.saved_blocks:
@@ -383,7 +392,11 @@ class Leader:
     # -- pages change hands -----------------------------------------------------------------
 
     def _use(self, graph: TransferGraph) -> None:
-        self._using.add(graph.graph_id, self._paging.pages_of(graph.units))
+        self._follow(graph, self._paging.pages_of(graph.units))
+
+    def _follow(self, graph: TransferGraph, pages: Sequence[int]) -> None:
+        """Note the copies of a graph until they are reported; they use ``pages`` of the engine."""
+        self._using.add(graph.graph_id, pages)
         self._copying[graph.graph_id] = {op.op_id for op in graph.ops if op.path.touches_device}
 
     def fence(self, pages: Sequence[int]) -> None:
@@ -406,7 +419,7 @@ class Leader:
 
     def forget(self, request: Request) -> None:
         """The request is over."""
-        self.journal.ended(str(request.request_id), request.state.value)
+        self.watch.ended(str(request.request_id), request.state.value)
         self._tracked.pop(request.request_id, None)
 
     # -- upkeep -----------------------------------------------------------------------------
@@ -440,5 +453,6 @@ class Leader:
         self.pump()
         if self._fusion is not None:
             self._fusion.chunks.close()
+        self.watch.close()
         for release in self._on_close:
             release()

@@ -1,4 +1,4 @@
-"""A Llama in plain torch over paged KV, split by heads over the ranks of one process.
+"""A Llama in plain torch over paged KV, split by heads and layers over the ranks of one process.
 
     rows of a step ──▶ norm ─▶ q k v of the rank's heads ─▶ rope ─▶ k, v into pages
                          │                                            │
@@ -254,9 +254,9 @@ class Rows:
 
 
 class RankModel:
-    """One rank's heads of ``model``, and its pages. Used by the rank's own thread.
+    """One rank's heads and layers of ``model``, and its pages. Used by the rank's own thread.
 
-    ``reduce`` adds a tensor up over the ranks; it is a collective.
+    ``reduce`` adds a tensor up over the ranks of a stage; it is a collective.
     """
 
     def __init__(
@@ -266,8 +266,10 @@ class RankModel:
         page_tokens: int,
         heads: range,
         reduce: Reduce,
+        layers: range | None = None,
     ) -> None:
         self.model = model
+        self.layers = range(model.spec.layers) if layers is None else layers
         self.page_tokens = page_tokens
         self.kv_heads = len(heads)
         self.reduce = reduce
@@ -281,12 +283,11 @@ class RankModel:
         self._adapters: dict[Path, Adapter] = {}
         self._layers = [
             layer._replace(q=layer.q[q], k=layer.k[kv], v=layer.v[kv], o=layer.o[:, q])
-            for layer in model.layers
+            for layer in model.layers[self.layers.start : self.layers.stop]
         ]
         size = (num_pages, page_tokens, self.kv_heads, 2 * dim)
         self._pages = [
-            torch.full(size, torch.nan, dtype=model.dtype, device=model.device)
-            for _ in range(spec.layers)
+            torch.full(size, torch.nan, dtype=model.dtype, device=model.device) for _ in self.layers
         ]
 
     # -- memory -----------------------------------------------------------------------------
@@ -306,11 +307,13 @@ class RankModel:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put K and V, [rows, kv_heads, dim] each, into ``slots`` of a layer."""
-        self._pages[layer].flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
+        pages = self._pages[layer - self.layers.start]
+        pages.flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
 
     def read(self, layer: int, slots: Tensor) -> LayerKV:
         """K and V in ``slots``, [slots, kv_heads, dim] each."""
-        return LayerKV(*self._pages[layer].flatten(0, 1)[slots].chunk(2, dim=-1))
+        pages = self._pages[layer - self.layers.start]
+        return LayerKV(*pages.flatten(0, 1)[slots].chunk(2, dim=-1))
 
     # -- LoRA -------------------------------------------------------------------------------
 
@@ -340,8 +343,9 @@ class RankModel:
     # -- computing --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows], before: Hook) -> list[int]:
-        """The greedy next token of each request. ``before`` is called ahead of each layer."""
+    def forward(self, batch: Sequence[Rows], before: Hook, hidden: Tensor | None = None) -> Tensor:
+        """[rows, hidden] after the rank's layers; ``hidden`` is what the stage before gave, None
+        for the first. ``before`` is called ahead of each layer."""
         device = self.model.device
         tokens = torch.tensor([token for rows in batch for token in rows.tokens], device=device)
         parts = [torch.arange(rows.start, rows.stop, device=device) for rows in batch]
@@ -349,9 +353,9 @@ class RankModel:
         seen = [self.slots(r.pages, torch.arange(r.stop, device=device)) for r in batch]
         positions, slots = torch.cat(parts), torch.cat(own)
         attention = self.model.spec.attention
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens) if hidden is None else hidden
         adapted = self.adapted([(len(rows.tokens), rows.lora) for rows in batch])
-        for layer in range(self.model.spec.layers):
+        for layer in self.layers:
             before(layer)
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
@@ -366,6 +370,12 @@ class RankModel:
                 )
 
             hidden = self.layer(layer, positions, hidden, attend, adapted)
+        return hidden
+
+    @torch.inference_mode()
+    def choose(self, batch: Sequence[Rows], hidden: Tensor) -> list[int]:
+        """The greedy next token of each request, from the last layer's output."""
+        device = hidden.device
         last = torch.tensor([len(rows.tokens) for rows in batch], device=device).cumsum(0) - 1
         chosen: list[int] = self.logits(hidden[last]).argmax(dim=-1).tolist()
         return chosen
@@ -383,7 +393,7 @@ class RankModel:
         adapted: Adapted = (),
     ) -> Tensor:
         """One decoder layer over rows at ``positions``; hidden states are [rows, hidden]."""
-        w, spec = self._layers[layer], self.model.spec
+        w, spec = self._layers[layer - self.layers.start], self.model.spec
 
         def project(name: str, given: Tensor) -> Tensor:
             made = functional.linear(given, getattr(w, name))

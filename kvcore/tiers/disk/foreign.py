@@ -1,8 +1,8 @@
-"""Stores written at another tensor-parallel size, or by an engine that is gone.
+"""Stores written by another number of ranks or stages, or by an engine that is gone.
 
-A block lies there as one object a shard. What a rank needs of it, its own range of KV heads, is cut
-out of the objects that hold it: in canonical order a head range is one run of bytes a layer. No
-block is written here; bad and unwanted ones are erased.
+A block lies there as one object a shard. What a rank needs of it, its own KV heads of its own
+layers, is taken out of the objects that hold it (`kvcore.tiers.shards`). No block is written here;
+bad and unwanted ones are erased.
 """
 
 from __future__ import annotations
@@ -11,36 +11,32 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from kvcore.errors import CorruptBlock, TierError
-from kvcore.layout import BlockShape
 from kvcore.tiers.base import Buffers, SlotError, nbytes_of
 from kvcore.tiers.disk.cipher import BlockCipher, Seal
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
 from kvcore.tiers.disk.format import Geometry, Record, checksum, shard_files
 from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
+from kvcore.tiers.shards import Part, Run, cover, places, runs
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
-_Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
 
 class _Shard(NamedTuple):
-    """A shard that holds wanted heads: where they are in it, and where they go."""
+    """A shard that holds something of what is wanted: its objects, and what is taken of each."""
 
     number: int
-    shape: BlockShape
-    theirs: slice
-    mine: slice
+    nbytes: int
+    slot_nbytes: int
+    runs: list[Run]
     blocks: DataFile
     records: IndexFile
     place: bytes
 
 
 class ForeignStore:
-    """Reads blocks of the store in ``folder`` for the rank with KV ``heads`` [start, stop).
+    """Reads blocks of the store in ``folder`` for the rank that holds ``part`` of them.
 
     Thread-safe between slots. Raises FormatError or TierUnavailable when it cannot be used.
     """
@@ -48,39 +44,41 @@ class ForeignStore:
     def __init__(
         self,
         folder: Path,
-        heads: tuple[int, int],
+        part: Part,
         direct_io: str = "auto",
         cipher: BlockCipher | None = None,
     ) -> None:
         geometry = Geometry.load(folder)
         self._cipher = cipher
         self._name = folder.name
-        self._shape = geometry.shape.with_heads(heads[1] - heads[0])
+        self._nbytes = part.shape(geometry.shape).nbytes
         self._shards: list[_Shard] = []
         try:
-            for number, theirs, mine in _cover(geometry.heads, heads):
+            for number in cover(geometry.parts, part):
+                taken = runs(geometry.parts[number], part, geometry.shape.head_nbytes)
                 shape = geometry.shard_shape(number)
-                data, index = shard_files(folder, number)
-                blocks = DataFile(data, slot_bytes(shape), num_slots=None, direct_io=direct_io)
-                records = IndexFile(index)
-                place = geometry.place(number)
-                self._shards.append(_Shard(number, shape, theirs, mine, blocks, records, place))
+                size, (data, index) = slot_bytes(shape), shard_files(folder, number)
+                blocks = DataFile(data, size, num_slots=None, direct_io=direct_io)
+                records, place = IndexFile(index), geometry.place(number)
+                self._shards.append(
+                    _Shard(number, shape.nbytes, size, taken, blocks, records, place)
+                )
         except TierError:
             self.close()
             raise
 
     def read(self, slot: int, key: bytes, buffers: Buffers) -> TierError | None:
-        """Read and verify every object that holds a wanted head. Raises OSError on I/O errors."""
-        shape = self._shape
-        if nbytes_of(buffers) < shape.nbytes:
-            return SlotError(f"buffers of {nbytes_of(buffers)} bytes for a block of {shape.nbytes}")
-        block: _Bytes = np.empty((shape.layers, shape.kv_heads, shape.head_nbytes), np.uint8)
+        """Read and verify every object that holds something wanted. Raises OSError on I/O
+        errors."""
+        if nbytes_of(buffers) < self._nbytes:
+            return SlotError(f"buffers of {nbytes_of(buffers)} bytes for a block of {self._nbytes}")
         try:
             for shard in self._shards:
-                block[:, shard.mine] = self._object(shard, slot, key)[:, shard.theirs]
+                found = self._object(shard, slot, key)
+                for at, piece in places(shard.runs, buffers):
+                    piece[:] = found[at : at + len(piece)]
         except CorruptBlock as error:
             return error
-        _pour(block, buffers)
         return None
 
     def erase(self, slot: int, count: int = 1) -> None:
@@ -95,23 +93,22 @@ class ForeignStore:
             shard.records.close()
         self._shards = []
 
-    def _object(self, shard: _Shard, slot: int, key: bytes) -> _Bytes:
-        """The block's bytes in ``shard``, [layers, heads, bytes]. Raises CorruptBlock."""
+    def _object(self, shard: _Shard, slot: int, key: bytes) -> memoryview:
+        """The bytes of the block in ``shard``. Raises CorruptBlock."""
         where = f"shard {shard.number} of slot {slot} of {self._name}"
-        shape, record = shard.shape, shard.records.get(slot)
-        if record is None or record.key != key or record.nbytes != shape.nbytes:
+        record = shard.records.get(slot)
+        if record is None or record.key != key or record.nbytes != shard.nbytes:
             raise CorruptBlock(f"{where} does not hold block {key.hex()}")
-        staging = Pages(slot_bytes(shape)).view
+        staging = Pages(shard.slot_nbytes).view
         ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
         if isinstance(got, OSError):
             raise got
-        if got < shape.nbytes or not is_whole(self._cipher, record, [staging], shard.place):
+        if got < shard.nbytes or not is_whole(self._cipher, record, [staging], shard.place):
             self.erase(slot)
             raise CorruptBlock(
                 f"{where}: the bytes of block {key.hex()} are not those written; it is erased"
             )
-        flat = np.frombuffer(staging, np.uint8, shape.nbytes)
-        return flat.reshape(shape.layers, shape.kv_heads, shape.head_nbytes)
+        return staging
 
 
 def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place: bytes) -> bool:
@@ -123,29 +120,3 @@ def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place
         return cipher is None and not record.nonce
     seal = Seal(record.nonce, record.tag)
     return cipher.unseal(seal, buffers, record.nbytes, record.bound(place))
-
-
-def _cover(
-    spans: tuple[tuple[int, int], ...], wanted: tuple[int, int]
-) -> list[tuple[int, slice, slice]]:
-    """(shard, heads within it, heads within ``wanted``): together each wanted head once."""
-    chosen, head = [], wanted[0]
-    while head < wanted[1]:
-        shard = next((i for i, (a, b) in enumerate(spans) if a <= head < b), None)
-        if shard is None:
-            raise SlotError(f"no shard holds KV head {head}: the store has {spans}")
-        start, stop = spans[shard][0], min(spans[shard][1], wanted[1])
-        chosen.append(
-            (shard, slice(head - start, stop - start), slice(head - wanted[0], stop - wanted[0]))
-        )
-        head = stop
-    return chosen
-
-
-def _pour(block: _Bytes, buffers: Buffers) -> None:
-    """Copy ``block`` into ``buffers``, which may be longer."""
-    flat, start = memoryview(block.reshape(-1).data), 0
-    for part in buffers:
-        count = min(part.nbytes, len(flat) - start)
-        part.cast("B")[:count] = flat[start : start + count]
-        start += count

@@ -1,7 +1,7 @@
 """The disk tier's files, version 1. Specified in docs/format.md.
 
 <path>/lock                           held (flock) while stores are chosen, made or removed
-<path>/<base>/<store>/store.json      what the blocks are, and which heads each shard holds
+<path>/<base>/<store>/store.json      what the blocks are, and what of them each shard holds
                       shard-0.data    slot i at i * slot_nbytes
                       shard-0.index   record i (128 bytes) tells what slot i holds
                       lock            held by the engine that writes here; the bytes it may fill
@@ -24,10 +24,13 @@ from kvcore.errors import FormatError, LayoutError
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import BlockRecord, Buffers
 from kvcore.tiers.host import slot_bytes
+from kvcore.tiers.shards import Part
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
 VERSION = 1
+STAGED_VERSION = 2
+"""Of a ``store.json`` whose shards hold ranges of layers: a kvcore that knows none leaves it be."""
 MAGIC = b"KVC1"
 RECORD_NBYTES = 128
 _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key parent ns sum nbytes
@@ -173,23 +176,33 @@ class Geometry:
 
     ``shape`` is the whole model's block, ``model`` its fingerprint, ``heads`` the KV heads
     [start, stop) of each shard. ``cipher`` is the name of what its blocks are encrypted with.
+    ``layers`` are the layers [start, stop) of each shard, given only where not all have all.
     """
 
     shape: BlockShape
     model: bytes
     heads: tuple[tuple[int, int], ...]
     cipher: str = ""
+    layers: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        total = self.shape.kv_heads
-        if not self.heads or any(not 0 <= a < b <= total for a, b in self.heads):
+        if not self.layers:
+            object.__setattr__(self, "layers", ((0, self.shape.layers),) * len(self.heads))
+        fits = len(self.layers) == len(self.heads)
+        if not self.heads or not fits or not all(part.within(self.shape) for part in self.parts):
             raise FormatError(
-                f"shards of KV heads {self.heads}: each is [start, stop) within 0..{total}"
+                f"shards of KV heads {self.heads} and layers {self.layers}: each is [start, stop) "
+                f"within 0..{self.shape.kv_heads} and 0..{self.shape.layers}"
             )
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """What each shard holds of a block."""
+        return tuple(map(Part, self.heads, self.layers))
+
+    @property
     def base(self) -> str:
-        """Name of the folder that stores of comparable blocks share, at any number of shards."""
+        """Name of the folder that stores of comparable blocks share, however they are cut."""
         cut = {"version": VERSION, "shape": self.shape.to_dict()}
         data = json.dumps(cut | self._cipher, sort_keys=True)
         return xxhash.xxh3_128_hexdigest(data.encode() + self.model)
@@ -198,9 +211,15 @@ class Geometry:
     def _cipher(self) -> dict[str, str]:
         return {"cipher": self.cipher} if self.cipher else {}
 
+    @property
+    def _staged(self) -> bool:
+        """Whether a shard lacks layers."""
+        return any(span != (0, self.shape.layers) for span in self.layers)
+
     def place(self, shard: int) -> bytes:
         """Which shard of which blocks this is: what encrypted ones are bound to."""
-        return f"{self.base} {self.heads[shard]}".encode()
+        layers = f" {self.layers[shard]}" if self._staged else ""
+        return f"{self.base} {self.heads[shard]}{layers}".encode()
 
     @property
     def per_slot(self) -> int:
@@ -209,32 +228,36 @@ class Geometry:
         return sum(slot_bytes(self.shard_shape(i)) + RECORD_NBYTES for i in shards)
 
     def shard_shape(self, shard: int) -> BlockShape:
-        start, stop = self.heads[shard]
-        return self.shape.with_heads(stop - start)
+        return self.parts[shard].shape(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": "kvcore disk tier",
-            "version": VERSION,
+            "version": STAGED_VERSION if self._staged else VERSION,
             "model": self.model.hex(),
             "shape": self.shape.to_dict(),
             "heads": [list(span) for span in self.heads],
+            **({"layers": [list(span) for span in self.layers]} if self._staged else {}),
             **self._cipher,
         }
 
     @classmethod
     def from_json(cls, data: Any) -> Geometry:
-        """Raises FormatError when ``data`` is not a store.json of this version."""
+        """Raises FormatError when ``data`` is not a store.json of a version that is known."""
         if not isinstance(data, dict) or data.get("format") != "kvcore disk tier":
             raise FormatError("not a store.json of kvcore's disk tier")
-        if data.get("version") != VERSION:
+        version = data.get("version")
+        if version not in (VERSION, STAGED_VERSION):
             raise FormatError(
-                f"a store of format version {data.get('version')!r}; this kvcore reads {VERSION}"
+                f"a store of format version {version!r}; this kvcore reads {VERSION} and "
+                f"{STAGED_VERSION}"
             )
         try:
             heads = tuple((int(a), int(b)) for a, b in data["heads"])
+            staged = data["layers"] if version == STAGED_VERSION else ()
+            layers = tuple((int(a), int(b)) for a, b in staged)
             shape, model = BlockShape.from_dict(data["shape"]), bytes.fromhex(data["model"])
-            return cls(shape, model, heads, str(data.get("cipher", "")))
+            return cls(shape, model, heads, str(data.get("cipher", "")), layers)
         except (KeyError, TypeError, ValueError, LayoutError) as error:
             raise FormatError(f"a damaged store.json: {error!r}") from error
 

@@ -2,7 +2,7 @@
 
 The leader prepares a store before its workers open it: it takes the lock, makes room within the
 configured capacity, and reads what is there. Stores that another engine left behind, also at
-another tensor-parallel size, are mounted for reading; stores in use elsewhere are left alone.
+another number of ranks or stages, are mounted for reading; stores in use elsewhere are left alone.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _adopt(base: Path, geometry: Geometry, locks: ExitStack) -> tuple[_Held | No
             continue
         locks.callback(os.close, lock)
         held = _Held(folder, lock, found)
-        if own is None and found.heads == geometry.heads:
+        if own is None and found.parts == geometry.parts:
             own = held
         else:
             mounted.append(held)

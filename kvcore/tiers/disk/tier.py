@@ -44,6 +44,7 @@ from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, sha
 from kvcore.tiers.disk.moves import Outcome
 from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
+from kvcore.tiers.shards import Part
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -105,7 +106,7 @@ class DiskTier(Tier):
         self._cipher = cipher
         self._place = geometry.place(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
-        self._foreign = _open_foreign(foreign or {}, geometry.heads[shard], direct_io, cipher)
+        self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
         self._stamps = itertools.count(time.time_ns())  # next() is atomic
         self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
         self._flusher = _Flusher(self._sync, sync_interval_s)
@@ -372,7 +373,7 @@ def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def _open_foreign(
     folders: Mapping[int, Path],
-    heads: tuple[int, int],
+    part: Part,
     direct_io: str,
     cipher: BlockCipher | None,
 ) -> dict[int, ForeignStore]:
@@ -380,7 +381,7 @@ def _open_foreign(
 
     def open_one(folder: Path) -> ForeignStore | None:
         try:
-            return ForeignStore(folder, heads, direct_io, cipher)
+            return ForeignStore(folder, part, direct_io, cipher)
         except (TierError, FormatError) as error:
             _log.warning("the store %s is not read: %s", folder, error)
             return None

@@ -7,17 +7,20 @@ leader   Finder ───── which blocks? ────▶ BlockStore
 from __future__ import annotations
 
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.finder import Finder, Question
+from kvcore.tiers.remote.finder import Finder, Promise, Question
 from kvcore.tiers.remote.names import Shard
 from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.splits import Splits
 from kvcore.tiers.remote.tier import StoreKind, StoreTier, open_tier, prepare
 
 __all__ = [
     "BlockStore",
     "Finder",
     "Item",
+    "Promise",
     "Question",
     "Shard",
+    "Splits",
     "StoreKind",
     "StoreOptions",
     "StoreTier",

@@ -4,7 +4,8 @@
                                    ▲
     the finder's thread            └── exists, in batches that grow ──▶ store
 
-The leader never waits: it looks at the question when the request is looked up again.
+The leader never waits: it looks at the question when the request is looked up again. What is not
+there as this deployment's ranks share a block is asked for as others do (`Splits`).
 """
 
 from __future__ import annotations
@@ -12,35 +13,60 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvcore.errors import TierError
 from kvcore.tiers.remote.base import BlockStore
+from kvcore.tiers.remote.names import Shard
+from kvcore.tiers.remote.splits import Splits
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
 MAX_OPEN = 256
+PROMISE_POLL_S = 0.02
+"""How often a store is asked for what another engine has promised to put there."""
 _FIRST_WINDOW = 16
 _MAX_WINDOW = 512
 _ROUND = 32
 """Questions in one round: many short ones must not wait behind each other's round trips."""
 
 
+class Promise(NamedTuple):
+    """The first ``blocks`` of a prompt are being put into a store by another engine, and worth
+    ``wait_s`` seconds of waiting. What is not found by then is computed."""
+
+    blocks: int
+    wait_s: float
+
+    def beyond(self, start: int) -> Promise | None:
+        """What is promised of the blocks from ``start`` on; None where nothing is."""
+        return self._replace(blocks=self.blocks - start) if self.blocks > start else None
+
+
 class Question:
     """How many of ``keys``, from the first on, does the store hold?
 
     ``found`` of them are known to be there. ``ended``: no more will become known, and with
-    ``failed`` that is because the store did not answer.
+    ``failed`` that is because the store did not answer; ``error`` is why. What a ``promise`` says
+    is on its way is asked for again as long as that is worth it.
     """
 
-    __slots__ = ("asked_at", "ended", "failed", "found", "keys", "window")
+    __slots__ = (
+        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "promised", "until",
+        "window",
+    )  # fmt: skip
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
+    def __init__(self, keys: Sequence[bytes], promise: Promise | None = None) -> None:
         self.keys = tuple(keys)
         self.found = 0
         self.ended = False
         self.failed = False
+        self.error = ""
         self.asked_at = time.monotonic()
+        self.due_at = self.asked_at
+        self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
+        self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
         self.window = _FIRST_WINDOW
 
     def due(self) -> tuple[bytes, ...]:
@@ -49,14 +75,19 @@ class Question:
 
     def take(self, held: int) -> None:
         """Of the batch that was due, the first ``held`` are there."""
-        self.ended = held < self.window or self.found + held == len(self.keys)
+        short, now = held < self.window, time.monotonic()
         self.found += held
+        if short and self.found < self.promised and now < self.until:
+            self.due_at = now + PROMISE_POLL_S
+            return
+        self.ended = short or self.found == len(self.keys)
         self.window = min(2 * self.window, _MAX_WINDOW)
 
 
 class Finder:
-    """Questions to ``store``, which is closed with it; ``names_of`` gives the values of a block,
-    all of which must be there. ``lookup_s`` and ``absent_s`` are for the leader, who keeps time.
+    """Questions to ``store``, which is closed with it. All ``shards`` of a block must be there, or
+    all that ``splits`` knows of another deployment's. ``lookup_s`` and ``absent_s`` are for the
+    leader, who keeps time.
 
     Any thread may call; only `wait` and `close` block.
     """
@@ -64,28 +95,31 @@ class Finder:
     def __init__(
         self,
         store: BlockStore,
-        names_of: Callable[[bytes], Sequence[str]],
+        shards: Sequence[Shard],
         *,
         name: str,
+        splits: Splits | None = None,
         lookup_s: float = 0.5,
         absent_s: float = 2.0,
     ) -> None:
         self.lookup_s = lookup_s
         self.absent_s = absent_s
         self._store = store
-        self._names_of = names_of
+        self._shards = tuple(shards)
+        self._splits = splits
         self._name = name
         self._changed = threading.Condition()
         self._open: list[Question] = []
-        self._unwanted: list[str] = []
+        self._unwanted: list[bytes] = []
         self._answered = 0
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"kvcore-find-{name}", daemon=True)
         self._thread.start()
 
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
-        """Begin to ask; None when too many questions are open, or it is closed."""
-        question = Question(keys)
+    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> Question | None:
+        """Begin to ask; None when too many questions are open, or it is closed. ``promise`` is of
+        the first of these keys."""
+        question = Question(keys, promise)
         with self._changed:
             if self._closed or len(self._open) >= MAX_OPEN:
                 return None
@@ -102,9 +136,8 @@ class Finder:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Begin to remove blocks from the store, for everyone. What fails is named in the log."""
-        names = [name for key in keys for name in self._names_of(key)]
         with self._changed:
-            self._unwanted += names
+            self._unwanted += keys
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
@@ -133,40 +166,80 @@ class Finder:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._open or self._unwanted or self._closed)
+                self._changed.wait_for(
+                    lambda: self._due() or self._unwanted or self._closed, self._pause()
+                )
                 if self._closed and not self._unwanted:
                     return
-                round_, unwanted = self._open[:_ROUND], self._unwanted
+                round_, unwanted = self._due()[:_ROUND], self._unwanted
                 self._unwanted = []
             if unwanted:
                 self._remove(unwanted)
             if round_:
                 self._ask(round_)
 
+    def _due(self) -> list[Question]:
+        """Open questions that need not wait before they are asked again."""
+        now = time.monotonic()
+        return [question for question in self._open if question.due_at <= now]
+
+    def _pause(self) -> float | None:
+        """Seconds until one of those that wait is due; None where there is none."""
+        if not self._open:
+            return None
+        return max(0.0, min(question.due_at for question in self._open) - time.monotonic())
+
     def _ask(self, round_: Sequence[Question]) -> None:
         batches = [question.due() for question in round_]
-        names = {key: self._names_of(key) for batch in batches for key in batch}
-        flat = [name for each in names.values() for name in each]
-        held: dict[str, bool] | None = None
+        held: set[bytes] | None = None
+        why = ""
         try:
-            held = dict(zip(flat, self._store.exists(flat), strict=True))
+            held = self._held(dict.fromkeys(key for batch in batches for key in batch))
         except TierError as error:
+            why = str(error)
             _log.warning("store %s does not tell what it holds: %s", self._name, error)
-        except Exception:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
+        except Exception as error:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
+            why = f"{type(error).__name__}: {error}"
             _log.exception("asking store %s failed", self._name)
         with self._changed:
             for question, batch in zip(round_, batches, strict=True):
                 if held is None:
+                    question.error = why
                     question.ended = question.failed = True
                 elif not question.ended:
-                    there = [all(held[name] for name in names[key]) for key in batch]
-                    question.take([*there, False].index(False))
+                    question.take([*(key in held for key in batch), False].index(False))
             ended = [question for question in round_ if question.ended]
             self._open = [question for question in self._open if not question.ended]
             self._answered += len(ended)
             self._changed.notify_all()
 
-    def _remove(self, names: Sequence[str]) -> None:
+    def _held(self, keys: Iterable[bytes]) -> set[bytes]:
+        """The blocks that are whole, in whatever parts."""
+        asked = list(keys)
+        held = self._whole(asked, [self._shards])
+        absent = [key for key in asked if key not in held]
+        if absent and self._splits is not None:
+            self._splits.refresh()
+            held |= self._whole(absent, self._others())
+        return held
+
+    def _others(self) -> list[tuple[Shard, ...]]:
+        """The shards of a block as other deployments cut it."""
+        if self._splits is None:
+            return []
+        return [tuple(map(self._shards[0].beside, split)) for split in self._splits.others]
+
+    def _whole(self, keys: Sequence[bytes], ways: Sequence[Sequence[Shard]]) -> set[bytes]:
+        """The blocks of which all shards of one of the ``ways`` are there."""
+        names = [shard.name(key) for key in keys for way in ways for shard in way]
+        if not names:
+            return set()
+        there = dict(zip(names, self._store.exists(names), strict=True))
+        return {key for key in keys if any(all(there[s.name(key)] for s in way) for way in ways)}
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        shards = [shard for way in [self._shards, *self._others()] for shard in way]
+        names = [shard.name(key) for key in keys for shard in shards]
         try:
             self._store.delete(names)
         except TierError as error:

@@ -2,7 +2,7 @@
 
 Blocks go between the host arena and other hosts' memory without a copy: the arena is registered
 with Mooncake's transfer engine. What does not lie there, a value's header above all, passes through
-small registered pieces.
+registered pieces that grow with the largest value.
 
 A value stands until it is removed or evicted: Mooncake does not replace it. What a client has lent
 is gone when it ends.
@@ -22,7 +22,6 @@ from pydantic import Field
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.schema import Size, parse_size
-from kvcore.tiers.base import SlotError
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.options import StoreOptions, client_module
 from kvcore.tiers.remote.tier import StoreKind
@@ -58,8 +57,8 @@ class MooncakeOptions(StoreOptions):
 class _Lane:
     """A registered piece of memory that one call at a time passes parts through."""
 
-    def __init__(self, client: Any) -> None:
-        self.view = memoryview(mmap.mmap(-1, _LANE_NBYTES))
+    def __init__(self, client: Any, nbytes: int) -> None:
+        self.view = memoryview(mmap.mmap(-1, nbytes))
         self.used = 0
         self._start = _address(self.view)
         _register(client, self.view)
@@ -182,21 +181,25 @@ class MooncakeStore(BlockStore):
         if not items:
             return results
         client = self._joined()
-        with self._lane(client) as lane:
+        with self._lane(client, max(map(self._passing, items))) as lane:
             while len(results) < len(items):
                 lane.used = 0
-                placed = self._place(lane, items[len(results) :])
-                if placed:
-                    results += move(client, placed)
-                else:
-                    results.append(_too_large(items[len(results)]))
+                results += move(client, self._place(lane, items[len(results) :]))
         return results
 
+    def _passing(self, item: Item) -> int:
+        """Bytes of an item that do not lie in the arena."""
+        parts = (part.cast("B") for part in item.parts)
+        return sum(part.nbytes for part in parts if _address(part) not in self._inside)
+
     @contextmanager
-    def _lane(self, client: Any) -> Iterator[_Lane]:
+    def _lane(self, client: Any, least: int) -> Iterator[_Lane]:
+        """One with room for ``least`` bytes, the caller's for this block."""
         with self._lock:
-            lane = self._lanes.pop() if self._lanes else None
-        lane = lane or _Lane(client)
+            lane = next((lane for lane in self._lanes if lane.view.nbytes >= least), None)
+            if lane is not None:
+                self._lanes.remove(lane)
+        lane = lane or _Lane(client, max(_LANE_NBYTES, least))
         try:
             yield lane
         finally:
@@ -262,12 +265,6 @@ def _taken(client: Any, placed: _Placed, code: int) -> TierError | None:
 def _unavailable(what: str, code: int) -> TierUnavailable:
     hint = " (no memory left: lend more)" if code == _FULL else ""
     return TierUnavailable(f"mooncake {what}: code {code}{hint}")
-
-
-def _too_large(item: Item) -> SlotError:
-    return SlotError(
-        f"{item.name} does not lie in host memory and is larger than {_LANE_NBYTES} bytes"
-    )
 
 
 def _register(client: Any, memory: memoryview) -> None:

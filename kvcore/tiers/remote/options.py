@@ -42,6 +42,11 @@ class StoreOptions(SchemaModel):
         default=2.0,
         description="Seconds for which a block that was not there is not asked for again.",
     )
+    splits_s: Seconds = Field(
+        default=5.0,
+        description="Seconds after which it is asked again at which numbers of ranks and stages "
+        "others write. It is asked when a block is not there.",
+    )
 
 
 Options = TypeVar("Options", bound=StoreOptions)

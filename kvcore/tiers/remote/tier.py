@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.plugins.hookspecs import PreparedTier
 from kvcore.tiers.base import (
     BlockRead,
@@ -28,8 +28,10 @@ from kvcore.tiers.disk.format import checksum
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.finder import Finder
 from kvcore.tiers.remote.frame import HEADER_NBYTES, Header, verify
-from kvcore.tiers.remote.names import Shard
+from kvcore.tiers.remote.names import Cut, Shard
 from kvcore.tiers.remote.options import StoreOptions, read_options
+from kvcore.tiers.remote.splits import Splits
+from kvcore.tiers.shards import places
 
 if TYPE_CHECKING:
     from kvcore.plugins import TierContext
@@ -38,6 +40,8 @@ _log = logging.getLogger("kvcore.tiers.remote")
 
 _BACKOFF_S = 0.05
 _Call = Callable[[Sequence[Item]], list[TierError | None]]
+_Way = tuple[Cut, ...]
+"""What a rank's part of a block is made of, where it was written in a certain split."""
 
 
 class StoreKind(NamedTuple):
@@ -57,7 +61,9 @@ def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     options = read_options(kind.options, context)
     shard = Shard.of(context.geometry, context.rank, options.prefix)
     store = kind.open(options, context.rank)
-    return StoreTier(store, shard, options, slot_nbytes=context.slot_nbytes)
+    shards = Shard.all_of(context.geometry, options.prefix)
+    splits = Splits(store, shards, every_s=options.splits_s)
+    return StoreTier(store, shard, options, splits=splits, slot_nbytes=context.slot_nbytes)
 
 
 def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
@@ -65,10 +71,12 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     UnsupportedError."""
     options = read_options(kind.options, context)
     shards = Shard.all_of(context.geometry, options.prefix)
+    store = kind.open(options, None)
     finder = Finder(
-        kind.open(options, None),
-        lambda key: [shard.name(key) for shard in shards],
+        store,
+        shards,
         name=context.name,
+        splits=Splits(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
     )
@@ -77,6 +85,9 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
 
 class StoreTier(Tier):
     """Blocks of ``shard`` in ``store``, which is closed with it.
+
+    A block is written as one value. One that is not there is put together from the values of other
+    deployments whose ``splits`` are known, or taken out of a larger one.
 
     A batch is cut into up to ``options.parallel`` requests. A request that finds no store is
     repeated, after a pause with jitter, until ``options.retries`` or ``options.deadline_s`` are
@@ -90,6 +101,7 @@ class StoreTier(Tier):
         shard: Shard,
         options: StoreOptions,
         *,
+        splits: Splits | None = None,
         slot_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -97,6 +109,9 @@ class StoreTier(Tier):
         self.store = store
         self.slot_nbytes = slot_nbytes or shard.block_nbytes
         self._shard = shard
+        self._splits = splits
+        self._own: _Way = (Cut(shard, shard),)
+        self._ways: Sequence[_Way] = (self._own,)
         self._options = options
         self._clock = clock
         self._sleep = sleep
@@ -109,18 +124,26 @@ class StoreTier(Tier):
         self.store.attach(memory)
 
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
-        return self._each(
-            self.store.put, requests, lambda i, block: [self._header(requests[i], block), *block]
-        )
+        results: list[TierError | None] = [self._refuse(request.buffers) for request in requests]
+        good = [i for i, error in enumerate(results) if error is None]
+        items = [self._value(requests[i]) for i in good]
+        for i, error in zip(good, self._each(self.store.put, items), strict=True):
+            results[i] = error
+        return results
 
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
-        headers = [memoryview(bytearray(HEADER_NBYTES)) for _ in requests]
-        results = self._each(self.store.get, requests, lambda i, block: [headers[i], *block])
-        for i, request in enumerate(requests):
-            if results[i] is None:
-                block = self._block(request.buffers)
-                results[i] = verify(headers[i], request.key, self._shard.digest, block)
-        self._remove(requests, results)
+        results: list[TierError | None] = [self._refuse(request.buffers) for request in requests]
+        left = [i for i, error in enumerate(results) if error is None]
+        until, tried = self._clock() + self._options.deadline_s, set[_Way]()
+        while left and (way := self._next_way(tried)) is not None:
+            tried.add(way)
+            found = self._read_by(way, [requests[i] for i in left], until)
+            for i, error in zip(left, found, strict=True):
+                results[i] = error
+            missing = [i for i in left if isinstance(results[i], BlockMissing)]
+            if len(missing) < len(left):
+                self._prefer(way)
+            left = missing
         return results
 
     def invalidate(self, slots: Iterable[int]) -> None:
@@ -137,49 +160,67 @@ class StoreTier(Tier):
     def check_integrity(self) -> None:
         """Nothing to check: every read is verified, and the rest belongs to the store."""
 
+    # -- ways to a block --------------------------------------------------------------------
+
+    def _next_way(self, tried: Set[_Way]) -> _Way | None:
+        """One that was not tried; where all were, what others have begun to write is asked for."""
+        for way in self._ways:
+            if way not in tried:
+                return way
+        if self._splits is None:
+            return None
+        self._splits.refresh()
+        wanted = {_shards(self._own)}
+        made = {_shards(way): way for way in self._ways}
+        for split in self._splits.others:
+            way = tuple(Cut.all_of(split, self._shard))
+            made.setdefault(_shards(way), way)
+            wanted.add(_shards(way))
+        self._ways = tuple(way for shards, way in made.items() if shards in wanted)
+        return next((way for way in self._ways if way not in tried), None)
+
+    def _prefer(self, way: _Way) -> None:
+        """Begin with this one: what lies together was written together."""
+        if self._ways[0] is not way:
+            self._ways = (way, *(other for other in self._ways if other is not way))
+
+    def _read_by(
+        self, way: _Way, requests: Sequence[BlockRead], until: float
+    ) -> list[TierError | None]:
+        """Read blocks in one way. The worst that befell a value of a block befell the block."""
+        values = [_Value(cut, request) for request in requests for cut in way]
+        errors = self._each(self.store.get, [value.item for value in values], until)
+        errors = [
+            value.verify() if error is None else error
+            for value, error in zip(values, errors, strict=True)
+        ]
+        self._remove(values, errors)
+        return [
+            _worst(errors[first : first + len(way)]) for first in range(0, len(errors), len(way))
+        ]
+
     # -- inside -----------------------------------------------------------------------------
 
-    def _block(self, buffers: Buffers) -> list[memoryview]:
-        """The block's own bytes, without the padding of its slot."""
-        left, parts = self._shard.block_nbytes, []
-        for part in buffers:
-            if left:
-                flat = part.cast("B")
-                parts.append(flat[: min(left, flat.nbytes)])
-                left -= parts[-1].nbytes
-        return parts
-
-    def _header(self, request: BlockWrite, block: list[memoryview]) -> memoryview:
+    def _value(self, request: BlockWrite) -> Item:
+        """What is stored of a block: a header, and its bytes without the padding of its slot."""
         nbytes, shard = self._shard.block_nbytes, self._shard.digest
+        block = list(_first(request.buffers, nbytes))
         digest = checksum(request.key, block, nbytes)
         header = Header(nbytes, request.key, request.parent, request.namespace, shard, digest)
-        return memoryview(header.pack())
+        return Item(self._shard.name(request.key), [memoryview(header.pack()), *block])
 
     def _each(
-        self,
-        call: _Call,
-        requests: Sequence[BlockRead] | Sequence[BlockWrite],
-        parts: Callable[[int, list[memoryview]], list[memoryview]],
+        self, call: _Call, items: Sequence[Item], until: float | None = None
     ) -> list[TierError | None]:
-        """``call`` for those requests that are of a block's size, cut into parallel ones.
-
-        ``parts`` makes the value's of a request's position and the bytes of its block."""
-        results: list[TierError | None] = [self._refuse(request.buffers) for request in requests]
-        good = [i for i, error in enumerate(results) if error is None]
-        items = [
-            Item(self._shard.name(requests[i].key), parts(i, self._block(requests[i].buffers)))
-            for i in good
-        ]
+        """``call`` for the items, cut into parallel requests."""
         step = max(1, -(-len(items) // self._options.parallel))
         cuts = [items[i : i + step] for i in range(0, len(items), step)]
-        until = self._clock() + self._options.deadline_s
+        limit = self._clock() + self._options.deadline_s if until is None else until
         if len(cuts) < 2:
-            answers = [self._persist(call, cut, until) for cut in cuts]
+            answers = [self._persist(call, cut, limit) for cut in cuts]
         else:
-            answers = list(self._pool.map(lambda cut: self._persist(call, cut, until), cuts))
-        for i, error in zip(good, (error for part in answers for error in part), strict=True):
-            results[i] = error
-        return results
+            answers = list(self._pool.map(lambda cut: self._persist(call, cut, limit), cuts))
+        return [error for part in answers for error in part]
 
     def _refuse(self, buffers: Buffers) -> TierError | None:
         nbytes = nbytes_of(buffers)
@@ -203,11 +244,11 @@ class StoreTier(Tier):
                 results[i] = error
         return results
 
-    def _remove(self, requests: Sequence[BlockRead], results: Sequence[TierError | None]) -> None:
+    def _remove(self, values: Sequence[_Value], errors: Sequence[TierError | None]) -> None:
         """Take bad values out of the store, so that they are written anew."""
         bad = [
-            self._shard.name(request.key)
-            for request, error in zip(requests, results, strict=True)
+            value.item.name
+            for value, error in zip(values, errors, strict=True)
             if isinstance(error, CorruptBlock)
         ]
         if not bad:
@@ -216,6 +257,59 @@ class StoreTier(Tier):
             self.store.delete(bad)
         except TierError as error:
             _log.warning("%d bad values stay in the store: %s", len(bad), error)
+
+
+def _shards(way: _Way) -> tuple[Shard, ...]:
+    """What tells a way from others."""
+    return tuple(cut.shard for cut in way)
+
+
+class _Value:
+    """A value on its way to a rank: what of it is wanted goes to its place, the rest to memory of
+    its own."""
+
+    def __init__(self, cut: Cut, request: BlockRead) -> None:
+        self._cut = cut
+        self._key = request.key
+        self._header = memoryview(bytearray(HEADER_NBYTES))
+        self._parts = list(_laid(cut, request.buffers))
+        self.item = Item(cut.shard.name(request.key), [self._header, *self._parts])
+
+    def verify(self) -> CorruptBlock | None:
+        """What is wrong with it, now that it has come."""
+        return verify(self._header, self._key, self._cut.digest, self._parts)
+
+
+def _laid(cut: Cut, buffers: Buffers) -> Iterator[memoryview]:
+    """Memory for all bytes of a value, in their order."""
+    spare, at = memoryview(bytearray(cut.spare_nbytes)), 0
+    for start, piece in places(cut.runs, buffers):
+        if start > at:
+            yield spare[: start - at]
+            spare = spare[start - at :]
+        yield piece
+        at = start + piece.nbytes
+    if spare.nbytes:
+        yield spare
+
+
+def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
+    """The first ``nbytes`` bytes, buffer by buffer."""
+    for buffer in buffers:
+        if nbytes:
+            flat = buffer.cast("B")[:nbytes]
+            yield flat
+            nbytes -= flat.nbytes
+
+
+def _worst(errors: Sequence[TierError | None]) -> TierError | None:
+    """Corrupt before unavailable before missing before none."""
+    order = (CorruptBlock, TierUnavailable, TierError)
+    for kind in order:
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    return None
 
 
 def _attempt(call: _Call, items: Sequence[Item]) -> list[TierError | None]:

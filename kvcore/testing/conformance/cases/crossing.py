@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 from kvcore.testing.conformance.cases.equality import hits, prompts
@@ -32,8 +33,12 @@ def cross(
 
 def through_disk(kit: Kit, writer: Driver, reader: Driver, seed: int) -> None:
     """The writer on two ranks where it can."""
-    ranks = 2 if Capability.RANKS in writer.capabilities else 1
-    cross(kit, writer, reader, seed, kit.config(disk=kit.disk()), ranks)
+    cross(kit, writer, reader, seed, kit.config(disk=kit.disk()), ranks_of(writer))
+
+
+def ranks_of(driver: Driver) -> int:
+    """Two where it can."""
+    return 2 if Capability.RANKS in driver.capabilities else 1
 
 
 @case("crossing", pairs=True)
@@ -52,11 +57,11 @@ def others_read_what_it_wrote(kit: Kit) -> None:
 
 @case("crossing", pairs=True, store=True)
 def both_ways_through_a_store(kit: Kit) -> None:
-    """Through a remote store, where all have as many ranks; tokens reused are counted."""
+    """Through a remote store, from two ranks to one; tokens reused are counted."""
     for number, partner in enumerate(kit.partners):
         for way, pair in enumerate([(partner, kit.driver), (kit.driver, partner)]):
             seed = 7300 + 100 * number + 50 * way
-            cross(kit, *pair, seed, kit.config(tiers={"far": kit.far()}))
+            cross(kit, *pair, seed, kit.config(tiers={"far": kit.far()}), ranks_of(pair[0]))
 
 
 @case("crossing", Capability.RANKS)
@@ -72,6 +77,43 @@ def another_number_of_ranks(kit: Kit) -> None:
             engine.settle()
             assert engine.counted("kvcore_transfer_bytes_total", path="disk2h") > 0
             hits(kit, engine, asks, ranks=reads)
+
+
+SIZES: tuple[tuple[dict[str, Any], tuple[dict[str, Any], ...]], ...] = (
+    ({"stages": 2}, ({}, {"ranks": 2})),
+    ({"ranks": 2}, ({"stages": 2},)),
+    ({}, ({"stages": 2},)),
+)
+"""Sizes at which it is written, and those at which that is read."""
+
+
+def through(kit: Kit, seed: int, config: Callable[[], dict[str, Any]]) -> None:
+    """What is written at any of `SIZES` is read at the others, all of it and rightly."""
+    for number, (wrote, readers) in enumerate(SIZES):
+        asks, shared = prompts(kit, seed + 10 * number, (97, 150, 201)), config()
+        with kit.fresh(shared, **wrote) as engine:
+            kit.stored(engine, asks)
+        for reads in readers:
+            with kit.fresh(shared, **reads) as engine:
+                for ask in asks:
+                    got = engine.ask([ask])
+                    kit.same(got, [ask], **reads)
+                    assert got[0].reused_tokens == kit.reusable(ask), (
+                        f"{reads or 'one rank'} reused {got[0].reused} of {kit.reusable(ask)} "
+                        f"tokens that {wrote or 'one rank'} wrote"
+                    )
+
+
+@case("crossing", Capability.RANKS, Capability.STAGES)
+def another_number_of_stages(kit: Kit) -> None:
+    """Ranks and pipeline stages through disk, from one size to another."""
+    through(kit, 7600, lambda: kit.config(disk=kit.disk()))
+
+
+@case("crossing", Capability.RANKS, Capability.STAGES, store=True)
+def any_size_through_a_store(kit: Kit) -> None:
+    """Ranks and pipeline stages through a remote store, from one size to another."""
+    through(kit, 7700, lambda: kit.config(tiers={"far": kit.far()}))
 
 
 def apart(kit: Kit, seed: int, **other: Any) -> None:

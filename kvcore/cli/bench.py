@@ -1,0 +1,246 @@
+"""`kvcore bench`: a model and prompts of one's own on an engine, with kvcore and without it.
+
+    without    cold         every prompt for the first time, one after another
+               own cache    once more, out of the engine's own prefix cache
+    kvcore     miss         every prompt for the first time
+               hit          once more, after the engine's own cache was emptied
+               restarted    once more, in a new engine: where there is a disk tier or a store
+
+Where that can be asked twice, all prompts at once follow, for tokens a second. Each engine is alone
+on the machine while it is measured; both run in this one command, on the same prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from kvcore.cli.report import Report
+from kvcore.config import Config, explicit_settings
+from kvcore.errors import ConfigError
+from kvcore.testing.asking import remembering
+from kvcore.testing.engine_process import EngineProcess, Generation
+
+__all__ = [
+    "Pass",
+    "arguments",
+    "draw",
+    "passes",
+    "read_prompts",
+    "report",
+    "settings",
+    "starter",
+    "synthetic",
+]
+
+COLD, OWN = "cold", "own cache"
+MISS, HIT, RESTARTED = "kvcore miss", "kvcore hit", "kvcore restarted"
+SETTLE_S = 600.0
+WARM_UP = "The engine is asked this first, so that what happens once has happened."
+MAX_LINE = 64 << 20
+_WORDS = (
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
+    "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place",
+    "case", "week", "company", "system", "program", "question", "work", "number", "night",
+)  # fmt: skip
+
+Start = Callable[[Mapping[str, Any] | None], AbstractContextManager[EngineProcess]]
+"""Starts an engine with these settings of kvcore, or without it for None."""
+
+
+class Pass(NamedTuple):
+    """Every prompt asked once by one contender: answers one by one, and tokens a second of all at
+    once (prompt and answer), None where that was not asked."""
+
+    contender: str
+    answers: list[Generation]
+    tokens_s: float | None = None
+
+
+# -- what is asked --------------------------------------------------------------------------------
+
+
+def read_prompts(file: Path, limit: int) -> list[str]:
+    """The first ``limit`` prompts of a file: a line each, in .jsonl an object with ``prompt``.
+
+    Raises ConfigError for a file that cannot be read, a line that is none, and where there is none.
+    """
+    found: list[str] = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE), ""), 1):
+                if line.strip() and len(found) < limit:
+                    found.append(_prompt(file, number, line))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read as text: {error}") from error
+    if not found:
+        raise ConfigError(f"{file}: has no prompt; give a line each, or JSON lines with `prompt`")
+    return found
+
+
+def _prompt(file: Path, number: int, line: str) -> str:
+    if file.suffix != ".jsonl":
+        return line.strip()
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}, line {number}: is not JSON: {error}") from error
+    prompt = told.get("prompt") if isinstance(told, dict) else None
+    if not isinstance(prompt, str) or not prompt:
+        raise ConfigError(f'{file}, line {number}: supported is {{"prompt": "some text"}}')
+    return prompt
+
+
+def synthetic(count: int, words: int, seed: int = 0) -> list[str]:
+    """Prompts of so many words (about as many tokens) that have no beginning in common."""
+    picks = random.Random(seed)
+    return [
+        f"{seed}-{number} " + " ".join(picks.choices(_WORDS, k=words)) for number in range(count)
+    ]
+
+
+def settings(config: Config, engine: str) -> dict[str, Any]:
+    """kvcore's settings as the engine is given them, such that its own cache can be emptied and
+    kvcore's kept."""
+    given = explicit_settings(config)
+    given.pop("engine", None)
+    return remembering(engine, given)
+
+
+def arguments(given: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, whose values are JSON where they can be read as such. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"given {text!r}; supported is NAME=VALUE, as in max_model_len=4096")
+        try:
+            found[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return found
+
+
+def starter(model: str, engine: str, log: Path, engine_args: Mapping[str, Any]) -> Start:
+    """Starts ``model`` on ``engine``; what the engine prints goes to ``log``."""
+
+    def start(kvcore: Mapping[str, Any] | None) -> EngineProcess:
+        return EngineProcess(model, engine=engine, kvcore=kvcore, log=log, **engine_args)
+
+    return start
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def passes(
+    start: Start, kvcore: Mapping[str, Any], prompts: Sequence[str], tokens: int, *, restart: bool
+) -> Iterator[Pass]:
+    """Each contender's pass, as it is made; answers have ``tokens`` tokens. Blocks for as long as
+    engines take to start and to answer."""
+    with start(None) as engine:
+        engine.generate([WARM_UP], tokens)
+        cold = _alone(engine, prompts, tokens)
+        own = _alone(engine, prompts, tokens)
+        again = _together(engine, prompts, tokens)
+        engine.reset_prefix_cache()
+        yield Pass(COLD, cold, _together(engine, prompts, tokens))
+        yield Pass(OWN, own, again)
+    with start(kvcore) as engine:
+        engine.generate([WARM_UP], tokens)
+        yield Pass(MISS, _alone(engine, prompts, tokens))
+        yield _hits(HIT, engine, prompts, tokens)
+    if restart:
+        with start(kvcore) as engine:
+            engine.generate([WARM_UP], tokens)
+            yield Pass(RESTARTED, _alone(engine, prompts, tokens))
+
+
+def _hits(name: str, engine: EngineProcess, prompts: Sequence[str], tokens: int) -> Pass:
+    """With the engine's own cache emptied before they are asked one by one, and before they are
+    asked at once."""
+    engine.settle(SETTLE_S)
+    engine.reset_prefix_cache(timeout_s=SETTLE_S)
+    alone = _alone(engine, prompts, tokens)
+    engine.settle(SETTLE_S)
+    engine.reset_prefix_cache(timeout_s=SETTLE_S)
+    return Pass(name, alone, _together(engine, prompts, tokens))
+
+
+def _alone(engine: EngineProcess, prompts: Sequence[str], tokens: int) -> list[Generation]:
+    return [engine.generate([prompt], tokens)[0] for prompt in prompts]
+
+
+def _together(engine: EngineProcess, prompts: Sequence[str], tokens: int) -> float:
+    """Tokens a second, of prompts and answers."""
+    began = time.perf_counter()
+    answers = engine.generate(prompts, tokens)
+    seconds = time.perf_counter() - began
+    return sum(answer.prompt_tokens + len(answer.token_ids) for answer in answers) / seconds
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+COLUMNS = (
+    "contender", "ttft_s", "ttft_p90_s", "ttft_to_cold", "tokens_s", "tokens_s_to_cold",
+    "cached_share", "found_in", "answers_differ",
+)  # fmt: skip
+
+
+def report(engine: str, done: Sequence[Pass], notes: Mapping[str, Any]) -> Report:
+    """A row for each pass; ratios are to the first, which is the engine without kvcore, cold.
+
+    ``ttft_s`` is the median. ``cached_share`` are prompt tokens that were not computed, and
+    ``found_in`` where kvcore had them.
+    """
+    made = Report("bench", COLUMNS, f"the same {engine} without kvcore, cold", notes)
+    cold = done[0]
+    base, base_rate = _ttft(cold), cold.tokens_s
+    for each in done:
+        prompt_tokens = sum(answer.prompt_tokens for answer in each.answers)
+        rate = each.tokens_s
+        made.add(
+            contender=each.contender,
+            ttft_s=round(_ttft(each), 5),
+            ttft_p90_s=round(_p90([answer.ttft_s for answer in each.answers]), 5),
+            ttft_to_cold=round(_ttft(each) / base, 4),
+            tokens_s=None if rate is None else round(rate, 1),
+            tokens_s_to_cold=None if rate is None or not base_rate else round(rate / base_rate, 4),
+            cached_share=round(sum(a.cached_tokens for a in each.answers) / prompt_tokens, 4),
+            found_in=_found_in(each.answers),
+            answers_differ=sum(
+                a.token_ids != b.token_ids for a, b in zip(each.answers, cold.answers, strict=True)
+            ),
+        )
+    return made
+
+
+def _ttft(each: Pass) -> float:
+    return median(answer.ttft_s for answer in each.answers)
+
+
+def _p90(times: Sequence[float]) -> float:
+    return quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else times[0]
+
+
+def _found_in(answers: Sequence[Generation]) -> str:
+    found: dict[str, int] = {}
+    for answer in answers:
+        for tier, count in answer.tiers.items():
+            found[tier] = found.get(tier, 0) + count
+    return ", ".join(f"{tier} {count}" for tier, count in found.items())
+
+
+def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Medians as bars, with the 90th percentile as a mark."""
+    axes = figure.subplots()
+    names = [row["contender"] for row in rows]
+    axes.barh(names, [row["ttft_s"] for row in rows])
+    axes.plot([row["ttft_p90_s"] for row in rows], names, "k|", markersize=12)
+    axes.set_xlabel("time to first token, s: median, and 90th percentile as a mark")

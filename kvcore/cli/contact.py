@@ -1,0 +1,176 @@
+"""Whether the servers that the settings name answer: each is asked once, and has a deadline.
+
+    [tiers.NAME]        a store, through its own client: does it hold a block that nobody has?
+    server.address      `kvcore server`: how is it?
+    cluster.etcd        each endpoint: who is there?
+    events.nats         the server, and whether it has JetStream
+
+Nothing is written anywhere. Each question has a thread of its own: one that hangs is left behind,
+and ends with the process. What is told names hosts and ports, never users or passwords.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from urllib.parse import urlsplit
+
+from kvcore.cli.findings import Finding, Level
+from kvcore.config import Config, TierConfig
+from kvcore.errors import TierUnavailable, UnsupportedError
+from kvcore.layout import BlockShape
+from kvcore.plugins import PluginManager, TierContext
+from kvcore.plugins.manager import reason
+from kvcore.tiers.disk.format import Geometry
+
+__all__ = ["CONTACT_S", "contacts"]
+
+CONTACT_S = 3.0
+"""Seconds that a server has to answer; longer than a store's own client waits by default."""
+
+_ANY = Geometry(BlockShape(1, 1, 16, 16, "float16"), b"kvcore doctor 01", ((0, 1),))
+"""A model that nobody serves: no store holds a block of it."""
+
+_WITHOUT_STORE = "start it, or correct {table}: until it answers its KV is computed"
+_WITHOUT_SERVER = "start `kvcore server` with these settings, or unset server.address"
+_WITHOUT_ETCD = "start it, or correct cluster.etcd: until then engines do not find each other"
+_WITHOUT_NATS = "start it with JetStream, or correct events.nats: until then events are dropped"
+
+
+def contacts(config: Config, plugins: PluginManager, seconds: float) -> Iterator[Finding]:
+    """A finding for each server, as it is made. Blocks at most ``seconds`` for each."""
+    for name, tier in sorted(config.tiers.items()):
+        plugin = plugins.tier(tier.plugin)
+        if plugin.medium == "remote" and plugin.prepare is not None:
+            about = f"store {name}"
+            change = _WITHOUT_STORE.format(table=f"[tiers.{name}.options]")
+            yield _ask(about, change, seconds, partial(_store, name, tier, plugins))
+    if config.server.address is not None:
+        yield _ask("kvcore server", _WITHOUT_SERVER, seconds, partial(_server, config, seconds))
+    for endpoint in config.cluster.etcd:
+        one = config.cluster.model_copy(update={"etcd": [endpoint], "members": {}})
+        alone = config.model_copy(update={"cluster": one})
+        about = f"etcd {_place(endpoint)}"
+        yield _ask(about, _WITHOUT_ETCD, seconds, partial(_etcd, alone))
+    if config.events.nats:
+        url = config.events.nats
+        yield _ask(f"nats {_place(url)}", _WITHOUT_NATS, seconds, partial(_nats, url, seconds))
+
+
+def _ask(about: str, change: str, seconds: float, call: Callable[[], str]) -> Finding:
+    """The finding about one server, of which ``call`` says what it found."""
+    began = time.perf_counter()
+    try:
+        found = _within(seconds, call)
+    except Exception as error:  # noqa: BLE001 - clients are others' code: whatever it was is told
+        return Finding(about, Level.PROBLEM, reason(error), change)
+    took = 1e3 * (time.perf_counter() - began)
+    return Finding(about, Level.GOOD, f"{found} ({took:.0f} ms)")
+
+
+def _within(seconds: float, call: Callable[[], str]) -> str:
+    """What ``call`` returns or raises. Raises TierUnavailable where that takes longer."""
+    outcomes: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcomes.put(call())
+        except Exception as error:  # noqa: BLE001 - thread boundary: raised on the other side
+            outcomes.put(error)
+
+    threading.Thread(target=run, name="kvcore-doctor", daemon=True).start()
+    try:
+        outcome = outcomes.get(timeout=seconds)
+    except queue.Empty:
+        raise TierUnavailable(f"no answer in {seconds:g} s") from None
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _place(url: str) -> str:
+    """Host and port of an address, without who logs in there."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return "(no address)"
+    return f"{host}:{port}" if port else str(host)
+
+
+# -- one kind each --------------------------------------------------------------------------------
+
+
+def _store(name: str, tier: TierConfig, plugins: PluginManager) -> str:
+    prepare = plugins.tier(tier.plugin).prepare
+    assert prepare is not None
+    prepared = prepare(TierContext(name, _ANY, tier.capacity, tier.options))
+    finder = prepared.finder
+    if finder is None:
+        prepared.release()
+        return "opened; it cannot be asked what it holds"
+    question = finder.ask([secrets.token_bytes(16)])
+    assert question is not None, "the first question of a finder"
+    while not question.ended:
+        finder.wait(CONTACT_S)
+    prepared.release()
+    if question.failed:
+        raise TierUnavailable(question.error)
+    return "answers"
+
+
+def _server(config: Config, seconds: float) -> str:
+    from kvcore.server.link import Link
+    from kvcore.server.messages import Ask, Status
+
+    link = Link(config.server)
+    try:
+        reply = link.ask(Ask(link.ref()), seconds)
+    finally:
+        link.close()
+    if not isinstance(reply, Status):
+        raise TierUnavailable(f"none answers for {config.server.address!r}")
+    return "answers"
+
+
+def _etcd(config: Config) -> str:
+    from kvcore.cluster.build import open_directory
+
+    directory = open_directory(config)
+    assert directory is not None
+    try:
+        return f"answers; {len(directory.members())} members"
+    finally:
+        directory.close()
+
+
+def _nats(url: str, seconds: float) -> str:
+    try:
+        import nats
+    except ImportError as error:
+        raise UnsupportedError(f"{error}: events.nats needs `pip install nats-py`") from error
+
+    async def quiet(error: Exception) -> None:
+        """What is wrong is raised as well."""
+
+    async def ask() -> str:
+        client = await nats.connect(
+            url,
+            allow_reconnect=False,
+            max_reconnect_attempts=1,  # of the first connection too
+            reconnect_time_wait=0.1,
+            connect_timeout=max(1, int(seconds)),
+            error_cb=quiet,
+        )
+        try:
+            account = await client.jetstream().account_info()
+        finally:
+            await client.close()
+        return f"answers; {account.streams} streams"
+
+    return asyncio.run(ask())

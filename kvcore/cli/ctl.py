@@ -1,0 +1,335 @@
+"""`kvcore ctl`: orders for a running kvcore server, or for an engine that has a control socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
+from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
+
+if TYPE_CHECKING:
+    from kvcore.control.orders import Order, Where
+
+__all__ = ["app", "as_tables", "ask", "parse_where"]
+
+TERMS = ("tenant", "salt", "namespace", "key", "tokens", "prompt", "tier")
+
+app = typer.Typer(no_args_is_help=True, help="Look at and change what a running kvcore holds.")
+quota_app = typer.Typer(no_args_is_help=True, help="What tenants may keep.")
+app.add_typer(quota_app, name="quota")
+
+
+class Target(NamedTuple):
+    """Who is asked: ``model`` are the first hex digits of a fingerprint; ``timeout`` seconds."""
+
+    config: Config
+    model: str
+    tokenizer: Path | None
+    timeout: float
+
+
+Which = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Which blocks: tenant=NAME salt=TEXT namespace=HEX key=HEX tokens=FILE prompt=FILE "
+        "tier=NAME, all of which must hold; or: all.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+@app.callback()
+def _target(
+    context: typer.Context,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="Else server.address, control.address, or a local server."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="First digits of a model's fingerprint, of several.")
+    ] = "",
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, for prompt=FILE.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
+    file: Annotated[
+        Path | None,
+        typer.Option("-c", "--config", help="TOML or YAML; else the one KVCORE_CONFIG names."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting.")
+    ] = None,
+) -> None:
+    overrides: dict[str, Any] = {}
+    for text in assignments or []:
+        merge_tables(overrides, parse_assignment(text))
+    if address is not None:
+        merge_tables(overrides, {"server": {"address": address}})
+    config = load_config(file, overrides, overrides_from="--set")
+    if config.server.address is None:
+        server = config.server.model_copy(update={"address": config.control.address or "local"})
+        config = config.model_copy(update={"server": server})
+    context.obj = Target(config, model, tokenizer, timeout)
+
+
+@app.command("list")
+def list_blocks(
+    context: typer.Context,
+    which: Which = None,
+    prompts: Annotated[bool, typer.Option("--prompts", help="Each prompt, too.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Lines.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """How much is held of whom, and where."""
+    from kvcore.control.orders import ListBlocks
+
+    target: Target = context.obj
+    where = parse_where(which or ["all"], target.tokenizer)
+    _show(ask(target, ListBlocks(where, prompts, limit)), as_json)
+
+
+@app.command("pin")
+def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
+    """Keep blocks where they are, whatever else comes, until unpin or the process's end."""
+    from kvcore.control.orders import PinBlocks
+
+    _order(context, lambda where: PinBlocks(where), which, as_json)
+
+
+@app.command("unpin")
+def unpin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
+    """Undo pin."""
+    from kvcore.control.orders import UnpinBlocks
+
+    _order(context, lambda where: UnpinBlocks(where), which, as_json)
+
+
+@app.command("move")
+def move(
+    context: typer.Context,
+    to: Annotated[str, typer.Option("--to", help="Tier; the one of WHICH is where they are.")],
+    which: Which = None,
+    as_json: AsJson = False,
+) -> None:
+    """Move blocks from one tier to another. What others need stays in the first too."""
+    from kvcore.control.orders import MoveBlocks
+
+    _order(context, lambda where: MoveBlocks(where, to), which, as_json)
+
+
+@app.command("prefetch")
+def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
+    """Bring blocks into host memory."""
+    from kvcore.control.orders import PrefetchBlocks
+
+    _order(context, lambda where: PrefetchBlocks(where), which, as_json)
+
+
+@app.command("clear")
+def clear(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
+    """Forget blocks and all that stands on them, pinned or not. An engine's own cache stays."""
+    from kvcore.control.orders import ClearBlocks
+
+    _order(context, lambda where: ClearBlocks(where), which, as_json)
+
+
+@quota_app.command("set")
+def set_quota(
+    context: typer.Context,
+    tenant: Annotated[str, typer.Argument(help="Its name.")],
+    tier: Annotated[str, typer.Argument(help="host, disk, ...")],
+    quota: Annotated[str, typer.Argument(help='A size ("8GiB"), a share ("25%"), or none.')],
+    salt: Annotated[
+        str | None, typer.Option("--salt", help="Its salt, for a name that no setting has.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a tenant keep so much of a tier, until the process ends. What is over it goes at once."""
+    from kvcore.control.orders import SetQuota
+
+    wanted = None if quota == "none" else quota
+    _show(ask(context.obj, SetQuota(tenant, tier, wanted, salt)), as_json)
+
+
+@quota_app.command("show")
+def show_quotas(context: typer.Context, as_json: AsJson = False) -> None:
+    """What tenants have, and may have."""
+    from kvcore.control.orders import ShowQuotas
+
+    _show(ask(context.obj, ShowQuotas()), as_json)
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: bool) -> None:
+    target: Target = context.obj
+    if not which:
+        raise ConfigError(f"given no blocks; give one of {', '.join(TERMS)} as NAME=VALUE, or: all")
+    _show(ask(target, make(parse_where(which, target.tokenizer))), as_json)
+
+
+def ask(target: Target, order: Order) -> dict[str, Any]:
+    """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
+    answers in time, KVCoreError for what is refused."""
+    from kvcore.server.link import Link
+    from kvcore.server.messages import Control, Controlled
+
+    link = Link(target.config.server)
+    try:
+        reply = link.ask(
+            Control(link.ref(), order, _hex(target.model, "--model")),
+            target.timeout,
+            alive=lambda: link.refused is None,
+        )
+        reply = reply or link.refused
+    finally:
+        link.close()
+    if reply is None:
+        raise TierUnavailable(
+            f"nobody answers at {target.config.server.address!r} in {target.timeout:g} s. An idle "
+            "engine answers with its next step; what was begun goes on"
+        )
+    if not isinstance(reply, Controlled):
+        raise KVCoreError(getattr(reply, "message", str(reply)))
+    return reply.told
+
+
+def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> Where:
+    """Which blocks ``name=value`` terms mean. Reads the files they name. Raises ConfigError."""
+    from kvcore.control.orders import Where
+
+    found: dict[str, Any] = {}
+    for term in terms:
+        if term == "all":
+            continue
+        name, equals, value = term.partition("=")
+        if name not in TERMS or not equals or name in found:
+            raise ConfigError(
+                f"given {term!r}; supported are {', '.join(TERMS)}, once, as NAME=VALUE; or all"
+            )
+        found[name] = value
+    if "tokens" in found and "prompt" in found:
+        raise ConfigError("given tokens and prompt; give one of them")
+    if "namespace" in found:
+        found["namespace"] = _hex(found["namespace"], "namespace", whole=16)
+    if "key" in found:
+        found["prefix"] = _hex(found.pop("key"), "key")
+    if "tokens" in found:
+        found["tokens"] = _pack(_tokens(Path(found["tokens"])))
+    if "prompt" in found:
+        found["tokens"] = _pack(_tokenized(Path(found.pop("prompt")), tokenizer))
+    return Where(**found)
+
+
+def _hex(text: str, name: str, whole: int | None = None) -> bytes:
+    value: bytes | None
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = None
+    if value is None or len(value) > 64 or (whole is not None and len(value) != whole):
+        size = f"{2 * whole}" if whole else "an even number of"
+        raise ConfigError(f"given {name} {text!r}; supported are {size} hex digits")
+    return value
+
+
+def _pack(tokens: list[int]) -> bytes:
+    from kvcore.block import pack_tokens
+    from kvcore.control.orders import MAX_TOKENS
+
+    if len(tokens) > MAX_TOKENS:
+        raise ConfigError(f"given {len(tokens)} tokens; supported are {MAX_TOKENS}: give less")
+    return pack_tokens(tokens)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _tokens(path: Path) -> list[int]:
+    """Token ids: a JSON list, or numbers with space between."""
+    text = _read(path).strip()
+    try:
+        found = json.loads(text) if text.startswith("[") else [int(word) for word in text.split()]
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: {error}; supported are token ids, as a JSON list or in words"
+        ) from error
+    return list(found)
+
+
+def _tokenized(path: Path, tokenizer: Path | None) -> list[int]:
+    if tokenizer is None or not tokenizer.is_dir():
+        raise ConfigError(
+            f"prompt=FILE with --tokenizer {tokenizer or 'unset'}; give its folder, or tokens=FILE"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UnsupportedError("prompt=FILE needs transformers: install it") from error
+    try:
+        made = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer {tokenizer}: {error}") from error
+    return list(made(_read(path))["input_ids"])
+
+
+# -- showing --------------------------------------------------------------------------------------
+
+
+def _show(told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(told, indent=1))
+    else:
+        Console().print(as_tables(told))
+
+
+def as_tables(told: Mapping[str, Any]) -> Group:
+    """What came of an order: numbers in a line, lists as tables."""
+    parts: list[Any] = []
+    for name, columns in _TABLES.items():
+        if name in told:
+            parts.append(_table(told[name], columns))
+    numbers = [f"{name} {_cell(name, value)}" for name, value in told.items()
+               if isinstance(value, int)]  # fmt: skip
+    return Group(*parts, Text(", ".join(numbers)))
+
+
+_TABLES = {
+    "rows": ("tenant", "namespace", "tier", "blocks", "bytes"),
+    "prompts": ("key", "tenant", "namespace", "blocks", "tiers", "pinned"),
+    "quotas": ("tenant", "tier", "blocks", "bytes", "quota"),
+}
+
+
+def _table(rows: Any, columns: tuple[str, ...]) -> Any:
+    if not isinstance(rows, list):  # a number of that name
+        return Text("")
+    table = Table(*columns, box=None)
+    for row in rows:
+        cells = (_cell(name, row.get(name)) for name in columns)
+        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+    return table
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "none" if name == "quota" else ""
+    if name in ("bytes", "block_bytes", "quota"):
+        return format_size(value, exact=False)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items())
+    return ", ".join(value) if isinstance(value, list) else str(value)

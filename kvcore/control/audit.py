@@ -1,0 +1,78 @@
+"""The record of what operators changed: one line of JSON each, appended.
+
+{"at": "2026-11-22T04:00:00Z", "who": "uid 1000 pid 42", "order": "clear", ...}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+from kvcore.errors import ConfigError
+from kvcore.schema_base import expand_user
+
+__all__ = ["AuditLog", "identity"]
+
+_log = logging.getLogger("kvcore.control")
+
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class AuditLog:
+    """Writes to one file, or, without, to the log alone. Any thread: a line is one write."""
+
+    def __init__(self, path: str | None = None) -> None:
+        """Makes the file, mode 0600. Raises ConfigError where it cannot be written."""
+        self._file: int | None = None
+        if path is not None:
+            try:
+                self._file = os.open(expand_user(path), _FLAGS, 0o600)
+                os.fchmod(self._file, 0o600)
+            except OSError as error:
+                self.close()
+                raise ConfigError(
+                    f"control.audit {path!r} cannot be written: {error.strerror}; name a file that "
+                    "is this user's"
+                ) from error
+
+    def write(self, who: str, order: str, **what: Any) -> None:
+        """Say that ``who`` had ``order`` carried out. Blocks for a short write."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = json.dumps({"at": at, "who": who, "order": order, **what})
+        _log.info("an order was carried out %s", line)
+        if self._file is None:
+            return
+        try:
+            os.write(self._file, line.encode() + b"\n")
+        except OSError as error:
+            _log.error("the audit log lacks a line: %s", error)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def identity(frame: Any) -> str:
+    """Who sent a ZeroMQ frame: the key of a CURVE client, or the process at a local socket.
+
+    The kernel vouches for a local peer, CURVE for a key; a name comes from neither.
+    """
+    import zmq
+
+    for key in ("User-Id", "Peer-Address"):
+        try:
+            said = str(frame.get(key))
+        except zmq.ZMQError:
+            continue
+        if key == "User-Id" and said:
+            return f"curve key {said}"
+        parts = said.rsplit(":", 3)
+        if len(parts) == 4:  # of a local socket: host, uid, gid, pid
+            return f"uid {parts[1]} pid {parts[3]}"
+        return f"address {said}"
+    return "unknown"

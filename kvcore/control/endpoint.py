@@ -1,0 +1,122 @@
+"""The socket at which an engine's leader takes orders. A server has its own and needs none.
+
+    kvcore ctl ──▶ thread: decode, refuse what is no order ──orders──▶ leader's `step` ──▶ Control
+               ◀── thread ◀───────────────────────────────── replies ──┘
+
+The leader works on an order when it is called next, so an idle engine answers with its next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from typing import Any
+
+from kvcore.control.audit import identity
+from kvcore.control.operations import Control
+from kvcore.errors import ConfigError, FormatError, KVCoreError
+from kvcore.server.messages import Control as Asked
+from kvcore.server.messages import Controlled, Refused, Reply, decode_request, frames
+from kvcore.server.sockets import make_socket, zmq
+
+__all__ = ["Endpoint"]
+
+_log = logging.getLogger("kvcore.control")
+
+WAITING = 16
+"""Orders that may wait for the leader; more are refused."""
+POLL_MS = 20
+
+
+class Endpoint:
+    """Listens from the start. `step` and `close` are the leader's."""
+
+    def __init__(self, address: str, control: Control, fingerprint: bytes) -> None:
+        """Raises ConfigError for an address that cannot be bound."""
+        self._control = control
+        self._fingerprint = fingerprint
+        self._orders: deque[tuple[bytes, Asked, str]] = deque()
+        self._replies: deque[tuple[bytes, Reply]] = deque()
+        self._ended = threading.Event()
+        self._context = zmq.Context()
+        self._socket = make_socket(self._context, zmq.ROUTER)
+        before = os.umask(0o177)  # the socket is ours alone from its first moment on
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"control.address {address!r} cannot be bound: {error}") from error
+        finally:
+            os.umask(before)
+        self._thread = threading.Thread(target=self._listen, name="kvcore-control", daemon=True)
+        self._thread.start()
+
+    def step(self) -> None:
+        """Begin with the orders that have come, and take a job on. Costs nothing where none has."""
+        while self._orders:
+            client, asked, who = self._orders.popleft()
+            try:
+                self._begin(client, asked, who)
+            except Exception as error:  # noqa: BLE001 - an order must not end the engine
+                _log.exception("an order failed kind=%s", type(asked.order).__name__)
+                self._replies.append((client, Refused(asked.ref, "internal", str(error)[:1000])))
+        self._control.step()
+
+    def _begin(self, client: bytes, asked: Asked, who: str) -> None:
+        def tell(told: dict[str, Any] | KVCoreError) -> None:
+            reply: Reply = (
+                Refused(asked.ref, "control", str(told)[:1000])
+                if isinstance(told, KVCoreError)
+                else Controlled(asked.ref, told)
+            )
+            self._replies.append((client, reply))
+
+        if not self._fingerprint.startswith(asked.model):
+            tell(
+                ConfigError(f"this engine's model is {self._fingerprint.hex()}: name that, or none")
+            )
+        else:
+            self._control.begin(asked.order, who, tell)
+
+    def close(self) -> None:
+        """Take no more; what has been answered is sent. Blocks for a moment."""
+        self._control.close()
+        self._ended.set()
+        self._thread.join()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._ended.is_set():
+            if self._socket.poll(POLL_MS):
+                client, *parts = self._socket.recv_multipart(copy=False)
+                self._take(client.bytes, parts)
+            self._answer()
+        self._answer()
+        self._context.destroy(linger=100)
+
+    def _take(self, client: bytes, parts: list[Any]) -> None:
+        try:
+            asked = decode_request([part.bytes for part in parts])
+        except FormatError as error:
+            _log.warning("refused what is no order: %s", error)
+            self._replies.append((client, Refused(0, "malformed", str(error)[:1000])))
+            return
+        if not isinstance(asked, Asked):
+            why = "an engine with tiers of its own takes orders of `kvcore ctl` only"
+            self._replies.append((client, Refused(asked.ref, "misfit", why)))
+        elif len(self._orders) >= WAITING:
+            why = f"{WAITING} orders wait already: ask again"
+            self._replies.append((client, Refused(asked.ref, "busy", why)))
+        else:
+            self._orders.append((client, asked, identity(parts[-1])))
+
+    def _answer(self) -> None:
+        while self._replies:
+            client, reply = self._replies.popleft()
+            try:
+                self._socket.send_multipart([client, *frames(reply)], zmq.NOBLOCK)
+            except (zmq.ZMQError, FormatError) as error:
+                _log.warning("an answer to an order is lost: %s", error)

@@ -1,0 +1,161 @@
+"""Who the tenants are: names for namespaces, and what each may keep of each tier.
+
+    [tenants.NAME] salt, loras ──▶ namespaces of this model ──▶ quotas of the index, counts
+
+The index counts a named tenant's blocks in every tier, with a quota or without: a count costs
+nothing to read.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvcore.adapting.identity import Namespaces, lora_identity
+from kvcore.block import Namespace
+from kvcore.config import Config
+from kvcore.errors import CapacityError, ConfigError
+from kvcore.index import BlockIndex
+from kvcore.metrics import Metrics
+from kvcore.schema_control import parse_quota, tenant_name
+
+__all__ = ["Tenants", "Usage"]
+
+MAX_TENANTS = 1024
+"""Named tenants of a model: each is a series a tier in Prometheus."""
+
+COUNT_S = 1.0
+"""Seconds between two looks at the counts for the metrics."""
+
+NO_LIMIT = sys.maxsize
+
+
+class Usage(NamedTuple):
+    """What a tenant has of a tier, in blocks; ``limit`` None: as much as anyone."""
+
+    tenant: str
+    tier: str
+    used: int
+    limit: int | None
+
+
+class Tenants:
+    """The tenants of one model. Leader thread only, no I/O but at the start."""
+
+    def __init__(
+        self,
+        config: Config,
+        fingerprint: bytes,
+        index: BlockIndex,
+        block_nbytes: int,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes the quotas of ``config`` at once: what is over them leaves the index.
+
+        Reads the folders of LoRA weights. Raises ConfigError for quotas that make no sense.
+        """
+        self.index = index
+        self._block_nbytes = block_nbytes
+        self._metrics = metrics
+        self._clock = clock
+        self._counted = -COUNT_S
+        self._spaces = Namespaces(config.namespace, fingerprint)
+        self._names: dict[str, list[Namespace]] = {}
+        self._owners: dict[bytes, str] = {}
+        tiers = {"host", "disk", *config.tiers, *index.tiers}
+        for name, tenant in config.tenants.items():
+            salt = name if tenant.salt is None else tenant.salt
+            loras = [lora_identity(lora, path) for lora, path in tenant.loras.items()]
+            self._name(name, [self._spaces.of(lora, salt) for lora in ("", *loras)])
+            if unknown := tenant.quota.keys() - tiers:
+                raise ConfigError(
+                    f"tenants.{name}.quota names the tiers {', '.join(sorted(unknown))}; there "
+                    f"are {', '.join(sorted(tiers))}"
+                )
+            for tier in index.tiers:
+                blocks = self.blocks(tier, tenant.quota.get(tier))
+                self._set(name, tier, blocks)
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def add(self, name: str, salt: str) -> None:
+        """Give a tenant a name, if it has not this one already. Raises ConfigError where either is
+        another's, CapacityError when there are too many."""
+        space = self._spaces.of("", salt)
+        if self._owners.get(space.digest) == name:
+            return
+        if name in self._names:
+            raise ConfigError(f"tenant {name!r} has another salt: give another name, or no salt")
+        self._name(tenant_name(name), [space])
+        for tier in self.index.tiers:
+            self._set(name, tier, None)
+
+    def spaces(self, name: str) -> Sequence[Namespace]:
+        """A tenant's namespaces. Raises ConfigError for a name that nobody has."""
+        if name not in self._names:
+            there = ", ".join(sorted(self._names)) or "none"
+            raise ConfigError(f"no tenant {name!r}; there are: {there}. Add [tenants.{name}]")
+        return self._names[name]
+
+    def space_of(self, salt: str | None) -> Namespace:
+        """The namespace of requests with a salt, or (None) without one."""
+        return self._spaces.of("", salt)
+
+    def name_of(self, namespace: bytes) -> str:
+        """Whose namespace it is; empty where nobody's."""
+        return self._owners.get(namespace, "")
+
+    def _name(self, name: str, spaces: list[Namespace]) -> None:
+        for other in {self._owners.get(space.digest, name) for space in spaces} - {name}:
+            raise ConfigError(f"tenants {name!r} and {other!r} have one salt: give each its own")
+        if len(self._names) >= MAX_TENANTS:
+            raise CapacityError(f"{MAX_TENANTS} tenants have names already; restart without some")
+        self._names[name] = spaces
+        self._owners.update(dict.fromkeys((space.digest for space in spaces), name))
+
+    # -- quotas ---------------------------------------------------------------------------------
+
+    def blocks(self, tier: str, quota: str | None) -> int | None:
+        """A quota in blocks of a tier; None for none. Raises ConfigError for a quota of no block,
+        or for no quota at all."""
+        if quota is None:
+            return None
+        capacity = self.index.num_slots(tier) * self._block_nbytes
+        nbytes = parse_quota(quota, capacity)
+        if 0 < nbytes < self._block_nbytes:
+            raise ConfigError(
+                f"a quota of {quota!r} in tier {tier!r} is less than a block of "
+                f"{self._block_nbytes} bytes: give more, or 0 to keep nothing"
+            )
+        return nbytes // self._block_nbytes
+
+    def limit(self, blocks: int | None) -> int:
+        """What the index takes for a quota."""
+        return NO_LIMIT if blocks is None else blocks
+
+    def _set(self, name: str, tier: str, blocks: int | None) -> None:
+        digests = [space.digest for space in self._names[name]]
+        evicted = self.index.set_quota(tier, name, digests, self.limit(blocks))
+        if evicted:
+            self._metrics.evicted(tier, len(evicted))
+
+    def usage(self) -> Iterator[Usage]:
+        """What every tenant has of every tier. O(tenants * tiers)."""
+        for tier in self.index.tiers:
+            for name, quota in self.index.quotas(tier).items():
+                limit = None if quota.limit == NO_LIMIT else quota.limit
+                yield Usage(name, tier, quota.used, limit)
+
+    def tick(self) -> None:
+        """Give the counts to the metrics, once a second. Call it as often as you like."""
+        if not self._names or (now := self._clock()) - self._counted < COUNT_S:
+            return
+        self._counted = now
+        for name, tier, used, limit in self.usage():
+            most = self.index.num_slots(tier)
+            most = most if limit is None else min(limit, most)
+            self._metrics.tenant(name, tier, used * self._block_nbytes, most * self._block_nbytes)

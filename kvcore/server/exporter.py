@@ -1,0 +1,33 @@
+"""A server's metrics for Prometheus, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from kvcore.errors import ConfigError
+from kvcore.metrics import Metrics
+
+__all__ = ["show"]
+
+
+def show(metrics: Metrics, listen: str) -> Callable[[], None]:
+    """Show ``metrics`` at ``listen`` ("HOST:PORT"), in a thread; returns what ends it.
+
+    Raises ConfigError where it cannot be bound.
+    """
+    registry = CollectorRegistry()
+    metrics.register(registry)
+    host, _, port = listen.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except OSError as error:
+        raise ConfigError(f"server.metrics {listen!r} cannot be bound: {error}") from error
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close

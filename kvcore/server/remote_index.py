@@ -1,0 +1,74 @@
+"""What of a server's index an adapter asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import TierUnavailable, UnsupportedError
+from kvcore.server.messages import Trailed, split
+
+if TYPE_CHECKING:
+    from kvcore.server.client import RemoteManager
+
+__all__ = ["RemoteIndex"]
+
+
+class RemoteIndex:
+    """What of the server's index an adapter asks. Counts are those of the last heartbeat."""
+
+    def __init__(self, manager: RemoteManager) -> None:
+        self._manager = manager
+        self._last: tuple[bytes, Trailed] | None = None
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return tuple(self._counts)
+
+    @property
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        member = self._manager.keeper.member
+        return {} if member is None else member.tiers
+
+    def num_used(self, tier: str) -> int:
+        return self._counts.get(tier, (0, 0))[0]
+
+    def num_slots(self, tier: str) -> int:
+        return self._counts.get(tier, (0, 0))[1]
+
+    def held(self, tier: str, keys: Sequence[bytes]) -> int:
+        return self._manager.held(tier, keys)
+
+    def path(self, key: bytes) -> list[bytes]:
+        """Raises TierUnavailable when no tier holds the block, or the server does not answer."""
+        return split(self._trail(key).keys)
+
+    def namespace_of(self, key: bytes) -> bytes:
+        """Raises as `path` does."""
+        return self._trail(key).namespace
+
+    def _trail(self, key: bytes) -> Trailed:
+        """A block's chain, which never changes; the last one that was asked for is at hand."""
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._manager.trail(key)
+        return self._last[1]
+
+    def pin(self, tier: str, key: bytes) -> Any:
+        raise _not_served("pins of an engine's own")
+
+    def unpin(self, pin: Any) -> None:
+        raise _not_served("pins of an engine's own")
+
+    def __contains__(self, key: bytes) -> bool:
+        self._last = None
+        try:
+            self._trail(key)
+        except TierUnavailable:
+            return False
+        return True
+
+
+def _not_served(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} with a kvcore server; supported is `prepare_load`: unset server.address"
+    )

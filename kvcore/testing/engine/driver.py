@@ -1,0 +1,227 @@
+"""Drives the reference engine for `kvcore.testing.engine_process`, as a process of its own.
+
+    with EngineProcess("random", engine="reference", kvcore={...}, ranks=2) as engine: ...
+
+The model "random" is `random_llama`; any other is a folder. Prompts are token ids. One thread, the
+event loop's, steps the engine while it has work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvcore.config import load_config
+from kvcore.errors import TransferError, UnsupportedError
+from kvcore.fusion.options import FusionOptions, fusion_options
+from kvcore.metrics import Metrics
+from kvcore.testing.engine.engine import EngineArgs, ReferenceEngine
+from kvcore.testing.engine.model import load, random_llama
+from kvcore.testing.engine.requests import Request, State
+from kvcore.testing.engine_process import sample_name, serve
+
+__all__ = ["Driver"]
+
+RANDOM = "random"
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request, who waits for it, and when what happened."""
+
+    name: str
+    request: Request
+    done: asyncio.Future[None]
+    abort_after: int | None
+    began: float = field(default_factory=time.perf_counter)
+    first_at: float | None = None
+
+    def reply(self) -> dict[str, Any]:
+        now, request = time.perf_counter(), self.request
+        reused = dict(request.reused)
+        return {
+            "request_id": self.name,
+            "token_ids": request.answer,
+            "text": "",
+            "prompt_tokens": request.prompt_len,
+            "cached_tokens": request.cached_tokens + sum(reused.values()),
+            "ttft_s": (self.first_at or now) - self.began,
+            "total_s": now - self.began,
+            "finish_reason": "length" if request.state is State.DONE else "abort",
+            "kvcore": {"reused_tokens": sum(reused.values()), "tiers": reused},
+        }
+
+
+class Driver:
+    """One `ReferenceEngine` and the calls an `EngineProcess` may make of it."""
+
+    def __init__(self) -> None:
+        self._engine: ReferenceEngine | None = None
+        self._asked: list[_Asked] = []
+        self._work = asyncio.Event()
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def start(self, model: str, kvcore: dict[str, Any] | None, **args: Any) -> dict[str, Any]:
+        """``args`` are `EngineArgs`'."""
+        weights = random_llama() if model == RANDOM else load(Path(model))
+        config = None if kvcore is None else load_config(None, kvcore)
+        self._engine = ReferenceEngine(weights, EngineArgs(**args), config)
+        self._stepping = asyncio.create_task(self._step(self._engine))
+        return {"engine": "reference", "version": torch.__version__, "device": "cpu"}
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        max_tokens: int,
+        request_id: str | None,
+        abort_after: int | None,
+        ignore_eos: bool,
+        cache_salt: str | None,
+        logprobs: bool,
+        lora: str | None,
+        image: str | None,
+        fusion: dict[str, Any] | None,
+        traceparent: str | None,
+    ) -> dict[str, Any]:
+        """Answer one greedy request to its end, or to its abort."""
+        if isinstance(prompt, str) or logprobs or image or not ignore_eos or traceparent:
+            raise UnsupportedError(
+                "the reference engine takes token ids, no text or image, answers as many tokens as "
+                "asked for, gives no log-probabilities and has no traces: leave these options out"
+            )
+        request = self._running.submit(
+            prompt,
+            max_tokens,
+            salt=cache_salt or "",
+            fusion=_wishes(fusion, len(prompt)),
+            lora=Path(lora) if lora else None,
+        )
+        name = request_id or f"request-{request.request_id}"
+        done = asyncio.get_running_loop().create_future()
+        asked = _Asked(name, request, done, abort_after)
+        self._asked.append(asked)
+        self._work.set()
+        await done
+        return asked.reply()
+
+    async def abort(self, request_id: str) -> None:
+        """Abort one request; unknown or finished ones are let be."""
+        for asked in self._asked:
+            if asked.name == request_id:
+                self._running.abort(asked.request)
+        self._tell()
+
+    async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
+        """Empty the engine's own cache; with ``connector`` kvcore's tiers, once nothing moves."""
+        self._running.forget()
+        if connector and self._running.leader is not None:
+            await self.settle(timeout_s)
+            self._running.leader.clear()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until every save is published."""
+        limit = time.monotonic() + timeout_s
+        while _busy(self._running):
+            if time.monotonic() > limit:
+                raise TransferError(f"saves are still under way after {timeout_s} s")
+            await asyncio.sleep(0.002)
+
+    async def metrics(self) -> dict[str, float]:
+        """kvcore's Prometheus samples, those of leader and ranks added up."""
+        engine, registry, all_of_them = self._running, CollectorRegistry(), Metrics()
+        for made in engine.workers:
+            all_of_them.absorb(made.metrics.snapshot())
+        if engine.leader is not None:
+            all_of_them.absorb(engine.leader.metrics.snapshot())
+        all_of_them.register(registry)
+        return {
+            sample_name(sample.name, sample.labels): sample.value
+            for family in registry.collect()
+            for sample in family.samples
+        }
+
+    async def stop(self) -> None:
+        """End the engine, with what it is saving finished; another can be started."""
+        if self._stepping is not None:
+            self._stepping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._stepping
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close the engine, if there is one."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
+
+    @property
+    def _running(self) -> ReferenceEngine:
+        if self._engine is None:
+            raise UnsupportedError("no engine is started: call start first")
+        return self._engine
+
+    # -- stepping ---------------------------------------------------------------------------
+
+    async def _step(self, engine: ReferenceEngine) -> None:
+        """Step while there are requests, or anything moves; ends the process if a step fails, as
+        an engine would."""
+        while True:
+            await self._work.wait()
+            try:
+                engine.step()
+            except Exception:  # noqa: BLE001 - process boundary: who waits finds it in the log
+                traceback.print_exc()
+                os._exit(1)
+            self._tell()
+            if not _busy(engine):
+                self._work.clear()
+            await asyncio.sleep(0)
+
+    def _tell(self) -> None:
+        """Note first tokens, abort what was to be aborted, and answer who waits."""
+        for asked in list(self._asked):
+            request, tokens = asked.request, len(asked.request.answer)
+            if tokens and asked.first_at is None:
+                asked.first_at = time.perf_counter()
+            if asked.abort_after is not None and tokens >= asked.abort_after:
+                self._running.abort(request)
+            if request.state.ended:
+                self._asked.remove(asked)
+                asked.done.set_result(None)
+
+
+def _busy(engine: ReferenceEngine) -> bool:
+    moving = engine.leader is not None and engine.leader.manager.in_flight
+    return not engine.idle or bool(moving)
+
+
+def _wishes(fusion: dict[str, Any] | None, tokens: int) -> FusionOptions | None:
+    return None if fusion is None else fusion_options({"fusion": fusion}, tokens)
+
+
+async def _run(descriptor: int) -> None:
+    driver = Driver()
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics", "stop")
+    try:
+        await serve(descriptor, {name: getattr(driver, name) for name in calls})
+    finally:
+        driver.shutdown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # clients of stores leave threads behind that the interpreter would wait for

@@ -1,0 +1,234 @@
+"""The messages between nodes: one thread that answers, and a way to ask several at once.
+
+Each question has a socket to itself until its answer is there. A socket whose answer did not come
+in time is thrown away, and a late answer with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvcore.breaker import Breaker
+from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
+from kvcore.server.sockets import make_socket, zmq
+from kvcore.tiers.remote.peer.lending import Lending
+from kvcore.tiers.remote.peer.messages import (
+    MAX_FOLDERS,
+    MAX_MESSAGE,
+    Done,
+    Ended,
+    Find,
+    Found,
+    Lease,
+    Leased,
+    Meet,
+    Met,
+    Refused,
+    Remove,
+    Removed,
+    Reply,
+    Request,
+    decode_reply,
+    decode_request,
+    frames,
+)
+
+_log = logging.getLogger("kvcore.tiers.peer")
+
+_TICK_MS = 100
+_PAUSE_S = 0.0001
+_LINGER_S = 5.0
+"""How long reads go on whose lease is over: their readers learn then that they were in vain, and do
+not wait for bytes until they give this node up."""
+_IDLE_SOCKETS = 16
+_MAX_PAUSE_S = 30.0
+
+
+class Answerer:
+    """Answers other nodes about ``lending``, whose first byte is at ``base``, in its own thread.
+
+    ``meet`` gives the node's name and metadata in NIXL. ``progress`` is called again and again as
+    long as something is leased, and a little longer, and returns at once.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        lending: Lending,
+        base: int,
+        meet: Callable[[], tuple[str, bytes]],
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``address`` is tcp://HOST:PORT. Raises TierUnavailable where it cannot be listened on."""
+        self._lending = lending
+        self._base = base
+        self._meet = meet
+        self._progress = progress
+        self._context = zmq.Context()
+        self._socket = _bounded(self._context, zmq.ROUTER)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise TierUnavailable(
+                f"other nodes cannot ask at {address} ({error}): set `listen` to a free port"
+            ) from error
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kvcore-peer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+
+    def _serve(self) -> None:
+        read_until = 0.0
+        while not self._closed.is_set():
+            now = time.monotonic()
+            if self._lending.leased:
+                read_until = now + _LINGER_S
+            if reading := now < read_until:
+                self._progress()
+                time.sleep(_PAUSE_S)
+            if self._socket.poll(0 if reading else _TICK_MS):
+                sender, *parts = self._socket.recv_multipart()
+                try:
+                    self._socket.send_multipart([sender, *frames(self._reply(parts))], zmq.NOBLOCK)
+                except zmq.ZMQError as error:
+                    _log.debug("a node does not take its answer: %s", error)
+        self._socket.close()
+        self._context.term()
+
+    def _reply(self, parts: list[bytes]) -> Reply:
+        try:
+            return self._answer(decode_request(parts))
+        except (FormatError, CapacityError) as error:
+            _log.warning("another node's message is refused: %s", error)
+            return Refused(str(error)[:1000])
+        except KVCoreError as error:
+            return Refused(str(error)[:1000])
+        except Exception:  # noqa: BLE001 - thread boundary: this node goes on answering
+            _log.exception("a message of another node could not be answered")
+            return Refused("a fault of the node that was asked: see its log")
+
+    def _answer(self, request: Request) -> Reply:
+        lending = self._lending
+        if isinstance(request, Find):
+            held = bytes(lending.exists(request.names))
+            return Found(held, lending.folders[:MAX_FOLDERS])
+        if isinstance(request, Lease):
+            return self._lease(request)
+        if isinstance(request, Done):
+            return Ended(lending.end(request.lease))
+        if isinstance(request, Remove):
+            lending.remove(request.names)
+            return Removed()
+        assert isinstance(request, Meet)
+        return Met(*self._meet())
+
+    def _lease(self, request: Lease) -> Leased:
+        agent, _ = self._meet()
+        number, spans = self._lending.lease(request.names)
+        places = [span and (self._base + span.start, span.nbytes) for span in spans]
+        return Leased(number, self._lending.lease_s, agent, places)
+
+
+class Peers:
+    """The nodes at ``addresses`` (tcp://HOST:PORT), each with a breaker. Thread-safe.
+
+    A node that has not answered three times is left alone for a while, and then asked again.
+    """
+
+    def __init__(self, addresses: Iterable[str], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._breakers = {
+            address: Breaker(f"peer {address}", max_pause=_MAX_PAUSE_S) for address in addresses
+        }
+        self._idle: dict[str, list[Any]] = {address: [] for address in self._breakers}
+
+    def __len__(self) -> int:
+        return len(self._breakers)
+
+    def available(self) -> list[str]:
+        """Nodes that may be asked now."""
+        with self._lock:
+            return [address for address, breaker in self._breakers.items() if breaker.allows()]
+
+    def ask(self, requests: Mapping[str, Request]) -> dict[str, Reply | TierUnavailable]:
+        """Ask nodes, one question each, all at once. Blocks until every one has answered, for the
+        timeout at most; TierUnavailable stands for those that did not, or not in this protocol."""
+        waiting = {address: self._send(address, request) for address, request in requests.items()}
+        answers: dict[str, Reply | TierUnavailable] = {}
+        poller, owners = zmq.Poller(), {}
+        for address, socket in waiting.items():
+            poller.register(socket, zmq.POLLIN)
+            owners[socket] = address
+        until = time.monotonic() + self._timeout_s
+        while owners and (left := until - time.monotonic()) > 0:
+            for socket, _ in poller.poll(int(left * 1000) + 1):
+                poller.unregister(socket)
+                address = owners.pop(socket)
+                answers[address] = self._receive(address, socket)
+        for socket, address in owners.items():
+            socket.close()
+            answers[address] = TierUnavailable(
+                f"the node at {address} does not answer in {self._timeout_s:g} s"
+            )
+        self._judge(answers)
+        return answers
+
+    def close(self) -> None:
+        """Close all connections. Nothing may be in flight. Idempotent."""
+        with self._lock:
+            for sockets in self._idle.values():
+                for socket in sockets:
+                    socket.close()
+                sockets.clear()
+        self._context.term()
+
+    def _send(self, address: str, request: Request) -> Any:
+        with self._lock:
+            self._breakers[address].started()
+            socket = self._idle[address].pop() if self._idle[address] else None
+        if socket is None:
+            socket = _bounded(self._context, zmq.DEALER)
+            socket.connect(address)
+        socket.send_multipart(frames(request))
+        return socket
+
+    def _receive(self, address: str, socket: Any) -> Reply | TierUnavailable:
+        try:
+            reply = decode_reply(socket.recv_multipart())
+        except FormatError as error:
+            socket.close()
+            return TierUnavailable(f"the node at {address} is not understood: {error}")
+        with self._lock:
+            if len(self._idle[address]) < _IDLE_SOCKETS:
+                self._idle[address].append(socket)
+                return reply
+        socket.close()
+        return reply
+
+    def _judge(self, answers: Mapping[str, Reply | TierUnavailable]) -> None:
+        with self._lock:
+            for address, answer in answers.items():
+                breaker = self._breakers[address]
+                if isinstance(answer, TierUnavailable):
+                    breaker.failed()
+                else:
+                    breaker.succeeded()
+
+
+def _bounded(context: Any, kind: int) -> Any:
+    socket = make_socket(context, kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    return socket

@@ -1,0 +1,390 @@
+"""The memory of other nodes as a store: what one has put into its own, the others find and read.
+
+    put       into the part of this node's memory that it lends
+    exists    here, or at any of the other nodes
+    get       from here; else a lease of the first other node that has it, and a NIXL READ
+    delete    here, and at every node that can be asked
+
+A node is a rank. It lends with its own ``listen`` address; a leader has no memory, it only asks.
+Nothing is copied to a node that has not asked, and what a node holds is gone when it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, field_validator
+
+from kvcore.errors import (
+    BlockMissing,
+    CapacityError,
+    ConfigError,
+    CorruptBlock,
+    TierError,
+    TierUnavailable,
+)
+from kvcore.schema import Size, parse_size
+from kvcore.schema_base import Seconds
+from kvcore.tiers.base import SlotError, nbytes_of
+from kvcore.tiers.pages import Pages
+from kvcore.tiers.remote.base import BlockStore, Item, fill
+from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.peer.agent import LANE_NBYTES, Agent, Remote, nixl_module
+from kvcore.tiers.remote.peer.control import Answerer, Peers
+from kvcore.tiers.remote.peer.lending import Lending
+from kvcore.tiers.remote.peer.messages import (
+    MAX_NAMES,
+    Done,
+    Ended,
+    Find,
+    Found,
+    Lease,
+    Leased,
+    Meet,
+    Met,
+    Remove,
+    Reply,
+    Request,
+    folder_of,
+)
+from kvcore.tiers.remote.tier import StoreKind
+
+_log = logging.getLogger("kvcore.tiers.peer")
+
+_ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
+_MAX_RANKS = 64
+
+
+def addresses(text: str) -> list[str]:
+    """tcp://HOST:PORT of each rank of a node. Raises ConfigError."""
+    found = _ADDRESS.fullmatch(text)
+    first = int(found["first"]) if found else 0
+    last = int(found["last"] or first) if found else 0
+    if found is None or not (0 < first <= last <= 65535 and last - first < _MAX_RANKS):
+        raise ConfigError(
+            f"given {text!r}; supported is HOST:PORT, or HOST:FIRST-LAST with a port for each of "
+            f"up to {_MAX_RANKS} ranks"
+        )
+    return [f"tcp://{found['host']}:{port}" for port in range(first, last + 1)]
+
+
+class PeerOptions(StoreOptions):
+    """Where this node is, where the others are, and what it lends."""
+
+    listen: str = Field(
+        default="0.0.0.0:7801",
+        description="HOST:PORT on which rank 0 is asked by other nodes; a further rank has the "
+        "port as many further on.",
+    )
+    peers: list[str] = Field(
+        default=[],
+        description="Every node, this one too: HOST:PORT, or HOST:FIRST-LAST where one has several "
+        "ranks.",
+    )
+    lend: Size = Field(
+        default=parse_size("1GiB"),
+        description="Bytes of host memory that each rank lends. They are beside `host.capacity`, "
+        "and what lies there is gone when the rank ends.",
+    )
+    lease_s: Seconds = Field(
+        default=10.0,
+        description="Longest time, in seconds, that a value stays in its place for a reader.",
+    )
+    backend: Annotated[str, Field(min_length=1)] = Field(
+        default="UCX", description="NIXL's backend. What UCX uses is set by its own variables."
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _one_address(cls, text: str) -> str:
+        if len(addresses(text)) != 1:
+            raise ConfigError(f"given {text!r}; supported is HOST:PORT of rank 0")
+        return text
+
+    @field_validator("peers")
+    @classmethod
+    def _many_addresses(cls, texts: list[str]) -> list[str]:
+        for text in texts:
+            addresses(text)
+        return texts
+
+    def address(self, rank: int) -> str:
+        """Where ``rank`` is asked. Raises ConfigError where it would be no port."""
+        host, _, port = self.listen.rpartition(":")
+        [address] = addresses(f"{host}:{int(port) + rank}")
+        return address
+
+
+class _Find(NamedTuple):
+    """An item that another node has lent to us: its position, and where it lies."""
+
+    position: int
+    remote: Remote
+
+
+class PeerStore(BlockStore):
+    """``rank`` None lends nothing and reads nothing: it asks.
+
+    NIXL is started with the first value that is put or read. A call takes ``timeout_s`` for each of
+    its steps at most: to ask, to meet a node that is new, to read, to say that it has read.
+    """
+
+    def __init__(self, options: PeerOptions, rank: int | None = None) -> None:
+        """Raises UnsupportedError without NIXL or pyzmq, ConfigError for addresses that cannot be,
+        TierUnavailable where ``listen`` is taken or the memory is not granted."""
+        nixl_module()
+        self._options = options
+        self._lock = threading.Lock()
+        self._agent: Agent | None = None
+        self._told: set[str] = set()
+        self._memory: Pages | None = None
+        self.lending: Lending | None = None
+        self._answerer: Answerer | None = None
+        own = None
+        if rank is not None:
+            own = options.address(rank)
+            self._memory = Pages(max(options.lend, 1))
+            self.lending = Lending(self._memory.view[: options.lend], lease_s=options.lease_s)
+            self._answerer = Answerer(
+                own, self.lending, self._memory.address, self._introduce, self._progress
+            )
+        self.peers = Peers(_others(options.peers, own), options.timeout_s)
+
+    # -- the contract -----------------------------------------------------------------------
+
+    def put(self, items: Sequence[Item]) -> list[TierError | None]:
+        return [self._put(item) for item in items]
+
+    def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        results = [self._own(item) for item in items]
+        absent = [i for i, error in enumerate(results) if isinstance(error, BlockMissing)]
+        for start in range(0, len(absent), MAX_NAMES):
+            self._fetch(items, absent[start : start + MAX_NAMES], results)
+        return results
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        here = self.lending.exists(names) if self.lending is not None else [False] * len(names)
+        held = {name for name, is_here in zip(names, here, strict=True) if is_here}
+        rest = [name for name in names if name not in held]
+        folders: set[str] = set()
+        for start in range(0, len(rest), MAX_NAMES):
+            part = rest[start : start + MAX_NAMES]
+            for answer in self._ask_all(Find(part)):
+                if isinstance(answer, Found) and len(answer.held) == len(part):
+                    held.update(n for n, there in zip(part, answer.held, strict=True) if there)
+                    folders.update(answer.folders)
+        self._tell_strangers(rest, folders)
+        return [name in held for name in names]
+
+    def delete(self, names: Sequence[str]) -> None:
+        if self.lending is not None:
+            self.lending.remove(names)
+        for start in range(0, len(names), MAX_NAMES):
+            self._ask_all(Remove(list(names[start : start + MAX_NAMES])))
+
+    def close(self) -> None:
+        if self._answerer is not None:
+            self._answerer.close()
+        self.peers.close()
+        with self._lock:
+            agent, self._agent = self._agent, None
+        if (agent is None or agent.close()) and self._memory is not None:
+            self._memory.close()
+
+    # -- this node --------------------------------------------------------------------------
+
+    def _put(self, item: Item) -> TierError | None:
+        if self.lending is None:
+            return TierUnavailable(f"{item.name} has nowhere to lie: only ranks lend memory")
+        nbytes = nbytes_of(item.parts)
+        if nbytes > LANE_NBYTES:
+            return SlotError(f"{item.name} has {nbytes} bytes; others read {LANE_NBYTES} at most")
+        try:
+            self._started()
+        except TierUnavailable as error:
+            return error
+        if self.lending.put(item.name, item.parts):
+            return None
+        return TierUnavailable(
+            f"no room for {nbytes} bytes in the {self._options.lend} that are lent: raise `lend`"
+        )
+
+    def _own(self, item: Item) -> TierError | None:
+        """What comes of reading a value of this node's own memory."""
+        missing = BlockMissing(f"no node holds {item.name}")
+        if self.lending is None:
+            return missing
+        try:
+            lease, [place] = self.lending.lease([item.name])
+        except CapacityError as error:
+            return TierUnavailable(str(error))
+        try:
+            if place is None:
+                return missing
+            return None if fill(item, self.lending.view(place)) else _misfit(item, place.nbytes)
+        finally:
+            self.lending.end(lease)
+
+    def _started(self) -> Agent:
+        """This node in NIXL. Raises TierUnavailable."""
+        with self._lock:
+            if self._agent is None:
+                name = f"kvcore-{socket.gethostname()}-{uuid.uuid4().hex}"
+                lanes = 2 * self._options.parallel  # as many as `StoreTier` has threads
+                self._agent = Agent(name, self._options.backend, lanes, self._memory)
+            return self._agent
+
+    def _introduce(self) -> tuple[str, bytes]:
+        agent = self._started()
+        return agent.name, agent.metadata
+
+    def _progress(self) -> None:
+        agent = self._agent
+        if agent is not None:
+            agent.progress()
+
+    # -- other nodes ------------------------------------------------------------------------
+
+    def _ask_all(self, request: Request) -> list[Reply]:
+        """What the nodes answer that may be asked now. Raises TierUnavailable where there are
+        others, and none answers."""
+        asked = self.peers.ask(dict.fromkeys(self.peers.available(), request))
+        answers = [answer for answer in asked.values() if not isinstance(answer, TierUnavailable)]
+        if len(self.peers) and not answers:
+            raise next(
+                (error for error in asked.values() if isinstance(error, TierUnavailable)),
+                TierUnavailable("every other node is left alone for a while: none has answered"),
+            )
+        return answers
+
+    def _fetch(
+        self, items: Sequence[Item], absent: Sequence[int], results: list[TierError | None]
+    ) -> None:
+        """Read the items at ``absent`` from nodes that have them, under a lease of each node."""
+        asked_at = time.monotonic()
+        request = Lease([items[position].name for position in absent])
+        asked = self.peers.ask(dict.fromkeys(self.peers.available(), request))
+        read: dict[str, list[int]] = {}
+        for answer in asked.values():
+            if isinstance(answer, TierUnavailable):
+                for position in absent:  # it may be the one that has them
+                    if isinstance(results[position], BlockMissing):
+                        results[position] = answer
+        for address, answer in asked.items():
+            if isinstance(answer, Leased) and any(answer.places):
+                finds = _fitting(items, absent, answer, results)
+                until = min(time.monotonic() + self._options.timeout_s, asked_at + answer.seconds)
+                error = self._read(address, answer.agent, items, finds, until)
+                for find in finds:
+                    results[find.position] = error
+                read[address] = [find.position for find in finds]
+        self._give_back({address: asked[address] for address in read}, items, read, results)
+
+    def _read(
+        self, address: str, owner: str, items: Sequence[Item], finds: Sequence[_Find], until: float
+    ) -> TierUnavailable | None:
+        """Fill the items that were found at a node; why that did not work, None if it did."""
+        try:
+            agent = self._started()
+            if owner == agent.name:
+                return TierUnavailable("this node asked itself for what it had not a moment ago")
+            if finds and not agent.knows(owner):
+                self._meet(agent, address, owner)
+            for together in _lanes_of(finds):
+                with agent.read(owner, [find.remote for find in together], until) as values:
+                    for find, value in zip(together, values, strict=True):
+                        fill(items[find.position], value)
+        except TierUnavailable as error:
+            return error
+        return None
+
+    def _meet(self, agent: Agent, address: str, owner: str) -> None:
+        reply = self.peers.ask({address: Meet()})[address]
+        if isinstance(reply, TierUnavailable):
+            raise reply
+        if not isinstance(reply, Met) or reply.agent != owner:
+            raise TierUnavailable(f"the node at {address} has been started anew")
+        agent.meet(owner, reply.metadata)
+
+    def _give_back(
+        self,
+        asked: Mapping[str, Reply | TierUnavailable],
+        items: Sequence[Item],
+        read: Mapping[str, Sequence[int]],
+        results: list[TierError | None],
+    ) -> None:
+        """End leases. What was read under one that had ended before may be anything. A node that
+        says nothing to that is gone, and what was read is judged by its checksum."""
+        used = {a: Done(leased.lease) for a, leased in asked.items() if isinstance(leased, Leased)}
+        for address, answer in self.peers.ask(used).items():
+            if isinstance(answer, Ended) and not answer.held:
+                for position in read[address]:
+                    if results[position] is None:
+                        results[position] = BlockMissing(
+                            f"{items[position].name} was lent by {address} for less time than "
+                            "reading it took"
+                        )
+
+    def _tell_strangers(self, names: Sequence[str], folders: set[str]) -> None:
+        """Say once of each model and layout that the other nodes hold nothing but others."""
+        wanted = {folder_of(name) for name in names}
+        if not folders or wanted & folders:
+            return
+        for folder in wanted - self._told:
+            self._told.add(folder)
+            _log.warning(
+                "no other node holds KV of %s, only of %s", folder, ", ".join(sorted(folders))
+            )
+
+
+def _others(peers: Iterable[str], own: str | None) -> list[str]:
+    """Every address of ``peers`` once, without this node's."""
+    every = dict.fromkeys(address for text in peers for address in addresses(text))
+    return [address for address in every if address != own]
+
+
+def _fitting(
+    items: Sequence[Item],
+    absent: Sequence[int],
+    leased: Leased,
+    results: list[TierError | None],
+) -> list[_Find]:
+    """What is still wanted of the values that a node has lent, and has the size it should have."""
+    finds = []
+    for position, place in zip(absent, leased.places, strict=False):
+        if place is None or results[position] is None:
+            continue
+        address, nbytes = place
+        if nbytes == nbytes_of(items[position].parts) <= LANE_NBYTES:
+            finds.append(_Find(position, Remote(address, nbytes)))
+        else:
+            results[position] = _misfit(items[position], nbytes)
+    return finds
+
+
+def _lanes_of(finds: Sequence[_Find]) -> Iterator[list[_Find]]:
+    """Finds that fit one lane, as many at a time as do."""
+    together: list[_Find] = []
+    room = LANE_NBYTES
+    for find in finds:
+        if find.remote.nbytes > room:
+            yield together
+            together, room = [], LANE_NBYTES
+        together.append(find)
+        room -= find.remote.nbytes
+    if together:
+        yield together
+
+
+def _misfit(item: Item, nbytes: int) -> CorruptBlock:
+    return CorruptBlock(f"{nbytes} bytes lie under {item.name}; {nbytes_of(item.parts)} are wanted")
+
+
+KIND = StoreKind(PeerOptions, PeerStore)

@@ -1,0 +1,222 @@
+"""Real vLLM: what it says of a request, in the answer and to `kvcore explain`, is what happened.
+
+One engine for all of it: a host tier of 1024 tokens, a quarter of it for staging, and a shelf below
+it of 3072.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcore.cli.app import app
+from kvcore.testing.asking import SETTLE_S, answers, settled
+from kvcore.testing.asking import small_engine as engine
+from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.faults import Fault, Rule, Seam, write_rules
+from kvcore.testing.faults.plugin import FAULTY_DISK, write_plugin
+from kvcore.testing.models import tiny_model
+from kvcore.testing.prompts import windows
+
+collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+
+pytestmark = pytest.mark.engine
+
+BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
+HOST_BLOCKS, SHELF_BLOCKS = 64, 192
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Spans:
+    """Takes in what an engine exports over OTLP/HTTP."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        took = self.seen
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                told = collector.ExportTraceServiceRequest()
+                told.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+                for resource in told.resource_spans:
+                    for scope in resource.scope_spans:
+                        took.extend(scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+
+class Served(NamedTuple):
+    process: EngineProcess
+    records: Path
+    rules: Path
+    spans: Spans
+    documents: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = write_plugin(tmp_path_factory.mktemp("explain"))
+    rules, records, spans = folder / "rules", folder / "records", Spans()
+    write_rules(rules)
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+    kvcore = {
+        "host": {"capacity": HOST_BLOCKS * BLOCK_NBYTES},
+        "tiers": {
+            "shelf": {
+                "plugin": FAULTY_DISK,
+                "capacity": SHELF_BLOCKS * BLOCK_NBYTES,
+                "options": {"rules": str(rules), "path": str(folder / "kv")},
+            }
+        },
+        "transfer": {"load_deadline_s": 300},
+        "explain": {"path": str(records), "spans": True},
+    }
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    try:
+        with engine(model, kvcore, env, otlp_traces_endpoint=spans.url) as process:
+            yield Served(process, records, rules, spans, windows(model, 9, 600, 600, seed=5))
+    finally:
+        spans.close()
+
+
+def ask(served: Served, prompt: list[int], **options: Any) -> Generation:
+    """One answer, with its saves published and vLLM's own cache empty."""
+    [answer] = answers(served.process, [prompt], **options)
+    settled(served.process)
+    return answer
+
+
+def told(served: Served, answer: Generation) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a client was told, and what `kvcore explain` says of the same request."""
+    client = answer.kvcore["explain"]
+    limit = time.monotonic() + SETTLE_S
+    while True:
+        command = ["explain", client["request"], "--path", str(served.records), "--json"]
+        result = CliRunner().invoke(app, command)
+        if result.exit_code == 0:
+            break
+        assert time.monotonic() < limit, result.output
+        time.sleep(0.05)
+    [record] = json.loads(result.stdout)
+    del record["at"]
+    without = {name for name in record if name != "misses"}
+    assert {name: client[name] for name in without} == {name: record[name] for name in without}
+    assert record["loaded"] == answer.tiers
+    assert sum(record["loaded"].values()) == answer.reused_tokens
+    assert record["outcome"] == "length"
+    assert record["tokens"] == answer.prompt_tokens
+    return client, record
+
+
+def causes(record: dict[str, Any]) -> list[str]:
+    return [miss["cause"] for miss in record["misses"]]
+
+
+def test_each_way_a_request_can_go(served: Served) -> None:
+    first, *others, last = served.documents
+
+    cold = ask(served, first)
+    client, record = told(served, cold)
+    assert causes(client) == causes(record) == ["never seen"]
+    assert "nothing was found to load" in record["otherwise"]["unknown"]
+
+    warm = ask(served, first)
+    client, record = told(served, warm)
+    assert warm.token_ids == cold.token_ids
+    assert record["matched"] == [{"tier": "host", "tokens": [0, 592]}]
+    assert record["loaded"] == {"host": 592}
+    assert causes(client) == causes(record) == []
+    assert {"lookup", "rest"} <= set(record["ms"])
+
+    stranger = ask(served, first, cache_salt="another tenant")
+    client, record = told(served, stranger)
+    assert causes(client) == ["never seen"], "it was told of another tenant"
+    assert record["misses"] == [{"cause": "other namespace", "differed": ["cache_salt"]}]
+
+    short = ask(served, first[:40])
+    client, record = told(served, short)
+    assert causes(client)[-1] == causes(record)[-1] == "too short"
+
+    for other in others:
+        ask(served, other)
+    target = others[-3]
+    right = ask(served, last)  # new, so that nothing it is compared with was loaded
+    assert causes(told(served, right)[1]) == ["never seen"]
+    write_rules(served.rules, Rule(Fault.ERROR, Seam.FILE_READ))
+    try:
+        failed = ask(served, target)
+    finally:
+        write_rules(served.rules)
+    client, record = told(served, failed)
+    assert failed.reused_tokens == 0
+    assert record["failures"] >= 1
+    assert "failed" in causes(client)
+    assert "failed" in causes(record)
+
+    evicted = ask(served, first)
+    client, record = told(served, evicted)
+    assert evicted.token_ids == cold.token_ids
+    [miss] = record["misses"]
+    assert (miss["cause"], miss["tier"]) == ("evicted", "shelf")
+    assert miss["seconds_ago"] > 0
+    assert causes(client) == ["evicted"]
+
+
+def test_estimates_are_made_once_all_was_measured(served: Served) -> None:
+    document = served.documents[1]
+    for _ in range(5):
+        answer = ask(served, document)
+    _, record = told(served, answer)
+    assert record["loaded"] == {"host": 592}
+    assert record["otherwise"]["unknown"] == []
+    assert record["otherwise"]["recompute_ms"] > 0
+    assert record["otherwise"]["load_all_ms"] >= record["otherwise"]["loading_ms"] > 0
+
+
+def test_spans_are_exported_in_the_trace_of_the_request(served: Served) -> None:
+    answer = ask(served, served.documents[0], traceparent=f"00-{TRACE}-{SPAN}-01")
+    name = answer.kvcore["explain"]["request"]
+    limit = time.monotonic() + SETTLE_S
+    while True:
+        ours = [span for span in served.spans.seen if span.trace_id.hex() == TRACE]
+        roots = [span for span in ours if span.name == "kvcore"]
+        if roots and any(not span.name.startswith("kvcore") for span in ours):
+            break
+        assert time.monotonic() < limit, [span.name for span in served.spans.seen]
+        time.sleep(0.05)
+    [root] = roots
+    assert root.parent_span_id.hex() == SPAN
+    attributes = {each.key: each.value for each in root.attributes}
+    assert attributes["kvcore.request"].string_value == name
+    steps = [span for span in ours if span.parent_span_id == root.span_id]
+    assert {"kvcore.lookup", "kvcore.rest"} <= {span.name for span in steps}
+    assert all(root.start_time_unix_nano <= span.start_time_unix_nano for span in steps)

@@ -1,0 +1,282 @@
+"""The `peer` store over NIXL: nodes in processes of their own, which die, hang and evict."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
+from kvcore.layout import BlockShape
+from kvcore.testing.peer_node import PATIENCE_S, PeerNode, address
+from kvcore.testing.servers import need_client
+from kvcore.testing.store_contract import StoreContract, fetch, put, value
+from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
+from kvcore.tiers.disk import Geometry
+from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
+from kvcore.tiers.remote.peer.agent import LANE_NBYTES
+from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
+
+need_client("nixl_cu13")
+
+os.environ.setdefault("UCX_TLS", "tcp")  # as between hosts; what is shared needs no owner that runs
+
+NBYTES = 300_000
+MIB = 1 << 20
+FOLDER = "kvcore/model/h0-2.l0-4"
+A, B = f"{FOLDER}/{'a' * 32}", f"{FOLDER}/{'b' * 32}"
+
+Open = Callable[..., PeerStore]
+
+
+@pytest.fixture
+def open_store() -> Iterator[Open]:
+    made: list[PeerStore] = []
+
+    def make(*peers: str, rank: int | None = 0, **options: Any) -> PeerStore:
+        options = {"listen": address(), "lend": 8 * MIB, "timeout_s": PATIENCE_S, **options}
+        made.append(PeerStore(PeerOptions(peers=list(peers), **options), rank))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[PeerNode]:
+    """A node that lives through the tests that do it no harm."""
+    with PeerNode(lend="8MiB", lease_s=600.0) as node:
+        node.call("put", seeds={A: 1, B: 2}, nbytes=NBYTES)
+        yield node
+
+
+class TestPeer(StoreContract):
+    """A client's values lie in its own memory; those made later are told of those made before."""
+
+    replaces = False
+
+    @pytest.fixture(autouse=True)
+    def _nodes(self) -> None:
+        self.nodes: list[str] = []
+
+    def make_store(self) -> BlockStore:
+        listen = address()
+        store = PeerStore(
+            PeerOptions(listen=listen, peers=list(self.nodes), lend=4 * MIB, timeout_s=PATIENCE_S),
+            rank=0,
+        )
+        self.nodes.append(listen)
+        return store
+
+
+def test_values_of_another_process_come_byte_for_byte(owner: PeerNode, open_store: Open) -> None:
+    reader = open_store(owner.listen)
+    assert reader.exists([A, f"{FOLDER}/{'c' * 32}", B]) == [True, False, True]
+    assert fetch(reader, B, NBYTES) == value(2, NBYTES)
+    assert fetch(reader, A, NBYTES) == value(1, NBYTES)
+    with pytest.raises(CorruptBlock):
+        fetch(reader, A, NBYTES - 1)
+    with pytest.raises(BlockMissing):
+        fetch(reader, f"{FOLDER}/{'c' * 32}", NBYTES)
+    assert owner.call("leased") == 0, "every lease is given back"
+    leader = open_store(owner.listen, rank=None)
+    assert leader.exists([B]) == [True]
+    [error] = leader.put([Item(A, [memoryview(b"x")])])
+    assert isinstance(error, TierUnavailable)
+
+
+def test_more_than_a_lane_holds_comes_in_several_reads(open_store: Open) -> None:
+    nbytes = 5 * MIB
+    names = [f"{FOLDER}/{n:032x}" for n in range(5)]
+    with PeerNode(lend="64MiB") as owner:
+        owner.call("put", seeds={name: n for n, name in enumerate(names)}, nbytes=nbytes)
+        reader = open_store(owner.listen)
+        buffers = {name: bytearray(nbytes) for name in names}
+        items = [Item(name, [memoryview(into)]) for name, into in buffers.items()]
+        assert reader.get(items) == [None] * 5
+        assert [bytes(into) for into in buffers.values()] == [value(n, nbytes) for n in range(5)]
+    [error] = reader.put([Item(A, [memoryview(bytearray(LANE_NBYTES + 1))])])
+    assert isinstance(error, SlotError)
+
+
+def test_a_full_memory_makes_room_and_says_when_it_cannot(open_store: Open) -> None:
+    store = open_store(lend=MIB)
+    for n in range(20):
+        put(store, {f"{FOLDER}/{n:032x}": value(n, NBYTES)})
+    there = store.exists([f"{FOLDER}/{n:032x}" for n in range(20)])
+    assert there == [False] * 17 + [True] * 3
+    [error] = open_store(lend=0).put([Item(A, [memoryview(b"x")])])
+    assert isinstance(error, TierUnavailable)
+    assert "raise `lend`" in str(error)
+
+
+def test_another_model_is_told_of_once_and_not_read(
+    owner: PeerNode, open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = open_store(owner.listen, rank=None)
+    names = [f"kvcore/other/h0-2.l0-4/{n:032x}" for n in range(3)]
+    with caplog.at_level(logging.WARNING, "kvcore.tiers.peer"):
+        assert reader.exists(names) == [False] * 3
+        assert reader.exists(names) == [False] * 3
+    [record] = [r for r in caplog.records if "no other node holds" in r.msg]
+    assert "kvcore/other/h0-2.l0-4" in record.getMessage()
+    assert FOLDER in record.getMessage()
+
+
+# -- death ------------------------------------------------------------------------------------
+
+
+def test_an_owner_that_dies_costs_a_deadline_and_is_found_again(open_store: Open) -> None:
+    listen = address()
+    with PeerNode(listen=listen) as owner:
+        owner.call("put", seeds={A: 1}, nbytes=NBYTES)
+        reader = open_store(listen, timeout_s=20.0)
+        assert fetch(reader, A, NBYTES) == value(1, NBYTES)
+    reader.peers._timeout_s = 0.5
+    for _ in range(3):
+        began = time.monotonic()
+        with pytest.raises(TierUnavailable):
+            fetch(reader, A, NBYTES)
+        assert time.monotonic() - began < PATIENCE_S
+    with pytest.raises(BlockMissing):  # left alone: nobody has it
+        fetch(reader, A, NBYTES)
+    with pytest.raises(TierUnavailable, match="left alone"):
+        reader.exists([A])
+    with PeerNode(listen=listen) as again:
+        again.call("put", seeds={A: 7}, nbytes=NBYTES)
+        reader.peers._timeout_s = PATIENCE_S
+        reader.peers._breakers[f"tcp://{listen}"]._opened_at = -1e9  # its pause is over
+        assert fetch(reader, A, NBYTES) == value(7, NBYTES)
+
+
+def interrupted(store: PeerStore, what: Callable[[], object]) -> None:
+    """Do something between the lease and the read."""
+    read = store._read
+
+    def late(*arguments: Any) -> Any:
+        what()
+        return read(*arguments)
+
+    store._read = late  # type: ignore[assignment, method-assign]
+
+
+def test_an_owner_that_dies_under_a_lease(open_store: Open) -> None:
+    with PeerNode() as owner:
+        owner.call("put", seeds={A: 1, B: 2}, nbytes=NBYTES)
+        reader = open_store(owner.listen, timeout_s=20.0)
+        assert fetch(reader, B, NBYTES) == value(2, NBYTES)
+        reader.peers._timeout_s = 1.0
+        interrupted(reader, owner.kill)
+        with pytest.raises(TierUnavailable):
+            fetch(reader, A, NBYTES)
+
+
+def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_store: Open) -> None:
+    """What a read that was given up writes later lands in a lane that nobody uses."""
+    with PeerNode() as owner:
+        owner.call("put", seeds={A: 1, B: 2}, nbytes=NBYTES)
+        reader = open_store(owner.listen, timeout_s=20.0)
+        assert fetch(reader, B, NBYTES) == value(2, NBYTES)
+        agent = reader._agent
+        assert agent is not None
+        reader._options = reader._options.model_copy(update={"timeout_s": 0.5})
+        reader.peers._timeout_s = 0.5
+        interrupted(reader, owner.stop)
+        into = bytearray(b"\xee" * NBYTES)
+        [error] = reader.get([Item(A, [memoryview(into)])])
+        assert isinstance(error, TierUnavailable)
+        assert len(agent._lost) == 1
+        owner.go_on()
+        owner.call("sleep", seconds=0.5)
+        assert set(into) == {0xEE}
+        del reader._read
+        reader._options = reader._options.model_copy(update={"timeout_s": PATIENCE_S})
+        reader.peers._timeout_s = PATIENCE_S
+        assert fetch(reader, A, NBYTES) == value(1, NBYTES)
+        limit = time.monotonic() + PATIENCE_S
+        while agent._lost:  # NIXL says that it has ended: the lane is used again
+            assert time.monotonic() < limit
+            fetch(reader, A, NBYTES)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:
+    """Nor is what it holds evicted while it may still read it."""
+    owner, clock = open_store(lend=MIB, lease_s=600.0), Clock()
+    assert owner.lending is not None
+    owner.lending._clock = clock
+    put(owner, {A: value(1, 900_000)})
+    with PeerNode(peers=[owner._options.listen]) as reader:
+        assert reader.call("digest", name=A, nbytes=900_000) == (
+            hashlib.sha256(value(1, 900_000)).hexdigest()
+        )
+        assert owner.lending.leased == 0
+        reader.call("lease", name=A, of=owner._options.listen)
+        assert owner.lending.leased == 1
+        reader.kill()
+    other = Item(B, [memoryview(value(2, 900_000))])
+    [error] = owner.put([other])
+    assert isinstance(error, TierUnavailable)
+    clock.now += 599
+    assert owner.exists([A, B]) == [True, False]
+    clock.now += 2
+    assert owner.lending.leased == 0
+    assert owner.put([other]) == [None]
+    assert owner.exists([A, B]) == [False, True]
+    owner.lending.check_integrity()
+
+
+# -- a slot that is used again under a lapsed lease -------------------------------------------
+
+
+SHAPE = BlockShape(layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="float32")
+SHARD = Shard.of(Geometry(SHAPE, b"model", ((0, 2),)), 0, "kvcore")
+KEYS = [bytes([n]) * 16 for n in range(2)]
+SPACE = b"namespace".ljust(16, b"\0")
+
+
+def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
+    """The owner says that it has lapsed; and where that is not heard, the block's checksum does."""
+    owner, clock = open_store(lend=SHARD.block_nbytes + 500, lease_s=600.0), Clock()
+    assert owner.lending is not None
+    owner.lending._clock = clock
+    writer = StoreTier(owner, SHARD, StoreOptions())
+    blocks = [value(n, SHARD.block_nbytes) for n in range(2)]
+
+    def write(n: int) -> None:
+        request = BlockWrite(n, KEYS[n], KEYS[0], SPACE, [memoryview(blocks[n])])
+        assert writer.write([request]) == [None]
+
+    store = open_store(owner._options.listen)
+    reader = StoreTier(store, SHARD, StoreOptions(retries=0))
+
+    def read(n: int) -> TierError | bytes:
+        into = bytearray(SHARD.block_nbytes)
+        [error] = reader.read([BlockRead(0, KEYS[n], [memoryview(into)])])
+        return bytes(into) if error is None else error
+
+    def lapse() -> None:
+        clock.now += 601
+        write(1)
+
+    write(0)
+    assert read(0) == blocks[0]
+    interrupted(store, lapse)
+    assert isinstance(read(0), BlockMissing)
+    store._give_back = lambda *_: None  # type: ignore[method-assign]
+    write(0)
+    assert isinstance(read(0), CorruptBlock)
+    for tier in (reader, writer):
+        tier._pool.shutdown()

@@ -1,0 +1,182 @@
+"""TensorRT-LLM's adapter, in its harness, behind a server: it shares KV with another engine, and a
+promise that it made holds when the server is gone."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.config import Config, load_config
+from kvcore.errors import UnsupportedError
+from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
+from kvcore.testing.conformance.reference import ReferenceDriver
+from kvcore.testing.models import tiny_model
+from kvcore.testing.served import RunningServer, until, words
+
+ANSWER = 6
+Start = Callable[[Config], RunningServer]
+Begin = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Path:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def tables(folder: Path) -> dict[str, Any]:
+    """Settings of the server and its clients alike."""
+    server = {"address": "local", "folder": str(folder), "deadline_s": 20.0, "lease_s": 20.0}
+    return {"server": server, "host": {"capacity": "16MiB", "huge_pages": False}}
+
+
+@pytest.fixture
+def begin(checkpoint: Path, tables: dict[str, Any]) -> Iterator[Begin]:
+    """Starts engines by name; each must be sound when the test ends."""
+    made: list[Engine] = []
+
+    def start(name: str, ranks: int = 1) -> Engine:
+        driver: Driver = ReferenceDriver() if name == "reference" else find_driver(name)
+        made.append(driver.start(Setup(checkpoint, tables, ranks)))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.settle()
+        engine.check()
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Iterator[Callable[[Sequence[int]], list[int]]]:
+    """Answers without kvcore."""
+    engine = ReferenceDriver().start(Setup(checkpoint))
+    yield lambda prompt: engine.ask([Ask(prompt, ANSWER)])[0].tokens
+    engine.stop()
+
+
+def serve(engine: Engine, prompt: Sequence[int]) -> tuple[list[int], dict[str, int]]:
+    """The answer and what was reused, with nothing in the engine's own cache."""
+    [answer] = engine.ask([Ask(prompt, ANSWER)])
+    engine.settle()
+    engine.forget()
+    return answer.tokens, answer.reused
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("engines", [("reference", "trtllm"), ("trtllm", "reference")])
+def test_what_one_engine_computes_the_other_kind_loads(
+    start: Start,
+    begin: Begin,
+    plain: Any,
+    tables: dict[str, Any],
+    engines: tuple[str, str],
+    ranks: tuple[int, int],
+) -> None:
+    server = start(load_config(None, tables))
+    first, second = (begin(*each) for each in zip(engines, ranks, strict=True))
+    prompt = words(1, 100)
+    assert serve(first, prompt) == (plain(prompt), {})
+    until(lambda: server.idle)
+    if engines[1] == "trtllm" and ranks[1] > 1:  # its ranks map the memory behind the first one
+        assert serve(second, prompt)[0] == plain(prompt)
+    assert serve(second, prompt) == (plain(prompt), {"host": 96})
+    longer = [*prompt, *words(2, 60)]
+    assert serve(second, longer)[0] == plain(longer)
+    until(lambda: server.idle)
+    answer, reused = serve(first, longer)
+    assert answer == plain(longer)
+    assert reused == {"host": 159 if engines[0] == "reference" else reused.get("host", 0)}
+    assert reused["host"] >= 144
+
+
+def leader(engine: Any) -> Any:
+    return engine._harness.scheduler._leader
+
+
+def test_a_promise_holds_when_the_server_ends_behind_it(
+    start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
+) -> None:
+    """The server ends, its files removed, between the promise and the plan of the load."""
+    server = start(load_config(None, tables))
+    engine = begin("trtllm")
+    prompts = [words(seed, 100) for seed in range(2)]
+    for prompt in prompts:
+        assert serve(engine, prompt) == (plain(prompt), {})
+    manager = leader(engine).manager
+    prepare = manager.prepare_load
+
+    def then_the_end(*given: Any, **options: Any) -> Any:
+        prepared = prepare(*given, **options)
+        server.close()
+        return prepared
+
+    manager.prepare_load = then_the_end
+    assert serve(engine, prompts[0]) == (plain(prompts[0]), {"host": 96})
+    manager.prepare_load = prepare
+    until(lambda: manager.keeper.member is None)
+    assert serve(engine, prompts[1]) == (plain(prompts[1]), {}), "there is nothing to reuse"
+
+
+def test_nothing_is_promised_before_every_worker_has_the_memory(
+    start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
+) -> None:
+    server = start(load_config(None, tables))
+    prompt = words(1, 100)
+    serve(begin("reference"), prompt)
+    until(lambda: server.idle)
+    engine = begin("trtllm")
+    [worker] = engine._harness.workers  # type: ignore[attr-defined]
+    refuse = lambda *given: (_ for _ in ()).throw(UnsupportedError("no memory to map it"))  # noqa: E731
+    worker._side._worker._map = refuse
+    assert serve(engine, prompt) == (plain(prompt), {}), "and no request fails"
+    del worker._side._worker._map
+    assert serve(engine, prompt) == (plain(prompt), {"host": 96})
+
+
+def test_a_promise_that_is_not_kept_gives_its_blocks_back(
+    start: Start, begin: Begin, tables: dict[str, Any]
+) -> None:
+    server = start(load_config(None, tables))
+    engine = begin("trtllm")
+    prompt = words(1, 100)
+    serve(engine, prompt)
+    until(lambda: server.idle)
+    asking = leader(engine)
+    request = engine._harness.submit(prompt, ANSWER)  # type: ignore[attr-defined]
+    assert asking.match(request, 0)[0] == 96
+    assert not server.idle, "the server keeps them for the promise"
+    asking.forget(request.request_id)
+    until(lambda: server.idle)
+    engine._harness.run()  # type: ignore[attr-defined]
+
+
+def test_a_promise_costs_no_more_than_a_deadline_when_the_server_hangs(
+    start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
+) -> None:
+    tables["server"]["deadline_s"] = 0.5
+    server = start(load_config(None, tables))
+    engine = begin("trtllm")
+    prompts = [words(seed, 100) for seed in range(3)]
+    for prompt in prompts:
+        serve(engine, prompt)
+    until(lambda: server.idle)
+    server.server.step = lambda: time.sleep(0.05)  # type: ignore[method-assign]
+    waits: list[float] = []
+    asking = leader(engine).manager.keeper
+    ask = asking.ask
+
+    def timed(*given: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return ask(*given)
+        finally:
+            waits.append(time.monotonic() - began)
+
+    asking.ask = timed
+    for prompt in prompts:
+        assert serve(engine, prompt) == (plain(prompt), {})
+    assert sum(wait > 0.3 for wait in waits) <= 1, "one deadline, then nothing is asked"
+    del server.server.step

@@ -1,0 +1,184 @@
+"""Promises: what one engine tells another of a prompt's KV, and how long that is waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcore_vllm.handover import Handover
+
+from kvcore.adapting.handover import accept, promised
+from kvcore.block import KeyChain, Namespace
+from kvcore.breaker import Breaker
+from kvcore.errors import FormatError, TierUnavailable
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.layout import BlockShape
+from kvcore.stores import StoreLookup
+from kvcore.tiers.remote import Finder, Item, Promise, Shard
+from kvcore.tiers.remote.memory import MemoryStore
+from kvcore.tiers.shards import Part
+
+
+def chain(tokens: Sequence[int], tenant: str = "") -> KeyChain:
+    made = KeyChain(Namespace(b"model", cache_salt=tenant), 16)
+    made.extend(tokens)
+    return made
+
+
+PROMPT = list(range(1, 101))
+SHAPE = BlockShape(1, 1, 16, 8, "float32")
+SHARD = Shard("kvcore", "base", Part.whole(SHAPE), SHAPE)
+
+
+def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
+    told = promised(chain(PROMPT), 6)
+    assert told is not None
+    assert accept(told, chain([*PROMPT, 5, 6]), 3.0) == Promise(6, 3.0)
+    with pytest.raises(FormatError, match="another prompt"):
+        accept(told, chain([9, *PROMPT[1:]]), 3.0)
+    with pytest.raises(FormatError, match="another prompt"):
+        accept(told, chain(PROMPT[:90]), 3.0)
+    with pytest.raises(FormatError, match="namespace"):
+        accept(told, chain(PROMPT, "tenant"), 3.0)
+    with pytest.raises(FormatError, match=r"block\.tokens"):
+        accept({**told, "block_tokens": 32}, chain(PROMPT), 3.0)
+    with pytest.raises(FormatError, match="version"):
+        accept({**told, "version": 9}, chain(PROMPT), 3.0)
+    assert promised(chain(PROMPT), 0) is None
+    assert promised(chain(PROMPT[:10]), 1) is None
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["version", "namespace", "blocks", "last", "x"]),
+        st.none() | st.integers() | st.text() | st.binary(),
+    )
+)
+def test_what_is_no_promise_is_refused(garbage: dict[str, Any]) -> None:
+    with pytest.raises(FormatError):
+        accept({**(promised(chain(PROMPT), 6) or {}), **garbage, "y": 1}, chain(PROMPT), 1.0)
+
+
+class Filling(MemoryStore):
+    """Values come while it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.down = False
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        if self.down:
+            raise TierUnavailable("down")
+        self.asked.append(len(names))
+        return super().exists(names)
+
+
+class Leader:
+    def __init__(self, store: Filling) -> None:
+        self.finder = Finder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
+        self.index = BlockIndex([TierSpec("far", 100)])
+        self.breaker = Breaker("far")
+        self.lookup = StoreLookup("far", self.index, self.breaker, self.finder)
+
+    def found(self, keys: Sequence[bytes], promise: Promise | None) -> tuple[int, str]:
+        assert self.lookup.ask(keys, promise)
+        while (believed := self.lookup.settle(keys, b"n" * 16)) is None:
+            self.lookup.wait(1.0)
+        return believed.stop, believed.outcome
+
+
+@pytest.fixture
+def store() -> Filling:
+    return Filling()
+
+
+@pytest.fixture
+def leader(store: Filling) -> Iterator[Leader]:
+    made = Leader(store)
+    yield made
+    made.finder.close()
+
+
+def fill(store: Filling, keys: Sequence[bytes]) -> None:
+    store.put([Item(SHARD.name(key), [memoryview(b"?")]) for key in keys])
+
+
+def test_what_is_promised_is_waited_for(leader: Leader, store: Filling) -> None:
+    keys = chain(PROMPT).keys
+    timers = [
+        threading.Timer(0.1 * (i + 1), fill, (store, part))
+        for i, part in enumerate([keys[:2], keys[2:5], keys[5:6]])
+    ]
+    for timer in timers:
+        timer.start()
+    assert leader.found(keys, Promise(6, 60.0)) == (6, "found")
+    assert len(store.asked) > 3
+
+
+def test_it_is_asked_for_though_it_was_not_there_a_moment_ago(
+    leader: Leader, store: Filling
+) -> None:
+    keys = chain(PROMPT).keys
+    assert leader.found(keys, None) == (0, "absent")
+    assert not leader.lookup.ask(keys)
+    fill(store, keys[:4])
+    assert leader.found(keys, Promise(4, 60.0)) == (4, "found")
+    assert not leader.lookup.ask(keys, Promise(4, 60.0)), "what was promised is here"
+
+
+def test_a_promise_that_is_not_kept_costs_its_time_and_no_more(
+    leader: Leader, store: Filling
+) -> None:
+    keys = chain(PROMPT).keys
+    fill(store, keys[:1])
+    began = time.monotonic()
+    assert leader.found(keys, Promise(6, 0.3)) == (1, "found")
+    assert time.monotonic() - began >= 0.3
+    assert leader.breaker.allows(), "the store answers, whatever was promised"
+    assert not leader.lookup.ask(keys), "it is not waited for again"
+
+
+def test_a_dead_store_ends_the_waiting(leader: Leader, store: Filling) -> None:
+    store.down = True
+    assert leader.found(chain(PROMPT).keys, Promise(6, 600.0)) == (0, "failed")
+
+
+# -- vLLM's roles -----------------------------------------------------------------------------
+
+
+def request(params: dict[str, Any] | None) -> Any:
+    """What is looked at of a vLLM request."""
+    return SimpleNamespace(request_id="r", num_prompt_tokens=100, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "promises"),
+    [
+        ("kv_producer", None, True),
+        ("kv_producer", {"kvcore": {"report": True}}, True),
+        ("kv_both", None, False),
+        ("kv_both", {"do_remote_decode": True}, True),
+        ("kv_consumer", {"do_remote_decode": False}, False),
+    ],
+)
+def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: bool) -> None:
+    told = Handover(role, 5.0).told(request(params), chain(PROMPT), 9, {}, {}, None)
+    asked = params is not None and "kvcore" in params
+    assert (told is not None) == (promises or asked)
+    if told is None:
+        return
+    assert ("reused_tokens" in told["kvcore"]) == asked
+    assert ("promise" in told["kvcore"]) == promises
+    if promises:
+        accepted = Handover("kv_consumer", 5.0).accepted
+        assert accepted(request(told), chain(PROMPT)) == Promise(6, 5.0), "no more than the prompt"
+        assert accepted(request(told), chain(PROMPT, "tenant")) is None
+    for nothing in (None, {}, {"kvcore": True}, {"kvcore": {"promise": 3}}):
+        assert Handover(role, 5.0).accepted(request(nothing), chain(PROMPT)) is None
