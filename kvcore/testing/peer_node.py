@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvcore.testing.servers import free_port
+from kvcore.testing.servers import free_port, stand_still
 from kvcore.testing.store_contract import fetch, put, value
 from kvcore.tiers.remote.peer.messages import Lease, Leased
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
@@ -69,7 +69,7 @@ class PeerNode:
 
     def stop(self) -> None:
         """It hangs from now on."""
-        self._process.send_signal(signal.SIGSTOP)
+        stand_still(self._process.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)

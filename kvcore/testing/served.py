@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.config import Config, load_config
+from kvcore.server.client import Keeper
+from kvcore.server.messages import Reply, Request
 from kvcore.server.server import Server
 from kvcore.testing.engine import ReferenceEngine
 
 __all__ = [
     "PATIENCE_S",
     "RunningServer",
+    "questions",
     "serve",
     "server_process",
     "settings",
@@ -43,6 +46,21 @@ def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
         assert time.monotonic() < limit, "it did not happen in time"
         time.sleep(0.01)
     return value
+
+
+def questions(keeper: Keeper) -> list[Request]:
+    """What this client waits for from now on, each for up to its deadline. Its heartbeats, which
+    hold nobody up, are none."""
+    asked: list[Request] = []
+    ask = keeper.link.ask
+
+    def noting(request: Request, timeout: float, **options: Any) -> Reply | None:
+        if "alive" not in options:
+            asked.append(request)
+        return ask(request, timeout, **options)
+
+    keeper.link.ask = noting  # type: ignore[method-assign]
+    return asked
 
 
 def settings(folder: Path, **tables: Any) -> Config:

