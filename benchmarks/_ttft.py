@@ -281,7 +281,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--misses", type=int, default=20, help="prompts to measure misses with")
     made.add_argument("--decode-rounds", type=int, default=6)
     made.add_argument(
-        "--dtype", default=_fast_dtype(), help="of the model (default here: %(default)s)"
+        "--dtype", default=fast_dtype(), help="of the model (default here: %(default)s)"
     )
     made.add_argument("--block-tokens", type=int, help="of kvcore; its default when left out")
     made.add_argument("--only", choices=("tiers", "cost"), help="measure only this")
@@ -319,7 +319,7 @@ def _tiny() -> Path:
     return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
-def _fast_dtype() -> str:
+def fast_dtype() -> str:
     """bfloat16 where the CPU multiplies it; elsewhere engines fall back to code far slower than
     that for float32, and everything but a hit would look worse than it has to."""
     try:

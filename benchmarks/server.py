@@ -1,10 +1,14 @@
-"""What a server costs a scheduler: a match and the plan of a save, embedded and through a server.
+"""What a server costs: a scheduler's calls, and the time to first token of a host hit on vLLM.
 
-    python -m benchmarks.server [--rounds 200] [--out results]
+    python -m benchmarks.server [--rounds 200] [--tokens 512 4096] [--prompts 4] [--out results]
 
-One index of the same size and contents on both sides; the calls are taken in turn, so the ratio
-is of one minute on one machine. The server is a process of its own on a local socket. A report has
+Calls: a match and the plan of a save, with one index of the same size and contents embedded and
+behind a server; they are taken in turn, so the ratio is of one minute on one machine. A report has
 no answer that is waited for. Medians, and the worst of a hundred.
+
+TTFT: two vLLM engines with SmolLM2, one with kvcore embedded and one behind the server, are asked
+the same prompts in turn, their own caches emptied before each. Medians of `--prompts` x `--turns`.
+The server is a process of its own on a local socket.
 """
 
 from __future__ import annotations
@@ -12,28 +16,34 @@ from __future__ import annotations
 import argparse
 import hashlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks._report import Report
+from benchmarks._ttft import fast_dtype
 from kvcore.adapting.build import build_leader
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.config import Config, load_config
 from kvcore.facade import Manager
 from kvcore.layout import BlockShape
+from kvcore.testing.engine_process import EngineProcess
+from kvcore.testing.models import smollm2
+from kvcore.testing.prompts import windows
+from kvcore.testing.served import server_process
 from kvcore.transfer.graph import OpReport, UnitTable
 
 SHAPE = BlockShape(1, 1, 8, 16, "bfloat16")
 MODEL = ModelDescription(SHAPE, (LayerGroup(0, 16, (0,)),), b"a model of the benchmark", 1)
 SPACE = bytes(16)
-SERVER = "from kvcore.cli import main; main()"
 COLUMNS = ["what", "blocks", "embedded us", "server us", "ratio", "server p99 us"]
+TTFT_COLUMNS = ["tokens", "embedded s", "server s", "ratio", "bar"]
+TTFT_BAR = 1.1
+GIGABYTES = 2
 
 
 class Side(NamedTuple):
@@ -107,34 +117,81 @@ def measure(report: Report, sides: Sequence[Side], rounds: int) -> None:
         add(report, "plan a save", blocks, saves)
 
 
+def time_hits(report: Report, folder: str, options: argparse.Namespace) -> None:
+    """A row a length of prompt. Raises SystemExit when a hit was none, or an answer differs."""
+    model, longest = smollm2(), max(options.tokens)
+    embedded = {"host": {"capacity": f"{GIGABYTES}GiB"}}
+    served = {**embedded, "server": {"address": "local", "folder": f"{folder}/kv"}}
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                EngineProcess(
+                    model,
+                    kvcore=config,
+                    env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+                    max_model_len=longest + 512,
+                    max_num_seqs=4,
+                    dtype=fast_dtype(),
+                )
+            )
+            for config in (embedded, served)
+        ]
+        for size in options.tokens:
+            prompts = windows(model, options.prompts, size, size, seed=size)
+            for engine in engines:
+                engine.generate(prompts, 8)
+            times: list[list[float]] = [[], []]
+            answers: list[list[int] | None] = [None] * len(prompts)
+            for turn in range(options.turns):
+                for i, prompt in enumerate(prompts):
+                    for which in (0, 1) if (turn + i) % 2 else (1, 0):
+                        engines[which].reset_prefix_cache()
+                        [answer] = engines[which].generate([prompt], 8)
+                        if (answers[i] or answer.token_ids) != answer.token_ids:
+                            raise SystemExit(f"another answer to the same KV: {answer}")
+                        answers[i] = answer.token_ids
+                        if list(answer.tiers) != ["host"]:
+                            raise SystemExit(f"not a host hit: {answer}")
+                        times[which].append(answer.ttft_s)
+            ours, theirs = (statistics.median(taken) for taken in times)
+            report.add(
+                **{
+                    "tokens": size,
+                    "embedded s": round(ours, 4),
+                    "server s": round(theirs, 4),
+                    "ratio": round(theirs / ours, 3),
+                    "bar": TTFT_BAR,
+                }
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4096])
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
-    report = Report("server", COLUMNS, baseline="the same calls on a manager in this process")
+    calls = Report("server", COLUMNS, baseline="the same calls on a manager in this process")
+    hits = Report("server_ttft", TTFT_COLUMNS, baseline="the same vLLM with kvcore embedded")
     with tempfile.TemporaryDirectory() as folder:
         tables = {
             "host": {"capacity": "1GiB", "huge_pages": False},
             "server": {"folder": f"{folder}/kv", "deadline_s": 10.0},
         }
         served = {**tables, "server": {**tables["server"], "address": "local"}}
-        command = [sys.executable, "-c", SERVER, "server", "--set", "host.capacity=1GiB"]
-        server = subprocess.Popen(
-            [*command, "--set", f"server.folder={folder}/kv", "--set", "log.level=error"],
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert server.stdout is not None
-            server.stdout.readline()
+        shared = (f"server.folder={folder}/kv", "log.level=error")
+        with server_process("host.capacity=1GiB", *shared):
             sides = [side(load_config(None, tables)), side(load_config(None, served))]
-            measure(report, sides, args.rounds)
+            measure(calls, sides, args.rounds)
             for each in sides:
                 each.close()
-        finally:
-            server.terminate()
-            server.wait()
-    report.finish(args.out)
+        calls.finish(args.out)
+        if args.tokens:
+            with server_process(f"host.capacity={GIGABYTES}GiB", *shared):
+                time_hits(hits, folder, args)
+            hits.finish(args.out)
 
 
 if __name__ == "__main__":

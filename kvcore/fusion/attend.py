@@ -22,7 +22,10 @@ from kvcore.errors import LayoutError
 __all__ = ["Attention", "attend_rows", "look_rows", "naive_attend_rows"]
 
 TILE_SCORES = 1 << 20
-"""Scores a head of one tile: rows x keys."""
+"""Scores a head of one tile, at most: rows x keys."""
+TILE_ROWS = 128
+"""Rows of one tile, at most. A tile reads the keys that its last row sees; the fewer rows, the
+fewer of them are hidden from most."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,13 @@ def _check(queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> 
 
 
 def _tiles(positions: Tensor) -> list[tuple[int, int]]:
-    """Runs of rows whose scores fit `TILE_SCORES`; at least one row each."""
+    """Runs of at most `TILE_ROWS` rows whose scores fit `TILE_SCORES`; at least one row each."""
     seen = (positions + 1).tolist()
     tiles, start = [], 0
     while start < len(seen):
-        stop = start + 1
+        stop, last = start + 1, min(start + TILE_ROWS, len(seen))
         # Positions ascend, so the last row of a tile has the most keys.
-        while stop < len(seen) and (stop + 1 - start) * seen[stop] <= TILE_SCORES:
+        while stop < last and (stop + 1 - start) * seen[stop] <= TILE_SCORES:
             stop += 1
         tiles.append((start, stop))
         start = stop
@@ -146,9 +149,8 @@ def _tiles(positions: Tensor) -> list[tuple[int, int]]:
 
 def _visible(positions: Tensor, first: int, seen: int, window: int | None) -> Tensor:
     """[rows, seen - first] bool."""
-    keys = torch.arange(first, seen, device=positions.device)
-    ago = positions[:, None] - keys[None, :]
-    return ago >= 0 if window is None else (ago >= 0) & (ago < window)
+    keys, rows = torch.arange(first, seen, device=positions.device), positions[:, None]
+    return keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
 
 
 def _tile(
