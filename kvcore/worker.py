@@ -93,8 +93,8 @@ class _DeviceCopy:
         with self._sync.copying(graph.graph_id):
             for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
                 layers = _positions(group.layers, op)
-                if layers:
-                    units = table.array()[rows]
+                units = table.array()[rows]
+                if layers and (units != SKIP).any():  # rows may go no further than host memory
                     self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
         return {}
 
