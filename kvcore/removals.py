@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvcore.facade import HOST, Transport
 from kvcore.index import BlockIndex, Evicted, Reservation
 from kvcore.metrics import Metrics
+from kvcore.pool import slot_runs
 from kvcore.stores import StoreLookup
 
 __all__ = ["Removals"]
@@ -49,7 +50,7 @@ class Removals:
             if name != HOST and name not in self._stores and tier in (None, name):
                 slots = [block.slot for block in gone.get(name, ())]
                 slots += self._index.free_slots(name) + self.not_taken.pop(name, [])
-                self._transport.forget(name, sorted(set(slots)))
+                self._transport.forget(name, slot_runs(slots))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
@@ -86,7 +87,7 @@ class Removals:
         if tier in self._stores:
             self._stores[tier].delete(reservation.keys[live:])
         else:
-            self._transport.forget(tier, reservation.slots[live:].tolist())
+            self._transport.forget(tier, slot_runs(reservation.slots[live:]))
 
     def count(self, tier: str, evicted: Sequence[Evicted]) -> None:
         """Blocks left the index; their slots were handed on, or nothing else is to be done."""
@@ -98,5 +99,5 @@ class Removals:
         if tier in self._stores:
             self._stores[tier].delete([block.key for block in evicted])
         elif tier != HOST and evicted:
-            self._transport.forget(tier, [block.slot for block in evicted])
+            self._transport.forget(tier, slot_runs(block.slot for block in evicted))
         return len(evicted)

@@ -32,6 +32,7 @@ from kvcore.manager import (
 )
 from kvcore.metrics import Metrics
 from kvcore.policy.admission import OnNthUse
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import (
     SKIP,
     OpReport,
@@ -68,6 +69,7 @@ class Media:
         self.reports: list[OpReport] = []
         self.fail_next: RowError | None = None
         self.dead: set[str] = set()
+        self.forgotten: list[tuple[str, list[SlotRun]]] = []
 
     def submit(self, graph: TransferGraph) -> None:
         graph.check()
@@ -79,9 +81,11 @@ class Media:
             self.todo.remove((graph, op))
             self._end(graph, op, dict.fromkeys(range(*op.rows), RowError.CANCELLED))
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.tiers[tier].pop(slot, None)
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self.forgotten.append((tier, list(slots)))
+        for run in slots:
+            for slot in range(*run):
+                self.tiers[tier].pop(slot, None)
 
     def wait_report(self, timeout: float) -> bool:
         self.step(0)
@@ -715,6 +719,16 @@ def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
     rig.manager.clear()
     rig.manager.check_integrity()
     assert rig.manager.index.num_used(HOST) == 0
+
+
+def test_a_cleared_tier_is_told_in_a_few_words() -> None:
+    """Slots are told as runs: a tier may have millions, and every worker hears of them."""
+    rig = Rig(host=6, disk=1_000_000)
+    rig.save(chain(1, 2, 3))
+    rig.drain()
+    rig.manager.clear()
+    assert rig.media.forgotten == [("disk", [(0, 1_000_000)])]
+    assert not rig.media.tiers["disk"]
 
 
 def test_what_is_written_after_a_clear_does_not_come_back() -> None:
