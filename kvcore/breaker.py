@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 _log = logging.getLogger("kvcore.breaker")
@@ -85,3 +85,19 @@ class Breaker:
         _log.warning(
             "tier left alone tier=%s failures=%d pause_s=%g", self.name, self._failures, self._pause
         )
+
+
+class TierBreakers:
+    """A breaker for the reads of each tier, and one for its writes: what a medium does well says
+    nothing of the rest. A full disk reads, and a store whose reads hang may answer questions."""
+
+    def __init__(
+        self, tiers: Iterable[str], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        names = tuple(tiers)
+        self.reads = {tier: Breaker(tier, clock=clock) for tier in names}
+        self.writes = {tier: Breaker(f"{tier} writes", clock=clock) for tier in names}
+
+    def of(self, tier: str, writes: bool) -> Breaker:
+        """That of a tier's reads or writes."""
+        return (self.writes if writes else self.reads)[tier]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvcore.index import Event, Pin
 from kvcore.policy.admission import AdmissionFilter, Always
+from kvcore.pool import SlotRun
 from kvcore.tiers.remote.finder import Finder, Promise
 from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph, UnitTable
 
@@ -142,7 +143,7 @@ class Transport(Protocol):
 
     def cancel(self, graph_id: int) -> None: ...
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         """Make slots of a backing tier unreadable, before any graph submitted later runs."""
 
     def wait_report(self, timeout: float) -> bool: ...

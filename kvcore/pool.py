@@ -8,15 +8,34 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import CapacityError, ConfigError
 
-__all__ = ["SlotPool"]
+__all__ = ["SlotPool", "SlotRun", "slot_runs"]
 
 Slots = npt.NDArray[np.int64]
+
+
+class SlotRun(NamedTuple):
+    """The slots [start, stop)."""
+
+    start: int
+    stop: int
+
+
+def slot_runs(slots: Iterable[int]) -> list[SlotRun]:
+    """Slots, in any order, as those that follow each other: a whole tier is one run."""
+    ordered = np.unique(np.fromiter(slots, np.int64))
+    if not len(ordered):
+        return []
+    last = np.flatnonzero(np.diff(ordered) != 1)  # of every run but the last
+    starts = ordered[np.concatenate(([0], last + 1))].tolist()
+    stops = (ordered[np.concatenate((last, [-1]))] + 1).tolist()
+    return [SlotRun(*run) for run in zip(starts, stops, strict=True)]
 
 
 class SlotPool:

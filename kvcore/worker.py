@@ -27,6 +27,7 @@ from kvcore.errors import (
 from kvcore.layout import KVView
 from kvcore.metrics import Metrics
 from kvcore.ops.base import DeviceOps
+from kvcore.pool import SlotRun
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.tiers.host import HostArena
 from kvcore.trace import Tracer
@@ -379,13 +380,14 @@ class KVWorker:
     def cancel(self, graph_id: int) -> None:
         self.engine.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         """Make slots of ``tier`` unreadable, now and after a restart. Blocks; a tier that cannot
         do it is named in the log."""
         try:
-            self.tiers[tier].invalidate(slots)
+            self.tiers[tier].invalidate(slot for run in slots for slot in range(*run))
         except (KeyError, TierError) as error:
-            _log.error("tier %s could not forget %d slots: %s", tier, len(slots), error)
+            count = sum(stop - start for start, stop in slots)
+            _log.error("tier %s could not forget %d slots: %s", tier, count, error)
 
     def wait_report(self, timeout: float) -> bool:
         """Block until there is a report, at most ``timeout`` seconds."""
@@ -471,7 +473,7 @@ class RefusingWorker:
     def cancel(self, graph_id: int) -> None:
         pass
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         pass
 
     def wait_report(self, timeout: float) -> bool:

@@ -243,7 +243,7 @@ def build_manager(
         ids=ids,
         sink_saves=sink_saves,
     )
-    manager.not_taken.update(not_taken)
+    manager.removals.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
     if config.tenants:
         manager.upkeep.append(tenants.tick)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
 __all__ = ["Outbox", "Quorum"]
@@ -49,7 +50,7 @@ class Outbox:
         self._pump = pump
         self.graphs: list[TransferGraph] = []
         self.cancelled: list[int] = []
-        self.forgotten: list[tuple[str, list[int]]] = []
+        self.forgotten: list[tuple[str, list[SlotRun]]] = []
         self._ready: list[OpReport] = []
 
     def submit(self, graph: TransferGraph) -> None:
@@ -58,7 +59,7 @@ class Outbox:
     def cancel(self, graph_id: int) -> None:
         self.cancelled.append(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         self.forgotten.append((tier, list(slots)))
 
     def wait_report(self, timeout: float) -> bool:

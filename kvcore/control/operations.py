@@ -324,11 +324,11 @@ class Control:
 
     def _clear_some(self, chosen: _Chosen, tier: str) -> int:
         if chosen.chains is None:
-            return self._manager.drop(tier, self._tops(chosen, tier))
+            return self._manager.removals.drop(tier, self._tops(chosen, tier))
         ends = self._ends(chosen, tier)[0]
-        blocks = self._manager.drop(tier, ends)
+        blocks = self._manager.removals.drop(tier, ends)
         self._let_go_of_dropped()
-        return blocks + sum(self._manager.discard(tier, chain) for chain in chosen.chains)
+        return blocks + sum(self._manager.removals.discard(tier, chain) for chain in chosen.chains)
 
     def _tops(self, chosen: _Chosen, tier: str) -> list[bytes]:
         """Every chosen block of a tier: ends alone would leave those that they stand on."""
@@ -346,7 +346,7 @@ class Control:
             self.tenants.add(order.tenant, order.salt)
         spaces = [space.digest for space in self.tenants.spaces(order.tenant)]
         limit = self.tenants.limit(blocks)
-        evicted = self._manager.set_quota(order.tier, order.tenant, spaces, limit)
+        evicted = self._manager.removals.set_quota(order.tier, order.tenant, spaces, limit)
         return {"evicted": evicted, "quotas": self._quotas()}
 
     def _quotas(self) -> list[dict[str, Any]]:
@@ -391,7 +391,7 @@ class Control:
                 f"a move from {source} to {order.to}; supported are moves to and from {HOST}: make "
                 "two of it"
             )
-        if source in self._manager.stores:
+        if source in self._manager.lookups:
             raise UnsupportedError(
                 f"a move out of {source}, which other hosts read; prefetch it, or clear it"
             )
@@ -419,10 +419,9 @@ class Control:
         self, job: _Job, path: list[bytes], namespace: bytes, ended: Callable[[], object]
     ) -> bool:
         if job.to != HOST:
-            return self._manager.launch_write(job.to, path, namespace, on_end=ended)
-        return self._manager.launch_fetch(
-            path, namespace, deadline_s=self._deadline_s, on_end=ended
-        )
+            return self._manager.saves.write(job.to, path, namespace, on_end=ended)
+        hit = self._manager.get_match(path, namespace)
+        return self._manager.loads.fetch(hit, deadline_s=self._deadline_s, on_end=ended)
 
     def _settle(self, job: _Job, path: list[bytes], before: int) -> None:
         """What arrived is there; a move takes it out of where it was."""
@@ -432,7 +431,7 @@ class Control:
         if isinstance(job.order, MoveBlocks) and job.source is not None:
             held = self._depth(job.source, path)
             # Of a part nothing goes: what has not arrived stands on it.
-            job.kept += held - self._manager.discard(job.source, path[:there])
+            job.kept += held - self._manager.removals.discard(job.source, path[:there])
 
     def _depth(self, tier: str, path: Sequence[bytes]) -> int:
         """Leading blocks of a prompt that a tier holds, published."""

@@ -32,6 +32,7 @@ from kvcore.layout import KVView
 from kvcore.manager import KVManager
 from kvcore.metrics import Data, Metrics, merge
 from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore.pool import SlotRun
 from kvcore.server.messages import (
     Clear,
     Held,
@@ -147,7 +148,7 @@ class _Here:
     def cancel(self, graph_id: int) -> None:
         self.worker.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         self.worker.forget(tier, slots)
 
     def wait_report(self, timeout: float) -> bool:

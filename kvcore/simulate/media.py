@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+from kvcore.pool import SlotRun
 from kvcore.rates import TierRates
 from kvcore.transfer.graph import OpReport, Path, TransferGraph, TransferOp
 
@@ -88,7 +89,7 @@ class Media:
     def cancel(self, graph_id: int) -> None:
         """Nothing is late here: every load ends as its rates say."""
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         """There are no bytes to make unreadable."""
 
     def wait_report(self, timeout: float) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcore.transfer.graph import (
+    NO_PARENT,
     Path,
     Priority,
     Span,
@@ -30,6 +31,12 @@ class Chain(NamedTuple):
     namespace: bytes
     parent: bytes
     keys: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], namespace: bytes, blocks: Span) -> Chain:
+        """``blocks`` of the chain ``keys``."""
+        parent = keys[blocks.start - 1] if blocks.start else NO_PARENT
+        return cls(namespace, parent, tuple(keys[blocks.start : blocks.stop]))
 
 
 class TierRows(NamedTuple):

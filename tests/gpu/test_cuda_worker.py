@@ -18,6 +18,7 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape, KVView, from_strides
 from kvcore.manager import HOST, Backing, KVManager
 from kvcore.ops import builtin_ops, select_ops
+from kvcore.pool import SlotRun
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.host import HostArena, slot_bytes
 from kvcore.transfer.graph import OpReport, UnitTable
@@ -44,7 +45,7 @@ class Local:
     def cancel(self, graph_id: int) -> None:
         self.worker.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         self.worker.forget(tier, slots)
 
     def wait_report(self, timeout: float) -> bool:

@@ -187,7 +187,7 @@ def test_a_server_that_dies_costs_recomputation(
     assert request.answer == plain(prompts[0])
     for prompt in prompts[1:4]:
         assert serve(second, prompt) == (plain(prompt), 0)
-    lookups, writes = manager._stores["far"]._breaker, manager._writers["far"]
+    lookups, writes = manager.lookups["far"]._breaker, manager.breakers.writes["far"]
     for breaker in (lookups, writes):
         assert not breaker.allows(), breaker.name
         breaker._opened_at = -1e9  # its pause is over

@@ -27,6 +27,7 @@ from kvcore.config import NamespaceConfig
 from kvcore.errors import TierUnavailable, TransferError, UnsupportedError
 from kvcore.layout import BlockShape
 from kvcore.plugins.manager import Found, Origin
+from kvcore.pool import slot_runs
 from kvcore.tiers.base import BlockRead, Tier
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import RefusingWorker
@@ -213,11 +214,11 @@ def test_a_pump_brings_reports() -> None:
 
 
 def test_what_is_to_be_forgotten_is_copied() -> None:
-    outbox, slots = Outbox(), [1, 2]
+    outbox, slots = Outbox(), slot_runs([1, 2])
     outbox.forget("disk", slots)
     outbox.cancel(7)
     slots.clear()
-    assert (outbox.forgotten, outbox.cancelled) == ([("disk", [1, 2])], [7])
+    assert (outbox.forgotten, outbox.cancelled) == ([("disk", [(1, 3)])], [7])
 
 
 # --- a rank's tiers ---------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_what_is_saved_is_loaded_again(disk: Config, halves: Halves) -> None:
     assert halves.rank.worker.arena.num_slots == slots.total
     manager = halves.leader.manager
     assert manager.index.num_slots(HOST) == slots.indexed
-    assert manager._staging == list(range(slots.indexed, slots.total))
+    assert manager.flights.staging == list(range(slots.indexed, slots.total))
 
 
 def test_a_second_engine_finds_what_the_first_left_on_disk(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvcore.errors import ConfigError, CorruptBlock, TierUnavailable
 from kvcore.layout import BlockShape
+from kvcore.pool import SlotRun
 from kvcore.testing.faults import (
     FITS,
     Fault,
@@ -306,9 +307,9 @@ def test_messages_are_lost() -> None:
     line, faults = Line(), Faults(Rule(Fault.LOST, Seam.CANCEL), Rule(Fault.LOST, Seam.REPORT))
     messages = FaultyMessages(line, faults)
     messages.cancel(3)
-    messages.forget("disk", [1])
+    messages.forget("disk", [SlotRun(1, 2)])
     line.reports = [OpReport(1, 0, {})]
-    assert line.told == [("disk", [1])]
+    assert line.told == [("disk", [(1, 2)])]
     assert messages.poll() == []
 
 

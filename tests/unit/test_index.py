@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -17,7 +17,7 @@ from kvcore.block import ROOT_PARENT
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError
 from kvcore.index import BlockIndex, Event, Evicted, TierSpec
 from kvcore.policy import BUILTIN_POLICIES, LRU
-from kvcore.pool import SlotPool
+from kvcore.pool import SlotPool, slot_runs
 
 NAMESPACES = (b"n" * 16, b"m" * 16)
 Path = tuple[int, ...]
@@ -774,3 +774,10 @@ def test_pool_against_a_set(seed: int) -> None:
             used.remove(slot)
         pool.check_integrity(sorted(used))
     assert np.all(pool.allocate(pool.num_free) >= 0)
+
+
+@given(st.lists(st.integers(0, 20) | st.integers(1 << 40, (1 << 40) + 5)))
+def test_runs_of_slots_are_those_slots_and_do_not_touch(slots: list[int]) -> None:
+    runs = slot_runs(slots)
+    assert [slot for run in runs for slot in range(*run)] == sorted(set(slots))
+    assert all(a.stop < b.start for a, b in itertools.pairwise(runs))

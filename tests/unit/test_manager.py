@@ -9,7 +9,7 @@ source evicted while it is read shows as a wrong content on the device.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcore.breaker import Breaker, BreakerState
 from kvcore.errors import CapacityError, KVCoreError
+from kvcore.flights import STALLED_S
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import (
     HOST,
-    STALLED_S,
     Backing,
     Event,
     KVManager,
@@ -32,6 +32,7 @@ from kvcore.manager import (
 )
 from kvcore.metrics import Metrics
 from kvcore.policy.admission import OnNthUse
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import (
     SKIP,
     OpReport,
@@ -68,6 +69,7 @@ class Media:
         self.reports: list[OpReport] = []
         self.fail_next: RowError | None = None
         self.dead: set[str] = set()
+        self.forgotten: list[tuple[str, list[SlotRun]]] = []
 
     def submit(self, graph: TransferGraph) -> None:
         graph.check()
@@ -79,9 +81,11 @@ class Media:
             self.todo.remove((graph, op))
             self._end(graph, op, dict.fromkeys(range(*op.rows), RowError.CANCELLED))
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.tiers[tier].pop(slot, None)
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self.forgotten.append((tier, list(slots)))
+        for run in slots:
+            for slot in range(*run):
+                self.tiers[tier].pop(slot, None)
 
     def wait_report(self, timeout: float) -> bool:
         self.step(0)
@@ -199,6 +203,10 @@ class Rig:
             return tables
 
         return self.manager.launch_save(keys, NAMESPACE, len(keys), computed)
+
+    def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> bool:
+        hit = self.manager.get_match(keys, NAMESPACE)
+        return self.manager.loads.fetch(hit, on_end=on_end)
 
     def load(self, keys: list[bytes], start: int = 0) -> TransferGraph | None:
         hit = self.manager.get_match(keys, NAMESPACE)
@@ -356,19 +364,19 @@ def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
         rig.save(keys)
         rig.drain()
     ended: list[bool] = []
-    assert rig.manager.launch_fetch(old, NAMESPACE, on_end=lambda: ended.append(True))
+    assert rig.fetch(old, lambda: ended.append(True))
     assert {op.path for _, op in rig.media.todo} == {Path.DISK2H}
-    assert not rig.manager.launch_fetch(new, NAMESPACE, on_end=lambda: None), "no slot is free"
+    assert not rig.fetch(new, lambda: None), "no slot is free"
     rig.drain()
     assert ended == [True]
     assert rig.manager.get_match(old, NAMESPACE).blocks_by_tier() == {HOST: 4}
-    assert not rig.manager.launch_fetch(old, NAMESPACE, on_end=lambda: None), "it is there"
+    assert not rig.fetch(old, lambda: None), "it is there"
     rig.manager.check_integrity()
 
 
 def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
     rig = Rig()
-    rig.manager.set_quota(HOST, "ann", [NAMESPACE], 3)
+    rig.manager.removals.set_quota(HOST, "ann", [NAMESPACE], 3)
     rig.save(chain(1, 2, 3, 4, 5))
     rig.drain()
     assert rig.manager.get_match(chain(1, 2, 3, 4, 5), NAMESPACE).depth == 3
@@ -456,7 +464,7 @@ def test_staging_in_use_is_a_named_refusal_that_leaves_nothing_behind() -> None:
     rig.save(other)
     rig.drain()
     hit = rig.manager.get_match(long, NAMESPACE)
-    rig.manager._staging.clear()
+    rig.manager.flights.staging.clear()
     blocker = rig.manager.get_match(other, NAMESPACE)
     pin = rig.manager.index.pin(HOST, other[-1])
     with pytest.raises(CapacityError, match=r"host\.capacity"):
@@ -481,7 +489,7 @@ def test_a_load_waits_only_for_what_will_come() -> None:
     assert rig.manager.can_load(hit, 0, 2) is Readiness.LATER
     rig.drain()
     assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
-    rig.manager._staging.clear()
+    rig.manager.flights.staging.clear()
     assert rig.manager.can_load(hit, 0, 2) is Readiness.NEVER
     rig.manager.index.unpin(pin)
 
@@ -519,7 +527,7 @@ def test_nothing_waits_behind_saves_that_do_not_end() -> None:
     """A disk whose writes hang fills the flights with saves: loads wait while some end, not for
     ever."""
     rig = Rig(host=16, disk=16)
-    rig.manager._max_in_flight = 3
+    rig.manager.flights._max_in_flight = 3
     rig.save(chain(1, 2))
     rig.drain()
     hit = rig.manager.get_match(chain(1, 2), NAMESPACE)
@@ -596,7 +604,7 @@ def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) ->
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)
         rig.drain()
-    breaker = rig.manager._breakers["disk"]
+    breaker = rig.manager.breakers.reads["disk"]
     for _ in range(3):
         breaker.failed()
     rig.now = 6
@@ -676,13 +684,13 @@ def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
         rig.save(saved)
         rig.drain()
     for _ in range(2):
-        rig.manager._breakers["disk"].failed()
+        rig.manager.breakers.reads["disk"].failed()
     rig.media.fail_next = RowError.MISSING
     rig.load(keys)
     rig.drain()
     assert rig.manager.get_match(keys, NAMESPACE).depth < 4
-    rig.manager._breakers["disk"].failed()
-    assert rig.manager._breakers["disk"].state is BreakerState.CLOSED
+    rig.manager.breakers.reads["disk"].failed()
+    assert rig.manager.breakers.reads["disk"].state is BreakerState.CLOSED
     assert "kvcore_corrupt_blocks_total" not in rig.metrics.snapshot()
     rig.manager.check_integrity()
 
@@ -711,6 +719,16 @@ def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
     rig.manager.clear()
     rig.manager.check_integrity()
     assert rig.manager.index.num_used(HOST) == 0
+
+
+def test_a_cleared_tier_is_told_in_a_few_words() -> None:
+    """Slots are told as runs: a tier may have millions, and every worker hears of them."""
+    rig = Rig(host=6, disk=1_000_000)
+    rig.save(chain(1, 2, 3))
+    rig.drain()
+    rig.manager.clear()
+    assert rig.media.forgotten == [("disk", [(0, 1_000_000)])]
+    assert not rig.media.tiers["disk"]
 
 
 def test_what_is_written_after_a_clear_does_not_come_back() -> None:
@@ -769,7 +787,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Into host memory and no further."""
         manager, ended = self.rig.manager, []
         before = manager.in_flight
-        began = manager.launch_fetch(chain(*names), NAMESPACE, on_end=lambda: ended.append(1))
+        began = self.rig.fetch(chain(*names), lambda: ended.append(1))
         assert manager.in_flight == before + began
         assert not ended
 
@@ -777,21 +795,21 @@ class ManagerMachine(RuleBasedStateMachine):
     def write_down(self, names: list[int]) -> None:
         manager = self.rig.manager
         before = manager.in_flight
-        began = manager.launch_write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
+        began = manager.saves.write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
         assert manager.in_flight == before + began
 
     @rule(names=names, tier=st.sampled_from([HOST, "disk"]), below=st.booleans())
     def take_out(self, names: list[int], tier: str, below: bool) -> None:
         manager, keys = self.rig.manager, chain(*names)
         if below:
-            manager.drop(tier, keys[-1:])
+            manager.removals.drop(tier, keys[-1:])
             assert manager.index.held(tier, keys) < len(keys)
         else:
-            manager.discard(tier, keys)
+            manager.removals.discard(tier, keys)
 
     @rule(tier=st.sampled_from([HOST, "disk"]), blocks=st.none() | st.integers(0, 10))
     def set_quota(self, tier: str, blocks: int | None) -> None:
-        self.rig.manager.set_quota(tier, "ann", [NAMESPACE], blocks)
+        self.rig.manager.removals.set_quota(tier, "ann", [NAMESPACE], blocks)
 
     @rule(pick=st.integers(0, 50), count=st.integers(1, 4))
     def run(self, pick: int, count: int) -> None:
@@ -840,7 +858,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.rig.drain(1)
         assert self.rig.manager.in_flight == 0
-        assert len(self.rig.manager._staging) == 3, "a staging slot leaked"
+        assert len(self.rig.manager.flights.staging) == 3, "a staging slot leaked"
         self.rig.manager.clear()
         self.rig.manager.check_integrity()
         assert self.rig.manager.index.num_used(HOST) == 0, "a pin or a reservation leaked"

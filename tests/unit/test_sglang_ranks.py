@@ -17,6 +17,7 @@ from kvcore_sglang.messages import Order  # noqa: E402
 
 from kvcore.errors import TransferError  # noqa: E402
 from kvcore.metrics import Metrics, MissReason  # noqa: E402
+from kvcore.pool import SlotRun  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
 
 WAIT_S = 60.0
@@ -69,9 +70,9 @@ def test_orders_of_a_point_wait_for_it_and_come_in_order(line: Line) -> None:
 
 def test_an_order_for_now_is_carried_out_at_once(line: Line) -> None:
     """Also while no point of the schedule is reached, and it is none of its orders."""
-    line.leader.tell(Order(now=True, forget=[("disk", [4, 5])]))
+    line.leader.tell(Order(now=True, forget=[("disk", [SlotRun(4, 6)])]))
     assert line.worker.carried.wait(WAIT_S)
-    assert line.worker.orders == [Order(now=True, forget=[("disk", [4, 5])])]
+    assert line.worker.orders == [Order(now=True, forget=[("disk", [SlotRun(4, 6)])])]
     line.leader.tell(Order(cancel=[9]))
     assert line.follower.next_order().cancel == [9]
 

@@ -87,7 +87,7 @@ def test_hits_are_those_of_a_real_engine(tmp_path: Path, write_policy: str) -> N
             engine.run()
             engine.settle()
             real.append(dict(request.reused))
-        index, staging, batch = manager.index, len(manager._staging), manager._batch
+        index, staging, batch = manager.index, len(manager.flights.staging), manager.flights.batch
         scenario = Scenario(
             host_blocks=index.num_slots("host"),
             disk_blocks=index.num_slots("disk"),

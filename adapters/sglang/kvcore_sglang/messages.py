@@ -15,6 +15,7 @@ import msgspec
 
 from kvcore.adapting.orders import BlendOrder
 from kvcore.metrics import Data
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 
@@ -29,7 +30,7 @@ class Order(msgspec.Struct, array_like=True):
 
     now: bool = False
     open_tiers: dict[str, dict[str, Any]] = {}
-    forget: list[tuple[str, list[int]]] = []
+    forget: list[tuple[str, list[SlotRun]]] = []
     cancel: list[int] = []
     graphs: list[TransferGraph] = []
     at_once: bool = False

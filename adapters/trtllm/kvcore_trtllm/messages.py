@@ -14,6 +14,7 @@ import msgspec
 
 from kvcore.adapting.orders import BlendOrder
 from kvcore.errors import FormatError
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 
@@ -31,7 +32,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """
 
     open_tiers: dict[str, dict[str, Any]] = {}
-    forget: list[tuple[str, list[int]]] = []
+    forget: list[tuple[str, list[SlotRun]]] = []
     early_saves: list[tuple[int, TransferGraph]] = []
     cancel: list[int] = []
     fence: list[int] = []

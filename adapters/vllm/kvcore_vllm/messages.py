@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.errors import FormatError
 from kvcore.metrics import merge
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 
@@ -45,7 +46,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     cancel: list[int] = []
     empty_step: bool = False
     open_tiers: dict[str, dict[str, Any]] = {}
-    forget: list[tuple[str, list[int]]] = []
+    forget: list[tuple[str, list[SlotRun]]] = []
     fetches: list[TransferGraph] = []
     blends: list[BlendOrder] = []
     timed: int = 0

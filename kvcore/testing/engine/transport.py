@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcore.adapting.outbox import Quorum
+from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import DeviceGroup, KVWorker
 
@@ -47,7 +48,7 @@ class DirectTransport:
         for worker in self.workers:
             worker.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         for worker in self.workers:
             worker.forget(tier, slots)
 

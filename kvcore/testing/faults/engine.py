@@ -87,7 +87,7 @@ def held(engine: ReferenceEngine) -> dict[str, int]:
     """What an engine that is idle and settled should not hold any more, and holds: by its name."""
     manager, index = embedded(engine), embedded(engine).index
     arena = engine.workers[0].worker.arena
-    lent = arena.num_slots - index.num_slots(HOST) - len(manager._staging)
+    lent = arena.num_slots - index.num_slots(HOST) - len(manager.flights.staging)
     found = {"staging slots": lent, "flights": manager.in_flight, **_unanswered(engine)}
     for table in index._tables:
         parts = {

@@ -10,6 +10,7 @@ from typing import Any
 from kvcore.layout import KVView
 from kvcore.manager import Transport
 from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore.pool import SlotRun
 from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Fault, Faults, Seam
 from kvcore.tiers.disk import DiskTier
@@ -109,7 +110,7 @@ class FaultyMessages:
     def cancel(self, graph_id: int) -> None:
         self._unless_lost(Seam.CANCEL, lambda: self.inner.cancel(graph_id))
 
-    def forget(self, tier: str, slots: Sequence[int]) -> None:
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
         self._unless_lost(Seam.FORGET, lambda: self.inner.forget(tier, slots))
 
     def wait_report(self, timeout: float) -> bool:

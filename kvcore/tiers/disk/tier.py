@@ -28,6 +28,7 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
+from kvcore.pool import slot_runs
 from kvcore.tiers.base import (
     BlockRead,
     BlockRecord,
@@ -133,14 +134,15 @@ class DiskTier(Tier):
         return results
 
     def invalidate(self, slots: Iterable[int]) -> None:
-        for first, count in _runs(slots):
+        for first, stop in slot_runs(slots):
+            count = stop - first
             number, own = first >> STORE_SHIFT, first & (1 << STORE_SHIFT) - 1
             try:
                 if number in self._foreign:
                     self._foreign[number].erase(own, count)
                 elif number == 0 and own < self.num_slots:
-                    stop = min(own + count, self.num_slots, self._index.num_records())
-                    self._index.erase(own, stop - own)
+                    end = min(own + count, self.num_slots, self._index.num_records())
+                    self._index.erase(own, end - own)
             except OSError as error:
                 raise self._unavailable("erasing", first, error) from error
 
@@ -356,19 +358,6 @@ class _Flusher:
                 self._flush()
             except TierUnavailable as error:
                 _log.warning("a flush failed: %s", error)
-
-
-def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, how many) of slots that follow each other. A cleared tier is one run."""
-    start = stop = -1
-    for slot in sorted(set(slots)):
-        if slot != stop:
-            if stop > start:
-                yield start, stop - start
-            start = slot
-        stop = slot + 1
-    if stop > start:
-        yield start, stop - start
 
 
 def _open_foreign(
