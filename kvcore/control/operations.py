@@ -157,7 +157,7 @@ class Control:
         if job is None:
             return
         for _ in range(CHAINS_A_STEP):
-            if not job.todo or job.open >= GRAPHS:
+            if not job.todo or job.open >= GRAPHS or self._manager.room.full:
                 break
             self._take_on(job, job.todo.popleft())
         if not job.todo and not job.open:

@@ -212,7 +212,7 @@ class Keeper:
     def _hello(self, timeout: float) -> Reply | None:
         self.link.refused = None
         hello = Hello(self.link.ref(), self._hello_model, self._ranks, __version__)
-        reply = self.link.ask(hello, timeout, alive=lambda: not self._ended.is_set())
+        reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
         if not isinstance(reply, Welcome):
             return reply or self.link.refused
         try:
@@ -224,6 +224,11 @@ class Keeper:
         self.link.tell(Beat(self.link.ref(), reply.session))
         _log.info("joined the kvcore server session=%d", reply.session)
         return reply
+
+    def _may_be_welcome(self) -> bool:
+        """False once what answers is no server of ours: another answer will not come."""
+        refused = self.link.refused
+        return not (self._ended.is_set() or (refused is not None and refused.kind == "misfit"))
 
     def _leave(self) -> None:
         member, self.member = self.member, None
@@ -290,9 +295,7 @@ class RemoteManager(Manager):
         self, keys: Sequence[bytes], namespace: bytes, computed: int, *, ask: bool
     ) -> Matched | None:
         member = self.keeper.member
-        if self._owed != set():
-            self._clear_owed()
-        if not keys or member is None or self._owed != set():
+        if not keys or member is None or not self._is_clear():
             return None
         reply = self.keeper.ask(
             Match(self._ref(), member.number, join(keys), namespace, computed, ask), Matched
@@ -415,7 +418,7 @@ class RemoteManager(Manager):
         deadline_s: float | None,
     ) -> Launched | Refused | None:
         member = self.keeper.member
-        if member is None:
+        if member is None or not self._is_clear():
             return None
         request = Load(
             self._ref(),
@@ -519,11 +522,18 @@ class RemoteManager(Manager):
     def clear(self, namespace: bytes | None = None) -> int:
         """Forget every block (of a namespace), for every engine with this model.
 
-        While the server does not confirm it, nothing is found; it is asked again before a lookup.
+        While the server does not confirm it, nothing is found, and nothing that was found before is
+        loaded; it is asked again before each.
         """
         everything = namespace is None or self._owed is None
         self._owed = None if everything else {*(self._owed or ()), namespace}  # type: ignore[arg-type]
         return self._clear_owed()
+
+    def _is_clear(self) -> bool:
+        """Whether the server has forgotten all that it should have; it is asked again if not."""
+        if self._owed != set():
+            self._clear_owed()
+        return self._owed == set()
 
     def _clear_owed(self) -> int:
         """Have the server forget what it has not yet confirmed."""

@@ -32,6 +32,10 @@ _log = logging.getLogger("kvcore.server.worker")
 
 TEND_S = 0.5
 """How often it is looked whether the session is over, so that its memory is let go."""
+KEPT_S = 10.0
+"""How long the memory of a session that is over is kept: a load may be planned, and on its way
+here. TensorRT-LLM fails a batch for one that does not come, and its steps may take seconds. A
+server that comes back and has no room meanwhile is asked again (`client.MISFIT_RETRY_S`)."""
 BEAT_S = 0.25
 """How often a read that is waited for asks whether the server is there."""
 
@@ -150,14 +154,17 @@ class ServedWorker(KVWorker):
             before.close()
 
     def _tend(self) -> None:
-        """Give back the memory of a session that is over: its server needs the room. Not before it
-        is seen twice: a load may be planned, and on its way here."""
+        """Give back the memory of a session that is over, in the end: its server needs the room."""
         over: HeldSession | None = None
+        since = 0.0
         while not self._ended.wait(TEND_S):
             with self._joining:
-                held, seen = self._held, over
-                over = held if held is not None and held.over else None
-                if over is not None and over is seen and not self.engine.in_flight:
+                held = self._held
+                if held is None or not held.over:
+                    over = None
+                elif over is not held:
+                    over, since = held, time.monotonic()
+                elif time.monotonic() - since >= KEPT_S and not self.engine.in_flight:
                     spare = HostArena(self._part.shape(self._shape), 1, huge_pages=False)
                     self._swap(spare, spare.layout(), 0, None)
                     _log.info("the session is over; its memory is given back")

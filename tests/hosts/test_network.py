@@ -29,7 +29,7 @@ while True:
 FETCH = """
 import socket, sys
 try:
-    with socket.create_connection((sys.argv[1], int(sys.argv[2])), 2) as connection:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), 10) as connection:
         total = 0
         while data := connection.recv(65536):
             total += len(data)

@@ -19,7 +19,7 @@ need_client("etcd3gw")
 
 from kvcore.cluster.etcd import EtcdDirectory  # noqa: E402
 
-TTL_S = 2
+TTL_S = 5
 LIMIT_S = 120
 ALICE = Member("leader", "alice", "tcp://a:1", "m", "g", {"events": "tcp://a:2"})
 

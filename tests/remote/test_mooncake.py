@@ -46,7 +46,7 @@ class TestMooncake(StoreContract):
         self.server = server
 
     def make_store(self) -> BlockStore:
-        return connect(self.server)
+        return connect(self.server, timeout_s=120.0)
 
 
 class Watched:

@@ -65,7 +65,7 @@ def test_a_server_that_hangs_or_dies_is_given_up_and_found_again(start_server: S
         fetch(quick, "a", 4)
     with pytest.raises(TierUnavailable):
         quick.exists(["a"] * 200)
-    assert time.monotonic() - started < 30, "two timeouts of 0.3 s, on a busy machine"
+    assert time.monotonic() - started < 60, "two timeouts of 0.3 s, on a busy machine"
     server.go_on()
     assert fetch(store, "a", 4) == b"1234"
     server.kill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvcore.tiers.remote.redis import RedisOptions, RedisStore, open_store
 
 need_client("redis")
 
+LIMIT_S = 60.0
 BOTH = ["redis-server", "valkey-server"]
 
 
@@ -36,7 +37,7 @@ class TestRedis(StoreContract):
         self.server = server
 
     def make_store(self) -> BlockStore:
-        return connect(self.server)
+        return connect(self.server, timeout_s=120.0)
 
 
 @pytest.fixture
@@ -69,18 +70,30 @@ def test_a_killed_server_is_unavailable_and_found_again(own: Server) -> None:
     store.close()
 
 
+def patiently(what: Callable[[], Any]) -> Any:
+    """The first answer, of a store that gives up soon."""
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return what()
+        except TierUnavailable:  # noqa: PERF203  a loop is the point
+            assert time.monotonic() < limit
+
+
 def test_a_server_that_hangs_is_given_up(own: Server) -> None:
+    put(connect(own, timeout_s=LIMIT_S), {"a": b"1234"})
     store = connect(own, timeout_s=0.3)
-    put(store, {"a": b"1234"})
+    assert patiently(lambda: fetch(store, "a", 4)) == b"1234"
     own.hang()
     started = time.monotonic()
     with pytest.raises(TierUnavailable):
         fetch(store, "a", 4)
     with pytest.raises(TierUnavailable):
         store.exists(["a"] * 100)
-    assert time.monotonic() - started < 20, "two timeouts of 0.3 s, on a busy machine"
+    assert time.monotonic() - started < LIMIT_S, "two timeouts of 0.3 s, on a busy machine"
     own.go_on()
-    assert fetch(store, "a", 4) == b"1234", "an answer to an earlier question is not taken for ours"
+    again = patiently(lambda: fetch(store, "a", 4))
+    assert again == b"1234", "an answer to an earlier question is not taken for ours"
     store.close()
 
 
@@ -132,7 +145,7 @@ def test_a_password_is_read_from_its_file(start_server: Start, tmp_path: Path) -
 def test_blocks_are_forgotten_after_ttl_s(own: Server) -> None:
     store = connect(own, ttl_s=1)
     put(store, {"a": b"1234"})
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LIMIT_S
     while store.exists(["a"]) == [True]:
         assert time.monotonic() < limit
         time.sleep(0.1)

@@ -304,6 +304,22 @@ def order_now(space: Space, wanted: Any) -> None:
         raise told[0]
 
 
+def test_a_job_waits_while_the_manager_is_full(opened: Open) -> None:
+    space = opened(quota=None)
+    keys = save(space, "ann", words(1, 80))
+    space.manager.index.evict(HOST, 100)
+    told: list[Any] = []
+    space.manager._max_in_flight = 0
+    space.control.begin(o.PrefetchBlocks(o.Where(tenant="ann")), WHO, told.append)
+    for _ in range(3):
+        space.tick()
+    assert not told, "it is not over"
+    space.manager._max_in_flight = 256
+    ticking(space, lambda: told)
+    assert (told[0]["blocks"], told[0]["failed"]) == (len(keys), 0)
+    assert_in_host(space, keys)
+
+
 def test_metrics_have_a_series_a_tenant_and_count_orders(opened: Open) -> None:
     space = opened(quota={"host": str(3 * BLOCK)})
     save(space, "ann", words(1, 48))

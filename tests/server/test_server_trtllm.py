@@ -11,6 +11,8 @@ import pytest
 
 from kvcore.config import Config, load_config
 from kvcore.errors import UnsupportedError
+from kvcore.server import worker as worker_module
+from kvcore.server.places import HeldSession
 from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.models import tiny_model
@@ -97,10 +99,36 @@ def leader(engine: Any) -> Any:
     return engine._harness.scheduler._leader
 
 
+class Looks:
+    """Counts how often it is looked whether a session is over."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        over = HeldSession.over.fget
+
+        def looked(held: HeldSession) -> bool:
+            self.count += 1
+            return bool(over(held))  # type: ignore[misc]
+
+        patch.setattr(HeldSession, "over", property(looked))
+
+    def wait(self, more: int) -> None:
+        before = self.count
+        until(lambda: self.count >= before + more)
+
+
 def test_a_promise_holds_when_the_server_ends_behind_it(
-    start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
+    start: Start,
+    begin: Begin,
+    plain: Any,
+    tables: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server ends, its files removed, between the promise and the plan of the load."""
+    """The server ends, its files removed, between the promise and the plan of the load; and the
+    engine takes its time."""
+    monkeypatch.setattr(worker_module, "TEND_S", 0.01)
+    monkeypatch.setattr(worker_module, "KEPT_S", float("inf"))
+    looks = Looks(monkeypatch)
     server = start(load_config(None, tables))
     engine = begin("trtllm")
     prompts = [words(seed, 100) for seed in range(2)]
@@ -112,11 +140,15 @@ def test_a_promise_holds_when_the_server_ends_behind_it(
     def then_the_end(*given: Any, **options: Any) -> Any:
         prepared = prepare(*given, **options)
         server.close()
+        looks.wait(5)
         return prepared
 
     manager.prepare_load = then_the_end
     assert serve(engine, prompts[0]) == (plain(prompts[0]), {"host": 96})
     manager.prepare_load = prepare
+    [worker] = engine._harness.workers  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker_module, "KEPT_S", 0.0)
+    until(lambda: not worker._side._worker._session)  # and in the end it is given back
     until(lambda: manager.keeper.member is None)
     assert serve(engine, prompts[1]) == (plain(prompts[1]), {}), "there is nothing to reuse"
 
@@ -157,7 +189,6 @@ def test_a_promise_that_is_not_kept_gives_its_blocks_back(
 def test_a_promise_costs_no_more_than_a_deadline_when_the_server_hangs(
     start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
 ) -> None:
-    tables["server"]["deadline_s"] = 0.5
     server = start(load_config(None, tables))
     engine = begin("trtllm")
     prompts = [words(seed, 100) for seed in range(3)]
@@ -172,7 +203,9 @@ def test_a_promise_costs_no_more_than_a_deadline_when_the_server_hangs(
 
     server.server.step = hang  # type: ignore[method-assign]
     assert hangs.wait(timeout=60), "until then it answers"
-    asked = questions(leader(engine).manager.keeper)
+    keeper = leader(engine).manager.keeper
+    keeper._config = keeper._config.model_copy(update={"deadline_s": 0.5})
+    asked = questions(keeper)
     for prompt in prompts:
         assert serve(engine, prompt) == (plain(prompt), {})
     assert len(asked) == 1, "one deadline, then nothing is asked"

@@ -22,9 +22,10 @@ from kvcore.adapting.outbox import Outbox
 from kvcore.block import KEY_BYTES
 from kvcore.config import Config
 from kvcore.control import orders as o
-from kvcore.errors import ConfigError, FormatError, UnsupportedError
+from kvcore.errors import ConfigError, FormatError, TierUnavailable, UnsupportedError
 from kvcore.layout import BlockShape
 from kvcore.metrics import Metrics
+from kvcore.schema import ServerConfig
 from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager, join_server
 from kvcore.server.keys import make_keys
@@ -100,7 +101,7 @@ PLACES = st.lists(st.tuples(st.sampled_from(["host", "disk", ""]), COUNTS, COUNT
 REPORTS = st.lists(
     st.builds(
         OpReport,
-        st.integers(-5, 5) | st.integers(),
+        st.integers(-5, 5) | st.integers(-(1 << 63), (1 << 64) - 1),  # as msgpack has them
         st.integers(-2, 3),
         st.dictionaries(st.integers(-3, 20), st.sampled_from(RowError), max_size=4),
     ),
@@ -261,15 +262,16 @@ def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    config = settings(folder, server={"deadline_s": 0.5})
+    patient = settings(folder)
     try:
         with pytest.raises(UnsupportedError, match="1 frames"):
-            join(config)
+            join(patient)
         with pytest.raises(UnsupportedError, match="not a message of protocol 1"):
-            join(config)
+            join(patient)
         with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 1"):
-            join(config)
-        manager, _ = join(config)  # it does not answer: the engine goes on without
+            join(patient)
+        # It does not answer: the engine goes on without.
+        manager, _ = join(settings(folder, server={"deadline_s": 0.5}))
         assert manager.get_match(keys(4), SPACE).depth == 0
         assert manager.launch_save(keys(4), SPACE, 4, units) is None
         manager.close()
@@ -308,10 +310,17 @@ def test_the_trail_of_a_block_that_nobody_holds_is_refused(raw: Raw) -> None:
     assert reply.kind == "malformed"
 
 
+def hurry(manager: RemoteManager) -> ServerConfig:
+    """Have it wait for no answer longer than a moment; returns what it was set to before."""
+    patient = manager.keeper._config
+    manager.keeper._config = patient.model_copy(update={"deadline_s": 0.3})
+    return patient
+
+
 def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) -> None:
-    config = settings(folder, server={"deadline_s": 0.3})
-    server = start(config)
-    manager, outbox = join(config)
+    server = start(settings(folder))
+    manager, outbox = join(settings(folder))
+    patient = hurry(manager)
     held, save = threading.Event(), server.server._handlers[m.Save]
 
     def slow(*given: Any) -> Any:
@@ -323,6 +332,7 @@ def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) ->
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert not outbox.graphs
     held.set()
+    manager.keeper._config = patient
     [space] = server.server._spaces.values()
     until(lambda: not manager.keeper.waiting and space.manager.in_flight == 0)
     until(lambda: manager.launch_save(keys(4), SPACE, 4, units))
@@ -353,15 +363,24 @@ def test_a_load_that_has_gone_stale_is_one_that_fails(start: Start, folder: Path
 
 
 def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
-    config = settings(folder, server={"deadline_s": 0.3})
+    config = settings(folder)
     server = start(config)
-    manager, _ = join(config)
+    manager, outbox = join(config)
     graph = manager.launch_save(keys(4), SPACE, 4, units)
     assert graph is not None
     manager.complete(OpReport(graph.graph_id, 0))
+    before = manager.get_match(keys(4), SPACE)
+    assert before.depth == 4
     clear = server.server._handlers.pop(m.Clear)
     assert manager.clear() == 0
     assert manager.get_match(keys(4), SPACE).depth == 0, "the server has them still"
+    with pytest.raises(TierUnavailable, match="keeps no blocks"):
+        manager.prepare_load(before, 0, 4)
+    load = manager.launch_load(before, 0, 4, units(0, 4))
+    assert load.graph_id >> 39 == 0, "what was found before is not loaded either"
+    for op in load.ops:
+        manager.complete(OpReport(load.graph_id, op.op_id, dict.fromkeys(range(4), RowError.IO)))
+    assert outbox.graphs == [graph, load]
     server.server._handlers[m.Clear] = clear
     assert manager.get_match(keys(4), SPACE).depth == 0
     [space] = server.server._spaces.values()

@@ -143,7 +143,7 @@ def test_kill_ends_what_the_engine_started(start: Start, tmp_path: Path) -> None
     engine = start(helper=True)
     engine.wait_ready()
     engine.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _group_lives(engine.pid):
         assert time.monotonic() < deadline, "a process of the group outlived kill()"
         time.sleep(0.01)

@@ -135,7 +135,10 @@ def test_rules_of_a_file_are_followed(tmp_path: Path) -> None:
     write_rules(path, rule)
     hung = threading.Thread(target=faults.meet, args=(Seam.TIER_READ,))
     hung.start()
-    hung.join(0.1)
+    limit = time.monotonic() + 60
+    while not faults.struck[Seam.TIER_READ, Fault.HANG]:
+        assert time.monotonic() < limit, "the thread never came to the point"
+        hung.join(0.01)
     assert faults.rules == (rule,)
     assert hung.is_alive()
     path.unlink()

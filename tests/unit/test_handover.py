@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -112,12 +111,15 @@ def fill(store: Filling, keys: Sequence[bytes]) -> None:
 
 def test_what_is_promised_is_waited_for(leader: Leader, store: Filling) -> None:
     keys = chain(PROMPT).keys
-    timers = [
-        threading.Timer(0.1 * (i + 1), fill, (store, part))
-        for i, part in enumerate([keys[:2], keys[2:5], keys[5:6]])
-    ]
-    for timer in timers:
-        timer.start()
+    coming, exists = [keys[:2], keys[2:5], keys[5:6]], store.exists
+
+    def then_some_come(names: Sequence[str]) -> list[bool]:
+        there = exists(names)
+        if coming:
+            fill(store, coming.pop(0))
+        return there
+
+    store.exists = then_some_come  # type: ignore[method-assign]
     assert leader.found(keys, Promise(6, 60.0)) == (6, "found")
     assert len(store.asked) > 3
 

@@ -548,8 +548,9 @@ def test_a_probe_that_nobody_came_back_for_blocks_nothing(leader: Leader, store:
     leader.now = 6
     assert leader.lookup.ask(keys_of([7]))
     assert not leader.lookup.ask(keys_of([8])), "one probe at a time"
-    while leader.finder.wait(0.1):
-        pass
+    [probe] = leader.lookup._asked.values()
+    while not probe.question.ended:
+        leader.finder.wait(0.1)
     leader.now = 8
     assert leader.find(keys_of([8])) == 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -298,9 +300,13 @@ def test_cancel_ends_what_has_not_started(rig: Rig) -> None:
 
 
 def test_a_load_past_its_deadline_never_touches_the_device(rig: Rig) -> None:
+    ahead = [0.0]
+    rig.engine._clock = lambda: time.monotonic() + ahead[0]
     rig.at[Path.DISK2H].gate.clear()
-    graph = load(1, 0, 2, deadline_s=0.05)
+    graph = load(1, 0, 2, deadline_s=600)
     rig.engine.submit(graph)
+    assert rig.at[Path.DISK2H].entered.wait(WAIT)
+    ahead[0] = 601.0
     assert rig.engine.wait_device(1, WAIT), "a hung read must not hold the request"
     rig.at[Path.DISK2H].gate.set()
     assert rig.engine.wait(1, WAIT)
@@ -347,6 +353,10 @@ def test_close_without_drain_drops_what_waits() -> None:
     rig.at[Path.D2H].gate.clear()
     rig.engine.submit(save(1, 6))
     assert rig.at[Path.D2H].entered.wait(WAIT)
-    threading.Timer(0.05, rig.at[Path.D2H].gate.set).start()
-    assert rig.engine.close(drain=False, timeout=WAIT)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(rig.engine.close, drain=False, timeout=WAIT)
+        while not rig.engine.poll():  # what waits is dropped, and told
+            rig.engine.wait(1, 0.01)
+        rig.at[Path.D2H].gate.set()
+        assert closing.result()
     assert {op_id for _, op_id, _ in rig.log} == {0}
