@@ -309,12 +309,12 @@ def test_a_job_waits_while_the_manager_is_full(opened: Open) -> None:
     keys = save(space, "ann", words(1, 80))
     space.manager.index.evict(HOST, 100)
     told: list[Any] = []
-    space.manager._max_in_flight = 0
+    space.manager.flights._max_in_flight = 0
     space.control.begin(o.PrefetchBlocks(o.Where(tenant="ann")), WHO, told.append)
     for _ in range(3):
         space.tick()
     assert not told, "it is not over"
-    space.manager._max_in_flight = 256
+    space.manager.flights._max_in_flight = 256
     ticking(space, lambda: told)
     assert (told[0]["blocks"], told[0]["failed"]) == (len(keys), 0)
     assert_in_host(space, keys)
