@@ -83,9 +83,10 @@ class Memory:
 
 
 @contextmanager
-def kvcore_way(store: BlockStore, shape: BlockShape, memory: Memory, batch: int) -> Iterator[Way]:
+def kvcore_way(
+    store: BlockStore, options: StoreOptions, shape: BlockShape, memory: Memory, batch: int
+) -> Iterator[Way]:
     shard = Shard.of(Geometry(shape, b"benchmark", ((0, shape.kv_heads),)), 0, "kvcore")
-    options = StoreOptions(timeout_s=PATIENT["timeout_s"], deadline_s=PATIENT["deadline_s"])
     with closing(StoreTier(store, shard, options, slot_nbytes=shape.nbytes)) as tier:
         tier.attach(memory.pages.view)
 
@@ -188,7 +189,7 @@ def mooncake_ways(
     stack.callback(own.close)
     own.attach(memory.pages.view)
     client = own._joined()
-    ways = {KVCORE: stack.enter_context(kvcore_way(store, shape, memory, batch))}
+    ways = {KVCORE: stack.enter_context(kvcore_way(store, options, shape, memory, batch))}
     for threads in (1, 4):
         name = f"mooncake client, {threads} thread{'s' * (threads > 1)}"
         ways[name] = stack.enter_context(mooncake_way(client, memory, batch, threads))
@@ -201,10 +202,11 @@ def redis_ways(
     import redis
 
     url = f"redis://{address}/0"
-    store = open_store(RedisOptions(url=url, **PATIENT))
+    options = RedisOptions(url=url, **PATIENT)
+    store = open_store(options)
     client = redis.Redis.from_url(url, socket_timeout=PATIENT["timeout_s"])
     stack.callback(client.close)
-    ways = {KVCORE: stack.enter_context(kvcore_way(store, shape, memory, batch))}
+    ways = {KVCORE: stack.enter_context(kvcore_way(store, options, shape, memory, batch))}
     for threads in (1, 4):
         name = f"redis-py, {threads} connection{'s' * (threads > 1)}"
         ways[name] = stack.enter_context(redis_way(client, memory, batch, threads))

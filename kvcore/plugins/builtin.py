@@ -25,6 +25,7 @@ from kvcore.plugins.hookspecs import (
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
 _STORES = {
+    "files": "files.store",
     "memory-store": "memory",
     "mooncake": "mooncake",
     "objects": "objects",

@@ -51,6 +51,11 @@ def _folder(start: Start, folder: Path) -> Store:
     return Store(_tier("objects", url=folder.as_uri()))
 
 
+def _files(start: Start, folder: Path) -> Store:
+    need_client("nixl_cu13")
+    return Store(_tier("files", path=str(folder)))
+
+
 def _s3(start: Start, folder: Path) -> Store:
     need_client("obstore")
     server = start(s3())
@@ -88,6 +93,7 @@ STORES = {
     "redis": _redis("redis-server"),
     "valkey": _redis("valkey-server"),
     "folder": _folder,
+    "files": _files,
     "s3": _s3,
     "mooncake": _mooncake,
     "peer": _peer,

@@ -68,7 +68,7 @@ class Watched:
         return watch
 
 
-def test_blocks_go_straight_to_and_from_the_arena(server: Server) -> None:
+def test_large_blocks_go_straight_to_and_from_the_arena(server: Server) -> None:
     arena = Pages(4 * MIB)
     store = connect(server)
     store.attach(arena.view)
@@ -87,13 +87,36 @@ def test_blocks_go_straight_to_and_from_the_arena(server: Server) -> None:
     store.close()
 
 
+def test_a_small_block_goes_in_one_piece_over_tcp(server: Server) -> None:
+    arena = Pages(4 * MIB)
+    store = connect(server)
+    store.attach(arena.view)
+    blocks = [arena.view[i * MIB : i * MIB + 5000] for i in range(3)]
+    for i, block in enumerate(blocks):
+        block[:] = value(i, 5000)
+    headers = [memoryview(value(10 + i, 128)) for i in range(3)]
+    store.exists(["join"])
+    store._client = watched = Watched(store._client)
+    pairs = list(zip(headers, blocks, strict=True))
+    assert store.put([Item(f"one/{i}", pair) for i, pair in enumerate(pairs)]) == [None] * 3
+    for block in blocks:
+        block[:] = bytes(5000)
+    into = [memoryview(bytearray(128)) for _ in pairs]
+    items = [Item(f"one/{i}", [into[i], block]) for i, block in enumerate(blocks)]
+    assert store.get(items) == [None] * 3
+    assert into == headers
+    assert [bytes(block) for block in blocks] == [value(i, 5000) for i in range(3)]
+    assert [len(places) for places in watched.addresses] == [1] * 6
+    store.close()
+
+
 def test_what_does_not_lie_in_the_arena_goes_in_several_calls(server: Server) -> None:
     store = connect(server)
-    values = {f"large/{i}": value(i, 3 * MIB) for i in range(5)}
+    values = {f"large/{i}": value(i, 3 * MIB) for i in range(7)}
     put(store, values)
     assert all(fetch(store, name, 3 * MIB) == data for name, data in values.items())
-    put(store, {"huge": value(9, 9 * MIB)})
-    assert fetch(store, "huge", 9 * MIB) == value(9, 9 * MIB)
+    put(store, {"huge": value(9, 17 * MIB)})
+    assert fetch(store, "huge", 17 * MIB) == value(9, 17 * MIB)
     store.close()
 
 

@@ -19,7 +19,7 @@ from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
-from kvcore.tiers.remote.peer.agent import LANE_NBYTES
+from kvcore.tiers.remote.nixl import LANE_NBYTES
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
 
 need_client("nixl_cu13")

@@ -613,7 +613,7 @@ def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject
 # -- the page -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["redis", "objects", "mooncake"])
+@pytest.mark.parametrize("module", ["redis", "objects", "files.store", "mooncake"])
 def test_the_page_names_every_option_with_its_default(module: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
     kind = import_module(f"kvcore.tiers.remote.{module}").KIND

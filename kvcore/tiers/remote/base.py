@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvcore.errors import TierError
 from kvcore.tiers.base import Buffers
 
@@ -73,6 +75,12 @@ def fill(item: Item, value: memoryview) -> bool:
         return False
     start = 0
     for part in item.parts:
-        part.cast("B")[:] = value[start : start + part.nbytes]
+        copy_bytes(value[start : start + part.nbytes], part)
         start += part.nbytes
     return True
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy memory of one size; other threads of the process run meanwhile if there is much of
+    it."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -2,7 +2,7 @@
 
 Blocks go between the host arena and other hosts' memory without a copy: the arena is registered
 with Mooncake's transfer engine. What does not lie there, a value's header above all, passes through
-registered pieces that grow with the largest value.
+registered pieces that grow with the largest value; so do small values as a whole over TCP.
 
 A value stands until it is removed or evicted: Mooncake does not replace it. What a client has lent
 is gone when it ends.
@@ -22,11 +22,15 @@ from pydantic import Field
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.schema import Size, parse_size
-from kvcore.tiers.remote.base import BlockStore, Item
+from kvcore.tiers.base import nbytes_of
+from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes
 from kvcore.tiers.remote.options import StoreOptions, client_module
 from kvcore.tiers.remote.tier import StoreKind
 
-_LANE_NBYTES = 8 << 20
+_LANE_NBYTES = 16 << 20
+_STAGED_NBYTES = 1 << 20
+"""Over TCP each piece of a value has a connection of its own: up to this size a value goes in one
+piece, by a copy. Measured on 2 cores, 360 KiB and 2 MiB a value."""
 _LOCAL_NBYTES = 16 << 20  # Mooncake's own buffer, for calls that are not used here
 _OK, _FULL, _NOT_FOUND = 0, -200, -704
 
@@ -47,6 +51,12 @@ class MooncakeOptions(StoreOptions):
     )
     protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="How bytes travel.")
     devices: str = Field(default="", description="RDMA devices, separated by commas.")
+    parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Requests at once, for each operation of a rank. Each is parallel by itself.",
+    )
     lend: Size = Field(
         default=parse_size("1GiB"),
         description="Bytes of host memory that each rank lends to the store. They are beside "
@@ -80,6 +90,14 @@ class _Placed(NamedTuple):
     sizes: list[int]
     passing: list[tuple[memoryview, memoryview]]
 
+    def add(self, address: int, nbytes: int) -> None:
+        """Memory that comes next: one piece with the last where it lies behind it."""
+        if self.addresses and self.addresses[-1] + self.sizes[-1] == address:
+            self.sizes[-1] += nbytes
+        else:
+            self.addresses.append(address)
+            self.sizes.append(nbytes)
+
 
 class MooncakeStore(BlockStore):
     """``rank`` None lends nothing. The client joins the store with the first call, and where that
@@ -105,7 +123,7 @@ class MooncakeStore(BlockStore):
         def move(client: Any, placed: Sequence[_Placed]) -> list[TierError | None]:
             for one in placed:
                 for part, place in one.passing:
-                    place[:] = part
+                    copy_bytes(part, place)
             codes = client.batch_put_from_multi_buffers(*_columns(placed))
             return [_stored(one, code) for one, code in zip(placed, codes, strict=True)]
 
@@ -188,9 +206,13 @@ class MooncakeStore(BlockStore):
         return results
 
     def _passing(self, item: Item) -> int:
-        """Bytes of an item that do not lie in the arena."""
-        parts = (part.cast("B") for part in item.parts)
-        return sum(part.nbytes for part in parts if _address(part) not in self._inside)
+        """Bytes of an item that go through a lane."""
+        if self._is_staged(item):
+            return nbytes_of(item.parts)
+        return sum(part.nbytes for part in item.parts if _address(part) not in self._inside)
+
+    def _is_staged(self, item: Item) -> bool:
+        return self._options.protocol == "tcp" and nbytes_of(item.parts) <= _STAGED_NBYTES
 
     @contextmanager
     def _lane(self, client: Any, least: int) -> Iterator[_Lane]:
@@ -210,17 +232,17 @@ class MooncakeStore(BlockStore):
         placed: list[_Placed] = []
         for item in items:
             one = _Placed(item, [], [], [])
+            staged = self._is_staged(item)
             for part in item.parts:
                 flat = part.cast("B")
                 address = _address(flat)
-                if address not in self._inside:
+                if staged or address not in self._inside:
                     room = lane.take(flat.nbytes)
                     if room is None:
                         return placed
                     place, address = room
                     one.passing.append((flat, place))
-                one.addresses.append(address)
-                one.sizes.append(flat.nbytes)
+                one.add(address, flat.nbytes)
             placed.append(one)
         return placed
 
@@ -251,7 +273,7 @@ def _taken(client: Any, placed: _Placed, code: int) -> TierError | None:
     name, wanted = placed.item.name, sum(placed.sizes)
     if code == wanted:
         for part, place in placed.passing:
-            part[:] = place
+            copy_bytes(place, part)
         return None
     # A value that does not fit is told apart from a transfer that failed by its size only.
     size = code if code >= 0 or code == _NOT_FOUND else client.get_size(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import xxhash
 
@@ -20,7 +21,10 @@ from kvcore.tiers.shards import Part, Run, cover, runs
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a model's blocks. ``shape`` is the whole block."""
+    """One rank's part of a model's blocks. ``shape`` is the whole block.
+
+    What follows from these is kept: it is asked for with each block that is moved.
+    """
 
     prefix: str
     base: str
@@ -41,18 +45,18 @@ class Shard:
         """The shard of the same blocks that is ``part``."""
         return Shard(self.prefix, self.base, part, self.shape)
 
-    @property
+    @cached_property
     def block_nbytes(self) -> int:
         """Bytes of the part."""
         return self.part.shape(self.shape).nbytes
 
-    @property
+    @cached_property
     def folder(self) -> str:
         heads, layers = self.part
         place = f"h{heads[0]}-{heads[1]}.l{layers[0]}-{layers[1]}"
         return f"{self.prefix}/{self.base}/{place}"
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that stand in every value of this shard. The prefix is not part of it."""
         place = f"{self.base} {self.part.heads} {self.part.layers} {self.block_nbytes}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +19,10 @@ from kvcore.errors import (
     TierUnavailable,
 )
 from kvcore.schema_base import FolderPath
-from kvcore.tiers.remote.base import BlockStore, Item, fill
+from kvcore.tiers.base import nbytes_of
+from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.options import StoreOptions, client_module
+from kvcore.tiers.remote.resp import ReplyError, Wire
 from kvcore.tiers.remote.tier import StoreKind
 
 _UNLINK = 1000
@@ -45,29 +49,30 @@ class RedisOptions(StoreOptions):
 
 
 class RedisStore(BlockStore):
-    """One round trip a call. ``client`` has a pool of connections, each with a timeout, and makes
-    new ones when the server is back."""
+    """One round trip a call. ``client`` has a pool of connections for questions, each with a
+    timeout; values go over connections of their own, of the same kind. New ones are made when the
+    server is back."""
 
     def __init__(self, client: Any, ttl_s: int = 0) -> None:
         self._client = client
         self._ttl = ttl_s or None
         self._refused = (client_module("redis").RedisError, OSError)
+        self._lock = threading.Lock()
+        self._idle: list[Wire] = []
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
             return []
-        pipeline = self._client.pipeline(transaction=False)
-        for item in items:
-            pipeline.set(item.name, b"".join(item.parts), ex=self._ttl)
-        return [self._stored(item, answer) for item, answer in self._run(pipeline, items)]
+        with self._wire() as wire:
+            wire.ask_set(items, self._ttl)
+            return [_stored(wire, item) for item in items]
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
             return []
-        pipeline = self._client.pipeline(transaction=False)
-        for item in items:
-            pipeline.get(item.name)
-        return [self._take(item, answer) for item, answer in self._run(pipeline, items)]
+        with self._wire() as wire:
+            wire.ask_get([item.name for item in items])
+            return [_taken(wire, item) for item in items]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         if not names:
@@ -89,7 +94,45 @@ class RedisStore(BlockStore):
             raise TierUnavailable(f"redis: {error}") from error
 
     def close(self) -> None:
+        self._drop_idle()
         self._client.close()
+
+    @contextmanager
+    def _wire(self) -> Iterator[Wire]:
+        """A connection, the caller's for this block. Raises TierUnavailable: then no other that
+        rests is trusted either."""
+        try:
+            wire = self._resting() or Wire(self._client.connection_pool.make_connection())
+        except self._refused as error:
+            self._drop_idle()
+            raise TierUnavailable(f"redis: {error}") from error
+        try:
+            yield wire
+        except BaseException as error:
+            wire.close()  # what is still on its way answers nobody
+            if not isinstance(error, self._refused):
+                raise
+            self._drop_idle()
+            raise TierUnavailable(f"redis: {error}") from error
+        with self._lock:
+            self._idle.append(wire)
+
+    def _resting(self) -> Wire | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                wire = self._idle.pop()
+            with suppress(*self._refused):  # the server has closed it
+                if wire.is_idle():
+                    return wire
+            wire.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
 
     def _run(self, pipeline: Any, asked: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Each of ``asked`` with its answer, an error among them. Raises TierUnavailable."""
@@ -98,19 +141,27 @@ class RedisStore(BlockStore):
         except self._refused as error:
             raise TierUnavailable(f"redis: {error}") from error
 
-    def _stored(self, item: Item, answer: Any) -> TierError | None:
-        if isinstance(answer, Exception):
-            return TierUnavailable(f"redis does not store {item.name}: {answer}")
-        return None
 
-    def _take(self, item: Item, answer: Any) -> TierError | None:
-        if isinstance(answer, Exception):
-            return TierUnavailable(f"redis does not give {item.name}: {answer}")
-        if answer is None:
-            return BlockMissing(f"redis holds no {item.name}")
-        if not fill(item, memoryview(answer)):
-            return CorruptBlock(f"redis holds {len(answer)} bytes as {item.name}")
-        return None
+def _stored(wire: Wire, item: Item) -> TierError | None:
+    try:
+        wire.read_ok()
+    except ReplyError as error:
+        return TierUnavailable(f"redis does not store {item.name}: {error}")
+    return None
+
+
+def _taken(wire: Wire, item: Item) -> TierError | None:
+    try:
+        size = wire.read_size()
+    except ReplyError as error:
+        return TierUnavailable(f"redis does not give {item.name}: {error}")
+    if size is None:
+        return BlockMissing(f"redis holds no {item.name}")
+    if size != nbytes_of(item.parts):
+        wire.skip_value(size)
+        return CorruptBlock(f"redis holds {size} bytes as {item.name}")
+    wire.read_value(item.parts)
+    return None
 
 
 def open_store(options: RedisOptions, rank: int | None = None) -> RedisStore:
@@ -125,6 +176,7 @@ def open_store(options: RedisOptions, rank: int | None = None) -> RedisStore:
             socket_timeout=options.timeout_s,
             socket_connect_timeout=options.timeout_s,
             retry=None,  # who calls us repeats
+            protocol=2,  # what `Wire` speaks
         )
     except ValueError as error:
         raise ConfigError(f"url: {error}") from error

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.plugins.hookspecs import PreparedTier
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcore.tiers.remote")
 
 _BACKOFF_S = 0.05
+T = TypeVar("T")
 _Call = Callable[[Sequence[Item]], list[TierError | None]]
 _Way = tuple[Cut, ...]
 """What a rank's part of a block is made of, where it was written in a certain split."""
@@ -126,8 +127,12 @@ class StoreTier(Tier):
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
         results: list[TierError | None] = [self._refuse(request.buffers) for request in requests]
         good = [i for i, error in enumerate(results) if error is None]
-        items = [self._value(requests[i]) for i in good]
-        for i, error in zip(good, self._each(self.store.put, items), strict=True):
+        until = self._clock() + self._options.deadline_s
+
+        def put(cut: Sequence[BlockWrite]) -> list[TierError | None]:
+            return self._persist(self.store.put, [self._value(request) for request in cut], until)
+
+        for i, error in zip(good, self._each(put, [requests[i] for i in good]), strict=True):
             results[i] = error
         return results
 
@@ -189,11 +194,15 @@ class StoreTier(Tier):
     ) -> list[TierError | None]:
         """Read blocks in one way. The worst that befell a value of a block befell the block."""
         values = [_Value(cut, request) for request in requests for cut in way]
-        errors = self._each(self.store.get, [value.item for value in values], until)
-        errors = [
-            value.verify() if error is None else error
-            for value, error in zip(values, errors, strict=True)
-        ]
+
+        def get(cut: Sequence[_Value]) -> list[TierError | None]:
+            found = self._persist(self.store.get, [value.item for value in cut], until)
+            return [
+                value.verify() if error is None else error
+                for value, error in zip(cut, found, strict=True)
+            ]
+
+        errors = self._each(get, values)
         self._remove(values, errors)
         return [
             _worst(errors[first : first + len(way)]) for first in range(0, len(errors), len(way))
@@ -210,16 +219,12 @@ class StoreTier(Tier):
         return Item(self._shard.name(request.key), [memoryview(header.pack()), *block])
 
     def _each(
-        self, call: _Call, items: Sequence[Item], until: float | None = None
+        self, act: Callable[[Sequence[T]], list[TierError | None]], what: Sequence[T]
     ) -> list[TierError | None]:
-        """``call`` for the items, cut into parallel requests."""
-        step = max(1, -(-len(items) // self._options.parallel))
-        cuts = [items[i : i + step] for i in range(0, len(items), step)]
-        limit = self._clock() + self._options.deadline_s if until is None else until
-        if len(cuts) < 2:
-            answers = [self._persist(call, cut, limit) for cut in cuts]
-        else:
-            answers = list(self._pool.map(lambda cut: self._persist(call, cut, limit), cuts))
+        """``act`` on ``what``, cut into parallel requests."""
+        step = max(1, -(-len(what) // self._options.parallel))
+        cuts = [what[i : i + step] for i in range(0, len(what), step)]
+        answers = map(act, cuts) if len(cuts) < 2 else self._pool.map(act, cuts)
         return [error for part in answers for error in part]
 
     def _refuse(self, buffers: Buffers) -> TierError | None:

@@ -3,13 +3,10 @@
 A read goes into a lane, a registered piece of memory of the reader's, and from there to where it is
 wanted. NIXL cannot promise that a read which was given up writes no more, so its lane is not used
 again before that read has ended; the caller's memory is never in its way.
-
-Needs NIXL (``pip install nixl-cu13``, which runs without a GPU too).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +16,7 @@ from typing import Any, NamedTuple
 
 from kvcore.errors import TierUnavailable
 from kvcore.tiers.pages import Pages
-from kvcore.tiers.remote.options import client_module
-
-LANE_NBYTES = 16 << 20
-"""Bytes of a lane, and so of the largest value. Only those that are used are ever touched."""
-
-_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
-_DONE, _RUNNING = "DONE", "PROC"
-_POLL_S = (0.0002, 0.005)
+from kvcore.tiers.remote.nixl import DONE, LANE_NBYTES, RUNNING, NixlAgent, pauses, say
 
 
 class Remote(NamedTuple):
@@ -36,12 +26,6 @@ class Remote(NamedTuple):
     nbytes: int
 
 
-def nixl_module() -> Any:
-    """NIXL's Python interface. Raises UnsupportedError where it is not installed."""
-    found = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
-    return client_module(f"{found[0] if found else _PACKAGES[0]}._api", "nixl-cu13")
-
-
 @dataclass(eq=False)
 class _Lane:
     memory: Pages
@@ -49,34 +33,26 @@ class _Lane:
     """Of the read that was given up and may still write."""
 
 
-class Agent:
+class Agent(NixlAgent):
     """One NIXL agent. Thread-safe.
 
-    ``memory`` is read by others, ``lanes`` bounds this node's own reads at once. NIXL's own thread,
-    which never rests, is not used: what others read over TCP gets on with `progress`.
+    ``memory`` is read by others, ``lanes`` bounds this node's own reads at once. What others read
+    over TCP gets on with `progress`.
     """
 
     def __init__(self, name: str, backend: str, lanes: int, memory: Pages | None = None) -> None:
         """Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
-        api = nixl_module()
-        self.name = name
-        self._errors = _errors_of(api)
-        # RuntimeError: where it finds no plugin.
-        starting: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
+        super().__init__(name, backend, "use UCX")
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._free: list[_Lane] = []
         self._lost: list[_Lane] = []
         self._lanes_left = lanes
         try:
-            settings = api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
-            self._agent = api.nixl_agent(name, settings)
-            if backend not in self._agent.backends:
-                raise TierUnavailable(f"NIXL has no backend {backend!r}: use UCX")
             if memory is not None:
                 self._register(memory)
             self.metadata = bytes(self._agent.get_agent_metadata())
-        except starting as error:
+        except self._errors as error:
             raise TierUnavailable(f"NIXL's backend {backend} does not start: {error}") from error
 
     def knows(self, agent: str) -> bool:
@@ -99,7 +75,7 @@ class Agent:
             try:
                 told = self._agent.add_remote_agent(metadata)
             except self._errors as error:
-                raise TierUnavailable(f"NIXL cannot reach {agent}: {_say(error)}") from error
+                raise TierUnavailable(f"NIXL cannot reach {agent}: {say(error)}") from error
             name = told.decode() if isinstance(told, bytes) else str(told)
             if name != agent:
                 raise TierUnavailable(f"{agent} gives the metadata of {name}")
@@ -140,9 +116,6 @@ class Agent:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _register(self, memory: Pages) -> None:
-        self._agent.register_memory([(memory.address, memory.view.nbytes, 0, "")], "DRAM")
-
     def _take_lane(self) -> _Lane:
         with self._lock:
             self._sweep()
@@ -154,7 +127,7 @@ class Agent:
             try:
                 self._register(lane.memory)
             except self._errors as error:
-                raise TierUnavailable(f"NIXL registers no memory: {_say(error)}") from error
+                raise TierUnavailable(f"NIXL registers no memory: {say(error)}") from error
             self._lanes_left -= 1
             return lane
 
@@ -165,9 +138,9 @@ class Agent:
     def _sweep(self) -> None:
         """Use lanes again whose read has ended after all. With the lock."""
         for lane in list(self._lost):
-            if self._state(lane.handle) != _RUNNING:
+            if self._state(lane.handle) != RUNNING:
                 self._lost.remove(lane)
-                self._release(lane)
+                self._end(lane)
                 self._free.append(lane)
 
     def _start(self, agent: str, values: Sequence[Remote], lane: _Lane) -> Any:
@@ -186,34 +159,26 @@ class Agent:
                 )
             except self._errors as error:
                 self._forget(agent)
-                raise TierUnavailable(f"NIXL reads nothing of {agent}: {_say(error)}") from error
+                raise TierUnavailable(f"NIXL reads nothing of {agent}: {say(error)}") from error
 
     def _wait(self, agent: str, lane: _Lane, until: float) -> None:
         with self._lock:
             state = self._state(lane.handle, post=True)
-        pause = _POLL_S[0]
-        while state == _RUNNING:
+        for pause in pauses():
+            if state != RUNNING:
+                break
             left = until - time.monotonic()
             if left <= 0:
                 raise TierUnavailable(f"{agent} did not give its bytes in time")
             time.sleep(min(pause, left))
-            pause = min(2 * pause, _POLL_S[1])
             with self._lock:
                 state = self._state(lane.handle)
         with self._lock:
-            self._release(lane)
-            if state != _DONE:
+            self._end(lane)
+            if state != DONE:
                 self._forget(agent)
-        if state != _DONE:
+        if state != DONE:
             raise TierUnavailable(f"reading from {agent} failed: {state}")
-
-    def _state(self, handle: Any, *, post: bool = False) -> str:
-        """What has become of a read, in NIXL's words or an error's. With the lock."""
-        agent = self._agent
-        try:
-            return str(agent.transfer(handle) if post else agent.check_xfer_state(handle))
-        except self._errors as error:
-            return _say(error)
 
     def _forget(self, agent: str) -> None:
         """A node that could not be read from is met anew before the next try. With the lock."""
@@ -222,21 +187,10 @@ class Agent:
             with suppress(*self._errors):
                 self._agent.remove_remote_agent(agent)
 
-    def _release(self, lane: _Lane) -> None:
+    def _end(self, lane: _Lane) -> None:
         """Of a read that has ended. With the lock."""
-        with suppress(*self._errors):
-            self._agent.release_xfer_handle(lane.handle)
+        self._release(lane.handle)
         lane.handle = None
-
-
-def _errors_of(api: Any) -> tuple[type[Exception], ...]:
-    """Every error NIXL raises; they have no base of their own."""
-    kinds = [kind for kind in vars(api.nixlBind).values() if isinstance(kind, type)]
-    return tuple(kind for kind in kinds if issubclass(kind, Exception))
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _cut(memory: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:

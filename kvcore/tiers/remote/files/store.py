@@ -1,0 +1,363 @@
+"""Blocks as files of a folder, of this host or of a file system that hosts share.
+
+    <path>/<name>                 a value, whole
+    <path>/.writing/<random>      one that is being written; renamed to its name when it is whole
+
+A file system that hangs cannot be hurried, nor can NIXL: each call is made by a thread of its own,
+on a lane of its own, and is left behind when its time is over. Its lane is used again when it has
+ended after all; the caller's memory is never in its way.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from pydantic import Field, field_validator
+
+from kvcore.errors import (
+    BlockMissing,
+    ConfigError,
+    CorruptBlock,
+    TierError,
+    TierUnavailable,
+    UnsupportedError,
+)
+from kvcore.schema_base import FolderPath, Seconds
+from kvcore.tiers.base import nbytes_of
+from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill
+from kvcore.tiers.remote.files.lane import FileAgent, Lane, Span
+from kvcore.tiers.remote.nixl import LANE_NBYTES
+from kvcore.tiers.remote.options import StoreOptions
+from kvcore.tiers.remote.tier import StoreKind
+
+T = TypeVar("T")
+
+_WRITING = ".writing"
+_STALE_S = 24 * 3600
+"""Age of a file in ``.writing`` whose writer is gone for certain."""
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
+_BACKENDS = ("GDS_MT", "GDS", "POSIX")
+
+
+class FileOptions(StoreOptions):
+    """Which folder, and what moves the bytes."""
+
+    path: FolderPath = Field(
+        description="Folder for the blocks: of this host, or one that every host mounts."
+    )
+    backend: Literal["POSIX", "GDS", "GDS_MT", "auto"] = Field(
+        default="POSIX",
+        description="NIXL's backend. auto: the first of GDS_MT, GDS and POSIX that starts.",
+    )
+    timeout_s: Seconds = Field(
+        default=5.0, description="Seconds after which a call to the file system has failed."
+    )
+
+    @field_validator("prefix")
+    @classmethod
+    def _is_no_hidden_folder(cls, prefix: str) -> str:
+        if prefix.startswith("."):
+            raise ConfigError(f"given {prefix!r}; the name of a folder begins with no dot here")
+        return prefix
+
+
+class _Job:
+    """A lane on loan, and what it is used for: one call at a time, until the time is over."""
+
+    def __init__(self, lane: Lane, until: float) -> None:
+        self.lane = lane
+        self.ended: Future[object] = Future()
+        self.ended.set_result(None)
+        self._until = until
+
+    def run(self, work: Callable[[Lane], T]) -> T:
+        """What ``work`` returns or raises, in a thread of its own. Raises TierUnavailable when it
+        is late; it goes on then."""
+        outcome: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                outcome.set_result(work(self.lane))
+            except Exception as error:  # noqa: BLE001 - thread boundary: raised on the other side
+                outcome.set_exception(error)
+
+        try:
+            threading.Thread(target=settle, name="kvcore-files", daemon=True).start()
+        except RuntimeError as error:
+            raise TierUnavailable(f"no thread to reach files with: {error}") from error
+        self.ended = outcome  # type: ignore[assignment]  # only waited for
+        try:
+            return outcome.result(max(0.0, self._until - time.monotonic()))
+        except Late:
+            raise TierUnavailable("the file system did not answer in time") from None
+        except OSError as error:
+            raise TierUnavailable(f"the file system refuses: {error}") from error
+
+
+class _Laid(NamedTuple):
+    """An item, and where in a lane it lies."""
+
+    item: Item
+    start: int
+    nbytes: int
+
+
+class FileStore(BlockStore):
+    """The folder ``root``. At most ``lanes`` calls at once, each with memory of its own: 16 MiB, or
+    the largest value, touched as far as it is used."""
+
+    def __init__(self, root: Path, backend: str, *, lanes: int, timeout_s: float) -> None:
+        self._root = root
+        self._timeout = timeout_s
+        self._lanes = lanes
+        self._closed = False
+        self._free: queue.LifoQueue[Lane] = queue.LifoQueue()
+        for _ in range(lanes):
+            self._free.put(Lane(backend))
+
+    def put(self, items: Sequence[Item]) -> list[TierError | None]:
+        def move(job: _Job, laid: Sequence[_Laid], view: memoryview) -> list[TierError | None]:
+            for one in laid:
+                start = one.start
+                for part in one.item.parts:
+                    copy_bytes(part, view[start : start + part.nbytes])
+                    start += part.nbytes
+            return job.run(lambda lane: self._write(lane, laid))
+
+        return self._move(items, move)
+
+    def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        def move(job: _Job, laid: Sequence[_Laid], view: memoryview) -> list[TierError | None]:
+            errors = job.run(lambda lane: self._read(lane, laid))
+            for one, error in zip(laid, errors, strict=True):
+                if error is None:
+                    fill(one.item, view[one.start : one.start + one.nbytes])
+            return errors
+
+        return self._move(items, move)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        with self._job(self._limit()) as job:
+            return job.run(lambda _: [self._is_there(name) for name in names])
+
+    def delete(self, names: Sequence[str]) -> None:
+        def remove(_: Lane) -> None:
+            for name in names:
+                with suppress(*_NOT_THERE):
+                    (self._root / name).unlink()
+
+        with self._job(self._limit()) as job:
+            job.run(remove)
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().close()
+
+    # -- lanes ------------------------------------------------------------------------------
+
+    def _limit(self) -> float:
+        return time.monotonic() + self._timeout
+
+    @contextmanager
+    def _job(self, until: float) -> Iterator[_Job]:
+        try:
+            lane = self._free.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise TierUnavailable(
+                f"{self._root}: all {self._lanes} lanes are in use, by calls that hang"
+            ) from None
+        job = _Job(lane, until)
+        try:
+            yield job
+        finally:
+            job.ended.add_done_callback(lambda _: self._put_back(lane))
+
+    def _put_back(self, lane: Lane) -> None:
+        if self._closed:
+            lane.close()
+        else:
+            self._free.put(lane)
+
+    def _move(
+        self,
+        items: Sequence[Item],
+        move: Callable[[_Job, Sequence[_Laid], memoryview], list[TierError | None]],
+    ) -> list[TierError | None]:
+        """``move`` the items, as many at a time as fit a lane."""
+        until = self._limit()
+        results: list[TierError | None] = []
+        for laid in _in_lanes(items):
+            with self._job(until) as job:
+                view = job.lane.room(laid[-1].start + laid[-1].nbytes)
+                results += move(job, laid, view)
+        return results
+
+    # -- files, in a job's thread -----------------------------------------------------------
+
+    def _read(self, lane: Lane, laid: Sequence[_Laid]) -> list[TierError | None]:
+        opened = [self._open(one) for one in laid]
+        spans = [one for one in opened if isinstance(one, Span)]
+        try:
+            found = iter(lane.move("READ", spans))
+        finally:
+            for span in spans:
+                os.close(span.fd)
+        return [next(found) if isinstance(one, Span) else one for one in opened]
+
+    def _open(self, laid: _Laid) -> Span | TierError:
+        """The value's file, if it has the right size."""
+        name = laid.item.name
+        try:
+            fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except _NOT_THERE:
+            return BlockMissing(f"no file {name}")
+        except OSError as error:
+            return TierUnavailable(f"file {name}: {error.strerror}")
+        size = os.fstat(fd).st_size
+        if size == laid.nbytes:
+            return Span(fd, laid.start, laid.nbytes)
+        os.close(fd)
+        return CorruptBlock(f"file {name} has {size} bytes")
+
+    def _write(self, lane: Lane, laid: Sequence[_Laid]) -> list[TierError | None]:
+        made = [self._make(one) for one in laid]
+        spans = [one[0] for one in made if isinstance(one, tuple)]
+        try:
+            moved = iter(lane.move("WRITE", spans))
+        except TierUnavailable as error:
+            moved = iter([error] * len(spans))
+        finally:
+            for span in spans:
+                os.close(span.fd)
+        return [
+            self._publish(one.item.name, file[1], next(moved)) if isinstance(file, tuple) else file
+            for one, file in zip(laid, made, strict=True)
+        ]
+
+    def _make(self, laid: _Laid) -> tuple[Span, Path] | TierError:
+        """A new file with room for a value: a file system that is full says so here. Not every
+        NIXL tells of a write that came short."""
+        path = self._root / _WRITING / secrets.token_hex(16)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, laid.nbytes)
+            except OSError:
+                os.close(fd)
+                path.unlink()
+                raise
+        except OSError as error:
+            return TierUnavailable(f"file {laid.item.name} is not written: {error.strerror}")
+        return Span(fd, laid.start, laid.nbytes), path
+
+    def _publish(self, name: str, written: Path, error: TierError | None) -> TierError | None:
+        """Give a whole file its name; take one that is not whole away."""
+        if error is None:
+            try:
+                self._rename(written, self._root / name)
+            except OSError as refused:
+                error = TierUnavailable(f"file {name} gets no name: {refused.strerror}")
+        if error is not None:
+            with suppress(OSError):
+                written.unlink()
+        return error
+
+    def _rename(self, written: Path, path: Path) -> None:
+        try:
+            written.replace(path)
+        except FileNotFoundError:
+            _make_folders(self._root, path.parent)
+            written.replace(path)
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return stat.S_ISREG((self._root / name).stat(follow_symlinks=False).st_mode)
+        except _NOT_THERE:
+            return False
+
+    def sweep(self) -> None:
+        """Remove what writers that died have left. Raises OSError."""
+        with suppress(*_NOT_THERE):
+            for left in (self._root / _WRITING).iterdir():
+                with suppress(FileNotFoundError):  # another process sweeps too
+                    if time.time() - left.stat().st_mtime > _STALE_S:
+                        left.unlink()
+
+
+def _make_folders(root: Path, folder: Path) -> None:
+    """All of them for their owner alone: `Path.mkdir` gives its mode to the last one only."""
+    if folder != root and not folder.parent.is_dir():
+        _make_folders(root, folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _in_lanes(items: Sequence[Item]) -> Iterator[list[_Laid]]:
+    """The items, laid one behind the other into memory of a lane's size each. One that is larger
+    has a lane alone, which grows."""
+    laid: list[_Laid] = []
+    at = 0
+    for item in items:
+        nbytes = nbytes_of(item.parts)
+        if laid and at + nbytes > LANE_NBYTES:
+            yield laid
+            laid, at = [], 0
+        laid.append(_Laid(item, at, nbytes))
+        at += nbytes
+    if laid:
+        yield laid
+
+
+def open_store(options: FileOptions, rank: int | None = None) -> FileStore:
+    """Makes the folder. Raises ConfigError where that cannot be done, UnsupportedError where NIXL
+    or its backend is not to be had."""
+    backend = _backend(options.backend)
+    store = FileStore(
+        options.path,
+        backend,
+        lanes=2 * options.parallel
+        + 1,  # as many as `StoreTier` has threads, and one for its splits
+        timeout_s=options.timeout_s,
+    )
+    try:
+        options.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store.sweep()
+    except OSError as error:
+        raise ConfigError(f"path {options.path}: {error.strerror}") from error
+    return store
+
+
+def _backend(wanted: str) -> str:
+    """The backend to use; it starts."""
+    refusals = []
+    for backend in _BACKENDS if wanted == "auto" else (wanted,):
+        refusal = _refusal(backend)
+        if refusal is None:
+            return backend
+        refusals.append(str(refusal))
+    raise UnsupportedError(f"backend {wanted!r}: {'; '.join(refusals)}")
+
+
+def _refusal(backend: str) -> TierUnavailable | None:
+    """Why NIXL does not start a backend; None when it does."""
+    try:
+        FileAgent(backend)
+    except TierUnavailable as error:
+        return error
+    return None
+
+
+KIND = StoreKind(FileOptions, open_store)
