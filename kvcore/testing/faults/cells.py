@@ -147,19 +147,25 @@ class Bench:
     ) -> None:
         self.process = process
         self.planted = planted
-        self._model = model
         self._right = right
         self._tier = tier
         self._options: dict[str, Any] = {"fusion": EXACT} if fuses else {}
-        self._seed = 0
+        self._number = 0
+        self._documents = _documents(model)
         self._chunks = windows(model, 4, 150, 200, seed=97)
-        self.heal(self._documents())
+        self._blends = _of_chunks(self._chunks)
+        self.heal()
         self._before = planted.rest()
 
     def run(self, cell: Cell) -> None:
-        """One cell. AssertionError where something is not as it should be."""
-        documents = self._documents()
-        ways: dict[str, Callable[[Sequence[list[int]], Cell], object]] = {
+        """One cell. AssertionError where something is not as it should be.
+
+        Prompts are the same in all of them, each time under a salt of its own: nothing of them is
+        held when a cell begins.
+        """
+        self._number += 1
+        self._options["cache_salt"] = f"cell {self._number}"
+        ways: dict[str, Callable[[Cell], object]] = {
             "asking": self._ask,
             "aborting": self._abort,
             "clearing": self._clear,
@@ -171,25 +177,26 @@ class Bench:
             self.planted.rest()
         before = self.planted.state()
         with self.planted.wrong(*cell.rules):
-            self._until_struck(cell, before, lambda: come(documents, cell))
-        self.heal(documents)
+            self._until_struck(cell, before, lambda: come(cell))
+        self.heal()
         self._compare(self.planted.rest())
 
-    def heal(self, documents: Sequence[list[int]]) -> None:
+    def heal(self) -> None:
         """Ask until KV comes from host memory and from the tier below again."""
         found: Counter[str] = Counter()
         for _ in range(ROUNDS):
-            found.update(self._ask(documents))
+            found.update(self._ask())
             if found["host"] and found[self._tier]:
                 return
         raise AssertionError(f"reuse does not come back: {dict(found)}")
 
     def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
-        for number in range(ROUNDS):
+        missing = list(cell.rules)
+        for _ in range(ROUNDS):
             come()
             state = self.planted.state()
-            missing = [r for r in cell.rules if state.strikes(r) == before.strikes(r)]
-            if number and not missing:
+            missing = [rule for rule in missing if state.strikes(rule) == before.strikes(rule)]
+            if not missing:
                 break
         assert not missing, f"did not happen: {missing}; {state.struck}"
         if cell.hangs:
@@ -207,20 +214,12 @@ class Bench:
 
     # -- what brings the engine to the seams ------------------------------------------------------
 
-    def _documents(self) -> list[list[int]]:
-        """New ones. The last is short: it stays in host memory, the others do not fit."""
-        self._seed += 1
-        picks = random.Random(self._seed)
-        texts = [*windows(self._model, 4, 200, 350, seed=self._seed), [5] * 80]
-        return [[picks.randrange(5, 400) for _ in range(10)] + text for text in texts]
-
-    def _ask(self, documents: Sequence[list[int]], cell: Cell | None = None) -> Counter[str]:
+    def _ask(self, cell: Cell | None = None) -> Counter[str]:
         """All but the last, then the last twice; tokens that came from each tier."""
-        *long, short = documents
+        *long, short = self._documents
         found: Counter[str] = Counter()
         for asked in (long, [short], [short]):
-            got = self._right_answers(asked, cell)
-            found.update(self._tiers(got))
+            found.update(_tiers(self._right_answers(asked, cell)))
         return found
 
     def _right_answers(self, asked: Sequence[list[int]], cell: Cell | None) -> list[Generation]:
@@ -235,44 +234,57 @@ class Bench:
             self.planted.rest()
         self.process.reset_prefix_cache(timeout_s=SETTLE_S)
 
-    def _tiers(self, got: Sequence[Generation]) -> Counter[str]:
-        return sum((Counter(one.tiers) for one in got), Counter())
-
-    def _abort(self, documents: Sequence[list[int]], cell: Cell) -> None:
+    def _abort(self, cell: Cell) -> None:
         """Requests go while their load is under way."""
-        self._ask(documents, cell)
+        self._ask(cell)
         self._forget(cell)
-        names = [f"gone-{self._seed}-{number}" for number in range(len(documents))]
+        names = [f"gone {self._number}.{number}" for number in range(len(self._documents))]
         futures = [
             self.process.submit(document, request_id=name, **self._options)
-            for name, document in zip(names, documents, strict=True)
+            for name, document in zip(names, self._documents, strict=True)
         ]
         self.planted.until(lambda state: state.held["flights"] > 0)
         for name in names:
             self.process.abort(name)
         for future in futures:
             future.result()
-        self._ask(documents, cell)
+        self._ask(cell)
 
-    def _clear(self, documents: Sequence[list[int]], cell: Cell) -> None:
+    def _clear(self, cell: Cell) -> None:
         """Everything is thrown away, in each tier."""
-        self._ask(documents, cell)
+        self._ask(cell)
         self._forget(cell)
         self.process.reset_prefix_cache(connector=True, timeout_s=SETTLE_S)
-        self._ask(documents, cell)
+        self._ask(cell)
 
-    def _blend(self, documents: Sequence[list[int]], cell: Cell) -> None:
-        """Prompts of chunks in another order, with words of their own; all is recomputed."""
-        self._seed += 1
-        self._ask(documents, cell)
-        picks = random.Random(self._seed)
-        asked = [
-            [token for n in picks.sample(range(4), 3) for token in self._words(picks, n)]
-            for _ in range(3)
-        ]
+    def _blend(self, cell: Cell) -> None:
+        """Prompts of chunks, which other documents have pushed out of host memory; everything is
+        recomputed, so that answers are the exact ones."""
+        self._ask(cell)
         self._forget(cell)
-        same(answers(self.process, asked, batch=3, fusion=ALL), self._right(asked))
+        options = {**self._options, "fusion": ALL}
+        got = answers(self.process, self._blends, batch=len(self._blends), **options)
+        same(got, self._right(self._blends))
 
-    def _words(self, picks: random.Random, chunk: int) -> list[int]:
-        own = [picks.randrange(5, 400) for _ in range(picks.randrange(5, 20))]
-        return [*own, *self._chunks[chunk]]
+
+def _documents(model: Path) -> list[list[int]]:
+    """The last is short: it stays in host memory, the others do not fit."""
+    picks = random.Random(1)
+    return [*windows(model, 3, 230, 300, seed=1), [picks.randrange(5, 400) for _ in range(90)]]
+
+
+def _of_chunks(chunks: Sequence[list[int]]) -> list[list[int]]:
+    """Prompts of some chunks in another order, between words of their own."""
+    picks = random.Random(2)
+    made = []
+    for _ in range(3):
+        prompt: list[int] = []
+        for chunk in picks.sample(chunks, 3):
+            prompt += [picks.randrange(5, 400) for _ in range(picks.randrange(5, 20))]
+            prompt += chunk
+        made.append(prompt)
+    return made
+
+
+def _tiers(got: Sequence[Generation]) -> Counter[str]:
+    return sum((Counter(one.tiers) for one in got), Counter())
