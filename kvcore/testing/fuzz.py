@@ -340,11 +340,10 @@ def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
         corpus, folder = Path(scratch) / "corpus", Path(scratch) / "files"
         corpus.mkdir()
         folder.mkdir()
-        for number, seed in enumerate(seeds(one)):
-            _file(corpus, str(number), seed)
         with atheris.instrument_imports(include=["kvcore", "kvcore_trtllm"]):
-            for seed in seeds(one):
-                try_input(one, seed, folder)  # imports what the parser needs, instrumented
+            for number, seed in enumerate(seeds(one)):  # making seeds imports parsers too
+                _file(corpus, str(number), seed)
+                try_input(one, seed, folder)
 
         def once(data: bytes) -> None:
             try_input(one, data, folder)
