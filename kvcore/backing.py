@@ -72,7 +72,14 @@ def prepare_backings(
     for name, settings in _settings(config):
         plugin = plugins.tier(settings.plugin)
         common = settings.common
-        context = TierContext(name, geometry, common.capacity, settings.options, share=share)
+        context = TierContext(
+            name,
+            geometry,
+            common.capacity,
+            settings.options,
+            share=share,
+            cluster=config.cluster,
+        )
         try:
             prepared = _prepare(plugin, context)
         except (TierError, UnsupportedError) as error:
@@ -135,6 +142,7 @@ class BackingOpener:
         self._rank = rank
         self._plugins = plugins
         self._share = share
+        self._cluster = config.cluster
 
     def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
         """Raises TierError when the medium cannot be used."""
@@ -147,5 +155,6 @@ class BackingOpener:
             rank=self._rank,
             told=told,
             share=self._share,
+            cluster=self._cluster,
         )
         return self._plugins.tier(plugin).factory(context)

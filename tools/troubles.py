@@ -562,6 +562,16 @@ TROUBLES: dict[str, list[Trouble]] = {
             "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
             "Raise `cluster.ttl_s` where it happens often.",
         ),
+        Trouble(
+            "nodes cannot be looked up, those known stay: %s",
+            "etcd does not answer a `peer` node; it goes on with the nodes it knew last.",
+            "Look at etcd. Once it answers they are looked up again, without being asked to.",
+        ),
+        Trouble(
+            "a node of the cluster is passed over: its address is %r",
+            "A worker's entry in etcd has a `peer` that is not tcp://HOST:PORT.",
+            "Correct the entry, or take it out.",
+        ),
     ],
     "Orders of operators": [
         Trouble(

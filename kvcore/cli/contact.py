@@ -21,7 +21,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from kvcore.cli.findings import Finding, Level
-from kvcore.config import Config, TierConfig
+from kvcore.config import Config
 from kvcore.errors import TierUnavailable, UnsupportedError
 from kvcore.layout import BlockShape
 from kvcore.plugins import PluginManager, TierContext
@@ -49,7 +49,7 @@ def contacts(config: Config, plugins: PluginManager, seconds: float) -> Iterator
         if plugin.medium == "remote" and plugin.prepare is not None:
             about = f"store {name}"
             change = _WITHOUT_STORE.format(table=f"[tiers.{name}.options]")
-            yield _ask(about, change, seconds, partial(_store, name, tier, plugins))
+            yield _ask(about, change, seconds, partial(_store, name, config, plugins))
     if config.server.address is not None:
         yield _ask("kvcore server", _WITHOUT_SERVER, seconds, partial(_server, config, seconds))
     for endpoint in config.cluster.etcd:
@@ -106,10 +106,11 @@ def _place(url: str) -> str:
 # -- one kind each --------------------------------------------------------------------------------
 
 
-def _store(name: str, tier: TierConfig, plugins: PluginManager) -> str:
+def _store(name: str, config: Config, plugins: PluginManager) -> str:
+    tier = config.tiers[name]
     prepare = plugins.tier(tier.plugin).prepare
     assert prepare is not None
-    prepared = prepare(TierContext(name, _ANY, tier.capacity, tier.options))
+    prepared = prepare(TierContext(name, _ANY, tier.capacity, tier.options, cluster=config.cluster))
     finder = prepared.finder
     if finder is None:
         prepared.release()

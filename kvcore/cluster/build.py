@@ -10,8 +10,9 @@ from kvcore.cluster.base import Directory, Member
 from kvcore.cluster.static import StaticDirectory
 from kvcore.config import Config
 from kvcore.errors import ConfigError
+from kvcore.schema_cluster import ClusterConfig
 
-__all__ = ["enter_leader", "open_directory"]
+__all__ = ["directory_of", "enter_leader", "open_directory"]
 
 
 def open_directory(config: Config) -> Directory | None:
@@ -20,7 +21,11 @@ def open_directory(config: Config) -> Directory | None:
     Raises ConfigError where both are set, where names do not fit, or where etcd's client is not
     installed.
     """
-    cluster = config.cluster
+    return directory_of(config.cluster)
+
+
+def directory_of(cluster: ClusterConfig) -> Directory | None:
+    """As `open_directory`."""
     if cluster.etcd and cluster.members:
         raise ConfigError("cluster.etcd and cluster.members are both set: choose one")
     if cluster.members:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcore.ops.base import DeviceOps
     from kvcore.policy.base import EvictionPolicy
     from kvcore.schema import Config
+    from kvcore.schema_cluster import ClusterConfig
     from kvcore.tiers.base import BlockRecord, Tier
     from kvcore.tiers.disk.format import Geometry
     from kvcore.tiers.remote import Finder, StoreKind
@@ -65,7 +66,7 @@ class TierContext:
     ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
     block and each rank's KV heads and layers: stored bytes are readable only where it fits.
     ``told`` is what the leader's ``prepare`` said, empty without one. ``share`` is among how many
-    leaders the capacity is divided.
+    leaders the capacity is divided. ``cluster`` is `[cluster]`, for what finds others through it.
     """
 
     name: str
@@ -75,6 +76,7 @@ class TierContext:
     rank: int = 0
     told: Mapping[str, Any] = field(default_factory=dict)
     share: int = 1
+    cluster: ClusterConfig | None = None
 
     @property
     def slot_nbytes(self) -> int:

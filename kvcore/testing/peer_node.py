@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvcore.schema_cluster import ClusterConfig
 from kvcore.testing.servers import free_port, stand_still
 from kvcore.testing.store_contract import fetch, put, value
 from kvcore.tiers.remote.peer.messages import Lease, Leased
@@ -39,14 +40,20 @@ def address() -> str:
 
 
 class PeerNode:
-    """The parent's half. ``options`` are those of `PeerOptions`; ``listen`` is a free port."""
+    """The parent's half. ``options`` are those of `PeerOptions`; ``listen`` is a free port.
+    ``cluster`` is `[cluster]`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, cluster: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.options = {"listen": address(), "timeout_s": PATIENCE_S, **options}
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvcore.testing.peer_node", json.dumps(self.options)],
+            [
+                sys.executable,
+                "-m",
+                "kvcore.testing.peer_node",
+                json.dumps([self.options, cluster or {}]),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths},
@@ -134,8 +141,10 @@ class _Child:
 
 
 def _main() -> None:
-    options = json.loads(sys.argv[1])
-    child = _Child(PeerStore(PeerOptions.model_validate(options), rank=0))
+    options, cluster = json.loads(sys.argv[1])
+    store = PeerStore(PeerOptions.model_validate(options), rank=0)
+    store.join(ClusterConfig.model_validate(cluster))
+    child = _Child(store)
     print(json.dumps({"answer": None}), flush=True)
     for line in sys.stdin:
         name, arguments = json.loads(line)

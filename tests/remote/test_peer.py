@@ -151,7 +151,7 @@ def test_an_owner_that_dies_costs_a_deadline_and_is_found_again(open_store: Open
     with PeerNode(listen=listen) as again:
         again.call("put", seeds={A: 7}, nbytes=NBYTES)
         reader.peers._timeout_s = PATIENCE_S
-        reader.peers._breakers[f"tcp://{listen}"]._opened_at = -1e9  # its pause is over
+        reader.peers._nodes[f"tcp://{listen}"].breaker._opened_at = -1e9  # its pause is over
         assert fetch(reader, A, NBYTES) == value(7, NBYTES)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.plugins.hookspecs import PreparedTier
 from kvcore.tiers.base import (
     BlockRead,
@@ -50,21 +50,36 @@ class StoreKind(NamedTuple):
 
     ``open`` raises ConfigError for settings that cannot be right, and UnsupportedError where its
     client is not installed. It is called in every rank, and with None for a rank in the leader,
-    who only asks.
+    who only asks. ``join`` is called with what was opened, and raises ConfigError: for stores that
+    need more than their own settings.
     """
 
     options: type[StoreOptions]
     open: Callable[[Any, int | None], BlockStore]
+    join: Callable[[Any, TierContext], None] | None = None
 
 
 def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     """A rank's tier over a store of ``kind``. Raises ConfigError, UnsupportedError."""
     options = read_options(kind.options, context)
     shard = Shard.of(context.geometry, context.rank, options.prefix)
-    store = kind.open(options, context.rank)
+    store = _opened(context, kind, options, context.rank)
     shards = Shard.all_of(context.geometry, options.prefix)
     splits = Splits(store, shards, every_s=options.splits_s)
     return StoreTier(store, shard, options, splits=splits, slot_nbytes=context.slot_nbytes)
+
+
+def _opened(
+    context: TierContext, kind: StoreKind, options: StoreOptions, rank: int | None
+) -> BlockStore:
+    store = kind.open(options, rank)
+    if kind.join is not None:
+        try:
+            kind.join(store, context)
+        except ConfigError as error:
+            store.close()
+            raise ConfigError(f"[tiers.{context.name}.options]: {error}") from error
+    return store
 
 
 def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
@@ -72,7 +87,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     UnsupportedError."""
     options = read_options(kind.options, context)
     shards = Shard.all_of(context.geometry, options.prefix)
-    store = kind.open(options, None)
+    store = _opened(context, kind, options, None)
     finder = Finder(
         store,
         shards,

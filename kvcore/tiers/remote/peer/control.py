@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore.breaker import Breaker
@@ -45,6 +46,8 @@ _LINGER_S = 5.0
 """How long reads go on whose lease is over: their readers learn then that they were in vain, and do
 not wait for bytes until they give this node up."""
 _IDLE_SOCKETS = 16
+MAX_GUESTS = 64
+"""Nodes of no list that are remembered, with their connections."""
 _MAX_PAUSE_S = 30.0
 
 
@@ -140,36 +143,65 @@ class Answerer:
         return Leased(number, self._lending.lease_s, agent, places)
 
 
+@dataclass(eq=False)
+class _Node:
+    """``gone``: its connections are closed as soon as they are idle."""
+
+    breaker: Breaker
+    idle: list[Any] = field(default_factory=list)
+    gone: bool = False
+
+
 class Peers:
-    """The nodes at ``addresses`` (tcp://HOST:PORT), each with a breaker. Thread-safe.
+    """The nodes at ``addresses`` (tcp://HOST:PORT) but those in ``own``, each with a breaker; and
+    guests: others that are asked by name alone, as many as were asked last. Thread-safe.
 
     A node that has not answered three times is left alone for a while, and then asked again.
     """
 
-    def __init__(self, addresses: Iterable[str], timeout_s: float) -> None:
+    def __init__(
+        self, addresses: Iterable[str], timeout_s: float, own: Collection[str] = ()
+    ) -> None:
         self._timeout_s = timeout_s
+        self._own = frozenset(own)
         self._context = zmq.Context()
         self._lock = threading.Lock()
-        self._breakers = {
-            address: Breaker(f"peer {address}", max_pause=_MAX_PAUSE_S) for address in addresses
-        }
-        self._idle: dict[str, list[Any]] = {address: [] for address in self._breakers}
+        self._nodes: dict[str, _Node] = {}
+        self._guests: dict[str, _Node] = {}  # the one asked last is the last
+        self.update(addresses)
 
     def __len__(self) -> int:
-        return len(self._breakers)
+        return len(self._nodes)
 
-    def available(self) -> list[str]:
-        """Nodes that may be asked now."""
+    def __contains__(self, address: str) -> bool:
+        return address in self._nodes
+
+    def update(self, addresses: Iterable[str]) -> None:
+        """These are the nodes from now on. What others were asked is still waited for."""
+        wanted = dict.fromkeys(address for address in addresses if address not in self._own)
         with self._lock:
-            return [address for address, breaker in self._breakers.items() if breaker.allows()]
+            for address in [address for address in self._nodes if address not in wanted]:
+                _let_go(self._nodes.pop(address))
+            for address in wanted:
+                if address not in self._nodes:
+                    guest = self._guests.pop(address, None)
+                    self._nodes[address] = guest or _node(address)
+
+    def available(self, addresses: Iterable[str] | None = None) -> list[str]:
+        """Nodes that may be asked now: all of them, or of these, which may be guests."""
+        with self._lock:
+            if addresses is None:
+                return [a for a, node in self._nodes.items() if node.breaker.allows()]
+            chosen = [address for address in addresses if address not in self._own]
+            return [address for address in chosen if self._at(address).breaker.allows()]
 
     def ask(self, requests: Mapping[str, Request]) -> dict[str, Reply | TierUnavailable]:
         """Ask nodes, one question each, all at once. Blocks until every one has answered, for the
         timeout at most; TierUnavailable stands for those that did not, or not in this protocol."""
-        waiting = {address: self._send(address, request) for address, request in requests.items()}
         answers: dict[str, Reply | TierUnavailable] = {}
-        poller, owners = zmq.Poller(), {}
-        for address, socket in waiting.items():
+        poller, owners, nodes = zmq.Poller(), {}, {}
+        for address, request in requests.items():
+            nodes[address], socket = self._send(address, request)
             poller.register(socket, zmq.POLLIN)
             owners[socket] = address
         until = time.monotonic() + self._timeout_s
@@ -177,55 +209,77 @@ class Peers:
             for socket, _ in poller.poll(int(left * 1000) + 1):
                 poller.unregister(socket)
                 address = owners.pop(socket)
-                answers[address] = self._receive(address, socket)
+                answers[address] = self._receive(address, nodes[address], socket)
         for socket, address in owners.items():
             socket.close()
             answers[address] = TierUnavailable(
                 f"the node at {address} does not answer in {self._timeout_s:g} s"
             )
-        self._judge(answers)
+        self._judge(nodes, answers)
         return answers
 
     def close(self) -> None:
         """Close all connections. Nothing may be in flight. Idempotent."""
         with self._lock:
-            for sockets in self._idle.values():
-                for socket in sockets:
-                    socket.close()
-                sockets.clear()
+            for node in [*self._nodes.values(), *self._guests.values()]:
+                _let_go(node)
         self._context.term()
 
-    def _send(self, address: str, request: Request) -> Any:
+    def _at(self, address: str) -> _Node:
+        """The node at an address, a guest where it is none of the list. With the lock."""
+        if address in self._nodes:
+            return self._nodes[address]
+        node = self._guests.pop(address, None) or _node(address)
+        self._guests[address] = node
+        while len(self._guests) > MAX_GUESTS:
+            _let_go(self._guests.pop(next(iter(self._guests))))
+        return node
+
+    def _send(self, address: str, request: Request) -> tuple[_Node, Any]:
         with self._lock:
-            self._breakers[address].started()
-            socket = self._idle[address].pop() if self._idle[address] else None
+            node = self._at(address)
+            node.breaker.started()
+            socket = node.idle.pop() if node.idle else None
         if socket is None:
             socket = _bounded(self._context, zmq.DEALER)
             socket.connect(address)
         socket.send_multipart(frames(request))
-        return socket
+        return node, socket
 
-    def _receive(self, address: str, socket: Any) -> Reply | TierUnavailable:
+    def _receive(self, address: str, node: _Node, socket: Any) -> Reply | TierUnavailable:
         try:
             reply = decode_reply(socket.recv_multipart())
         except FormatError as error:
             socket.close()
             return TierUnavailable(f"the node at {address} is not understood: {error}")
         with self._lock:
-            if len(self._idle[address]) < _IDLE_SOCKETS:
-                self._idle[address].append(socket)
+            if not node.gone and len(node.idle) < _IDLE_SOCKETS:
+                node.idle.append(socket)
                 return reply
         socket.close()
         return reply
 
-    def _judge(self, answers: Mapping[str, Reply | TierUnavailable]) -> None:
+    def _judge(
+        self, nodes: Mapping[str, _Node], answers: Mapping[str, Reply | TierUnavailable]
+    ) -> None:
         with self._lock:
             for address, answer in answers.items():
-                breaker = self._breakers[address]
+                breaker = nodes[address].breaker
                 if isinstance(answer, TierUnavailable):
                     breaker.failed()
                 else:
                     breaker.succeeded()
+
+
+def _node(address: str) -> _Node:
+    return _Node(Breaker(f"peer {address}", max_pause=_MAX_PAUSE_S))
+
+
+def _let_go(node: _Node) -> None:
+    node.gone = True
+    for socket in node.idle:
+        socket.close()
+    node.idle.clear()
 
 
 def _bounded(context: Any, kind: int) -> Any:

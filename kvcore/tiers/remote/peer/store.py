@@ -17,8 +17,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -55,12 +55,18 @@ from kvcore.tiers.remote.peer.messages import (
     Request,
     folder_of,
 )
+from kvcore.tiers.remote.peer.roster import Roster, open_roster
 from kvcore.tiers.remote.tier import StoreKind
+
+if TYPE_CHECKING:
+    from kvcore.plugins import TierContext
+    from kvcore.schema_cluster import ClusterConfig
 
 _log = logging.getLogger("kvcore.tiers.peer")
 
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
 _MAX_RANKS = 64
+_EVERY_ADDRESS = ("0.0.0.0", "*", "[::]")
 
 
 def addresses(text: str) -> list[str]:
@@ -84,10 +90,16 @@ class PeerOptions(StoreOptions):
         description="HOST:PORT on which rank 0 is asked by other nodes; a further rank has the "
         "port as many further on.",
     )
-    peers: list[str] = Field(
+    advertise: Annotated[str, Field(pattern=r"^([^\s:/]+|\[[0-9a-fA-F:]+\])$")] | None = Field(
+        default=None,
+        description="HOST by which other nodes reach this one. Unset: that of `listen`, or this "
+        "host's name where that is every address.",
+    )
+    peers: list[str] | Literal["etcd"] = Field(
         default=[],
         description="Every node, this one too: HOST:PORT, or HOST:FIRST-LAST where one has several "
-        "ranks.",
+        'ranks. Or "etcd": nodes find each other through `[cluster]`, among those of the same '
+        "`cluster.model` and `cluster.group`.",
     )
     lend: Size = Field(
         default=parse_size("1GiB"),
@@ -111,8 +123,8 @@ class PeerOptions(StoreOptions):
 
     @field_validator("peers")
     @classmethod
-    def _many_addresses(cls, texts: list[str]) -> list[str]:
-        for text in texts:
+    def _many_addresses(cls, texts: list[str] | str) -> list[str] | str:
+        for text in () if isinstance(texts, str) else texts:
             addresses(text)
         return texts
 
@@ -121,6 +133,15 @@ class PeerOptions(StoreOptions):
         host, _, port = self.listen.rpartition(":")
         [address] = addresses(f"{host}:{int(port) + rank}")
         return address
+
+    def reached(self, rank: int) -> str:
+        """Where others ask ``rank``. Raises ConfigError where it would be no port."""
+        host, _, port = self.address(rank).removeprefix("tcp://").rpartition(":")
+        if self.advertise is not None:
+            host = self.advertise
+        elif host in _EVERY_ADDRESS:
+            host = socket.gethostname()
+        return f"tcp://{host}:{port}"
 
 
 class _Find(NamedTuple):
@@ -148,15 +169,28 @@ class PeerStore(BlockStore):
         self._memory: Pages | None = None
         self.lending: Lending | None = None
         self._answerer: Answerer | None = None
-        own = None
+        self._roster: Roster | None = None
+        self._reached: str | None = None
+        own: list[str] = []
         if rank is not None:
-            own = options.address(rank)
+            self._reached = options.reached(rank)
+            own = [options.address(rank), self._reached]
             self._memory = Pages(max(options.lend, 1))
             self.lending = Lending(self._memory.view[: options.lend], lease_s=options.lease_s)
             self._answerer = Answerer(
-                own, self.lending, self._memory.address, self._introduce, self._progress
+                own[0], self.lending, self._memory.address, self._introduce, self._progress
             )
-        self.peers = Peers(_others(options.peers, own), options.timeout_s)
+        listed = [] if isinstance(options.peers, str) else options.peers
+        every = [address for text in listed for address in addresses(text)]
+        self.peers = Peers(every, options.timeout_s, own)
+
+    def join(self, cluster: ClusterConfig | None) -> None:
+        """Find the other nodes, and be found by them, where ``peers`` says so. Does no I/O here.
+
+        Raises ConfigError where ``cluster`` does not do for it.
+        """
+        if self._options.peers == "etcd":
+            self._roster = open_roster(cluster, self._reached, self.peers.update, _is_address)
 
     # -- the contract -----------------------------------------------------------------------
 
@@ -191,6 +225,8 @@ class PeerStore(BlockStore):
             self._ask_all(Remove(list(names[start : start + MAX_NAMES])))
 
     def close(self) -> None:
+        if self._roster is not None:
+            self._roster.close()
         if self._answerer is not None:
             self._answerer.close()
         self.peers.close()
@@ -345,10 +381,12 @@ class PeerStore(BlockStore):
             )
 
 
-def _others(peers: Iterable[str], own: str | None) -> list[str]:
-    """Every address of ``peers`` once, without this node's."""
-    every = dict.fromkeys(address for text in peers for address in addresses(text))
-    return [address for address in every if address != own]
+def _is_address(text: str) -> bool:
+    """Whether it is tcp://HOST:PORT of one node."""
+    try:
+        return addresses(text.removeprefix("tcp://")) == [text]
+    except ConfigError:
+        return False
 
 
 def _fitting(
@@ -388,4 +426,8 @@ def _misfit(item: Item, nbytes: int) -> CorruptBlock:
     return CorruptBlock(f"{nbytes} bytes lie under {item.name}; {nbytes_of(item.parts)} are wanted")
 
 
-KIND = StoreKind(PeerOptions, PeerStore)
+def _join(store: PeerStore, context: TierContext) -> None:
+    store.join(context.cluster)
+
+
+KIND = StoreKind(PeerOptions, PeerStore, _join)
