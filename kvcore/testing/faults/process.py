@@ -52,7 +52,7 @@ def follow(folder: Path) -> None:
     faults = teller.faults
 
     def manager(made: KVManager) -> None:
-        staging = len(made._staging)
+        staging = len(made.flights.staging)
         teller.tells(lambda: leader_holds(made, staging))
 
     def worker(made: KVWorker) -> None:
