@@ -176,7 +176,7 @@ class DiskConfig(BackingConfig):
         ge=1,
         le=64,
         description="Threads reading and writing, a rank, where the kernel's asynchronous I/O "
-        "cannot be had.",
+        "cannot be had; and threads decrypting.",
     )
     sync_interval_s: Seconds = Field(
         default=5.0,

@@ -369,7 +369,22 @@ class QuestionDeviation(Selector):
 
 
 @dataclass(frozen=True)
-class HeadsToo(Selector):
+class _OfAnother(Selector):
+    """Makes something of another selector's scores, and wants to see what that one does."""
+
+    inner: Selector
+
+    @property
+    def needs_question(self) -> bool:
+        return self.inner.needs_question
+
+    @property
+    def sharpness(self) -> float:
+        return self.inner.sharpness
+
+
+@dataclass(frozen=True)
+class HeadsToo(_OfAnother):
     """Another selector's rows, after the first ``heads`` tokens of every chunk.
 
     What a text begins with draws attention from everything behind it (an attention sink). A chunk
@@ -378,23 +393,14 @@ class HeadsToo(Selector):
     """
 
     name: ClassVar[str] = "heads, then another"
-    inner: Selector
     heads: int = 1
-
-    @property
-    def needs_question(self) -> bool:
-        return self.inner.needs_question
-
-    @property
-    def sharpness(self) -> float:
-        return self.inner.sharpness
 
     def score(self, seen: Seen) -> Tensor:
         return self.inner.score(seen).masked_fill(seen.offsets < self.heads, math.inf)
 
 
 @dataclass(frozen=True)
-class Smoothed(Selector):
+class Smoothed(_OfAnother):
     """Another selector's scores, each the mean over the rows up to ``reach`` tokens away.
 
     A fact is a run of tokens, and a recomputed row reads its neighbours. Rows that have left count
@@ -402,16 +408,7 @@ class Smoothed(Selector):
     """
 
     name: ClassVar[str] = "runs of another"
-    inner: Selector
     reach: int = 1
-
-    @property
-    def needs_question(self) -> bool:
-        return self.inner.needs_question
-
-    @property
-    def sharpness(self) -> float:
-        return self.inner.sharpness
 
     def score(self, seen: Seen) -> Tensor:
         scores = self.inner.score(seen).float()

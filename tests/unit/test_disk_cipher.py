@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hmac
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from kvcore.plugins import PluginManager
 from kvcore.testing.tier_contract import Block, TierContract, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.disk import tier as disk_tier
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher
 from kvcore.tiers.disk.format import RECORD_NBYTES, Record, checksum
 from kvcore.tiers.disk.scrub import State, scrub
@@ -132,6 +134,49 @@ class TestEncryptedDiskTier(TierContract):
 
 class TestEncryptedDiskTierFromOddMemory(TestEncryptedDiskTier):
     odd = True
+
+
+class TestEncryptedDiskTierOfLargeBlocks(TestEncryptedDiskTier):
+    """Those are decrypted on other threads."""
+
+    @pytest.fixture(autouse=True)
+    def all_are_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(disk_tier, "_HANDED_ON", 0)
+
+
+def test_large_blocks_are_decrypted_several_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is wrong with one is told of that one."""
+    monkeypatch.setattr(disk_tier, "_HANDED_ON", 0)
+    blocks = some_blocks(8)
+    bad = {1, 6}
+    with opened(tmp_path) as (store, tier):
+        write_blocks(tier, blocks)
+        with (store.folder / "shard-0.data").open("r+b") as data:
+            for slot in bad:
+                data.seek(slot * SLOT + 100)
+                byte = data.read(1)[0]
+                data.seek(slot * SLOT + 100)
+                data.write(bytes([byte ^ 1]))
+        meeting, unseal = threading.Barrier(2), BlockCipher.unseal
+
+        def together(*given: Any) -> bool:
+            meeting.wait(60)  # a lone thread would break it
+            return unseal(*given)
+
+        monkeypatch.setattr(BlockCipher, "unseal", together)
+        buffers = [block.memory() for block in blocks]
+        pairs = zip(blocks, buffers, strict=True)
+        errors = tier.read([BlockRead(block.slot, block.key, [into]) for block, into in pairs])
+        assert {slot for slot, error in enumerate(errors) if error is not None} == bad
+        assert all(isinstance(errors[slot], CorruptBlock) for slot in bad)
+        for block in blocks:
+            assert block.slot in bad or bytes(buffers[block.slot]) == block.data
+        monkeypatch.setattr(BlockCipher, "unseal", unseal)
+        for slot in bad:
+            with pytest.raises(CorruptBlock, match="does not hold"):
+                read_back(tier, blocks[slot])
 
 
 def test_blocks_come_back_and_cannot_be_read_on_disk(tmp_path: Path) -> None:

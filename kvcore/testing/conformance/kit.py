@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from kvcore.errors import ConfigError
+from kvcore.testing.closing import Closing
 from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.models import tiny_model
 
@@ -104,7 +104,7 @@ class Result:
         return asdict(self)
 
 
-class Kit:
+class Kit(Closing):
     """What a case may use. One thread; close it when done.
 
     ``partners`` are drivers of the engines that share a disk with this one. ``store`` is the URL
@@ -131,17 +131,6 @@ class Kit:
         self._plain: tuple[str, Engine] | None = None
         self._known: dict[str, list[int]] = {}
         self._scratch = 0
-
-    def __enter__(self) -> Kit:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop every engine, and let go of what the drivers keep."""

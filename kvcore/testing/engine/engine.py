@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -40,6 +39,7 @@ from kvcore.fusion.segments import Segments
 from kvcore.layout import KVView
 from kvcore.ops.fusion import select_fusion
 from kvcore.rates import Part, Rates, TierRates
+from kvcore.testing.closing import Closing
 from kvcore.testing.engine.fusing import FusionLeader, RankBlender
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
@@ -74,7 +74,7 @@ class EngineArgs:
     min_load_tokens: int = 1
 
 
-class ReferenceEngine:
+class ReferenceEngine(Closing):
     """One engine over ``model``; ``config`` None leaves kvcore out. Close it when done.
 
     The class attributes are the parts that make it an adapter: a test of tests plants a broken one.
@@ -225,17 +225,6 @@ class ReferenceEngine:
             self.model.device,
             layer_steps(described.shape.layers),
         )
-
-    def __enter__(self) -> ReferenceEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Finish what is being saved, flush the tiers, and let go of everything."""

@@ -19,10 +19,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
+from kvcore.testing.closing import Closing
 from kvcore.testing.hosts import keeper
 
 __all__ = ["Facts", "Host", "Network", "why_not"]
@@ -240,7 +240,7 @@ class Host:
             process.wait()
 
 
-class Network(Mapping[str, Host]):
+class Network(Closing, Mapping[str, Host]):
     """Hosts by name, all on one switch, for the length of a ``with``.
 
     Raises UnsupportedError, saying what is missing, where this machine has no hosts to give.
@@ -265,14 +265,6 @@ class Network(Mapping[str, Host]):
             self.close()
             raise
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all that runs on the hosts, and the hosts. Blocks; idempotent."""

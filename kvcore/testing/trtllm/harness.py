@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from kvcore.errors import TransferError
+from kvcore.testing.closing import Closing
 from kvcore.testing.page_table import PageTable
 from kvcore.testing.ranks import Ranks
 from kvcore.testing.trtllm.executor import Call, Executor, Limits
@@ -36,7 +37,7 @@ class HarnessArgs:
     limits: Limits = field(default_factory=Limits)
 
 
-class Harness:
+class Harness(Closing):
     """One engine over the checkpoint ``folder``. One thread may use it; close it when done.
 
     ``connector`` is a scheduler class and a worker class, or None. ``llm_args`` overrides fields of
@@ -102,17 +103,6 @@ class Harness:
                 self.ranks.on(rank, call)  # warm-up
         self.ranks.each(lambda rank: self.workers[rank].register_kv_caches(self.model.pools[rank]))
         self.ranks.on(0, self.scheduler.wait_for_initialization)
-
-    def __enter__(self) -> Harness:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def calls(self) -> list[Call]:

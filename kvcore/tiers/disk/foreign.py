@@ -113,10 +113,15 @@ class ForeignStore:
 
 def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place: bytes) -> bool:
     """Whether the bytes are those that were written, of a store that is encrypted, or is not, as
-    ``cipher`` says. They are decrypted where they are; if False they hold anything."""
-    if checksum(record.key, buffers, record.nbytes) != record.checksum:
+    ``cipher`` says. They are decrypted where they are; if False they hold anything.
+
+    The tag of an encrypted block says all that its checksum does, and more: that one is for
+    `scrub`, which has no key.
+    """
+    if cipher is None:
+        plain = not record.nonce
+        return plain and checksum(record.key, buffers, record.nbytes) == record.checksum
+    if not record.nonce:
         return False
-    if cipher is None or not record.nonce:
-        return cipher is None and not record.nonce
     seal = Seal(record.nonce, record.tag)
     return cipher.unseal(seal, buffers, record.nbytes, record.bound(place))

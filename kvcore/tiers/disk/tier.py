@@ -5,8 +5,9 @@ interrupts it, the record either is absent or tells the checksum of what should 
 checks both the key and the checksum.
 
 A batch goes to the kernel's queue as a whole, and this thread checksums each block as it arrives
-or leaves while the others are under way (benchmarks/disk.py compares the ways). Callers have queues
-of their own: a load never waits behind saves.
+or leaves while the others are under way (benchmarks/disk.py compares the ways). What is encrypted
+is decrypted, instead, by a few threads. Callers have queues of their own: a load never waits behind
+saves.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,10 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 STORE_SHIFT = 40
 """A slot number is ``store << STORE_SHIFT | slot``; store 0 is the tier's own."""
+_HANDED_ON = 256 << 10
+"""Bytes of an encrypted block from which on another thread decrypts it while the next ones arrive.
+Handing one over took 9 us of a core, and decrypting half as many bytes, in its cache, 11 us (EPYC
+with VAES)."""
 
 
 class _Draft(NamedTuple):
@@ -110,6 +115,9 @@ class DiskTier(Tier):
         self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
         self._stamps = itertools.count(time.time_ns())  # next() is atomic
         self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
+        self._openers: ThreadPoolExecutor | None = None
+        if cipher is not None and slot_nbytes >= _HANDED_ON:
+            self._openers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-open")
         self._flusher = _Flusher(self._sync, sync_interval_s)
         self._closed = False
 
@@ -159,6 +167,8 @@ class DiskTier(Tier):
             return
         self._closed = True
         self._foreign_readers.shutdown()
+        if self._openers is not None:
+            self._openers.shutdown()
         try:
             self._flusher.close()
         finally:
@@ -243,9 +253,19 @@ class DiskTier(Tier):
                 else:
                     results[i] = record
 
-        with closing(self._data.read(found())) as ended:
-            for i, outcome in ended:
-                results[i] = self._end_read(requests[i], records[i], outcome)
+        checked: dict[int, Future[TierError | None]] = {}
+        try:
+            with closing(self._data.read(found())) as ended:
+                for i, outcome in ended:
+                    check = (requests[i], records[i], outcome)
+                    if self._openers is None:
+                        results[i] = self._end_read(*check)
+                    else:
+                        checked[i] = self._openers.submit(self._end_read, *check)
+        finally:
+            wait(checked.values())  # the buffers are the caller's again
+        for i, future in checked.items():
+            results[i] = future.result()
 
     def _find(self, request: BlockRead) -> Record | TierError:
         """The record of the slot, when it is of the block that is asked for."""
