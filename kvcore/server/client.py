@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -218,7 +219,9 @@ class Keeper:
         try:
             held = HeldSession(self._folder, reply.file)
         except KVCoreError as error:
-            return Refused(reply.ref, "misfit", f"{error} (server.folder is {self._folder})")
+            # This is the server's folder: the session ended while this process stood still.
+            kind = "busy" if os.path.exists(self._folder / "server.lock") else "misfit"
+            return Refused(reply.ref, kind, f"{error} (server.folder is {self._folder})")
         self.member = _Membership(reply, held)
         self._refusal = ""
         self.link.tell(Beat(self.link.ref(), reply.session))

@@ -281,6 +281,33 @@ def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
         socket.close(0)
 
 
+def test_a_client_that_was_slower_than_its_lease_asks_again(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session ended between the welcome and the client's look at it."""
+    start(settings(folder))
+    held: list[str] = []
+
+    def slowly(where: Path, name: str) -> HeldSession:
+        held.append(name)
+        if len(held) == 1:
+            raise TierUnavailable(f"{name} of the server is over")
+        return HeldSession(where, name)
+
+    monkeypatch.setattr("kvcore.server.client.HeldSession", slowly)
+    manager, _ = join(settings(folder))
+    assert manager.keeper.member is not None
+    assert len(held) == 2
+    manager.close()
+
+
+def test_a_client_that_sees_another_folder_is_told_of_it(start: Start, folder: Path) -> None:
+    start(settings(folder))
+    elsewhere = {"address": f"ipc://{folder}/server.sock", "folder": f"{folder}-elsewhere"}
+    with pytest.raises(UnsupportedError, match=r"server\.folder is .*elsewhere"):
+        join(settings(folder, server=elsewhere))
+
+
 def test_an_engine_with_other_blocks_is_refused_by_name(start: Start, folder: Path) -> None:
     config = settings(folder)
     start(config)
