@@ -370,6 +370,38 @@ def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) ->
     manager.close()
 
 
+def test_an_end_that_cannot_be_told_costs_the_session_and_no_slot(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has taken nothing for so long that its queue is full."""
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    graph = manager.launch_save(keys(4), SPACE, 4, units)
+    assert graph is not None
+    first, tell = manager.keeper.member, manager.keeper.link.tell
+    full = lambda request: not isinstance(request, m.Done) and tell(request)  # noqa: E731
+    monkeypatch.setattr(manager.keeper.link, "tell", full)
+    manager.complete(OpReport(graph.graph_id, 0))
+    monkeypatch.undo()
+    until(lambda: manager.keeper.member not in (None, first))
+    [space] = server.server._spaces.values()
+    until(lambda: not space.manager.in_flight)
+    assert manager.launch_save(keys(4), SPACE, 4, units) is not None, "it can be saved again"
+    manager.close()
+
+
+def test_ends_of_many_ops_are_told_in_several_messages(start: Start, folder: Path) -> None:
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    member = manager.keeper.member
+    assert member is not None
+    refusals = server.server._refusals
+    manager.keeper.tell_done(member, [OpReport(1, n) for n in range(2 * m.MAX_REPORTS + 1)])
+    assert manager.get_match(keys(4), SPACE).depth == 0
+    assert server.server._refusals == refusals
+    manager.close()
+
+
 def test_a_load_that_has_gone_stale_is_one_that_fails(start: Start, folder: Path) -> None:
     config = settings(folder)
     start(config)
