@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
+from kvcore.testing.servers import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -385,12 +385,6 @@ def test_a_reset_is_for_good(
 
 
 # -- as a user starts it --------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

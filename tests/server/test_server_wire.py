@@ -31,6 +31,7 @@ from kvcore.server.client import RemoteManager, join_server
 from kvcore.server.keys import make_keys
 from kvcore.server.places import HeldSession
 from kvcore.testing.served import RunningServer, settings, until
+from kvcore.testing.servers import free_port
 from kvcore.transfer.graph import OpReport, RowError, Span, UnitTable
 
 Start = Callable[[Config], RunningServer]
@@ -482,7 +483,7 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")
     tcp["keys"] = str(tmp_path / "keys")
-    tcp["address"] = f"tcp://127.0.0.1:{_free_port()}"
+    tcp["address"] = f"tcp://127.0.0.1:{free_port()}"
     start(settings(folder, server=tcp))
     manager, _ = join(settings(folder, server=tcp | {"deadline_s": 20.0}))
     assert manager.keeper.member is not None
@@ -497,12 +498,3 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     naked = Raw(tcp["address"])
     naked.send(*m.frames(m.Ask(1)))
     assert not naked.socket.poll(500), "without keys there is no answer"
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
