@@ -460,6 +460,12 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Start it again; what is on disk is found again.",
         ),
         Trouble(
+            "the kvcore server takes no more messages: joining it anew",
+            "The server was behind by thousands of messages, and could not be told what has ended; "
+            "with a new session it gives all of that back.",
+            "Where it happens often give the server a core of its own.",
+        ),
+        Trouble(
             "the kvcore server refuses this engine: %s",
             "Versions, the model or settings do not fit together; the engine runs without KV of "
             "others.",

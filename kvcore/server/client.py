@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ from kvcore.metrics import Metrics, SaveSkip
 from kvcore.schema import ServerConfig
 from kvcore.server.link import Link
 from kvcore.server.messages import (
+    MAX_REPORTS,
     Beat,
     Beating,
     Bye,
@@ -120,6 +122,7 @@ class Keeper:
         self.link = Link(config, self._late)
         self.member: _Membership | None = None
         self._asked_in_vain = 0.0
+        self._unheard = 0  # the session that was not told of everything
         self._refusal = ""
         self._poke = threading.Event()
         self._ended = threading.Event()
@@ -162,6 +165,15 @@ class Keeper:
             self._asked_in_vain = time.monotonic()
         return reply if isinstance(reply, (kind, Refused)) else None
 
+    def tell_done(self, member: _Membership, reports: Sequence[OpReport]) -> None:
+        """Ops have ended. Where that cannot be sent the session is left: the server would keep what
+        they used for as long as it lasts."""
+        for start in range(0, len(reports), MAX_REPORTS):
+            part = list(reports[start : start + MAX_REPORTS])
+            if not self.link.tell(Done(self.link.ref(), member.number, part)):
+                self._unheard = member.number
+                self._poke.set()
+
     def close(self) -> None:
         """Leave. Blocks for a moment."""
         self._ended.set()
@@ -186,6 +198,10 @@ class Keeper:
         """One heartbeat; returns the seconds to the next."""
         member = self.member
         assert member is not None
+        if self._unheard == member.number:
+            _log.warning("the kvcore server takes no more messages: joining it anew")
+            self._leave()
+            return 0.0
         lease_s = member.welcome.lease_s
         beat = Beat(self.link.ref(), member.number)
         reply = self.link.ask(beat, min(1.0, lease_s / 4), alive=lambda: not self._ended.is_set())
@@ -218,7 +234,9 @@ class Keeper:
         try:
             held = HeldSession(self._folder, reply.file)
         except KVCoreError as error:
-            return Refused(reply.ref, "misfit", f"{error} (server.folder is {self._folder})")
+            # This is the server's folder: the session ended while this process stood still.
+            kind = "busy" if os.path.exists(self._folder / "server.lock") else "misfit"
+            return Refused(reply.ref, kind, f"{error} (server.folder is {self._folder})")
         self.member = _Membership(reply, held)
         self._refusal = ""
         self.link.tell(Beat(self.link.ref(), reply.session))
@@ -240,9 +258,7 @@ class Keeper:
         """Nobody waits for this plan any more: say that nothing of it was done."""
         member = self.member
         if isinstance(reply, Launched) and reply.graph is not None and member is not None:
-            self.link.tell(
-                Done(self.link.ref(), member.number, _undone(reply.graph, RowError.CANCELLED))
-            )
+            self.tell_done(member, _undone(reply.graph, RowError.CANCELLED))
 
 
 def _undone(graph: TransferGraph, why: RowError) -> list[OpReport]:
@@ -500,7 +516,7 @@ class RemoteManager(Manager):
     def _tell_done(self, graph_id: int, reports: list[OpReport]) -> None:
         member = self._member_of(graph_id)
         if member is not None:  # else the server that planned it is gone
-            self.keeper.link.tell(Done(self._ref(), member.number, reports))
+            self.keeper.tell_done(member, reports)
 
     def _member_of(self, graph_id: int) -> _Membership | None:
         member = self.keeper.member

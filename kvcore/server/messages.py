@@ -31,6 +31,9 @@ MAX_MESSAGE = 16 << 20
 MAX_BLOCKS = 1 << 18
 """Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
 
+MAX_REPORTS = 4096
+"""Ops that a message tells the end of; who has more sends several."""
+
 Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 Ref = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -141,7 +144,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
     ref: Ref
     session: Number
-    reports: Annotated[list[OpReport], Meta(max_length=4096)]
+    reports: Annotated[list[OpReport], Meta(max_length=MAX_REPORTS)]
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):

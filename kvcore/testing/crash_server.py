@@ -60,7 +60,7 @@ SEAMS = {
     "server": (Seam.FILE_WRITE, Seam.FILE_WRITE, Seam.RECORD, Seam.SYNC, Seam.FILE_READ),
     "engine": (Seam.SAVE, Seam.SAVE, Seam.LOAD, Seam.REPORT, Seam.SUBMIT),
 }
-DEADLINE_S = 1.0
+DEADLINE_S = 5.0
 """What an engine waits for a server that was killed, once."""
 PATIENT_S = 30.0
 READY = "ready"

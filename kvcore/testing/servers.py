@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ __all__ = [
     "Server",
     "Start",
     "etcd",
+    "free_port",
     "lacking",
     "make_bucket",
     "mooncake_lender",
@@ -91,11 +93,36 @@ def program(name: str) -> str:
     return found
 
 
+_FIRST_PORT = 10_000
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A port on which nothing listens, for as long as this process lives: the kernel gives it to
+    nobody by itself, and this function to no other process."""
+    first_given = _first_given()
+    for _ in range(10_000):
+        port = secrets.randbelow(first_given - _FIRST_PORT) + _FIRST_PORT
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0kvcore-port-{port}")  # of no file; gone with the process
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+            continue
+        _reserved.append(mark)
         return port
+    raise AssertionError(f"no port of {_FIRST_PORT}..{first_given} is free")
+
+
+def _first_given() -> int:
+    """The first of the ports that the kernel gives to those who do not care."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 32_768
+    return first if first > 2 * _FIRST_PORT else 65_536
 
 
 Command = Callable[[int], Sequence[str]]

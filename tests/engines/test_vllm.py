@@ -211,6 +211,7 @@ def test_a_killed_engine_leaves_only_whole_blocks(
     asked = documents[16:28]
     process = EngineProcess(model, kvcore=kvcore, env=SPACE, **SMALL)
     same(answers(process, asked[:6]), reference(asked[:6]))
+    settled(process)
     for document in asked[6:]:
         process.submit(document, 64)
     time.sleep(0.7)

@@ -7,13 +7,12 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,12 @@ from PIL import Image
 
 from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, same, settled
 from kvcore.testing.asking import small_engine as engine
+from kvcore.testing.engine_process import EngineProcess
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.testing.prompts import windows
+from kvcore.testing.servers import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -270,6 +271,9 @@ def picture(path: Path, seed: int) -> Path:
 # -- who listens ----------------------------------------------------------------------------------
 
 
+LISTEN_S = 60.0
+
+
 class Listener:
     """The blocks that kvcore's events say are in each medium."""
 
@@ -281,8 +285,28 @@ class Listener:
         self.orphans = 0
         self.stored = 0
 
-    def take(self) -> None:
-        while self._socket.poll(500):
+    def join(self, process: EngineProcess, model: Path) -> None:
+        """Have the engine tell something until it is heard, then forget it all on both sides."""
+        for seed in range(100, 160):
+            answers(process, windows(model, 1, 70, 70, seed=seed))
+            self._take_some(500)
+            if self.stored:
+                break
+        settled(process)
+        process.reset_prefix_cache(connector=True)
+        answers(process, windows(model, 1, 70, 70, seed=99))  # a step that publishes it
+        self.take(lambda: sum(map(len, self.held.values())) < 16)
+        self.orphans = 0
+
+    def take(self, wanted: Callable[[], bool]) -> None:
+        """Hear until it is so; AssertionError where it does not come to that."""
+        limit = time.monotonic() + LISTEN_S
+        while not wanted():
+            assert time.monotonic() < limit, {at: len(keys) for at, keys in self.held.items()}
+            self._take_some(100)
+
+    def _take_some(self, milliseconds: int) -> None:
+        while self._socket.poll(milliseconds):
             _, _, payload = self._socket.recv_multipart()
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event.get("ownership"):
@@ -314,21 +338,22 @@ def test_events_tell_what_each_tier_holds(
     with engine(model, kvcore, kv_events_config=events) as process:
         process.wait_ready()
         listener = Listener(endpoint)
-        time.sleep(0.5)
+        listener.join(process, model)
         answers(process, documents)
         answers(process, documents[:1])
         settled(process)
         answers(process, windows(model, 1, 70, 70, seed=77))  # a step that publishes the last ones
-        listener.take()
-        for medium, tier in (("CPU", "host"), ("STORAGE", "disk")):
-            told = len(listener.held[medium, tier])
-            assert told * BLOCK_NBYTES == counted(process, "kvcore_tier_used_bytes", tier=tier)
+
+        def agrees(medium: str, tier: str) -> bool:
+            used = counted(process, "kvcore_tier_used_bytes", tier=tier)
+            return len(listener.held[medium, tier]) * BLOCK_NBYTES == used
+
+        listener.take(lambda: agrees("CPU", "host") and agrees("STORAGE", "disk"))
         assert listener.stored > len(listener.held["CPU", "host"]), "nothing was evicted"
         assert listener.orphans == 0
         process.reset_prefix_cache(connector=True)
         answers(process, windows(model, 1, 70, 70, seed=78))
-        listener.take()
-        assert sum(map(len, listener.held.values())) < 16, "a reset was not told"
+        listener.take(lambda: sum(map(len, listener.held.values())) < 16)  # the reset
         listener.close()
 
 
@@ -360,12 +385,6 @@ def test_a_reset_is_for_good(
 
 
 # -- as a user starts it --------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def test_two_engines_share_and_a_killed_server_changes_no_answer(
     with engine(model, None, enable_prefix_caching=False) as process:
         expected = Reference(process)(documents)
     kvcore: dict[str, Any] = {
-        "server": {"address": "local", "folder": str(folder), "deadline_s": 5.0}
+        "server": {"address": "local", "folder": str(folder), "deadline_s": 20.0}
     }
     with engine(model, kvcore) as first:
         same(answers(first, documents), expected)

@@ -109,6 +109,16 @@ def test_the_power_goes_and_comes_back(network: Network) -> None:
     assert host.run(["echo", "back"]) == "back\n"
 
 
+def test_what_is_still_on_its_way_to_the_host_does_not_arrive(network: Network) -> None:
+    """The power goes before a process that was started has entered the host's namespace."""
+    host = network["a"]
+    for _ in range(20):
+        process = host.start(["sleep", "600"])
+        host.kill()
+        assert process.returncode == -signal.SIGKILL
+        assert keeper.running(host._namespace.number) == [host.pid]
+
+
 MAKER = """
 import os, signal, sys
 from kvcore.testing.hosts import Network, keeper

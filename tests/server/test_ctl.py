@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -28,17 +27,11 @@ from kvcore.server import messages as m
 from kvcore.server.keys import make_keys
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.served import RunningServer, settings, until, words
+from kvcore.testing.servers import free_port
 
 Start = Callable[[Config], RunningServer]
 ME = f"uid {os.getuid()} pid {os.getpid()}"
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def serve(

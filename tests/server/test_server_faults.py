@@ -102,8 +102,8 @@ def test_an_engine_killed_in_the_middle_of_a_load_leaves_no_pin(
 def test_an_engine_that_only_stands_still_keeps_what_its_copies_use(
     start: Start, client: Any, folder: Path
 ) -> None:
-    server = start(settings(folder, server={"lease_s": 0.5}))
-    stopped = client(seed=1, lease_s=0.5)
+    server = start(settings(folder, server={"lease_s": 5.0}))
+    stopped = client(seed=1, lease_s=5.0)
     stand_still(stopped.pid)
     [held] = until(lambda: [s for s in sessions(server) if s["silent"]])
     assert held["graphs"] == 1, "its copy may go on at any time"

@@ -31,6 +31,7 @@ from kvcore.server.client import RemoteManager, join_server
 from kvcore.server.keys import make_keys
 from kvcore.server.places import HeldSession
 from kvcore.testing.served import RunningServer, settings, until
+from kvcore.testing.servers import free_port
 from kvcore.transfer.graph import OpReport, RowError, Span, UnitTable
 
 Start = Callable[[Config], RunningServer]
@@ -281,6 +282,33 @@ def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
         socket.close(0)
 
 
+def test_a_client_that_was_slower_than_its_lease_asks_again(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session ended between the welcome and the client's look at it."""
+    start(settings(folder))
+    held: list[str] = []
+
+    def slowly(where: Path, name: str) -> HeldSession:
+        held.append(name)
+        if len(held) == 1:
+            raise TierUnavailable(f"{name} of the server is over")
+        return HeldSession(where, name)
+
+    monkeypatch.setattr("kvcore.server.client.HeldSession", slowly)
+    manager, _ = join(settings(folder))
+    assert manager.keeper.member is not None
+    assert len(held) == 2
+    manager.close()
+
+
+def test_a_client_that_sees_another_folder_is_told_of_it(start: Start, folder: Path) -> None:
+    start(settings(folder))
+    elsewhere = {"address": f"ipc://{folder}/server.sock", "folder": f"{folder}-elsewhere"}
+    with pytest.raises(UnsupportedError, match=r"server\.folder is .*elsewhere"):
+        join(settings(folder, server=elsewhere))
+
+
 def test_an_engine_with_other_blocks_is_refused_by_name(start: Start, folder: Path) -> None:
     config = settings(folder)
     start(config)
@@ -340,6 +368,38 @@ def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) ->
     assert graph.num_rows == 4, "what was given back can be saved again"
     manager.complete(OpReport(graph.graph_id, 0))
     assert manager.get_match(keys(6), SPACE).depth == 4
+    manager.close()
+
+
+def test_an_end_that_cannot_be_told_costs_the_session_and_no_slot(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has taken nothing for so long that its queue is full."""
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    graph = manager.launch_save(keys(4), SPACE, 4, units)
+    assert graph is not None
+    first, tell = manager.keeper.member, manager.keeper.link.tell
+    full = lambda request: not isinstance(request, m.Done) and tell(request)  # noqa: E731
+    monkeypatch.setattr(manager.keeper.link, "tell", full)
+    manager.complete(OpReport(graph.graph_id, 0))
+    monkeypatch.undo()
+    until(lambda: manager.keeper.member not in (None, first))
+    [space] = server.server._spaces.values()
+    until(lambda: not space.manager.in_flight)
+    assert manager.launch_save(keys(4), SPACE, 4, units) is not None, "it can be saved again"
+    manager.close()
+
+
+def test_ends_of_many_ops_are_told_in_several_messages(start: Start, folder: Path) -> None:
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    member = manager.keeper.member
+    assert member is not None
+    refusals = server.server._refusals
+    manager.keeper.tell_done(member, [OpReport(1, n) for n in range(2 * m.MAX_REPORTS + 1)])
+    assert manager.get_match(keys(4), SPACE).depth == 0
+    assert server.server._refusals == refusals
     manager.close()
 
 
@@ -423,7 +483,7 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")
     tcp["keys"] = str(tmp_path / "keys")
-    tcp["address"] = f"tcp://127.0.0.1:{_free_port()}"
+    tcp["address"] = f"tcp://127.0.0.1:{free_port()}"
     start(settings(folder, server=tcp))
     manager, _ = join(settings(folder, server=tcp | {"deadline_s": 20.0}))
     assert manager.keeper.member is not None
@@ -438,12 +498,3 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     naked = Raw(tcp["address"])
     naked.send(*m.frames(m.Ask(1)))
     assert not naked.socket.poll(500), "without keys there is no answer"
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -151,6 +151,8 @@ class Host:
 
     def kill(self) -> None:
         """The power goes: all processes here end at once. The host can be used again."""
+        for process in self._started:  # one of them may not have entered the namespace yet
+            process.kill()
         left = keeper.end_all(self._namespace.number, (self.pid,))
         if left:
             raise UnsupportedError(f"processes {left} on host {self.name} do not end")
