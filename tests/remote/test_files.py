@@ -17,8 +17,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvcore.cli.contact import contacts
+from kvcore.cli.findings import Finding, Level
+from kvcore.config import load_config
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierUnavailable, UnsupportedError
 from kvcore.layout import BlockShape
+from kvcore.plugins import PluginManager
 from kvcore.testing.servers import need_client
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite
@@ -145,6 +149,22 @@ def test_a_backend_that_does_not_start_is_refused_by_name(tmp_path: Path) -> Non
     store = open_store(FileOptions(path=tmp_path, backend="auto"))
     put(store, {"a": b"1"})
     store.close()
+
+
+def test_doctor_opens_it_and_names_a_backend_that_is_not_there(folder: Path) -> None:
+    def ask(**options: Any) -> Finding:
+        options = {"path": str(folder), "timeout_s": PATIENCE_S, **options}
+        settings = {"tiers": {"shelf": {"plugin": "files", "options": options}}}
+        config = load_config(overrides=settings, env={})
+        [found] = contacts(config, PluginManager(), PATIENCE_S)
+        return found
+
+    found = ask()
+    assert (found.level, found.found.partition(" (")[0]) == (Level.GOOD, "answers")
+    if module._refusal("GDS") is not None:
+        found = ask(backend="GDS")
+        assert found.level is Level.PROBLEM
+        assert "libcufile" in found.found
 
 
 # -- what befalls files -------------------------------------------------------------------------
