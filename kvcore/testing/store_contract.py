@@ -158,6 +158,21 @@ class StoreContract:
         with pytest.raises(CorruptBlock):
             fetch(store, name, self.nbytes + more)
 
+    def test_bad_items_of_a_batch_leave_the_others_alone(
+        self, store: BlockStore, folder: str
+    ) -> None:
+        names = self.names(folder, 5)
+        sizes = [self.nbytes, 2 * self.nbytes, self.nbytes, self.nbytes // 2, self.nbytes]
+        data = [value(i, size) for i, size in enumerate(sizes)]
+        put(store, {names[i]: data[i] for i in (0, 1, 3, 4)})
+        for _ in range(2):
+            buffers = [bytearray(self.nbytes) for _ in names]
+            items = [Item(n, [memoryview(b)]) for n, b in zip(names, buffers, strict=True)]
+            errors = [type(error) for error in store.get(items)]
+            good = type(None)
+            assert errors == [good, CorruptBlock, BlockMissing, CorruptBlock, good]
+            assert [bytes(buffers[0]), bytes(buffers[4])] == [data[0], data[4]]
+
     def test_one_value_of_a_name_stands(self, store: BlockStore, folder: str) -> None:
         [name] = self.names(folder, 1)
         for seed in range(3):

@@ -17,8 +17,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvcore.cli.contact import contacts
+from kvcore.cli.findings import Finding, Level
+from kvcore.config import load_config
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierUnavailable, UnsupportedError
 from kvcore.layout import BlockShape
+from kvcore.plugins import PluginManager
 from kvcore.testing.servers import need_client
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite
@@ -145,6 +149,22 @@ def test_a_backend_that_does_not_start_is_refused_by_name(tmp_path: Path) -> Non
     store = open_store(FileOptions(path=tmp_path, backend="auto"))
     put(store, {"a": b"1"})
     store.close()
+
+
+def test_doctor_opens_it_and_names_a_backend_that_is_not_there(folder: Path) -> None:
+    def ask(**options: Any) -> Finding:
+        options = {"path": str(folder), "timeout_s": PATIENCE_S, **options}
+        settings = {"tiers": {"shelf": {"plugin": "files", "options": options}}}
+        config = load_config(overrides=settings, env={})
+        [found] = contacts(config, PluginManager(), PATIENCE_S)
+        return found
+
+    found = ask()
+    assert (found.level, found.found.partition(" (")[0]) == (Level.GOOD, "answers")
+    if module._refusal("GDS") is not None:
+        found = ask(backend="GDS")
+        assert found.level is Level.PROBLEM
+        assert "libcufile" in found.found
 
 
 # -- what befalls files -------------------------------------------------------------------------
@@ -274,6 +294,11 @@ class Stuck:
         monkeypatch.setattr(FileAgent, "move", hold)
 
 
+def jobs() -> int:
+    """Calls under way, those that were given up too."""
+    return sum(thread.name == "kvcore-files" for thread in threading.enumerate())
+
+
 def wait_for(true: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not true():
@@ -292,11 +317,11 @@ def test_a_late_read_is_given_up_and_writes_to_nobody(
     with pytest.raises(TierUnavailable, match="did not answer in time"):
         store.get([Item("k/0", [memoryview(into)])])
     assert store._free.qsize() == lanes - 1, "its lane is not used before it has ended"
+    store._timeout = PATIENCE_S
     assert store.exists(["k/0"]) == [True], "others go on"
     stuck.go.set()
     wait_for(lambda: store._free.qsize() == lanes)
     assert bytes(into) == bytes(5000)
-    store._timeout = PATIENCE_S
     assert fetch(store, "k/1", 5000) == value(1, 5000)
 
 
@@ -309,13 +334,13 @@ def test_calls_that_all_hang_are_not_waited_for_by_more(
     for _ in range(lanes):
         with pytest.raises(TierUnavailable, match="in time"):
             store.put([Item("k/0", [memoryview(b"1234")])])
-    threads = threading.active_count()
+    assert jobs() == lanes
     with pytest.raises(TierUnavailable, match=f"all {lanes} lanes are in use"):
         store.put([Item("k/0", [memoryview(b"1234")])])
-    assert threading.active_count() == threads
+    assert jobs() == lanes
     store.close()
     stuck.go.set()
-    wait_for(lambda: not any(t.name == "kvcore-files" for t in threading.enumerate()))
+    wait_for(lambda: jobs() == 0)
     assert store._free.qsize() == 0, "a lane whose call ended late was given back"
     store = opened()
     assert fetch(store, "k/0", 4) == b"1234", "late, and whole"

@@ -48,6 +48,16 @@ def own(start_server: Start) -> Iterator[Server]:
     server.kill()
 
 
+def test_connections_that_rested_while_a_server_restarted_are_not_used(own: Server) -> None:
+    store = connect(own)
+    put(store, {"a": b"1234"})
+    own.kill()
+    own.start()
+    put(store, {"b": b"5678"})
+    assert fetch(store, "b", 4) == b"5678"
+    store.close()
+
+
 def test_a_killed_server_is_unavailable_and_found_again(own: Server) -> None:
     store = connect(own)
     put(store, {"a": b"1234"})

@@ -12,6 +12,7 @@ from benchmarks import remote
 from benchmarks.remote import KVCORE, Memory, Way, batches, kvcore_way, measure
 from kvcore.errors import BlockMissing
 from kvcore.layout import BlockShape
+from kvcore.tiers.remote import StoreOptions
 from kvcore.tiers.remote.memory import MemoryStore
 
 SHAPE = BlockShape(2, 2, 8, 16, "bfloat16")
@@ -21,7 +22,7 @@ def test_kvcores_way_brings_back_what_it_put() -> None:
     memory = Memory(5, SHAPE.nbytes)
     before, slots = bytes(memory.pages.view), [3, 0, 4, 1, 2]
     store = MemoryStore()
-    with kvcore_way(store, SHAPE, memory, batch=2) as way:
+    with kvcore_way(store, StoreOptions(), SHAPE, memory, batch=2) as way:
         way.put(7, slots)
         memory.pages.view[:] = bytes(len(before))
         with pytest.raises(BlockMissing):

@@ -20,6 +20,7 @@ _AHEAD_NBYTES = 1024
 """Read at once where a line is expected: what of it is of a value is copied."""
 _SMALL_NBYTES = 4096
 """Pieces up to this size are sent together: a header does not go out alone."""
+_SPARE_NBYTES = 64 << 10
 
 
 class ReplyError(Exception):
@@ -61,15 +62,16 @@ class Wire:
 
     def read_ok(self) -> None:
         """Raises ReplyError where a command was refused."""
-        self._line()
+        self._line(b"+")
 
     def read_size(self) -> int | None:
         """Bytes of the value that comes, for `read_value` or `skip_value`; None when there is none.
         Raises ReplyError."""
-        line = self._line()
-        if not line.startswith(b"$"):
-            raise OSError(f"a value was expected, and {line[:40]!r} came")
-        size = int(line[1:])
+        told = self._line(b"$")
+        try:
+            size = int(told)
+        except ValueError:
+            raise OSError(f"a size was expected, and {told[:40]!r} came") from None
         return None if size < 0 else size
 
     def read_value(self, parts: Sequence[memoryview]) -> None:
@@ -80,7 +82,11 @@ class Wire:
 
     def skip_value(self, size: int) -> None:
         """Throw the value away that comes."""
-        self._fill(memoryview(bytearray(size + 2)))
+        spare, left = memoryview(bytearray(_SPARE_NBYTES)), size + 2
+        while left:
+            part = spare[: min(left, spare.nbytes)]
+            self._fill(part)
+            left -= part.nbytes
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -95,7 +101,9 @@ class Wire:
             small = []
         self._connection.send_packed_command([*together, b"".join(small)], check_health=False)
 
-    def _line(self) -> bytes:
+    def _line(self, kind: bytes) -> bytes:
+        """What a line of one kind says. Raises ReplyError for an error, OSError for another kind:
+        who speaks so is no such server."""
         line = bytearray()
         while not line.endswith(b"\r\n"):
             if self._first == self._last:
@@ -106,7 +114,9 @@ class Wire:
             self._first += stop
         if line.startswith(b"-"):
             raise ReplyError(line[1:-2].decode(errors="replace"))
-        return bytes(line[:-2])
+        if not line.startswith(kind):
+            raise OSError(f"a line with {kind!r} was expected, and {bytes(line[:40])!r} came")
+        return bytes(line[1:-2])
 
     def _fill(self, memory: memoryview) -> None:
         here = min(self._last - self._first, memory.nbytes)
