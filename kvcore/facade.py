@@ -278,7 +278,13 @@ class Manager(ABC):
         namespace: bytes,
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None: ...
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether ``tokens`` of a save are told to anybody."""
+        return False
 
     @abstractmethod
     def cancel(self, graph_id: int) -> None: ...

@@ -77,6 +77,10 @@ STALLED_S = 1.0
 _GIVEN_UP = frozenset({RowError.CANCELLED, RowError.DEADLINE})
 
 
+Spell = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
+"""Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
+
+
 @dataclass
 class _Flight:
     """A graph on its way. ``first_block`` is the chain position of row 0. ``given_up``: cancelled,
@@ -99,7 +103,8 @@ class KVManager(Manager):
 
     ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
     be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold, in the
-    middle of calls: it must not call back (see `BlockIndex.watch`).
+    middle of calls: it must not call back (see `BlockIndex.watch`). ``spell`` is told the tokens of
+    blocks that are being saved.
 
     ``ids`` number the graphs. With ``sink_saves`` off a save ends in host memory, and what tiers
     below get of it is written by graphs of their own: for workers that have no such tiers.
@@ -118,6 +123,7 @@ class KVManager(Manager):
         max_in_flight: int = 256,
         metrics: Metrics | None = None,
         on_event: Callable[[Event], None] | None = None,
+        spell: Spell | None = None,
         ids: Iterator[int] | None = None,
         sink_saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -150,6 +156,7 @@ class KVManager(Manager):
         self._batch = min(batch_blocks, len(self._staging) or batch_blocks)
         self._max_in_flight = max_in_flight
         self._metrics = metrics or Metrics(enabled=False)
+        self._spell = spell
         if on_event is not None:
             index.watch(on_event)
         self._clock = clock
@@ -254,11 +261,13 @@ class KVManager(Manager):
         namespace: bytes,
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
         """Save the blocks of ``keys[:stop]`` that the host tier lacks.
 
         ``units_of(start, stop)`` gives the device places of blocks [start, stop), or None when the
-        engine no longer has them. Returns None when there is nothing to save, or no room.
+        engine no longer has them. ``tokens`` are those of the blocks, from the first on, where
+        events may tell them. Returns None when there is nothing to save, or no room.
         """
         start = self.index.held(HOST, keys[:stop])
         if start >= stop:
@@ -281,7 +290,13 @@ class KVManager(Manager):
         if len(reservation) < stop - start:
             units = units_of(reservation.start, reservation.stop)
             assert units is not None
+        if tokens is not None and self._spell is not None:
+            self._spell(keys, reservation.start, reservation.stop, tokens)
         return self._save(keys, namespace, reservation, units)
+
+    @property
+    def wants_tokens(self) -> bool:
+        return self._spell is not None
 
     def cancel(self, graph_id: int) -> None:
         """Ask the workers to drop what has not started; ``complete`` still sees every op end."""

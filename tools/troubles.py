@@ -523,6 +523,11 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Raise `events.queue_blocks`.",
         ),
         Trouble(
+            "tokens of blocks are left out of events: %s",
+            "A client of the server sent tokens that do not fit their blocks; the blocks are told.",
+            "Use one version of kvcore on both sides; report it where they are the same.",
+        ),
+        Trouble(
             "a request for events is left alone: %s",
             "Somebody asked the replay socket for what makes no sense.",
             "Look at who connects there.",
