@@ -83,7 +83,8 @@ class WritePolicy(str, Enum):
 @dataclass(frozen=True)
 class Backing:
     """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
-    store that other hosts write to: it is asked what it holds, and the index only believes it."""
+    store that other hosts write to: it is asked what it holds, and the index only believes it.
+    ``node`` is where other engines find what this one has written to it."""
 
     name: str
     read_path: Path = Path.DISK2H
@@ -91,6 +92,12 @@ class Backing:
     write: WritePolicy = WritePolicy.WRITE_THROUGH
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
+    node: str = ""
+
+
+def node_of(manager: Manager) -> str:
+    """Where other engines find what this one writes; "" where all look in one place."""
+    return next((tier.node for tier in manager.backings if tier.node), "")
 
 
 class Source(NamedTuple):

@@ -515,9 +515,19 @@ class KVManager(Manager):
             batch_rows=self._batch,
             layers=layers,
             deadline_s=deadline_s,
+            nodes=self._nodes(hit, blocks),
         )
         self._assign(flight, graph, promoted)
         return graph
+
+    def _nodes(self, hit: Hit, blocks: Span) -> tuple[str, ...]:
+        """Who promised what a load reads of stores."""
+        found: set[str] = set()
+        for tier, first, last in hit.sources:
+            a, b = max(first, blocks.start), min(last, blocks.stop)
+            if a < b and tier in self._stores:
+                found |= self._stores[tier].nodes(hit.keys[a:b])
+        return tuple(sorted(found))
 
     def _promote(self, hit: Hit, start: int, stop: int) -> list[Reservation]:
         """Reserve host slots for blocks that come from below, one reservation a read op.
