@@ -123,6 +123,7 @@ def _backing(
         write,
         OnNthUse(common.admit_after) if selective else Always(),
         prepared.finder,
+        prepared.node,
     )
 
 

@@ -141,6 +141,11 @@ class Namespace:
         """16 bytes that name this namespace in stores and events; tells nothing about `root`."""
         return hashlib.sha256(_FORMAT + b"/namespace-id" + self.root).digest()[:KEY_BYTES]
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is the model's own: of no adapter, no tenant, nothing else."""
+        return not (self.lora or self.cache_salt or self.extra)
+
     def __hash__(self) -> int:
         return hash(self.digest)
 
@@ -213,7 +218,9 @@ class KeyChain:
     tokens), about 0.3 us a block of 16 plus 10 ns a token. Not thread-safe: one owner a chain.
     """
 
-    __slots__ = ("_extras", "_hash", "_step", "_tail", "block_tokens", "keys", "namespace")
+    __slots__ = (
+        "_extras", "_hash", "_step", "_tail", "block_tokens", "keys", "namespace", "plain",
+    )  # fmt: skip
 
     def __init__(self, namespace: Namespace, block_tokens: int) -> None:
         if block_tokens < 1:
@@ -221,6 +228,8 @@ class KeyChain:
         self.namespace = namespace
         self.block_tokens = block_tokens
         self.keys: list[bytes] = []
+        self.plain = namespace.plain
+        """Whether its tokens alone, with the model, say what its blocks hold."""
         self._step = block_tokens * TOKEN_BYTES
         self._tail = b""
         self._extras: list[Extra] = []
@@ -254,6 +263,7 @@ class KeyChain:
         """An independent chain that continues from here (a forked request)."""
         twin = KeyChain.__new__(KeyChain)
         twin.namespace, twin.block_tokens = self.namespace, self.block_tokens
+        twin.plain = self.plain
         twin.keys, twin._extras = list(self.keys), list(self._extras)
         twin._step, twin._tail, twin._hash = self._step, self._tail, self._hash.copy()
         return twin
@@ -268,6 +278,7 @@ class KeyChain:
                     "the blocks before it are hashed already, so give extras with their tokens"
                 )
         self._extras = sorted([*self._extras, *new])
+        self.plain = self.plain and not self._extras
 
     def _hash_plain(self, data: bytes) -> None:
         update, digest = self._hash.update, self._hash.digest

@@ -84,7 +84,8 @@ class WritePolicy(str, Enum):
 @dataclass(frozen=True)
 class Backing:
     """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
-    store that other hosts write to: it is asked what it holds, and the index only believes it."""
+    store that other hosts write to: it is asked what it holds, and the index only believes it.
+    ``node`` is where other engines find what this one has written to it."""
 
     name: str
     read_path: Path = Path.DISK2H
@@ -92,6 +93,12 @@ class Backing:
     write: WritePolicy = WritePolicy.WRITE_THROUGH
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
+    node: str = ""
+
+
+def node_of(manager: Manager) -> str:
+    """Where other engines find what this one writes; "" where all look in one place."""
+    return next((tier.node for tier in manager.backings if tier.node), "")
 
 
 class Source(NamedTuple):
@@ -279,7 +286,13 @@ class Manager(ABC):
         namespace: bytes,
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None: ...
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether ``tokens`` of a save are told to anybody."""
+        return False
 
     @abstractmethod
     def cancel(self, graph_id: int) -> None: ...

@@ -17,6 +17,7 @@ from kvcore.facade import HOST, Backing, Hit
 from kvcore.flights import Flight, Flights
 from kvcore.index import BlockIndex, Reservation
 from kvcore.removals import Removals
+from kvcore.stores import StoreLookup
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
 
@@ -32,11 +33,13 @@ class Loads:
         flights: Flights,
         removals: Removals,
         backing: Mapping[str, Backing],
+        lookups: Mapping[str, StoreLookup],
     ) -> None:
         self._index = index
         self._flights = flights
         self._removals = removals
         self._backing = backing
+        self._lookups = lookups
 
     def launch(
         self,
@@ -133,9 +136,19 @@ class Loads:
             batch_rows=self._flights.batch,
             layers=layers,
             deadline_s=deadline_s,
+            nodes=self._nodes(hit, blocks),
         )
         _assign(flight, graph, promoted)
         return graph
+
+    def _nodes(self, hit: Hit, blocks: Span) -> tuple[str, ...]:
+        """Who promised what a load reads of stores."""
+        found: set[str] = set()
+        for tier, first, last in hit.sources:
+            a, b = max(first, blocks.start), min(last, blocks.stop)
+            if a < b and tier in self._lookups:
+                found |= self._lookups[tier].nodes(hit.keys[a:b])
+        return tuple(sorted(found))
 
     def _rows(self, hit: Hit, tier: str, blocks: Span, first: int) -> TierRows:
         """Blocks of a tier below as rows of a graph whose row 0 is block ``first``."""

@@ -40,7 +40,7 @@ from kvcore.index import BlockIndex
 from kvcore.loads import Loads
 from kvcore.metrics import Metrics
 from kvcore.removals import Removals
-from kvcore.saves import Saves
+from kvcore.saves import Saves, Spell
 from kvcore.stores import StoreLookup
 from kvcore.transfer.graph import OpReport, Span, TransferGraph, UnitTable
 
@@ -53,6 +53,7 @@ __all__ = [
     "Manager",
     "Readiness",
     "Source",
+    "Spell",
     "Transport",
     "WritePolicy",
 ]
@@ -63,7 +64,8 @@ class KVManager(Manager):
 
     ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
     be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold, in the
-    middle of calls: it must not call back (see `BlockIndex.watch`).
+    middle of calls: it must not call back (see `BlockIndex.watch`). ``spell`` is told the tokens of
+    blocks that are being saved.
 
     ``ids`` number the graphs. With ``sink_saves`` off a save ends in host memory, and what tiers
     below get of it is written by graphs of their own: for workers that have no such tiers.
@@ -82,6 +84,7 @@ class KVManager(Manager):
         max_in_flight: int = 256,
         metrics: Metrics | None = None,
         on_event: Callable[[Event], None] | None = None,
+        spell: Spell | None = None,
         ids: Iterator[int] | None = None,
         sink_saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -121,7 +124,7 @@ class KVManager(Manager):
             ids=ids,
             clock=clock,
         )
-        self.loads = Loads(index, self.flights, self.removals, tiers)
+        self.loads = Loads(index, self.flights, self.removals, tiers, self.lookups)
         self.saves = Saves(
             index,
             self.flights,
@@ -130,6 +133,7 @@ class KVManager(Manager):
             self._metrics,
             tiers,
             sink_saves=sink_saves,
+            spell=spell,
         )
 
     # -- lookup -----------------------------------------------------------------------------
@@ -225,13 +229,19 @@ class KVManager(Manager):
         namespace: bytes,
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
         """Save the blocks of ``keys[:stop]`` that the host tier lacks.
 
         ``units_of(start, stop)`` gives the device places of blocks [start, stop), or None when the
-        engine no longer has them. Returns None when there is nothing to save, or no room.
+        engine no longer has them. ``tokens`` are those of the blocks, from the first on, where
+        events may tell them. Returns None when there is nothing to save, or no room.
         """
-        return self.saves.launch(keys, namespace, stop, units_of)
+        return self.saves.launch(keys, namespace, stop, units_of, tokens)
+
+    @property
+    def wants_tokens(self) -> bool:
+        return self.saves.spell is not None
 
     def cancel(self, graph_id: int) -> None:
         """Ask the workers to drop what has not started; ``complete`` still sees every op end."""

@@ -19,13 +19,16 @@ from kvcore.removals import Removals
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
 
-__all__ = ["Saves"]
+__all__ = ["Saves", "Spell"]
+
+Spell = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
+"""Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
 
 
 class Saves:
     """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
 
-    ``sink_saves`` is as `KVManager` has it.
+    ``sink_saves`` and ``spell`` are as `KVManager` has them.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Saves:
         backing: Mapping[str, Backing],
         *,
         sink_saves: bool = True,
+        spell: Spell | None = None,
     ) -> None:
         self._index = index
         self._flights = flights
@@ -46,6 +50,7 @@ class Saves:
         self._metrics = metrics
         self._backing = backing
         self._sink_saves = sink_saves
+        self.spell = spell
         self._demoting: set[str] = set()
 
     # -- off the device ---------------------------------------------------------------------
@@ -56,6 +61,7 @@ class Saves:
         namespace: bytes,
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
         """`KVManager.launch_save`."""
         start = self._index.held(HOST, keys[:stop])
@@ -79,6 +85,8 @@ class Saves:
         if len(reservation) < stop - start:
             units = units_of(reservation.start, reservation.stop)
             assert units is not None
+        if tokens is not None and self.spell is not None:
+            self.spell(keys, reservation.start, reservation.stop, tokens)
         return self._save(keys, namespace, reservation, units)
 
     def _save(

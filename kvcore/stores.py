@@ -23,6 +23,8 @@ from kvcore.tiers.remote.finder import MAX_OPEN, Finder, Promise, Question
 
 ABSENT_KEPT = 65536
 """Keys remembered as absent, the oldest forgotten first."""
+PROMISED_KEPT = 65536
+"""Keys of which it is remembered which node promised them, the oldest forgotten first."""
 
 
 class Believed(NamedTuple):
@@ -65,6 +67,7 @@ class StoreLookup:
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
         self._absent: dict[bytes, float] = {}  # key -> until when
+        self._nodes: dict[bytes, str] = {}  # key -> who promised it, and was found to hold it
 
     def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> bool:
         """Whether an answer about this prompt is on its way; asks where that is worth it. What is
@@ -100,10 +103,23 @@ class StoreLookup:
             reservation = self._index.reserve(self._tier, keys, start, found, namespace)
             evicted = reservation.evicted
             self._index.commit(reservation)
+            if asked.question.node:
+                self._remember(keys[start:found], asked.question.node)
         stop = self._index.held(self._tier, keys)
         if stop < len(keys):
             self.absent(keys[stop])
         return Believed(start, stop, evicted, outcome)
+
+    def nodes(self, keys: Sequence[bytes]) -> set[str]:
+        """Who promised these blocks, where that was found to be so."""
+        return {self._nodes[key] for key in keys if key in self._nodes}
+
+    def _remember(self, keys: Sequence[bytes], node: str) -> None:
+        for key in keys:
+            self._nodes.pop(key, None)
+            self._nodes[key] = node
+        while len(self._nodes) > PROMISED_KEPT:
+            del self._nodes[next(iter(self._nodes))]
 
     def absent(self, key: bytes) -> None:
         """The store does not hold this block: do not ask for it for a while."""

@@ -130,6 +130,7 @@ class _TierRead:
                 graph.tier_slots[row],
                 graph.keys[row],
                 self._arena.slot_buffers(graph.host_slots[row]),
+                graph.nodes,
             )
             for row in rows
         ]

@@ -351,6 +351,17 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing before the first prompts; afterwards compare the two names, and the settings.",
         ),
         Trouble(
+            "a promise names %s, which is not asked: no peer, nor of `guests`",
+            "A request came with a promise of KV at a node that the settings do not let promises "
+            "name. Once a node: its blocks are looked for at the peers.",
+            "Add its host or network to `guests` if it is yours; else look at who sends requests.",
+        ),
+        Trouble(
+            "a promise names no node: %s",
+            "The node in a request's promise is not HOST:PORT or HOST:FIRST-LAST.",
+            "Use one version of kvcore on both; proxies must pass promises on as they are.",
+        ),
+        Trouble(
             "another node's message is refused: %s",
             "Somebody sends a `peer` node what is no message of this version, or holds too many "
             "leases; the others are served.",
@@ -527,6 +538,11 @@ TROUBLES: dict[str, list[Trouble]] = {
             "events of blocks=%d were dropped: raise events.queue_blocks",
             "They came faster than they could be sent. Consumers see the gap and catch up.",
             "Raise `events.queue_blocks`.",
+        ),
+        Trouble(
+            "tokens of blocks are left out of events: %s",
+            "A client of the server sent tokens that do not fit their blocks; the blocks are told.",
+            "Use one version of kvcore on both sides; report it where they are the same.",
         ),
         Trouble(
             "a request for events is left alone: %s",

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from kvcore.adapting.model import ModelDescription
 from kvcore.backing import BackingOpener, PreparedBacking, prepare_backings
-from kvcore.cluster import Directory, enter_leader
+from kvcore.block import pack_tokens
+from kvcore.cluster import Directory, enter
 from kvcore.config import Config
 from kvcore.control.audit import AuditLog
 from kvcore.control.build import make_control, open_endpoint
@@ -29,7 +30,7 @@ from kvcore.events.build import endpoints, open_publisher
 from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.layout import KVView
-from kvcore.manager import HOST, KVManager, Manager, Transport
+from kvcore.manager import HOST, KVManager, Manager, Spell, Transport
 from kvcore.metrics import Metrics
 from kvcore.ops import select_ops
 from kvcore.plugins import PluginManager
@@ -47,6 +48,7 @@ __all__ = [
     "build_manager",
     "build_segments",
     "build_worker",
+    "enter_directory",
     "geometry",
     "host_slots",
     "load_plugins",
@@ -148,18 +150,30 @@ def build_leader(
     Raises as `build_manager` does, and UnsupportedError where a server refuses this client.
     ``data_parallel_rank`` tells leaders of one engine apart where there are several.
     """
-    told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
     if config.server.address is None:
         parts = build_manager(
             config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
         )
-        if parts.publisher is not None:
-            told |= endpoints(config, data_parallel_rank)
         parts = _with_control(config, model, parts, data_parallel_rank)
     else:
         parts = _join(config, model, transport)
+    return enter_directory(config, model, parts, "leader", data_parallel_rank)
+
+
+def enter_directory(
+    config: Config,
+    model: ModelDescription,
+    parts: LeaderParts,
+    kind: str,
+    data_parallel_rank: int | None = None,
+) -> LeaderParts:
+    """``parts`` with this process in the directory of ``[cluster]``, where there is one, and where
+    its events are had. Raises ConfigError, and has released them then."""
+    told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
+    if parts.publisher is not None:
+        told |= endpoints(config, data_parallel_rank)
     try:
-        directory = enter_leader(config, told, data_parallel_rank)
+        directory = enter(config, kind, told, data_parallel_rank)
     except ConfigError:
         for release in parts.releases:
             release()
@@ -197,6 +211,8 @@ def _join(config: Config, model: ModelDescription, transport: Transport) -> Lead
     plugins = load_plugins(config)
     plugins.check(config)
     manager = join_server(config, model, transport, metrics)
+    if config.events.endpoint or config.events.nats:
+        _log.info("block events are told by the kvcore server, which has the tiers")
     return LeaderParts(manager, metrics, (), plugins, [manager.close])
 
 
@@ -240,6 +256,7 @@ def build_manager(
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
         on_event=_both(on_event, publisher),
+        spell=_speller(publisher, config.block.tokens),
         ids=ids,
         sink_saves=sink_saves,
     )
@@ -258,6 +275,17 @@ def build_manager(
     outside = [] if publisher is None else [publisher.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
     return LeaderParts(manager, metrics, backings, plugins, releases, publisher, tenants=tenants)
+
+
+def _speller(publisher: Publisher | None, block_tokens: int) -> Spell | None:
+    if publisher is None or not publisher.tells_tokens:
+        return None
+    tell = publisher.spell
+
+    def spell(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
+        tell(keys[start:stop], pack_tokens(tokens[start * block_tokens : stop * block_tokens]))
+
+    return spell
 
 
 def _both(

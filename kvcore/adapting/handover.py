@@ -3,9 +3,9 @@
     prefill engine ── promised ──▶ client or proxy ──▶ accept ── decode engine
                   └── KV ──▶ a store that both know ──▶ asked until it is there ──┘
 
-A promise says how much KV of a prompt is on its way to the stores, and whose. It is not believed
-further than that: blocks are looked for by the keys that the second engine computes itself, and for
-a while only.
+A promise says how much KV of a prompt is on its way to the stores, whose, and at which node where
+each has its own. It is not believed further than that: blocks are looked for by the keys that the
+second engine computes itself, for a while only, and at a node only that the settings allow.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ VERSION = 1
 _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
 
 
-class _Told(msgspec.Struct, forbid_unknown_fields=True):
+class _Told(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     version: Annotated[int, Meta(ge=0)]
     namespace: _Hex
     block_tokens: Annotated[int, Meta(ge=1)]
     blocks: Annotated[int, Meta(ge=1)]
     last: _Hex
+    node: Annotated[str, Meta(max_length=300)] = ""
 
 
-def promised(chain: KeyChain, blocks: int) -> dict[str, Any] | None:
+def promised(chain: KeyChain, blocks: int, node: str = "") -> dict[str, Any] | None:
     """What the engine that answers ``chain``'s prompt needs to know of its first ``blocks``, which
-    are saved or about to be: plain data. None where there are none."""
+    are saved or about to be, and to be had at ``node`` (`Backing.node`) where they are not in a
+    place that both know: plain data. None where there are none."""
     blocks = min(blocks, len(chain.keys))
     if blocks < 1:
         return None
@@ -46,6 +48,7 @@ def promised(chain: KeyChain, blocks: int) -> dict[str, Any] | None:
         chain.block_tokens,
         blocks,
         chain.keys[blocks - 1].hex(),
+        node,
     )
     return dict(msgspec.to_builtins(told))
 
@@ -70,4 +73,4 @@ def accept(told: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
     keys = chain.keys
     if promise.blocks > len(keys) or keys[promise.blocks - 1].hex() != promise.last:
         raise FormatError(f"{promise.blocks} blocks are promised of another prompt")
-    return Promise(promise.blocks, wait_s)
+    return Promise(promise.blocks, wait_s, promise.node)

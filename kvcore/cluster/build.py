@@ -12,7 +12,7 @@ from kvcore.config import Config
 from kvcore.errors import ConfigError
 from kvcore.schema_cluster import ClusterConfig
 
-__all__ = ["directory_of", "enter_leader", "open_directory"]
+__all__ = ["directory_of", "enter", "open_directory"]
 
 
 def open_directory(config: Config) -> Directory | None:
@@ -50,14 +50,14 @@ def directory_of(cluster: ClusterConfig) -> Directory | None:
     )
 
 
-def enter_leader(
-    config: Config, details: Mapping[str, str], data_parallel_rank: int | None = None
+def enter(
+    config: Config, kind: str, details: Mapping[str, str], data_parallel_rank: int | None = None
 ) -> Directory | None:
-    """A directory in which this process's leader is, or will be once etcd is there; close it to
-    take the leader out. None where none is set.
+    """A directory in which this process is as a ``kind``, "leader" or "server", or will be once
+    etcd is there; close it to take it out. None where none is set.
 
     ``details`` are what others need to know of it; ``*`` in an address becomes this host's name.
-    Raises ConfigError where the leader is not listed.
+    Raises ConfigError where it is not listed.
     """
     directory = open_directory(config)
     if directory is None:
@@ -66,9 +66,11 @@ def enter_leader(
     name = config.cluster.name or f"{host}-{os.getpid()}"
     if data_parallel_rank is not None:
         name = f"{name}-dp{data_parallel_rank}"
+    if kind == "server":  # it has a member for each of its models
+        name = f"{name}-{details['fingerprint'][:8]}"
     told = {key: value.replace("//*", f"//{host}") for key, value in details.items()}
     member = Member(
-        "leader",
+        kind,
         name,
         told.get("events", ""),
         config.cluster.model,

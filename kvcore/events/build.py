@@ -11,7 +11,7 @@ from kvcore.events.publisher import Outlet, Pacing, Publisher
 from kvcore.index import BlockIndex
 from kvcore.metrics import Metrics
 
-__all__ = ["endpoints", "open_publisher", "rank_endpoint"]
+__all__ = ["check_events", "endpoints", "open_publisher", "rank_endpoint"]
 
 _log = logging.getLogger("kvcore.events")
 
@@ -39,10 +39,22 @@ def open_publisher(
             heartbeat_s=events.heartbeat_s,
         ),
         rank=rank,
+        token_ids=events.token_ids,
         metrics=metrics,
     )
     publisher.start()
     return publisher
+
+
+def check_events(config: Config) -> None:
+    """Raises ConfigError where a server could not tell its models' events apart."""
+    events, models = config.events, config.server.models
+    if models > 1 and (events.endpoint or events.nats):
+        raise ConfigError(
+            f"events of {models} models (server.models) would be told at one address: start a "
+            "server for each model, with events.endpoint and events.topic of its own, or set "
+            "server.models to 1"
+        )
 
 
 def endpoints(config: Config, rank: int | None = None) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvcore.index import Event
 
-__all__ = ["Content", "Feed", "Lost"]
+__all__ = ["Content", "Feed", "Lost", "Spelled"]
 
 Content = dict[str, tuple[bytes, bytes]]
 """Packed keys and packed parent keys of every tier's blocks, as `BlockIndex.published` gives."""
@@ -29,6 +29,13 @@ class Lost(NamedTuple):
     content: Content
 
 
+class Spelled(NamedTuple):
+    """The packed tokens of blocks that are told, or will be."""
+
+    keys: tuple[bytes, ...]
+    tokens: bytes
+
+
 class Feed:
     """One thread notes, another takes. Nothing blocks but a lock held for a few instructions."""
 
@@ -37,10 +44,10 @@ class Feed:
         self._limit = limit
         self._content = content
         self._lock = threading.Lock()
-        self._items: list[Event | Lost] = []
+        self._items: list[Event | Spelled | Lost] = []
         self._blocks = 0
 
-    def note(self, event: Event) -> int:
+    def note(self, event: Event | Spelled) -> int:
         """Queue an event; returns how many blocks' events had to be dropped for want of room."""
         count = len(event.keys)
         with self._lock:
@@ -56,7 +63,7 @@ class Feed:
             self._blocks = 0
         return dropped
 
-    def take(self) -> list[Event | Lost]:
+    def take(self) -> list[Event | Spelled | Lost]:
         """All that is queued, in order."""
         with self._lock:
             items, self._items = self._items, []

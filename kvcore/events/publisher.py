@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcore.block import KEY_BYTES
+from kvcore.block import KEY_BYTES, TOKEN_BYTES
 from kvcore.errors import FormatError
-from kvcore.events.feed import Content, Feed, Lost
+from kvcore.events.feed import Content, Feed, Lost, Spelled
+from kvcore.events.texts import Texts
 from kvcore.events.wire import (
     SNAPSHOT,
     AllBlocksCleared,
@@ -92,11 +93,13 @@ class Publisher:
         *,
         pacing: Pacing | None = None,
         rank: int | None = None,
+        token_ids: bool = False,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``content`` gives what the index publishes now; it is called here, and on the thread that
-        notes. ``rank`` is the data-parallel rank that batches bear."""
+        notes. ``rank`` is the data-parallel rank that batches bear. With ``token_ids`` the tokens
+        of `spell` are told."""
         self._pacing = pacing or Pacing()
         self._feed = Feed(self._pacing.queue_blocks, content)
         self._outlets = list(outlets)
@@ -106,6 +109,7 @@ class Publisher:
         self._clock = clock
         self._number = (int(clock() * 1000) << 12) - 1
         self._mirror = _unpack(content())
+        self._texts = Texts(block_tokens * TOKEN_BYTES) if token_ids else None
         self._history: deque[Message] = deque()
         self._history_bytes = 0
         self._sent_at = clock()
@@ -119,6 +123,19 @@ class Publisher:
         dropped = self._feed.note(event)
         if dropped:
             self._metrics.told("dropped", dropped)
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether `spell` is of any use."""
+        return self._texts is not None
+
+    def spell(self, keys: Sequence[bytes], tokens: bytes) -> None:
+        """The packed tokens of blocks that will be told as stored. As `note` does, it waits for
+        nobody."""
+        if self._texts is not None and keys:
+            dropped = self._feed.note(Spelled(tuple(keys), tokens))
+            if dropped:
+                self._metrics.told("dropped", dropped)
 
     def start(self) -> None:
         """Publish from now on."""
@@ -144,6 +161,9 @@ class Publisher:
                 self._publish(batch, blocks)
                 batch, blocks = [], 0
                 self._resume(item)
+                continue
+            if isinstance(item, Spelled):
+                self._learn(item)
                 continue
             batch.append(item)
             blocks += len(item.keys)
@@ -171,23 +191,44 @@ class Publisher:
     def _publish(self, events: Sequence[Event], blocks: int) -> None:
         if not events:
             return
+        told = self._wire(events)
         for event in events:
             self._apply(event)
         self._metrics.told("published", blocks)
-        self._send(wire_events(events, self._block_tokens))
+        self._send(told)
+
+    def _learn(self, spelled: Spelled) -> None:
+        assert self._texts is not None
+        try:
+            self._texts.spell(spelled.keys, spelled.tokens)
+        except FormatError as error:
+            _log.warning("tokens of blocks are left out of events: %s", error)
+
+    def _wire(self, events: Sequence[Event]) -> list[WireEvent]:
+        texts = self._texts
+        return wire_events(events, self._block_tokens, None if texts is None else texts.get)
+
+    def _holds(self, key: bytes) -> bool:
+        return any(key in held for held in self._mirror.values())
 
     def _apply(self, event: Event) -> None:
         held = self._mirror.setdefault(event.tier, {})
         if event.stored:
             held.update(zip(event.keys, (event.parent, *event.keys), strict=False))
+            if self._texts is not None:
+                self._texts.stored(event.keys)
         else:
             for key in event.keys:
                 held.pop(key, None)
+            if self._texts is not None:
+                self._texts.removed(event.keys, self._holds)
 
     def _resume(self, lost: Lost) -> None:
         """Go on from what is held now; the number left out says that something is missing."""
         _log.warning("events of blocks=%d were dropped: raise events.queue_blocks", lost.blocks)
         self._mirror = _unpack(lost.content)
+        if self._texts is not None:
+            self._texts.settle(self._holds)
         self._number += 1
         self._history.clear()
         self._history_bytes = 0
@@ -235,7 +276,7 @@ class Publisher:
             yield self._held_message(first, batch)
 
     def _held_message(self, first: list[WireEvent], runs: Sequence[Event]) -> Message:
-        events = first + wire_events(runs, self._block_tokens)
+        events = first + self._wire(runs)
         return Message(self._number, encode(events, self._clock(), self._rank))
 
     def _runs(self) -> Iterator[Event]:

@@ -8,16 +8,18 @@
                 and all bear the number they are as of; then -1, with how many they were. For a
                 publisher without it this is a number far ahead: it answers -1 at once.
 
-Hashes are kvcore's prefix keys. Token ids are not told. ``medium`` is vLLM's word for the kind of
-memory, ``ownership`` names the tier.
+Hashes are kvcore's prefix keys. An event has the token ids of all its blocks, or of none where they
+are not known. ``medium`` is vLLM's word for the kind of memory, ``ownership`` names the tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvcore.block import ROOT_PARENT
 from kvcore.errors import FormatError
@@ -119,29 +121,62 @@ def decode(payload: bytes) -> list[WireEvent]:
     return events
 
 
-def wire_events(events: Iterable[Event], block_tokens: int) -> list[WireEvent]:
-    """``events`` in order; runs that continue each other, and removals in a row, become one."""
+def wire_events(
+    events: Iterable[Event],
+    block_tokens: int,
+    text_of: Callable[[bytes], bytes | None] | None = None,
+) -> list[WireEvent]:
+    """``events`` in order; runs that continue each other, and removals in a row, become one.
+
+    ``text_of`` gives a block's packed tokens where they are known; without it none are told.
+    """
     made: list[WireEvent] = []
-    for event in events:
+    for event, tokens in _spelled(events, text_of):
         last = made[-1] if made else None
-        if last is not None and _continues(last, event):
+        if last is not None and _continues(last, event, tokens):
             last.block_hashes.extend(event.keys)  # type: ignore[union-attr]
+            if tokens:
+                last.token_ids.extend(tokens)  # type: ignore[union-attr]
         else:
-            made.append(_wire_event(event, block_tokens))
+            made.append(_wire_event(event, tokens, block_tokens))
     return made
 
 
-def _continues(last: WireEvent, event: Event) -> bool:
+def _spelled(
+    events: Iterable[Event], text_of: Callable[[bytes], bytes | None] | None
+) -> Iterator[tuple[Event, list[int]]]:
+    """Runs of blocks whose tokens are known, with them, and runs of others."""
+    for event in events:
+        if text_of is None or not event.stored:
+            yield event, []
+            continue
+        texts = [text_of(key) for key in event.keys]
+        start = 0
+        for known, run in groupby(texts, lambda text: text is not None):
+            found = list(run)
+            stop = start + len(found)
+            parent = event.keys[start - 1] if start else event.parent
+            part = event._replace(keys=event.keys[start:stop], parent=parent)
+            yield part, _unpacked(found) if known else []
+            start = stop
+
+
+def _unpacked(texts: Iterable[bytes | None]) -> list[int]:
+    tokens: list[int] = np.frombuffer(b"".join(filter(None, texts)), dtype="<u4").tolist()
+    return tokens
+
+
+def _continues(last: WireEvent, event: Event, tokens: list[int]) -> bool:
     if isinstance(last, BlockStored):
         same_run = event.stored and last.block_hashes[-1] == event.parent
-        return same_run and last.ownership == event.tier
+        return same_run and last.ownership == event.tier and bool(last.token_ids) == bool(tokens)
     return isinstance(last, BlockRemoved) and not event.stored and last.ownership == event.tier
 
 
-def _wire_event(event: Event, block_tokens: int) -> WireEvent:
+def _wire_event(event: Event, tokens: list[int], block_tokens: int) -> WireEvent:
     medium = MEDIUM_CPU if event.tier == HOST else MEDIUM_STORAGE
     hashes: list[bytes | int] = list(event.keys)
     if not event.stored:
         return BlockRemoved(hashes, medium, event.tier)
     parent = None if event.parent == ROOT_PARENT else event.parent
-    return BlockStored(hashes, parent, [], block_tokens, None, medium, None, event.tier)
+    return BlockStored(hashes, parent, tokens, block_tokens, None, medium, None, event.tier)

@@ -109,7 +109,8 @@ class PreparedTier:
     ``records`` are the blocks that every rank holds whole. ``told`` goes to each rank and is plain
     data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
     that records may lie in slots beyond ``num_slots``, which are read and never written. A store
-    that other hosts write to has a ``finder``, which asks it what it holds.
+    that other hosts write to has a ``finder``, which asks it what it holds, and where each engine
+    keeps its own a ``node``, by which others are told of it.
     """
 
     num_slots: int
@@ -118,6 +119,7 @@ class PreparedTier:
     release: Callable[[], None] = _nothing
     foreign: bool = False
     finder: Finder | None = None
+    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import msgspec
 
 from kvcore import __version__
 from kvcore.adapting.model import ModelDescription
+from kvcore.block import pack_tokens
 from kvcore.config import Config
 from kvcore.errors import CapacityError, KVCoreError, TierUnavailable, UnsupportedError
 from kvcore.facade import (
@@ -61,6 +62,7 @@ from kvcore.server.messages import (
     Reply,
     Request,
     Save,
+    Spell,
     Trail,
     Trailed,
     Value,
@@ -90,6 +92,8 @@ START_WAIT_S = 60.0
 """How long a start waits while the server prepares the model."""
 RETRY_S = 0.2
 MISFIT_RETRY_S = 5.0
+SPELLED_BLOCKS = 1024
+"""Blocks whose tokens go into one message: 4 MiB of them at the largest blocks."""
 _NO_ROOM = Room(full=True, free=0, staging=False, lent=False)
 _R = TypeVar("_R", bound=Reply)
 
@@ -280,6 +284,7 @@ class RemoteManager(Manager):
     ) -> None:
         self.keeper = keeper
         self.segments = RemoteSegments(keeper, shape.block_tokens)
+        self._block_tokens = shape.block_tokens
         self.transport = transport
         self.index = RemoteIndex(self)
         self._metrics = metrics
@@ -466,6 +471,7 @@ class RemoteManager(Manager):
         namespace: bytes,
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
         """As `KVManager.launch_save`; nothing is saved while the server does not answer."""
         member = self.keeper.member
@@ -484,9 +490,31 @@ class RemoteManager(Manager):
             self._metrics.save_skipped(SaveSkip.ABORTED, rows)
             self._tell_done(reply.graph.graph_id, _undone(reply.graph, RowError.CANCELLED))
             return None
+        if tokens is not None and member.welcome.spells:
+            self._spell(member, keys, reply.first, reply.first + rows, tokens)
         graph = msgspec.structs.replace(reply.graph, units=tuple(units))
         self._launch(graph)
         return graph
+
+    @property
+    def wants_tokens(self) -> bool:
+        member = self.keeper.member
+        return member is not None and member.welcome.spells
+
+    def _spell(
+        self,
+        member: _Membership,
+        keys: Sequence[bytes],
+        start: int,
+        stop: int,
+        tokens: Sequence[int],
+    ) -> None:
+        """Tell the tokens of blocks [start, stop) of a chain, before their save can end."""
+        block = self._block_tokens
+        for first in range(start, stop, SPELLED_BLOCKS):
+            last = min(first + SPELLED_BLOCKS, stop)
+            text = pack_tokens(tokens[first * block : last * block])
+            self.keeper.link.tell(Spell(self._ref(), member.number, join(keys[first:last]), text))
 
     def _launch(self, graph: TransferGraph) -> None:
         self._left[graph.graph_id] = {op.op_id for op in graph.ops}

@@ -186,6 +186,15 @@ class Learn(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
     tokens: Texts
 
 
+class Spell(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
+    """``tokens`` of the blocks of ``keys``, which are being saved, for block events. No reply."""
+
+    ref: Ref
+    session: Number
+    keys: Keys
+    tokens: Texts
+
+
 class Search(msgspec.Struct, frozen=True, array_like=True, tag="search"):
     """Which runs of ``tokens`` are stored, wherever they stood."""
 
@@ -231,6 +240,7 @@ Request = (
     | Withdraw
     | Clear
     | Learn
+    | Spell
     | Search
     | Trail
     | Ask
@@ -242,7 +252,8 @@ Request = (
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
-    of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept."""
+    of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept;
+    ``spells``: whether events tell them."""
 
     ref: Ref
     session: Number
@@ -251,6 +262,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     stores: bool
     lease_s: float
     texts: bool = False
+    spells: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

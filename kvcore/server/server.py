@@ -22,6 +22,7 @@ from kvcore import __version__
 from kvcore.config import Config
 from kvcore.control.audit import AuditLog, identity
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError, LayoutError
+from kvcore.events.build import check_events
 from kvcore.metrics import Metrics
 from kvcore.server.exporter import show
 from kvcore.server.messages import (
@@ -49,6 +50,7 @@ from kvcore.server.messages import (
     Rows,
     Save,
     Search,
+    Spell,
     Status,
     Trail,
     Trailed,
@@ -141,6 +143,7 @@ class Server:
             Withdraw: self._withdraw,
             Clear: self._clear,
             Learn: self._learn,
+            Spell: self._spell,
             Search: self._search,
             Trail: self._trail,
             Control: self._control,
@@ -153,6 +156,7 @@ class Server:
         """Take the folder and listen; returns the address. Raises ConfigError when another server
         has it, or the settings do not do."""
         server = self._config.server
+        check_events(self._config)
         address = address_of(server)
         self._folder = Folder(folder_of(server))
         self._context = zmq.Context()
@@ -324,7 +328,9 @@ class Server:
             "session begins session=%d ranks=%d version=%s", number, hello.ranks, hello.version
         )
         lease_s = self._config.server.lease_s
-        return Welcome(hello.ref, number, file.name, tiers, stores, lease_s, space.texts)
+        return Welcome(
+            hello.ref, number, file.name, tiers, stores, lease_s, space.texts, space.spells
+        )
 
     def _space(self, model: Model) -> Space:
         """The model's space. Raises _Busy while it is being made, _Misfit where it cannot be."""
@@ -432,6 +438,9 @@ class Server:
 
     def _learn(self, client: bytes, told: Learn) -> None:
         self._of(told.session).space.learn(told)
+
+    def _spell(self, client: bytes, told: Spell) -> None:
+        self._of(told.session).space.spell(told)
 
     def _search(self, client: bytes, asked: Search) -> Reuses:
         return self._of(asked.session).space.search(asked)

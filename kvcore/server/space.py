@@ -19,7 +19,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvcore.adapting.build import build_manager, build_segments, geometry, host_slots
+from kvcore.adapting.build import (
+    build_manager,
+    build_segments,
+    enter_directory,
+    geometry,
+    host_slots,
+)
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.rank import close_worker, open_tiers
 from kvcore.backing import BackingOpener
@@ -45,6 +51,7 @@ from kvcore.server.messages import (
     Reuses,
     Save,
     Search,
+    Spell,
     Trail,
     Trailed,
     join,
@@ -191,13 +198,15 @@ class Space:
         self._here = _Here(self._worker(config, described))
         try:
             parts = build_manager(config, described, self._here, ids=self._ids, sink_saves=False)
+            if config.cluster.etcd:  # a list has its own idea of who is there
+                parts = enter_directory(config, described, parts, "server")
         except BaseException:
             close_worker(self._here.worker)
             folder.remove(arena)
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
-        self._metrics = parts.metrics
+        self._metrics, self._publisher = parts.metrics, parts.publisher
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
         self.control = make_control(
@@ -290,6 +299,16 @@ class Space:
     def learn(self, told: Learn) -> None:
         if self._segments is not None:
             learn(self._segments, told)
+
+    @property
+    def spells(self) -> bool:
+        """Whether events tell tokens."""
+        return self._publisher is not None and self._publisher.tells_tokens
+
+    def spell(self, told: Spell) -> None:
+        """Raises FormatError for what are no keys."""
+        if self._publisher is not None:
+            self._publisher.spell(split(told.keys), told.tokens)
 
     def search(self, asked: Search) -> Reuses:
         """Raises FormatError for what are no tokens."""

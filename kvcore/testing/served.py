@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.config import Config, load_config
+from kvcore.events import Subscriber
+from kvcore.events.view import Hash
 from kvcore.server.client import Keeper
 from kvcore.server.messages import Reply, Request
 from kvcore.server.server import Server
@@ -21,6 +24,7 @@ from kvcore.testing.engine import ReferenceEngine
 __all__ = [
     "PATIENCE_S",
     "RunningServer",
+    "follows",
     "questions",
     "serve",
     "server_process",
@@ -92,10 +96,32 @@ class RunningServer:
                 return False
         return True
 
+    def index(self) -> dict[str, dict[Hash, Hash | None]]:
+        """What its one model publishes, by tier, as `Subscriber.tiers` gives it. While it is idle:
+        the index is its thread's."""
+        [space] = self.server._spaces.values()
+        found: dict[str, dict[Hash, Hash | None]] = {}
+        for tier in space.manager.index.tiers:
+            keys, parents = map(_cut, space.manager.index.published(tier))
+            if keys:
+                above = (None if parent == ROOT_PARENT else parent for parent in parents)
+                found[tier] = dict(zip(keys, above, strict=True))
+        return found
+
     def close(self) -> None:
         self.server.stop()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server did not end"
+
+
+def _cut(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+def follows(subscriber: Subscriber, server: RunningServer) -> bool:
+    """Whether what it has heard adds up to the index of the server, which is idle. Polls once."""
+    subscriber.poll(0.05)
+    return server.idle and subscriber.synced and subscriber.tiers() == server.index()
 
 
 @contextmanager

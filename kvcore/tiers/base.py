@@ -28,11 +28,13 @@ class BlockWrite(NamedTuple):
 
 
 class BlockRead(NamedTuple):
-    """Read ``slot`` into ``buffers``; what is there must be the block ``key``."""
+    """Read ``slot`` into ``buffers``; what is there must be the block ``key``. ``nodes`` have been
+    promised to hold it (`kvcore.tiers.remote.base.Item`)."""
 
     slot: int
     key: bytes
     buffers: Buffers
+    nodes: tuple[str, ...] = ()
 
 
 class BlockRecord(NamedTuple):

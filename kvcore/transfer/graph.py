@@ -119,7 +119,8 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
     (``NO_PARENT`` at the root). ``host_slots`` and ``tier_slots`` are slots of the host arena and
     of the backing tier (-1 where the row does not touch it). ``units`` has one table per group of
     layers, in the order in which the worker registered its groups; a graph that does not touch the
-    device has none. ``deadline_s`` is seconds from submission; None waits for ever.
+    device has none. ``deadline_s`` is seconds from submission; None waits for ever. ``nodes`` have
+    been promised to hold what is read of a store.
     """
 
     graph_id: int
@@ -132,6 +133,7 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
     units: tuple[UnitTable, ...]
     ops: tuple[TransferOp, ...]
     deadline_s: float | None = None
+    nodes: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:

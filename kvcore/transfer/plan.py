@@ -97,6 +97,7 @@ def build_load(
     batch_rows: int,
     layers: Sequence[Span] = (),
     deadline_s: float | None = None,
+    nodes: tuple[str, ...] = (),
 ) -> TransferGraph:
     """Plan a load of ``chain`` to the device.
 
@@ -130,6 +131,7 @@ def build_load(
         tuple(units),
         tuple(ops.ops),
         deadline_s,
+        nodes,
     )
     graph.check()
     return graph

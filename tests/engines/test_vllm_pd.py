@@ -22,11 +22,12 @@ need_client("nixl_cu13")
 BLOCK = 16
 
 
-def settings(listen: str, other: str) -> dict[str, Any]:
-    """Patient with a busy machine, but for a node that is gone."""
+def settings(listen: str, **more: Any) -> dict[str, Any]:
+    """Patient with a busy machine, but for a node that is gone. It lists no node but itself."""
     options = {
         "listen": listen,
-        "peers": [listen, other],
+        "peers": [listen],
+        **more,
         "lend": "64MiB",
         "timeout_s": 15.0,
         "lookup_s": 60.0,
@@ -43,12 +44,13 @@ def settings(listen: str, other: str) -> dict[str, Any]:
 
 def test_one_computes_and_the_other_answers() -> None:
     """What is right is what the first says when it answers itself, under a salt that nothing else
-    has: without any KV of kvcore's."""
+    has: without any KV of kvcore's. The other learns of the first by promises alone."""
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     documents = windows(model, 9, 150, 600, seed=1)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
     env = {**SPACE, "UCX_TLS": "tcp"}
-    given = {"kv_producer": settings(here, there), "kv_consumer": settings(there, here)}
+    consumer = settings(there, guests=["127.0.0.1"])
+    given = {"kv_producer": settings(here), "kv_consumer": consumer}
     with ExitStack() as started:  # both at once
         first, second = (
             started.enter_context(

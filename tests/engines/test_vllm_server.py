@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcore.cli.ctl import Target, ask
+from kvcore.control.orders import ClearBlocks
+from kvcore.events import Subscriber
+from kvcore.events.wire import SNAPSHOT, BlockStored, decode
 from kvcore.testing.asking import Reference, all_from, answers, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
-from kvcore.testing.served import server_process
+from kvcore.testing.served import RunningServer, follows, server_process, settings, until
 
 pytestmark = pytest.mark.engine
 
@@ -59,3 +65,43 @@ def test_two_engines_share_and_a_killed_server_changes_no_answer(
             gone = answers(second, documents)
             same(gone, expected)
             assert all(not answer.reused_tokens for answer in gone), "there is nothing to reuse"
+
+
+def test_a_servers_events_add_up_to_its_index(folder: Path, tmp_path: Path, model: Path) -> None:
+    """After stores, evictions and a clear; and for who was away. The tokens are the engine's."""
+    from kvcore.events.zmq_bus import ZmqSource
+
+    events = {
+        "endpoint": f"ipc://{tmp_path}/events",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+        "heartbeat_s": 0.2,
+        "token_ids": True,
+    }
+    config = settings(folder, host={"capacity": "2MiB"}, events=events)
+    client = {"server": {"address": "local", "folder": str(folder), "deadline_s": 20.0}}
+    documents = windows(model, 8, 200, 500, seed=2)
+
+    def subscriber() -> Subscriber:
+        source = ZmqSource(events["endpoint"], events["replay_endpoint"], "kvcore")
+        return Subscriber(source, retry_s=0.1)
+
+    with closing(RunningServer(config)) as server, engine(model, client) as process:
+        with closing(subscriber()) as first:
+            answers(process, documents[:5])
+            settled(process)
+            until(partial(follows, first, server), 200.0)
+            blocks = sum(len(document) // 16 for document in documents[:5])
+            assert 0 < len(first.tiers()["host"]) < blocks, "some were evicted"
+        answers(process, documents[5:])
+        settled(process)
+        with closing(subscriber()) as second:
+            until(partial(follows, second, server), 200.0)
+            answer = second._source.ask(SNAPSHOT, 60.0)
+            assert answer is not None
+            runs = [e for m in answer for e in decode(m.payload) if isinstance(e, BlockStored)]
+            last = documents[-1][: len(documents[-1]) // 16 * 16]
+            whole = [run.token_ids[: len(last)] for run in runs if run.parent_block_hash is None]
+            assert list(last) in whole, "the tokens of a prompt are told with its blocks"
+            ask(Target(config, "", None, 60.0), ClearBlocks())
+            until(partial(follows, second, server), 200.0)
+            assert not second.tiers()

@@ -7,12 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcore.cluster import Leadership, Member
+from kvcore.cluster import Leadership, Member, open_directory
 from kvcore.errors import ClusterError
+from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
+from kvcore.testing.served import RunningServer, settings
 from kvcore.testing.servers import Server, Start, etcd, need_client
 
 need_client("etcd3gw")
@@ -223,3 +227,31 @@ def test_a_holder_knows_by_the_time_alone(server: Server) -> None:
         assert candidacy.term is None
     until(lambda: entry.held and candidacy.term, "not entered again")
     directory.close()
+
+
+def test_a_kvcore_server_is_found_with_where_its_events_are(
+    server: Server, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """From its first engine on, which is there itself, without events: the server tells them."""
+    cluster = {
+        "etcd": [f"http://127.0.0.1:{server.port}"],
+        "prefix": f"/{request.node.name}",
+        "name": "kv",
+        "ttl_s": TTL_S,
+    }
+    events = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/ask"}
+    config = settings(tmp_path / "folder", cluster=cluster, events=events)
+    directory = open_directory(config)
+    assert directory is not None
+    with closing(directory), closing(RunningServer(config)):
+        assert directory.members() == []
+        with closing(ReferenceEngine(random_llama(), EngineArgs(), config)):
+            until(lambda: len(directory.members()) == 2, "they are not entered")
+            [leader] = directory.members("leader")
+            [found] = directory.members("server")
+        assert "events" not in leader.details
+        assert found.address == found.details["events"] == events["endpoint"]
+        assert found.details["replay"] == events["replay_endpoint"]
+        assert found.details["fingerprint"] == leader.details["fingerprint"]
+        assert found.name == f"kv-{found.details['fingerprint'][:8]}"
+        until(lambda: directory.members() == [found], "the engine has ended")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.nixl import LANE_NBYTES
+from kvcore.tiers.remote.peer.control import MAX_GUESTS
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
 
 need_client("nixl_cu13")
@@ -127,6 +130,104 @@ def test_another_model_is_told_of_once_and_not_read(
     [record] = [r for r in caplog.records if "no other node holds" in r.msg]
     assert "kvcore/other/h0-2.l0-4" in record.getMessage()
     assert FOLDER in record.getMessage()
+
+
+# -- nodes of a promise ------------------------------------------------------------------------
+
+
+def asked(store: PeerStore) -> list[list[str]]:
+    """Whom it asks from now on, question by question."""
+    told: list[list[str]] = []
+    ask = store.peers.ask
+
+    def noting(requests: Any) -> Any:
+        if requests:
+            told.append(sorted(requests))
+        return ask(requests)
+
+    store.peers.ask = noting  # type: ignore[method-assign]
+    return told
+
+
+def test_a_promised_node_is_asked_before_all_others_and_needs_no_list(
+    owner: PeerNode, open_store: Open
+) -> None:
+    there = f"tcp://{owner.listen}"
+    with PeerNode(lend="8MiB") as other:
+        other.call("put", seeds={f"{FOLDER}/{'d' * 32}": 4}, nbytes=NBYTES)
+        reader = open_store(other.listen, guests=["10.0.0.1", "127.0.0.0/8"])
+        into = bytearray(NBYTES)
+        told = asked(reader)
+        assert reader.exists_at(owner.listen, [A, B]) == [True, True]
+        assert reader.get([Item(A, [memoryview(into)], (owner.listen,))]) == [None]
+        assert bytes(into) == value(1, NBYTES)
+        assert {address for question in told for address in question} == {there}
+        assert len(reader.peers) == 1, "a guest is no peer"
+        d = f"{FOLDER}/{'d' * 32}"
+        assert reader.exists_at(owner.listen, [A, d]) == [True, True], "the others may have it"
+        assert reader.get([Item(d, [memoryview(into)], (owner.listen,))]) == [None]
+        assert bytes(into) == value(4, NBYTES)
+        assert reader.exists([A]) == [False], "without a promise it is not asked"
+    assert owner.call("leased") == 0
+
+
+def test_a_node_that_is_no_guest_is_not_asked(
+    owner: PeerNode, open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever may send requests could have KV of its own making read."""
+    for reader in (open_store(), open_store(guests=["10.0.0.0/8", "127.0.0.2"], rank=None)):
+        told = asked(reader)
+        for node in (owner.listen, "nonsense", "localhost:1-99", "::", f"{owner.listen}0000"):
+            assert reader.exists_at(node, [A]) == [False]
+        [error] = reader.get([Item(A, [memoryview(bytearray(NBYTES))], (owner.listen,))])
+        assert isinstance(error, BlockMissing)
+        assert told == []
+    assert "no peer, nor of `guests`" in caplog.text
+    assert open_store(owner.listen).exists_at(owner.listen, [A]) == [True], "peers are asked anyway"
+
+
+def test_a_promised_node_that_is_gone_fails_alone(owner: PeerNode, open_store: Open) -> None:
+    gone = address()
+    reader = open_store(guests=["127.0.0.1"], timeout_s=20.0)
+    reader.peers._timeout_s = 0.5
+    for _ in range(4):
+        with pytest.raises(TierUnavailable):
+            reader.exists_at(gone, [A])
+    reader = open_store(owner.listen, guests=["127.0.0.1"], timeout_s=20.0)
+    reader._told.add(FOLDER)
+    reader.peers._timeout_s = PATIENCE_S
+    opened = reader.peers._at(f"tcp://{gone}").breaker
+    for _ in range(3):
+        opened.started()
+        opened.failed()
+    assert reader.exists_at(gone, [A]) == [True], "the peers are there"
+    into = bytearray(NBYTES)
+    assert reader.get([Item(A, [memoryview(into)], (gone,))]) == [None]
+    assert bytes(into) == value(1, NBYTES)
+
+
+def test_guests_are_forgotten_the_oldest_first(open_store: Open) -> None:
+    peers = open_store(rank=None).peers
+    names = [f"tcp://guest:{port}" for port in range(1, MAX_GUESTS + 3)]
+    for name in names:
+        assert peers.available([name]) == [name]
+    assert list(peers._guests) == names[2:]
+    peers.update(names[-1:])
+    assert names[-1] in peers
+    assert names[-1] not in peers._guests
+
+
+def test_where_a_node_says_it_is() -> None:
+    def node(ranks: int = 1, **options: Any) -> str:
+        return PeerStore.node(
+            SimpleNamespace(_options=PeerOptions(**options)),  # type: ignore[arg-type]
+            ranks,
+        )
+
+    assert node(listen="10.0.0.5:7801") == "10.0.0.5:7801"
+    assert node(listen="10.0.0.5:7801", ranks=4) == "10.0.0.5:7801-7804"
+    assert node(advertise="far", ranks=2) == "far:7801-7802"
+    assert node() == f"{socket.gethostname()}:7801"
 
 
 # -- death ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kvcore.adapting.outbox import Outbox  # noqa: E402
 from kvcore.adapting.paging import Paging  # noqa: E402
 from kvcore.adapting.rank import close_worker, open_tiers  # noqa: E402
 from kvcore.block import KeyChain, Namespace  # noqa: E402
-from kvcore.cluster import Member, enter_leader  # noqa: E402
+from kvcore.cluster import Member, enter  # noqa: E402
 from kvcore.cluster.static import StaticDirectory  # noqa: E402
 from kvcore.config import Config, load_config  # noqa: E402
 from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402
@@ -310,6 +310,6 @@ def test_a_star_in_an_address_becomes_the_hosts_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StaticDirectory, "join", lambda _, member: joined.append(member))
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     config = load_config(overrides={"cluster": {"members": {"a": {}}}}, env={})
-    enter_leader(config, {"events": "tcp://*:5557"})
+    enter(config, "leader", {"events": "tcp://*:5557"})
     assert joined[0].address == joined[0].details["events"] == "tcp://node7:5557"
     assert joined[0].name.startswith("node7-")

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvcore.block import ROOT_PARENT
+from kvcore.block import ROOT_PARENT, pack_tokens
 from kvcore.errors import FormatError
 from kvcore.events import Content, Feed, Message, Pacing, Publisher, Subscriber
 from kvcore.events.feed import Lost
+from kvcore.events.texts import Texts
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode, encode, number_bytes, wire_events
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.metrics import Metrics
@@ -433,3 +434,118 @@ def test_vllm_reads_what_is_sent() -> None:
     again = msgspec.msgpack.encode(batch)
     assert again == payload, "the bytes differ from those of vLLM's own encoder"
     assert decode(again) == events
+
+
+# -- tokens -----------------------------------------------------------------------------------
+
+
+def text(n: int) -> bytes:
+    """The tokens of a block of two."""
+    return pack_tokens([10 * n, 10 * n + 1])
+
+
+def telling(bus: Bus) -> Publisher:
+    made = Publisher(lambda: {"host": (b"", b"")}, [bus], 2, token_ids=True)
+    bus.publisher = made
+    return made
+
+
+def said(bus: Bus) -> list[tuple[list[Any], Any, list[int]]]:
+    """Hashes, parent and tokens of what was told as stored since the last call."""
+    events = [event for message in bus.queue for event in decode(message.payload)]
+    bus.queue.clear()
+    runs = [event for event in events if isinstance(event, BlockStored)]
+    return [(list(run.block_hashes), run.parent_block_hash, run.token_ids) for run in runs]
+
+
+def test_tokens_are_told_of_the_blocks_whose_tokens_are_known() -> None:
+    bus = Bus()
+    publisher = telling(bus)
+    publisher.spell([key(1), key(2)], text(1) + text(2))
+    publisher.note(stored(1, 2, 3))
+    publisher.spell([key(4)], text(4))
+    publisher.note(stored(4, parent=key(3)))
+    publisher.step()
+    assert said(bus) == [
+        ([key(1), key(2)], None, [10, 11, 20, 21]),
+        ([key(3)], key(2), []),
+        ([key(4)], key(3), [40, 41]),
+    ]
+    publisher.note(removed(2))
+    publisher.step()
+    publisher.note(stored(2, parent=key(1), tier="disk"))
+    publisher.step()
+    assert said(bus) == [([key(2)], key(1), [20, 21])], "on its way to the next tier it is kept"
+    [one, *_] = bus.ask(SNAPSHOT, 1.0) or []
+    told = {
+        token
+        for event in decode(one.payload)
+        if isinstance(event, BlockStored)
+        for token in event.token_ids
+    }
+    assert told == {10, 11, 20, 21, 40, 41}
+
+
+def test_a_publisher_that_tells_no_tokens_keeps_none() -> None:
+    bus = Bus()
+    publisher = Publisher(lambda: {"host": (b"", b"")}, [bus], 2)
+    publisher.spell([key(1)], text(1))
+    publisher.note(stored(1))
+    publisher.step()
+    assert not publisher.tells_tokens
+    assert said(bus) == [([key(1)], None, [])]
+
+
+def test_tokens_that_do_not_fit_their_blocks_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    bus = Bus()
+    publisher = telling(bus)
+    publisher.spell([key(1), key(2)], text(1))
+    publisher.note(stored(1, 2))
+    publisher.step()
+    assert said(bus) == [([key(1), key(2)], None, [])]
+    assert "left out of events" in caplog.text
+
+
+def test_tokens_outlive_a_full_queue_where_their_blocks_are_held() -> None:
+    bus = Bus()
+    held = b"".join(map(key, (1, 2)))
+    publisher = Publisher(
+        lambda: {"host": (held, bytes(16) + key(1))},
+        [bus],
+        2,
+        pacing=Pacing(queue_blocks=2),
+        token_ids=True,
+    )
+    bus.publisher = publisher
+    publisher.spell([key(1)], text(1))
+    publisher.step()
+    publisher.note(stored(1, 2))
+    publisher.note(stored(3))
+    publisher.step()
+    bus.queue.clear()
+    answer = bus.ask(SNAPSHOT, 1.0)
+    assert answer is not None
+    bus.queue.extend(answer)
+    assert said(bus) == [([key(1)], None, [10, 11]), ([key(2)], key(1), []), ([key(3)], None, [])]
+
+
+def test_what_no_tier_holds_is_bounded() -> None:
+    texts = Texts(8, spare_blocks=3)
+    texts.spell([key(n) for n in range(3)], b"".join(map(text, range(3))))
+    texts.stored([key(0), key(1)])
+    texts.spell([key(n) for n in range(3, 6)], b"".join(map(text, range(3, 6))))
+    assert [texts.get(key(n)) is None for n in range(6)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    texts.removed([key(0)], {key(0)}.__contains__)
+    texts.removed([key(1)], set[bytes]().__contains__)
+    assert len(texts) == 4
+    assert texts.get(key(0)) == text(0), "another tier holds it"
+    assert texts.get(key(3)) is None, "the oldest goes first"
+    with pytest.raises(FormatError, match="a block has 8"):
+        texts.spell([key(9)], b"1234")

@@ -49,6 +49,12 @@ def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
         accept({**told, "block_tokens": 32}, chain(PROMPT), 3.0)
     with pytest.raises(FormatError, match="version"):
         accept({**told, "version": 9}, chain(PROMPT), 3.0)
+    assert "node" not in told
+    there = promised(chain(PROMPT), 6, "10.0.0.5:7801-7804")
+    assert there is not None
+    assert accept(there, chain(PROMPT), 3.0) == Promise(6, 3.0, "10.0.0.5:7801-7804")
+    with pytest.raises(FormatError, match="node"):
+        accept({**told, "node": "x" * 301}, chain(PROMPT), 3.0)
     assert promised(chain(PROMPT), 0) is None
     assert promised(chain(PROMPT[:10]), 1) is None
 
@@ -152,6 +158,41 @@ def test_a_dead_store_ends_the_waiting(leader: Leader, store: Filling) -> None:
     assert leader.found(chain(PROMPT).keys, Promise(6, 600.0)) == (0, "failed")
 
 
+class Elsewhere(Filling):
+    """Values of another engine lie at a node of its own, and are not found in general."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[str] = []
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [False] * len(names)
+
+    def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
+        self.nodes.append(node)
+        if node == "gone:1":
+            raise TierUnavailable("gone")
+        return super().exists(names)
+
+
+def test_a_promises_node_is_asked_and_remembered_for_the_load() -> None:
+    """And one that is gone fails its own promise alone, though they are asked together."""
+    store = Elsewhere()
+    leader = Leader(store)
+    mine, other = chain(PROMPT).keys, chain([7, *PROMPT]).keys
+    fill(store, [*mine, *other])
+    assert leader.found(mine, None) == (0, "absent")
+    with leader.finder._changed:  # the next two are one round
+        assert leader.lookup.ask(mine, Promise(4, 60.0, "here:1"))
+        assert leader.lookup.ask(other, Promise(4, 60.0, "gone:1"))
+    assert leader.found(mine, None) == (6, "found")
+    assert leader.found(other, None) == (0, "failed")
+    assert set(store.nodes) == {"here:1", "gone:1"}
+    assert leader.lookup.nodes(mine) == {"here:1"}
+    assert leader.lookup.nodes(other) == set()
+    leader.finder.close()
+
+
 # -- vLLM's roles -----------------------------------------------------------------------------
 
 
@@ -171,7 +212,7 @@ def request(params: dict[str, Any] | None) -> Any:
     ],
 )
 def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: bool) -> None:
-    told = Handover(role, 5.0).told(request(params), chain(PROMPT), 9, {}, {}, None)
+    told = Handover(role, 5.0, "n:1").told(request(params), chain(PROMPT), 9, {}, {}, None)
     asked = params is not None and "kvcore" in params
     assert (told is not None) == (promises or asked)
     if told is None:
@@ -180,7 +221,9 @@ def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: b
     assert ("promise" in told["kvcore"]) == promises
     if promises:
         accepted = Handover("kv_consumer", 5.0).accepted
-        assert accepted(request(told), chain(PROMPT)) == Promise(6, 5.0), "no more than the prompt"
+        assert accepted(request(told), chain(PROMPT)) == Promise(6, 5.0, "n:1"), (
+            "no more than the prompt"
+        )
         assert accepted(request(told), chain(PROMPT, "tenant")) is None
     for nothing in (None, {}, {"kvcore": True}, {"kvcore": {"promise": 3}}):
         assert Handover(role, 5.0).accepted(request(nothing), chain(PROMPT)) is None

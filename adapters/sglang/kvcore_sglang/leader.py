@@ -425,6 +425,7 @@ class Leader:
             namespace.digest,
             len(chain.keys),
             lambda start, stop: self._paging.whole_units(pages, start, stop),
+            tokens.tolist() if chain.plain and self.manager.wants_tokens else None,
         )
         saves = [g for g in self._outbox.graphs if g.priority is Priority.SAVE]
         if self._fusion is not None and chain.keys:

@@ -126,7 +126,7 @@ class Leader:
         chain.extend(tokens, extras(request))
         tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
         self._requests[request.request_id] = tracked
-        if self._fusion is not None:
+        if self._fusion is not None or (chain.plain and self.manager.wants_tokens):
             tracked.tokens = list(tokens)
         if wish is not None and computed:
             tracked.approximate_from = 0  # its salt was used before: these pages may be a blend's
@@ -408,7 +408,8 @@ class Leader:
             return None
         units_of = partial(self._paging.whole_units, pages)
         digest = tracked.chain.namespace.digest
-        graph = self.manager.launch_save(keys, digest, blocks, units_of)
+        told = tracked.tokens if tracked.chain.plain else None
+        graph = self.manager.launch_save(keys, digest, blocks, units_of, told)
         learned, tracked.learned = tracked.learned, max(tracked.learned, blocks)
         if graph is not None:
             self._use(graph, tracked.request_id, writes=False)

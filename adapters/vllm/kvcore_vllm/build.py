@@ -36,6 +36,7 @@ from kvcore.adapting.watching import Watch
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
+from kvcore.facade import node_of
 from kvcore.layout import BlockShape, KVView
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
@@ -88,7 +89,9 @@ def build_scheduler_side(
         pace=pace,
         planning=planning if config.planner.enabled else None,
         watch=watch,
-        handover=Handover(vllm_config.kv_transfer_config.kv_role, config.vllm.promise_s),
+        handover=Handover(
+            vllm_config.kv_transfer_config.kv_role, config.vllm.promise_s, node_of(parts.manager)
+        ),
     )
     return side
 

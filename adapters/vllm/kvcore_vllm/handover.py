@@ -24,11 +24,13 @@ _PRODUCER = "kv_producer"
 
 
 class Handover:
-    """``role`` is vLLM's ``kv_role``; what is promised is waited for ``wait_s`` seconds."""
+    """``role`` is vLLM's ``kv_role``; what is promised is waited for ``wait_s`` seconds. ``node``
+    is where others find what this engine has written (`Backing.node`)."""
 
-    def __init__(self, role: str | None, wait_s: float) -> None:
+    def __init__(self, role: str | None, wait_s: float, node: str = "") -> None:
         self._produces = role == _PRODUCER
         self._wait_s = wait_s
+        self._node = node
 
     def accepted(self, request: Request, chain: KeyChain) -> Promise | None:
         """What another engine has promised of the request's prompt."""
@@ -60,7 +62,7 @@ class Handover:
             said |= {"fusion": fusion} if fusion else {}
         if self._produces or (request.kv_transfer_params or {}).get("do_remote_decode"):
             blocks = min(saved_blocks, request.num_prompt_tokens // chain.block_tokens)
-            promise = promised(chain, blocks)
+            promise = promised(chain, blocks, self._node)
             said |= {} if promise is None else {"promise": promise}
         return {"kvcore": said} if said else None
 

@@ -368,7 +368,10 @@ class SchedulerSide:
         keys = tracked.chain.keys
         blocks = min(blocks, len(keys))
         units_of = partial(self._paging.whole_units, pages)
-        graph = self._manager.launch_save(keys, tracked.chain.namespace.digest, blocks, units_of)
+        tokens = tracked.request._all_token_ids if tracked.chain.plain else None
+        graph = self._manager.launch_save(
+            keys, tracked.chain.namespace.digest, blocks, units_of, tokens
+        )
         if self._fusion is not None and tracked.fusing is not None and not tracked.extras:
             if graph is None:
                 self._learn(tracked, tracked.saved_blocks, blocks)

@@ -376,6 +376,7 @@ class Leader:
             tracked.chain.namespace.digest,
             blocks,
             lambda start, stop: self._paging.whole_units(pages, start, stop),
+            request.tokens if tracked.chain.plain else None,
         )
         learned = (tracked.chain, tracked.saved_blocks, blocks, list(request.tokens))
         tracked.saved_blocks = blocks

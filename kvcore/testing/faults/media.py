@@ -109,6 +109,9 @@ class FaultyStore(BlockStore):
             raise TierUnavailable(str(_os_error(strike)))
         return self.inner.exists(names)
 
+    def node(self, ranks: int) -> str:
+        return self.inner.node(ranks)
+
     def delete(self, names: Sequence[str]) -> None:
         self.inner.delete(names)
 

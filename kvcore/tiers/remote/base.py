@@ -18,10 +18,12 @@ from kvcore.tiers.base import Buffers
 
 class Item(NamedTuple):
     """A value: the bytes of ``parts``, one after the other. Parts are read by a put, filled by a
-    get, and belong to the caller again as soon as the call returns."""
+    get, and belong to the caller again as soon as the call returns. ``nodes`` are where a get may
+    look first, as `BlockStore.node` told their engines."""
 
     name: str
     parts: Buffers
+    nodes: tuple[str, ...] = ()
 
 
 class BlockStore(ABC):
@@ -59,6 +61,15 @@ class BlockStore(ABC):
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which values there are now. Moves no payload. Blocks; raises TierUnavailable."""
+
+    def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
+        """As `exists`, of values that another engine has promised, at what `node` told it. A store
+        with one place for all knows no better than to look there."""
+        return self.exists(names)
+
+    def node(self, ranks: int) -> str:
+        """Where others find what this engine's ``ranks`` put; "" where all look in one place."""
+        return ""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:

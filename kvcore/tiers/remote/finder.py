@@ -34,10 +34,12 @@ _ROUND = 32
 
 class Promise(NamedTuple):
     """The first ``blocks`` of a prompt are being put into a store by another engine, and worth
-    ``wait_s`` seconds of waiting. What is not found by then is computed."""
+    ``wait_s`` seconds of waiting. What is not found by then is computed. ``node`` is where that
+    engine keeps what it puts (`BlockStore.node`); "" where it has not said so."""
 
     blocks: int
     wait_s: float
+    node: str = ""
 
     def beyond(self, start: int) -> Promise | None:
         """What is promised of the blocks from ``start`` on; None where nothing is."""
@@ -53,8 +55,8 @@ class Question:
     """
 
     __slots__ = (
-        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "promised", "until",
-        "window",
+        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "promised",
+        "until", "window",
     )  # fmt: skip
 
     def __init__(self, keys: Sequence[bytes], promise: Promise | None = None) -> None:
@@ -66,6 +68,7 @@ class Question:
         self.asked_at = time.monotonic()
         self.due_at = self.asked_at
         self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
+        self.node = "" if promise is None else promise.node
         self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
         self.window = _FIRST_WINDOW
 
@@ -190,11 +193,16 @@ class Finder:
         return max(0.0, min(question.due_at for question in self._open) - time.monotonic())
 
     def _ask(self, round_: Sequence[Question]) -> None:
+        """Ask what is due, each node's promises by themselves: one that is gone fails no others."""
+        for node in dict.fromkeys(question.node for question in round_):
+            self._ask_at(node, [question for question in round_ if question.node == node])
+
+    def _ask_at(self, node: str, round_: Sequence[Question]) -> None:
         batches = [question.due() for question in round_]
         held: set[bytes] | None = None
         why = ""
         try:
-            held = self._held(dict.fromkeys(key for batch in batches for key in batch))
+            held = self._held(dict.fromkeys(key for batch in batches for key in batch), node)
         except TierError as error:
             why = str(error)
             _log.warning("store %s does not tell what it holds: %s", self._name, error)
@@ -213,14 +221,14 @@ class Finder:
             self._answered += len(ended)
             self._changed.notify_all()
 
-    def _held(self, keys: Iterable[bytes]) -> set[bytes]:
+    def _held(self, keys: Iterable[bytes], node: str) -> set[bytes]:
         """The blocks that are whole, in whatever parts."""
         asked = list(keys)
-        held = self._whole(asked, [self._shards])
+        held = self._whole(asked, [self._shards], node)
         absent = [key for key in asked if key not in held]
         if absent and self._splits is not None:
             self._splits.refresh()
-            held |= self._whole(absent, self._others())
+            held |= self._whole(absent, self._others(), node)
         return held
 
     def _others(self) -> list[tuple[Shard, ...]]:
@@ -229,12 +237,16 @@ class Finder:
             return []
         return [tuple(map(self._shards[0].beside, split)) for split in self._splits.others]
 
-    def _whole(self, keys: Sequence[bytes], ways: Sequence[Sequence[Shard]]) -> set[bytes]:
+    def _whole(
+        self, keys: Sequence[bytes], ways: Sequence[Sequence[Shard]], node: str
+    ) -> set[bytes]:
         """The blocks of which all shards of one of the ``ways`` are there."""
         names = [shard.name(key) for key in keys for way in ways for shard in way]
         if not names:
             return set()
-        there = dict(zip(names, self._store.exists(names), strict=True))
+        store = self._store
+        found = store.exists_at(node, names) if node else store.exists(names)
+        there = dict(zip(names, found, strict=True))
         return {key for key in keys if any(all(there[s.name(key)] for s in way) for way in ways)}
 
     def _remove(self, keys: Sequence[bytes]) -> None:

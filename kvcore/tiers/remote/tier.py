@@ -96,7 +96,12 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
     )
-    return PreparedTier(max(context.num_slots, 1), release=finder.close, finder=finder)
+    return PreparedTier(
+        max(context.num_slots, 1),
+        release=finder.close,
+        finder=finder,
+        node=store.node(len(context.geometry.heads)),
+    )
 
 
 class StoreTier(Tier):
@@ -293,7 +298,8 @@ class _Value:
         self._key = request.key
         self._header = memoryview(bytearray(HEADER_NBYTES))
         self._parts = list(_laid(cut, request.buffers))
-        self.item = Item(cut.shard.name(request.key), [self._header, *self._parts])
+        parts = [self._header, *self._parts]
+        self.item = Item(cut.shard.name(request.key), parts, request.nodes)
 
     def verify(self) -> CorruptBlock | None:
         """What is wrong with it, now that it has come."""

@@ -163,7 +163,7 @@ class Peers:
         self, addresses: Iterable[str], timeout_s: float, own: Collection[str] = ()
     ) -> None:
         self._timeout_s = timeout_s
-        self._own = frozenset(own)
+        self.own = frozenset(own)
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
@@ -178,7 +178,7 @@ class Peers:
 
     def update(self, addresses: Iterable[str]) -> None:
         """These are the nodes from now on. What others were asked is still waited for."""
-        wanted = dict.fromkeys(address for address in addresses if address not in self._own)
+        wanted = dict.fromkeys(address for address in addresses if address not in self.own)
         with self._lock:
             for address in [address for address in self._nodes if address not in wanted]:
                 _let_go(self._nodes.pop(address))
@@ -192,7 +192,7 @@ class Peers:
         with self._lock:
             if addresses is None:
                 return [a for a, node in self._nodes.items() if node.breaker.allows()]
-            chosen = [address for address in addresses if address not in self._own]
+            chosen = [address for address in addresses if address not in self.own]
             return [address for address in chosen if self._at(address).breaker.allows()]
 
     def ask(self, requests: Mapping[str, Request]) -> dict[str, Reply | TierUnavailable]:

@@ -11,6 +11,7 @@ Nothing is copied to a node that has not asked, and what a node holds is gone wh
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import socket
@@ -66,6 +67,8 @@ _log = logging.getLogger("kvcore.tiers.peer")
 
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
 _MAX_RANKS = 64
+_TOLD_NODES = 100
+_NOT_HERE = (BlockMissing, TierUnavailable)
 _EVERY_ADDRESS = ("0.0.0.0", "*", "[::]")
 
 
@@ -80,6 +83,14 @@ def addresses(text: str) -> list[str]:
             f"up to {_MAX_RANKS} ranks"
         )
     return [f"tcp://{found['host']}:{port}" for port in range(first, last + 1)]
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """Raises ConfigError."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ConfigError(f"{error}; supported is a network as 10.0.0.0/16") from error
 
 
 class PeerOptions(StoreOptions):
@@ -100,6 +111,12 @@ class PeerOptions(StoreOptions):
         description="Every node, this one too: HOST:PORT, or HOST:FIRST-LAST where one has several "
         'ranks. Or "etcd": nodes find each other through `[cluster]`, among those of the same '
         "`cluster.model` and `cluster.group`.",
+    )
+    guests: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="Hosts beside `peers` whose memory is read when a promise names them: names, "
+        'addresses, or networks as "10.0.0.0/16". A promise comes with a request, so whoever may '
+        "send requests may name any node of these. Empty: a promise names none but peers.",
     )
     lend: Size = Field(
         default=parse_size("1GiB"),
@@ -127,6 +144,25 @@ class PeerOptions(StoreOptions):
         for text in () if isinstance(texts, str) else texts:
             addresses(text)
         return texts
+
+    @field_validator("guests")
+    @classmethod
+    def _hosts(cls, texts: list[str]) -> list[str]:
+        for text in texts:
+            if "/" in text:
+                _network(text)
+        return texts
+
+    def invites(self, address: str) -> bool:
+        """Whether tcp://HOST:PORT may be a guest."""
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        try:
+            number = ipaddress.ip_address(host)
+        except ValueError:
+            return host in self.guests
+        return host in self.guests or any(
+            number in _network(text) for text in self.guests if "/" in text
+        )
 
     def address(self, rank: int) -> str:
         """Where ``rank`` is asked. Raises ConfigError where it would be no port."""
@@ -166,6 +202,7 @@ class PeerStore(BlockStore):
         self._lock = threading.Lock()
         self._agent: Agent | None = None
         self._told: set[str] = set()
+        self._uninvited: set[str] = set()
         self._memory: Pages | None = None
         self.lending: Lending | None = None
         self._answerer: Answerer | None = None
@@ -199,24 +236,42 @@ class PeerStore(BlockStore):
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         results = [self._own(item) for item in items]
-        absent = [i for i, error in enumerate(results) if isinstance(error, BlockMissing)]
-        for start in range(0, len(absent), MAX_NAMES):
-            self._fetch(items, absent[start : start + MAX_NAMES], results)
+        nodes = dict.fromkeys(node for item in items for node in item.nodes)
+        first = self.peers.available(a for node in nodes for a in self._promised(node))
+        for at in (first, [a for a in self.peers.available() if a not in first]):
+            absent = [i for i, error in enumerate(results) if isinstance(error, _NOT_HERE)]
+            for start in range(0, len(absent) if at else 0, MAX_NAMES):
+                self._fetch(items, absent[start : start + MAX_NAMES], results, at)
         return results
+
+    def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
+        """What the node has not is asked of the others. Raises TierUnavailable, where it does not
+        answer either."""
+        promised = self._promised(node)
+        there: set[str] = set()
+        if promised:
+            try:
+                there, _ = self._find(names, self.peers.available(promised))
+            except TierUnavailable:
+                if not self.peers.available():
+                    raise
+        rest = [name for name in names if name not in there]
+        if rest:
+            there.update(n for n, held in zip(rest, self.exists(rest), strict=True) if held)
+        return [name in there for name in names]
+
+    def node(self, ranks: int) -> str:
+        first, last = self._options.reached(0), self._options.reached(ranks - 1)
+        further = f"-{last.rpartition(':')[2]}" if ranks > 1 else ""
+        return first.removeprefix("tcp://") + further
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         here = self.lending.exists(names) if self.lending is not None else [False] * len(names)
         held = {name for name, is_here in zip(names, here, strict=True) if is_here}
         rest = [name for name in names if name not in held]
-        folders: set[str] = set()
-        for start in range(0, len(rest), MAX_NAMES):
-            part = rest[start : start + MAX_NAMES]
-            for answer in self._ask_all(Find(part)):
-                if isinstance(answer, Found) and len(answer.held) == len(part):
-                    held.update(n for n, there in zip(part, answer.held, strict=True) if there)
-                    folders.update(answer.folders)
+        there, folders = self._find(rest)
         self._tell_strangers(rest, folders)
-        return [name in held for name in names]
+        return [name in held or name in there for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
         if self.lending is not None:
@@ -289,12 +344,41 @@ class PeerStore(BlockStore):
 
     # -- other nodes ------------------------------------------------------------------------
 
-    def _ask_all(self, request: Request) -> list[Reply]:
-        """What the nodes answer that may be asked now. Raises TierUnavailable where there are
-        others, and none answers."""
-        asked = self.peers.ask(dict.fromkeys(self.peers.available(), request))
+    def _promised(self, node: str) -> list[str]:
+        """The addresses of a node that a promise names, as far as they are peers' or guests'."""
+        try:
+            every = addresses(node)
+        except ConfigError as error:
+            _log.warning("a promise names no node: %s", error)
+            return []
+        others = [a for a in every if a not in self.peers.own]
+        welcome = [a for a in others if a in self.peers or self._options.invites(a)]
+        strange = len(welcome) < len(others) and node not in self._uninvited
+        if strange and len(self._uninvited) < _TOLD_NODES:
+            self._uninvited.add(node)
+            _log.warning("a promise names %s, which is not asked: no peer, nor of `guests`", node)
+        return welcome
+
+    def _find(
+        self, names: Sequence[str], at: Sequence[str] | None = None
+    ) -> tuple[set[str], set[str]]:
+        """Names that nodes hold, and the folders of all they hold. Raises as `_ask_all` does."""
+        held, folders = set[str](), set[str]()
+        for start in range(0, len(names), MAX_NAMES):
+            part = list(names[start : start + MAX_NAMES])
+            for answer in self._ask_all(Find(part), at):
+                if isinstance(answer, Found) and len(answer.held) == len(part):
+                    held.update(n for n, there in zip(part, answer.held, strict=True) if there)
+                    folders.update(answer.folders)
+        return held, folders
+
+    def _ask_all(self, request: Request, at: Sequence[str] | None = None) -> list[Reply]:
+        """What the nodes answer that may be asked now, all of them or those ``at`` addresses.
+        Raises TierUnavailable where there are others than this, and none answers."""
+        chosen = self.peers.available() if at is None else at
+        asked = self.peers.ask(dict.fromkeys(chosen, request))
         answers = [answer for answer in asked.values() if not isinstance(answer, TierUnavailable)]
-        if len(self.peers) and not answers:
+        if (at is not None or len(self.peers)) and not answers:
             raise next(
                 (error for error in asked.values() if isinstance(error, TierUnavailable)),
                 TierUnavailable("every other node is left alone for a while: none has answered"),
@@ -302,12 +386,17 @@ class PeerStore(BlockStore):
         return answers
 
     def _fetch(
-        self, items: Sequence[Item], absent: Sequence[int], results: list[TierError | None]
+        self,
+        items: Sequence[Item],
+        absent: Sequence[int],
+        results: list[TierError | None],
+        at: Sequence[str],
     ) -> None:
-        """Read the items at ``absent`` from nodes that have them, under a lease of each node."""
+        """Read the items at ``absent`` from those nodes ``at`` addresses that have them, under a
+        lease of each."""
         asked_at = time.monotonic()
         request = Lease([items[position].name for position in absent])
-        asked = self.peers.ask(dict.fromkeys(self.peers.available(), request))
+        asked = self.peers.ask(dict.fromkeys(at, request))
         read: dict[str, list[int]] = {}
         for answer in asked.values():
             if isinstance(answer, TierUnavailable):
