@@ -1,4 +1,5 @@
-"""Two real vLLM engines, one kvcore server: what one computed the other loads; and without it."""
+"""Two real vLLM engines, one kvcore server: what one computed the other loads; and without it.
+Fusion of one with chunks of the reference engine."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from kvcore.testing import sharing
 from kvcore.testing.asking import Reference, all_from, answers, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
 from kvcore.testing.served import server_process
+from kvcore.testing.sharing import Pair, Texts
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 pytest.importorskip("zmq")
 
@@ -59,3 +62,34 @@ def test_two_engines_share_and_a_killed_server_changes_no_answer(
             gone = answers(second, documents)
             same(gone, expected)
             assert all(not answer.reused_tokens for answer in gone), "there is nothing to reuse"
+
+
+# -- fusion ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts(model: Path) -> Texts:
+    return Texts.of(model)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with sharing.pair("vllm", model, tmp_path_factory.mktemp("pair") / "kv") as made:
+        yield made
+
+
+def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
+    pair: Pair, texts: Texts
+) -> None:
+    sharing.shares(pair, texts)
+    sharing.outlives(pair, texts)
+
+
+def test_loads_that_were_counted_on_and_are_not_planned(pair: Pair, texts: Texts) -> None:
+    sharing.misses(pair, texts)
+
+
+def test_a_tier_that_was_not_there_when_the_engines_started(
+    pair: Pair, texts: Texts, tmp_path: Path
+) -> None:
+    sharing.returns(pair, texts, tmp_path / "disk")
