@@ -80,6 +80,7 @@ class Rates:
         tiers: every tier, with what to expect before it was measured.
         memory: observations after which one counts about a third.
         enough: observations of a kind before they are believed over the prior.
+        otherwise: what to expect of a tier that is met later; None where that is an error.
     """
 
     def __init__(
@@ -89,8 +90,11 @@ class Rates:
         tiers: Mapping[str, TierRates],
         memory: int = 32,
         enough: int = 3,
+        otherwise: TierRates | None = None,
     ) -> None:
         self.layers = layers
+        self._otherwise = otherwise
+        self._memory, self._enough = memory, enough
         self.prefill = Fit(compute, memory, enough)
         self._tiers = {name: Fit(rates, memory, enough) for name, rates in tiers.items()}
         self._recent: dict[str, deque[_Load]] = {name: deque(maxlen=RECENT) for name in tiers}
@@ -102,7 +106,11 @@ class Rates:
         return frozenset(self._tiers)
 
     def tier(self, name: str) -> Fit:
-        """The fit of a tier's loads. Raises ConfigError for one that it was not told of."""
+        """The fit of a tier's loads. Raises ConfigError for one that it was not told of, where it
+        does not know what to expect of others."""
+        if name not in self._tiers and self._otherwise is not None:
+            self._tiers[name] = Fit(self._otherwise, self._memory, self._enough)
+            self._recent[name] = deque(maxlen=RECENT)
         if name not in self._tiers:
             raise ConfigError(
                 f"no tier {name!r} in these rates, which know "

@@ -52,7 +52,6 @@ __all__ = [
     "geometry",
     "host_slots",
     "load_plugins",
-    "refuse_served_fusion",
     "segments_of",
 ]
 
@@ -96,15 +95,6 @@ def geometry(model: ModelDescription) -> Geometry:
 def load_plugins(config: Config) -> PluginManager:
     """Plugins as ``[plugins]`` wants them."""
     return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
-
-
-def refuse_served_fusion(config: Config, engine: str) -> None:
-    """Raise UnsupportedError where ``config`` wants fusion of ``engine`` behind a server."""
-    if config.server.address is not None and config.fusion.enabled:
-        raise UnsupportedError(
-            f"fusion.enabled with server.address on {engine}; supported behind a server is fusion "
-            "on the reference engine: turn it off, or unset server.address"
-        )
 
 
 # -- leader ---------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ separator cuts out, and any that a search finds. Nothing here waits or copies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvcore.adapting.orders import ChunkLoad
 from kvcore.block import KeyChain, Namespace
-from kvcore.errors import KVCoreError
+from kvcore.errors import BlockMissing, KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import HOST, Hit, Manager
@@ -112,11 +112,11 @@ class Chunks:
 
     def in_host(self, plan: BlendPlan) -> BlendPlan | None:
         """The plan with the chunks that are in host memory; None when too little is left."""
-        chunks = []
-        for chunk in plan.chunks:
-            hit, start, stop = self.source(chunk)
-            if hit.depth >= stop and set(hit.blocks_by_tier(start, stop)) <= {HOST}:
-                chunks.append(chunk)
+        chunks = [
+            chunk
+            for chunk, (hit, start, stop) in self.sources(plan)
+            if set(hit.blocks_by_tier(start, stop)) <= {HOST}
+        ]
         if sum(chunk.length for chunk in chunks) < self._settings.min_tokens:
             return None
         stop = chunks[-1].prompt_start + chunks[-1].length
@@ -130,7 +130,27 @@ class Chunks:
         chain = self._manager.index.path(chunk.last_key)
         blocks = self.blocks(chunk.source_start, chunk.length)
         namespace = self._manager.index.namespace_of(chunk.last_key)
-        return self._manager.get_match(chain, namespace), blocks.start, blocks.stop
+        hit = self._manager.get_match(chain, namespace)
+        if hit.depth < blocks.stop:
+            raise BlockMissing(f"of {blocks.stop} blocks up to a chunk's end {hit.depth} are held")
+        return hit, blocks.start, blocks.stop
+
+    def sources(self, plan: BlendPlan) -> Iterator[tuple[Reusable, tuple[Hit, int, int]]]:
+        """The chunks of a plan that are held still, each with its `source`.
+
+        Those of a server may have gone since they were found: other engines store too, and it may
+        have ended.
+        """
+        for chunk in plan.chunks:
+            if (source := self._source_if_held(chunk)) is not None:
+                yield chunk, source
+
+    def _source_if_held(self, chunk: Reusable) -> tuple[Hit, int, int] | None:
+        try:
+            return self.source(chunk)
+        except KVCoreError as error:
+            _log.debug("a chunk has gone: %s", error)
+            return None
 
     def launch(
         self, plan: BlendPlan, layers: Sequence[Span], submit: Callable[[TransferGraph], object]
@@ -159,13 +179,10 @@ class Chunks:
         return loads, row
 
     def nbytes(self, plan: BlendPlan) -> dict[str, int]:
-        """Bytes of a plan's chunks over all ranks, by the tier they would be read from.
-
-        Raises KVCoreError where one has left every tier.
-        """
+        """Bytes of a plan's chunks over all ranks, by the tier they would be read from; those of
+        one that has left every tier are not counted."""
         found: dict[str, int] = {}
-        for chunk in plan.chunks:
-            hit, start, stop = self.source(chunk)
+        for _, (hit, start, stop) in self.sources(plan):
             for tier, blocks in hit.blocks_by_tier(start, stop).items():
                 found[tier] = found.get(tier, 0) + blocks * self._nbytes
         return found
@@ -219,7 +236,11 @@ class Chunks:
             unfit = b - a < self._settings.min_tokens or nbytes > room
             if unfit or not self._held(chunk.last_key):
                 continue
-            usable.append(Reusable(a, b - a, moved, self._last_key(chunk, moved + b - a)))
+            try:
+                last_key = self._last_key(chunk, moved + b - a)
+            except KVCoreError:  # a server that has ended in this moment
+                continue
+            usable.append(Reusable(a, b - a, moved, last_key))
             room -= nbytes
         return usable
 

@@ -64,7 +64,8 @@ class BlendReport(msgspec.Struct, array_like=True):
 
     ``share`` are the rows x layers it computed, ``rows`` those it made KV for and ``kept`` the mean
     of those computed behind the full layers. ``verdicts`` are the quality gate's, and ``reason``
-    what it said last.
+    what it said last. One that is not ``ok`` though its chunks ``arrived`` failed in itself; of the
+    others nothing is learnt, as when a server has ended.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class BlendReport(msgspec.Struct, array_like=True):
     wait_s: float = 0.0
     compute_s: float = 0.0
     look_s: float = 0.0
+    arrived: bool = True
 
 
 def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:

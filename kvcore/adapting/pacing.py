@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcore.adapting.orders import FULL_LAYERS, BlendReport
-from kvcore.adapting.planning import guess_compute, learn_loads, tier_priors
+from kvcore.adapting.planning import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.fusion.controller import Controller, Decision, Request, Settings
 from kvcore.fusion.gate import Step
 from kvcore.rates import Part, Rates
@@ -124,4 +124,5 @@ def make_pace(
         looks=looks,
     )
     compute = guess_compute(hidden, layers, ranks, device)
-    return Pace(Controller(settings, compute, tier_priors(paths)), paths, ranks)
+    controller = Controller(settings, compute, tier_priors(paths), OTHER_TIER)
+    return Pace(controller, paths, ranks)

@@ -24,12 +24,21 @@ from kvcore.planner import PREFILL, Ahead, Ask, Plan, Planner, Settings, Source
 from kvcore.rates import ComputeRates, Rates, TierRates
 from kvcore.transfer.plan import layer_steps
 
-__all__ = ["Memo", "Planning", "guess_compute", "learn_loads", "tier_priors", "untimed_rates"]
+__all__ = [
+    "OTHER_TIER",
+    "Memo",
+    "Planning",
+    "guess_compute",
+    "learn_loads",
+    "tier_priors",
+    "untimed_rates",
+]
 
 _log = logging.getLogger("kvcore.adapting.planning")
 
 _RATES = {HOST: TierRates(2e-5, 1 / 8e9), "disk": TierRates(5e-4, 1 / 1e9)}
-_REMOTE = TierRates(2e-3, 1 / 5e8)
+OTHER_TIER = TierRates(2e-3, 1 / 5e8)
+"""What to expect of a tier that nothing is known of: a server's may be there only later."""
 
 DEADLINE_LEAST_S = 0.25
 """A load is never given up before: a scheduler may stand still that long."""
@@ -47,7 +56,7 @@ _GPU_FLOPS = 1e14
 
 def tier_priors(tiers: Iterable[str]) -> dict[str, TierRates]:
     """What to expect of tiers that were not measured."""
-    return {tier: _RATES.get(tier, _REMOTE) for tier in tiers}
+    return {tier: _RATES.get(tier, OTHER_TIER) for tier in tiers}
 
 
 def guess_compute(hidden: int, layers: int, ranks: int, device: str) -> ComputeRates:
@@ -73,7 +82,7 @@ def untimed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
     timed, and no estimate is made of it."""
     shape = model.shape
     compute = guess_compute(shape.kv_heads * shape.head_dim, shape.layers, model.world_size, "cuda")
-    return Rates(shape.layers, compute, tier_priors(tiers))
+    return Rates(shape.layers, compute, tier_priors(tiers), otherwise=OTHER_TIER)
 
 
 @dataclass

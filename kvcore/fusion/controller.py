@@ -186,16 +186,26 @@ class Controller:
         compute: of the engine's prefill before anything is measured; blends are taken to be
             computed at the engine's own rates until some were measured.
         tiers: every tier that KV may be loaded from, with what to expect before it was measured.
+        otherwise: what to expect of a tier that is met later; None where that is an error.
 
     ``rates`` are what it has learnt of prefill and of loads; a planner decides by the same ones.
     """
 
     def __init__(
-        self, settings: Settings, compute: ComputeRates, tiers: Mapping[str, TierRates]
+        self,
+        settings: Settings,
+        compute: ComputeRates,
+        tiers: Mapping[str, TierRates],
+        otherwise: TierRates | None = None,
     ) -> None:
         self.settings = settings
         self.rates = Rates(
-            settings.layers, compute, tiers, memory=settings.memory, enough=settings.enough
+            settings.layers,
+            compute,
+            tiers,
+            memory=settings.memory,
+            enough=settings.enough,
+            otherwise=otherwise,
         )
         self._blend = Fit(compute, settings.memory, settings.enough)
         self._quiet = set(self.rates.tiers)  # without a load since blends were measured anew

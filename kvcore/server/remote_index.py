@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["RemoteIndex"]
 
 
+TRAILS_KEPT = 64
+"""Chains at hand: those of the chunks of a few prompts, which are asked for again and again."""
+
+
 class RemoteIndex:
     """What of the server's index an adapter asks. Counts are those of the last heartbeat."""
 
     def __init__(self, manager: RemoteManager) -> None:
         self._manager = manager
-        self._last: tuple[bytes, Trailed] | None = None
+        self._trails: OrderedDict[bytes, Trailed] = OrderedDict()
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -40,7 +45,8 @@ class RemoteIndex:
         return self._manager.held(tier, keys)
 
     def path(self, key: bytes) -> list[bytes]:
-        """Raises TierUnavailable when no tier holds the block, or the server does not answer."""
+        """Raises TierUnavailable when no tier holds the block, or the server does not answer; of a
+        block that was held a moment ago it may answer still."""
         return split(self._trail(key).keys)
 
     def namespace_of(self, key: bytes) -> bytes:
@@ -48,10 +54,12 @@ class RemoteIndex:
         return self._trail(key).namespace
 
     def _trail(self, key: bytes) -> Trailed:
-        """A block's chain, which never changes; the last one that was asked for is at hand."""
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._manager.trail(key)
-        return self._last[1]
+        """A block's chain, which never changes: those asked for last are at hand."""
+        known = self._trails.pop(key, None)
+        self._trails[key] = found = self._manager.trail(key) if known is None else known
+        if len(self._trails) > TRAILS_KEPT:
+            self._trails.popitem(last=False)
+        return found
 
     def pin(self, tier: str, key: bytes) -> Any:
         raise _not_served("pins of an engine's own")
@@ -60,7 +68,7 @@ class RemoteIndex:
         raise _not_served("pins of an engine's own")
 
     def __contains__(self, key: bytes) -> bool:
-        self._last = None
+        self._trails.pop(key, None)
         try:
             self._trail(key)
         except TierUnavailable:

@@ -20,6 +20,11 @@ ANSWER = 8
 SHARED = 8
 """Prompts of a test begin alike for fewer tokens than this."""
 
+REUSE: dict[str, Any] = {"ratio": 0.0}
+ALL: dict[str, Any] = {"ratio": 1.0}
+EXACT: dict[str, Any] = {"enabled": False}
+"""Wishes of a request: chunks as they were stored, every row of them recomputed, no fusion."""
+
 SETTLE_S = 200.0
 """How long saves may take: on a machine that does much else, minutes."""
 
@@ -170,6 +175,17 @@ def counted(process: EngineProcess, name: str, **labels: str) -> float:
         for sample, value in process.metrics().items()
         if sample.split("{")[0] == name and all(label in sample for label in wanted)
     )
+
+
+def warm(process: EngineProcess, chunks: Sequence[Sequence[int]], **options: Any) -> None:
+    """Have each chunk computed on its own and stored, and the engine's own cache empty."""
+    answers(process, chunks, max_tokens=1, fusion=EXACT, **options)
+    settled(process)
+
+
+def blended(got: Sequence[Generation]) -> list[int]:
+    """Tokens each answer took from chunks."""
+    return [answer.kvcore.get("fusion", {}).get("blended_tokens", 0) for answer in got]
 
 
 class Reference:

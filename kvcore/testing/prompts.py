@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -58,3 +59,17 @@ def windows(model: Path, count: int, shortest: int, longest: int, seed: int) -> 
     text, picks = tokens(model), random.Random(seed)
     stride = (len(text) - longest) // count
     return [text[i * stride : i * stride + picks.randint(shortest, longest)] for i in range(count)]
+
+
+def mixed(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
+    """``count`` prompts of three chunks each, in another order, between words of their own."""
+    picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
+    made = []
+    for number in range(count):
+        chosen = picks.sample(range(len(chunks)), 3)
+        own = words[4 * number : 4 * number + 4]
+        prompt = list(own[0])
+        for gap, chunk in zip(own[1:], chosen, strict=True):
+            prompt += [*chunks[chunk], *gap]
+        made.append(prompt)
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,18 +10,28 @@ from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled, small_engine
+from kvcore.testing.asking import (
+    ALL,
+    ANSWER,
+    EXACT,
+    REUSE,
+    Reference,
+    answers,
+    blended,
+    counted,
+    same,
+    settled,
+    small_engine,
+    warm,
+)
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.models import smollm2, tiny_model
-from kvcore.testing.prompts import windows
+from kvcore.testing.prompts import mixed, windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 engine = partial(small_engine, engine="sglang")
 FAULTY = Path(__file__).with_name("faulty")
-REUSE: dict[str, Any] = {"ratio": 0.0}
-ALL: dict[str, Any] = {"ratio": 1.0}
-EXACT: dict[str, Any] = {"enabled": False}
 
 
 def config(**settings: Any) -> dict[str, Any]:
@@ -65,36 +74,12 @@ def warmed(process: EngineProcess, chunks: list[list[int]]) -> EngineProcess:
     return process
 
 
-def prompts(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
-    """Some chunks each, in another order, between words of their own."""
-    picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
-    made = []
-    for number in range(count):
-        chosen = picks.sample(range(len(chunks)), 3)
-        own = words[4 * number : 4 * number + 4]
-        prompt = list(own[0])
-        for gap, chunk in zip(own[1:], chosen, strict=True):
-            prompt += [*chunks[chunk], *gap]
-        made.append(prompt)
-    return made
-
-
-def warm(process: EngineProcess, chunks: Sequence[Sequence[int]], **options: Any) -> None:
-    answers(process, chunks, max_tokens=1, fusion=EXACT, **options)
-    settled(process)
-
-
-def blended(got: Sequence[Generation]) -> list[int]:
-    """Tokens each answer took from chunks."""
-    return [a.kvcore.get("fusion", {}).get("blended_tokens", 0) for a in got]
-
-
 def test_everything_recomputed_is_the_engines_own_answer(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
     """One by one, several in a batch, and with another request decoding beside them; also where
     the question is so long that the engine cuts it."""
-    asked = prompts(model, chunks, 7, seed=1)
+    asked = mixed(model, chunks, 7, seed=1)
     asked.append(asked[0] + windows(model, 1, 700, 700, seed=44)[0])
     [own] = windows(model, 1, 200, 200, seed=41)
     decoding = warmed.submit(own, 150, fusion=EXACT)
@@ -111,7 +96,7 @@ def test_blends_side_by_side_share_nothing(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
     """Answers of a share recomputed do not depend on what is blended in the same batches."""
-    asked = prompts(model, chunks, 6, seed=3)
+    asked = mixed(model, chunks, 6, seed=3)
     alone = answers(warmed, asked, fusion={"ratio": 0.2})
     together = answers(warmed, asked, batch=6, fusion={"ratio": 0.2})
     same(together, alone)
@@ -142,7 +127,7 @@ def test_an_exact_prefix_comes_first(
 def test_wishes_that_make_no_sense(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
-    asked = prompts(model, chunks, 1, seed=11)
+    asked = mixed(model, chunks, 1, seed=11)
     wrong: dict[str, Any] = {"ratio": 1.5, "chunks": [[10, 5]], "share": 0.1}
     for name, value in wrong.items():
         got = answers(warmed, asked, fusion={name: value})
@@ -157,7 +142,7 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
     """Prompts are blended first and then asked for exactly: at once, with SGLang's tree emptied, as
     the next turn of the blended one, and after a restart. There, the chunks come from disk, found
     by search and by offsets. Pages of 16 tokens: blends end at their borders."""
-    asked = prompts(model, chunks, 8, seed=2)
+    asked = mixed(model, chunks, 8, seed=2)
     settings = config(disk={"path": str(tmp_path / "kv"), "capacity": "256MiB"})
     with engine(model, settings, page_size=16) as process:
         warm(process, chunks)
@@ -190,7 +175,7 @@ def test_other_shapes_of_models(arch: str) -> None:
     """With everything recomputed the answers are the exact ones, with pure reuse they are not."""
     other = tiny_model(arch, layers=3, sliding_window=0)
     chunks = windows(other, 4, 150, 200, seed=51)
-    asked = prompts(other, chunks, 3, seed=52)
+    asked = mixed(other, chunks, 3, seed=52)
     with engine(other, config()) as process:
         warm(process, chunks)
         rough = answers(process, asked, fusion=REUSE)
@@ -204,7 +189,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     """Gemma scales its embeddings on the way to the first layer."""
     other = tiny_model("gemma", layers=2)
     chunks = windows(other, 4, 150, 200, seed=61)
-    asked = prompts(other, chunks, 2, seed=62)
+    asked = mixed(other, chunks, 2, seed=62)
     with engine(other, config()) as process:
         warm(process, chunks)
         first = answers(process, asked, fusion=REUSE)
@@ -267,7 +252,7 @@ def test_the_real_model_at_a_share() -> None:
     than where nothing is recomputed."""
     real = smollm2()
     chunks = windows(real, 4, 200, 200, seed=8)
-    asked = prompts(real, chunks, 6, seed=9)
+    asked = mixed(real, chunks, 6, seed=9)
     with engine(real, config(fusion={"enabled": True, "adaptive": False})) as process:
         warm(process, chunks)
         rough = answers(process, asked, max_tokens=1, fusion=REUSE, logprobs=True)
@@ -294,7 +279,7 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
     reference: Reference, model: Path, chunks: list[list[int]]
 ) -> None:
     """Beside an engine of one rank that knows as much: what is known decides what is reused."""
-    asked = prompts(model, chunks, 3, seed=7)
+    asked = mixed(model, chunks, 3, seed=7)
     with engine(model, config()) as process:
         warm(process, chunks)
         single = answers(process, asked, fusion={"ratio": 0.2})

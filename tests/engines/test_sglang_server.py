@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("zmq")
 
 from kvcore.config import load_config
-from kvcore.testing.asking import ANSWER, answers, settled, small_engine
+from kvcore.testing import sharing
+from kvcore.testing.asking import ALL, ANSWER, EXACT, answers, blended, settled, small_engine
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
 from kvcore.testing.served import server_process
+from kvcore.testing.sharing import LEAD, Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -40,6 +42,11 @@ def plain(model: Llama) -> Iterator[Callable[[Sequence[Sequence[int]]], list[lis
     args = EngineArgs(num_pages=256, prefix_cache=False)
     with ReferenceEngine(model, args) as engine:
         yield lambda prompts: [engine.generate([prompt], ANSWER)[0] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> Texts:
+    return Texts.of(folder)
 
 
 def asked(engine: ReferenceEngine, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -83,3 +90,77 @@ def test_both_share_a_server_and_a_killed_one_changes_no_answer(
             again = answers(sglang, prompts)
             assert [answer.token_ids for answer in again] == plain(prompts)
             assert not any(answer.reused_tokens for answer in again), "there is nothing to reuse"
+
+
+@pytest.mark.whole_machine
+def test_two_ranks_load_and_blend_what_one_computed(
+    tmp_path: Path, folder: Path, model: Llama, texts: Texts
+) -> None:
+    """Rank 0's scheduler asks the server; both ranks map its memory, and read and write their own
+    heads of whole blocks. When it is killed every answer stays the same."""
+    shared = {"address": "local", "folder": str(tmp_path / "kv"), "deadline_s": 20.0}
+    kvcore = {
+        "server": shared,
+        "fusion": {"enabled": True},
+        "sglang": {"keep_on_flush": True, "prefetch": "wait"},
+    }
+    given = (f"server.folder={tmp_path / 'kv'}", "host.capacity=256MiB", "fusion.enabled=true")
+    config = load_config(None, {"server": shared, "fusion": {"enabled": True}}, {})
+    two: dict[str, Any] = {"tp_size": 2, "page_size": PAGE}
+    known, new = texts.prompts[:3], texts.prompts[3:6]
+    with (
+        server_process(*given, "log.level=warning") as server,
+        ReferenceEngine(model, EngineArgs(prefix_cache=False), config) as reference,
+        small_engine(folder, kvcore, engine="sglang", **two) as sglang,
+    ):
+        asked(reference, [*known, *texts.chunks])
+        found = answers(sglang, known, fusion=EXACT)
+        texts.check(found)
+        whole = [(len(prompt) - 1) // PAGE * PAGE for prompt in known]
+        assert [answer.tiers for answer in found] == [{"host": count} for count in whole]
+        made = answers(sglang, new, fusion=ALL)
+        assert [answer.token_ids for answer in made] == texts.right[3:6]
+        assert min(blended(made)) >= 400, [answer.kvcore for answer in made]
+        settled(sglang)
+        assert all(count < LEAD for count in asked(reference, new)), "blends are not stored"
+        again = answers(sglang, [[5, *prompt] for prompt in known], fusion=EXACT)
+        settled(sglang)
+        read = asked(reference, [[5, *prompt] for prompt in known])
+        assert min(read) >= 400, "both ranks have stored their heads"
+        server.kill()
+        server.wait()
+        texts.check(answers(sglang, texts.prompts, fusion=ALL))
+        settled(sglang)
+        gone = answers(sglang, [[5, *prompt] for prompt in known], fusion=ALL)
+        assert [a.token_ids for a in gone] == [a.token_ids for a in again]
+        assert not any(answer.reused_tokens for answer in gone), "there is nothing to reuse"
+
+
+# -- fusion ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    place, keeps = (
+        tmp_path_factory.mktemp("pair") / "kv",
+        {"keep_on_flush": True, "prefetch": "wait"},
+    )
+    with sharing.pair("sglang", folder, place, sglang=keeps) as made:
+        yield made
+
+
+def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
+    pair: Pair, texts: Texts
+) -> None:
+    sharing.shares(pair, texts)
+    sharing.outlives(pair, texts)
+
+
+def test_loads_that_were_counted_on_and_are_not_planned(pair: Pair, texts: Texts) -> None:
+    sharing.misses(pair, texts)
+
+
+def test_a_tier_that_was_not_there_when_the_engines_started(
+    pair: Pair, texts: Texts, tmp_path: Path
+) -> None:
+    sharing.returns(pair, texts, tmp_path / "disk")

@@ -16,19 +16,28 @@ from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan
 from kvcore.fusion.reference import Blender, Decoder, precompute
 from kvcore.fusion.rope import rope_of
 from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
-from kvcore.testing.asking import ANSWER, Reference, answers, counted, same, settled
+from kvcore.testing.asking import (
+    ALL,
+    ANSWER,
+    EXACT,
+    REUSE,
+    Reference,
+    answers,
+    blended,
+    counted,
+    same,
+    settled,
+    warm,
+)
 from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.engine_process import EngineProcess
 from kvcore.testing.models import tiny_lora, tiny_model
-from kvcore.testing.prompts import windows
+from kvcore.testing.prompts import mixed, windows
 from kvcore.trace import read_trace
 
 pytestmark = pytest.mark.engine
 
 FAULTY = Path(__file__).with_name("faulty")
-REUSE: dict[str, Any] = {"ratio": 0.0}
-ALL: dict[str, Any] = {"ratio": 1.0}
-EXACT: dict[str, Any] = {"enabled": False}
 
 
 def config(**fusion: Any) -> dict[str, Any]:
@@ -77,35 +86,11 @@ def with_faulty() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(FAULTY), os.environ.get("PYTHONPATH", "")])}
 
 
-def prompts(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
-    """Some chunks each, in another order, between words of their own."""
-    picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
-    made = []
-    for number in range(count):
-        chosen = picks.sample(range(len(chunks)), 3)
-        own = words[4 * number : 4 * number + 4]
-        prompt = list(own[0])
-        for gap, chunk in zip(own[1:], chosen, strict=True):
-            prompt += [*chunks[chunk], *gap]
-        made.append(prompt)
-    return made
-
-
-def warm(process: EngineProcess, chunks: Sequence[Sequence[int]], **options: Any) -> None:
-    answers(process, chunks, max_tokens=1, fusion=EXACT, **options)
-    settled(process)
-
-
-def blended(got: Sequence[Generation]) -> list[int]:
-    """Tokens each answer took from chunks."""
-    return [a.kvcore.get("fusion", {}).get("blended_tokens", 0) for a in got]
-
-
 def test_everything_recomputed_is_the_engines_own_answer(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
     """One by one, several in a step, and with others prefilling and decoding beside."""
-    asked = prompts(model, chunks, 12, seed=1)
+    asked = mixed(model, chunks, 12, seed=1)
     for batch in (1, 4):
         got = answers(warmed, asked, batch=batch, fusion=ALL, max_tokens=8)
         same(got, reference(asked))
@@ -180,7 +165,7 @@ def test_blends_side_by_side_share_nothing(
     model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
     """Answers of pure reuse do not depend on what is blended or decoded in the same steps."""
-    asked = prompts(model, chunks, 8, seed=3)
+    asked = mixed(model, chunks, 8, seed=3)
     alone = []
     for prompt in asked:
         alone += answers(warmed, [prompt], fusion=REUSE)
@@ -214,7 +199,7 @@ def test_no_layer_computes_before_it_has_landed(
     chunks, have ended when it is looked at or recomputed."""
     [path] = traces.glob("rank0-*.json")
     before = len(list(read_trace(path)))
-    [prompt] = prompts(model, chunks, 1, seed=15)
+    [prompt] = mixed(model, chunks, 1, seed=15)
     [got] = answers(warmed, [prompt], fusion={"ratio": 0.2})
     assert blended([got])[0] >= 400
     found = list(read_trace(path))[before:]
@@ -238,7 +223,7 @@ def _covers(name: str, layer: int) -> bool:
 def test_wishes_that_make_no_sense(
     reference: Reference, model: Path, chunks: list[list[int]], warmed: EngineProcess
 ) -> None:
-    asked = prompts(model, chunks, 1, seed=11)
+    asked = mixed(model, chunks, 1, seed=11)
     wrong: dict[str, Any] = {
         "ratio": 1.5,
         "chunks": [[10, 5]],
@@ -256,7 +241,7 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
     """Prompts are blended first and then asked for exactly: at once, with vLLM's own cache
     emptied, as the next turn of the blended one, and after a restart. There, the chunks come from
     disk, found by search and by offsets."""
-    asked = prompts(model, chunks, 8, seed=2)
+    asked = mixed(model, chunks, 8, seed=2)
     settings = {**config(), "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"}}
     with engine(model, settings) as process:
         warm(process, chunks)
@@ -290,7 +275,7 @@ def test_preemption_and_eviction(
 ) -> None:
     """Device, host and disk are far too small for the work: blends are taken back and made anew,
     chunks leave while requests wait. Everything recomputed, answers are the engine's own."""
-    asked = prompts(model, chunks, 12, seed=12)
+    asked = mixed(model, chunks, 12, seed=12)
     settings = {
         **config(),
         "host": {"capacity": "5MiB"},
@@ -325,7 +310,7 @@ def test_other_shapes_of_models(arch: str) -> None:
     """
     other = tiny_model(arch, layers=3, sliding_window=0)
     chunks = windows(other, 4, 150, 200, seed=51)
-    asked = prompts(other, chunks, 3, seed=52)
+    asked = mixed(other, chunks, 3, seed=52)
     logprobs = arch == "gemma"
     with engine(other, config()) as process:
         warm(process, chunks)
@@ -345,7 +330,7 @@ def test_other_shapes_of_models(arch: str) -> None:
 def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     other = tiny_model("gemma3", layers=2)
     chunks = windows(other, 4, 150, 200, seed=61)
-    asked = prompts(other, chunks, 2, seed=62)
+    asked = mixed(other, chunks, 2, seed=62)
     with engine(other, config()) as process:
         warm(process, chunks)
         first = answers(process, asked, fusion=REUSE)
@@ -366,7 +351,7 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
     tmp_path: Path,
 ) -> None:
     """And where one of them fails in the middle of a blend, none waits for it."""
-    asked = prompts(model, chunks, 8, seed=7)
+    asked = mixed(model, chunks, 8, seed=7)
     single = answers(warmed, asked[:4], fusion={"ratio": 0.2})
     fail = tmp_path / "fail"
     env = {**with_faulty(), "FAULTY_RANK": str(fail)}
@@ -387,7 +372,7 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
 
 
 def test_compiled(reference: Reference, model: Path, chunks: list[list[int]]) -> None:
-    asked = prompts(model, chunks, 4, seed=8)
+    asked = mixed(model, chunks, 4, seed=8)
     with engine(model, config(), enforce_eager=False) as process:
         warm(process, chunks)
         got = answers(process, asked, fusion=ALL)
@@ -400,7 +385,7 @@ def test_adapters(
 ) -> None:
     """Chunks are those of the adapter, and their rows are recomputed with it."""
     adapter = tiny_lora(tmp_path / "lora", model, seed=3)
-    asked = prompts(model, chunks, 3, seed=9)
+    asked = mixed(model, chunks, 3, seed=9)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     lora["max_num_batched_tokens"] = 256  # blends go through the adapter's layers in pieces
     with engine(model, config(), **lora) as process:
@@ -425,7 +410,7 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
     reference: Reference, model: Path, chunks: list[list[int]]
 ) -> None:
     """A third party's selector raises, at first now and then and later always."""
-    asked = prompts(model, chunks, 10, seed=10)
+    asked = mixed(model, chunks, 10, seed=10)
     with engine(model, config(selector="faulty"), env=with_faulty()) as process:
         warm(process, chunks)
         got = answers(process, asked, fusion={"ratio": 0.999})
@@ -448,7 +433,7 @@ def test_blends_are_made_where_they_pay() -> None:
     declined with a reason once it was tried; who asks for a ratio gets it either way."""
     deep = tiny_model("llama", layers=12, heads=8, kv_heads=2, head_dim=64)
     texts = windows(deep, 6, 300, 300, seed=81)
-    asked = prompts(deep, texts, 8, seed=82)
+    asked = mixed(deep, texts, 8, seed=82)
     with engine(deep, config(ratio=0.02)) as process:
         warm(process, texts)
         got = answers(process, asked)

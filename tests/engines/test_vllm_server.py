@@ -1,4 +1,5 @@
-"""Two real vLLM engines, one kvcore server: what one computed the other loads; and without it."""
+"""Two real vLLM engines, one kvcore server: what one computed the other loads; and without it.
+Fusion of one with chunks of the reference engine."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from kvcore.cli.ctl import Target, ask
 from kvcore.control.orders import ClearBlocks
 from kvcore.events import Subscriber
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode
+from kvcore.testing import sharing
 from kvcore.testing.asking import Reference, all_from, answers, same, settled
 from kvcore.testing.asking import small_engine as engine
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
 from kvcore.testing.served import RunningServer, follows, server_process, settings, until
+from kvcore.testing.sharing import Pair, Texts
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 pytest.importorskip("zmq")
 
@@ -105,3 +108,34 @@ def test_a_servers_events_add_up_to_its_index(folder: Path, tmp_path: Path, mode
             ask(Target(config, "", None, 60.0), ClearBlocks())
             until(partial(follows, second, server), 200.0)
             assert not second.tiers()
+
+
+# -- fusion ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts(model: Path) -> Texts:
+    return Texts.of(model)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with sharing.pair("vllm", model, tmp_path_factory.mktemp("pair") / "kv") as made:
+        yield made
+
+
+def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
+    pair: Pair, texts: Texts
+) -> None:
+    sharing.shares(pair, texts)
+    sharing.outlives(pair, texts)
+
+
+def test_loads_that_were_counted_on_and_are_not_planned(pair: Pair, texts: Texts) -> None:
+    sharing.misses(pair, texts)
+
+
+def test_a_tier_that_was_not_there_when_the_engines_started(
+    pair: Pair, texts: Texts, tmp_path: Path
+) -> None:
+    sharing.returns(pair, texts, tmp_path / "disk")

@@ -18,7 +18,7 @@ from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.server import messages as m
 from kvcore.server.texts import LEAD_TOKENS, RemoteSegments, learn, search
-from kvcore.testing.served import RunningServer, serve, settings, until, words
+from kvcore.testing.served import RunningServer, questions, serve, settings, until, words
 
 Start = Callable[[Config], RunningServer]
 FUSION = {"fusion": {"enabled": True}}
@@ -110,6 +110,24 @@ def test_marked_chunks_are_matched_without_tokens(start: Start, engine: Any, fol
     request = serving.submit(PROMPT, ANSWER, fusion=wishes)
     serving.run()
     assert request.reused["blend"] >= 90
+
+
+def test_a_chunk_costs_few_questions(start: Start, engine: Any, plain: Any, folder: Path) -> None:
+    """Each is a trip to the server and back in the scheduler's time."""
+    config = settings(folder, **FUSION)
+    server = start(config)
+    serving = engine(config)
+    for chunk in CHUNKS:
+        serve(serving, chunk)
+    until(lambda: server.idle)
+    asked = questions(serving.leader.manager.keeper)
+    request = serving.submit(PROMPT, 1, fusion=FusionOptions(ratio=0.0))
+    serving.run()
+    assert request.reused["blend"] >= 180
+    trails = [each for each in asked if isinstance(each, m.Trail)]
+    assert len(trails) <= 2 * len(CHUNKS), "whether it is held, and the chain of its last block"
+    matches = [each for each in asked if isinstance(each, m.Match)]
+    assert len(matches) <= 2 + 3 * len(CHUNKS), [type(each).__name__ for each in asked]
 
 
 def test_a_server_that_dies_between_finding_and_loading_costs_a_blend(

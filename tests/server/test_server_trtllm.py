@@ -210,3 +210,90 @@ def test_a_promise_costs_no_more_than_a_deadline_when_the_server_hangs(
         assert serve(engine, prompt) == (plain(prompt), {})
     assert len(asked) == 1, "one deadline, then nothing is asked"
     del server.server.step
+
+
+# -- fusion ---------------------------------------------------------------------------------------
+
+CHUNKS = [words(seed, 96) for seed in (31, 32)]
+PROMPT = words(33, 20) + CHUNKS[0] + words(34, 12) + CHUNKS[1] + words(35, 9)
+
+
+def blend(engine: Engine, ratio: float) -> tuple[list[int], dict[str, int]]:
+    """The answer with fusion and what was reused, with nothing in the engine's own cache."""
+    [answer] = engine.ask([Ask(PROMPT, ANSWER, fusion={"ratio": ratio})])
+    engine.settle()
+    engine.forget()
+    return answer.tokens, answer.reused
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("engines", [("reference", "trtllm"), ("trtllm", "reference")])
+def test_a_chunk_that_one_kind_of_engine_computed_the_other_blends(
+    start: Start,
+    begin: Begin,
+    plain: Any,
+    tables: dict[str, Any],
+    engines: tuple[str, str],
+    ranks: int,
+) -> None:
+    tables["fusion"] = {"enabled": True, "min_tokens": 32}
+    server = start(load_config(None, tables))
+    first, second = begin(engines[0]), begin(engines[1], ranks)
+    for chunk in CHUNKS:
+        serve(first, chunk)
+    until(lambda: server.idle)
+    answer, reused = blend(second, 1.0)
+    assert answer == plain(PROMPT), "every row is computed: it is the exact answer"
+    assert reused["blend"] >= 180
+    answer, reused = blend(second, 0.0)
+    assert answer != plain(PROMPT), "no row is computed: the chunks are the other engine's"
+    assert reused["blend"] >= 180
+    exact, reused = serve(first, PROMPT)
+    assert exact == plain(PROMPT)
+    assert sum(reused.values()) <= 16, "nobody takes the blend's KV for exact"
+    assert serve(second, PROMPT)[0] == plain(PROMPT)
+
+
+def test_a_blend_that_was_promised_is_computed_when_the_server_ends_behind_it(
+    start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
+) -> None:
+    tables["fusion"] = {"enabled": True, "min_tokens": 32}
+    tables["server"]["deadline_s"] = 1.0
+    server = start(load_config(None, tables))
+    engine = begin("trtllm")
+    for chunk in CHUNKS:
+        serve(engine, chunk)
+    until(lambda: server.idle)
+    fusion = leader(engine)._fusion
+    in_host = fusion.in_host
+
+    def then_the_end(*given: Any) -> Any:
+        found = in_host(*given)
+        server.close()
+        return found
+
+    fusion.in_host = then_the_end
+    assert blend(engine, 0.0)[0] == plain(PROMPT)
+
+
+def test_a_server_that_ends_while_chunks_are_looked_for_costs_the_blend_alone(
+    start: Start, begin: Begin, plain: Any, tables: dict[str, Any]
+) -> None:
+    tables["fusion"] = {"enabled": True, "min_tokens": 32}
+    tables["server"]["deadline_s"] = 1.0
+    server = start(load_config(None, tables))
+    engine = begin("trtllm")
+    for chunk in CHUNKS:
+        serve(engine, chunk)
+    until(lambda: server.idle)
+    chunks = leader(engine)._fusion.chunks
+    plan = chunks.plan
+
+    def then_the_end(*given: Any) -> Any:
+        found = plan(*given)
+        server.close()
+        return found
+
+    chunks.plan = then_the_end
+    assert blend(engine, 0.0) == (plain(PROMPT), {})
+    assert not leader(engine)._aside, "the next server is served"

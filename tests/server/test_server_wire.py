@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from kvcore.adapting.build import refuse_served_fusion
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.block import KEY_BYTES
@@ -320,12 +319,6 @@ def test_an_engine_with_other_blocks_is_refused_by_name(start: Start, folder: Pa
     with pytest.raises(UnsupportedError, match="1 other models are served"):
         join(config, ModelDescription(SHAPE, DESCRIBED.groups, b"another model's.", 1))
     first.close()
-
-
-def test_fusion_of_an_engine_that_cannot_have_it_is_refused_by_name(folder: Path) -> None:
-    refuse_served_fusion(settings(folder), "TensorRT-LLM")
-    with pytest.raises(UnsupportedError, match=r"fusion\.enabled with server.address on Tensor"):
-        refuse_served_fusion(settings(folder, fusion={"enabled": True}), "TensorRT-LLM")
 
 
 def test_the_trail_of_a_block_that_nobody_holds_is_refused(raw: Raw) -> None:

@@ -149,6 +149,39 @@ def test_a_chunk_that_has_left_every_tier_is_no_more_planned() -> None:
     assert store.find(prompt) == []
 
 
+def test_a_chunk_that_goes_after_it_was_planned_is_passed_over() -> None:
+    """As behind a server, where others store too between two questions, and which may end."""
+    store, first, second = Store(block_nbytes=10), words(1, 64), words(2, 64)
+    store.put(first)
+    store.put(second)
+    prompt = [*words(3, 8), *first, *words(4, 8), *second, *words(5, 8)]
+    plan = store.plan(prompt)
+    assert store.chunks.nbytes(plan) == {HOST: 80}
+    store.index.clear()
+    store.put(second)
+    assert [chunk for chunk, _ in store.chunks.sources(plan)] == [plan.chunks[1]]
+    assert store.chunks.nbytes(plan) == {HOST: 40}
+    here = store.chunks.in_host(plan)
+    assert here is not None
+    assert here.chunks == plan.chunks[1:]
+    store.index.clear()
+    assert store.chunks.nbytes(plan) == {}
+    assert store.chunks.in_host(plan) is None
+
+
+def test_a_chunk_whose_chain_is_not_told_is_not_planned() -> None:
+    """A server ends between two questions about a chunk that is to be cut."""
+    store, text = Store(), words(1, 96)
+    found = [Reusable(8, 70, 0, store.put(text).keys[4])]
+    assert store.chunks.plan(found, 0, 60, 0.15) is not None
+
+    def gone(key: bytes) -> list[bytes]:
+        raise KVCoreError("the server does not answer")
+
+    store.index.path = gone  # type: ignore[method-assign]
+    assert store.chunks.plan(found, 0, 60, 0.15) is None
+
+
 def test_only_chunks_in_host_memory_are_left_of_a_plan() -> None:
     store = Store()
     near, far = words(1, 64), words(2, 64)

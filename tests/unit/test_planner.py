@@ -202,6 +202,16 @@ def test_a_tier_without_rates_is_named() -> None:
         planner().plan(Ask(100, 0, (Source("tape", 64),)))
 
 
+def test_a_tier_that_is_met_later_is_weighed_as_others_are_expected_to_be() -> None:
+    """A server's client hears of its tiers when it joins, which may be long after the start."""
+    later = Rates(LAYERS, COMPUTE, {}, otherwise=TierRates(1e-3, 1e-9))
+    assert later.load_seconds("tape", 1e6, 2) == pytest.approx(3e-3)
+    for _ in range(8):
+        assert later.loaded("tape", 1_000_000, 0.5)
+    assert later.load_seconds("tape", 1e6, 1) > 0.1, "and measured"
+    assert later.tiers == {"tape"}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"block_tokens": 0}, {"retry": 0}, {"slack": 0.5}, {"explore": 1.0}, {"deadline_least": 0}],

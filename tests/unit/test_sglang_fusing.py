@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,7 +155,17 @@ def test_the_staging_of_a_batch_is_bounded() -> None:
     assert rig.plan("b", prompts[1]) is not None
 
 
-def test_failures_one_after_another_end_fusion() -> None:
+@pytest.mark.parametrize(
+    ("report", "ends"),
+    [
+        (BlendReport("", ok=False), True),
+        (BlendReport("", ok=False, arrived=False), False),
+        (BlendReport(""), False),
+    ],
+    ids=["the blend failed", "its chunks did not come", "another load of the batch failed"],
+)
+def test_failures_one_after_another_end_fusion(report: BlendReport, ends: bool) -> None:
+    """Not loads that fail, as they do when a server has ended: the next one may be there soon."""
     rig, text = Rig(), words(1, 96)
     rig.put(text)
     prompt = [7, *text, 1]
@@ -163,7 +174,9 @@ def test_failures_one_after_another_end_fusion() -> None:
         assert plan is not None
         rig.order(f"r{number}", prompt, plan)
         rig.leader.refuse(f"r{number}")
-    assert rig.plan("last", prompt) is None
+        rig.leader.judge(msgspec.structs.replace(report, request_id=f"r{number}"))
+        assert "error" in rig.leader.results[f"r{number}"]
+    assert (rig.plan("last", prompt) is None) is ends
     assert rig.blends("failed") == MAX_FAILURES
 
 

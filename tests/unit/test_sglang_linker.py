@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,9 @@ torch = pytest.importorskip("torch")
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
 from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.ranks import NoLines  # noqa: E402
+
+from kvcore.config import Config  # noqa: E402
+from kvcore.errors import UnsupportedError  # noqa: E402
 
 BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 
@@ -134,3 +139,44 @@ def test_a_flush_waits_for_pages_and_not_for_ever_for_media(
     linker.reset()
     first = "settle" if lands else "stand aside"
     assert leader.told == [first, "forget requests", *([] if keeps else ["forget all"])]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
+    linker_class: Any, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """It tells rank 0 alone. The other hears of it, and what it has built is closed."""
+    both, words, closed = threading.Barrier(2), ["", ""], list[int]()
+
+    def agree(rank: Rank, word: str) -> list[str]:
+        words[rank.number] = word
+        both.wait(60)
+        found = list(words)
+        both.wait(60)
+        return found
+
+    def build(config: Any, served: Any, *rest: Any) -> Any:
+        if refused and served.rank.number == 0:
+            raise UnsupportedError("the kvcore server refuses this engine")
+        return SimpleNamespace(close=lambda: closed.append(served.rank.number))
+
+    around = linker_class._build.__globals__
+    for name, stand_in in {
+        "hooks": SimpleNamespace(check=lambda: None),
+        "find_rank": lambda rank: rank,
+        "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
+        "agree": agree,
+        "build": build,
+        "_publisher": lambda *given: None,
+    }.items():
+        monkeypatch.setitem(around, name, stand_in)
+
+    def start(number: int) -> Any:
+        linker = linker_class.__new__(linker_class)
+        linker._config = Config()
+        return linker._build(None, Rank(number, 2, None), set())
+
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(start, range(2)))
+    assert [parts is None for parts in made] == [refused, refused]
+    assert closed == ([1] if refused else [])

@@ -18,12 +18,12 @@ from kvcore.adapting.build import (
     WorkerParts,
     build_leader,
     build_worker,
-    refuse_served_fusion,
     segments_of,
 )
 from kvcore.adapting.pacing import Pace, make_pace
 from kvcore.adapting.watching import Watch
 from kvcore.config import Config
+from kvcore.errors import KVCoreError
 from kvcore.fusion.rope import Rope
 from kvcore.metrics import Data
 from kvcore.ops.fusion import select_fusion
@@ -65,8 +65,11 @@ def build(
     fusable: Fusable | None = None,
 ) -> Parts:
     """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it;
-    ``fusable`` is None on all ranks where there is no fusion."""
-    refuse_served_fusion(config, "SGLang")
+    ``fusable`` is None on all ranks where there is no fusion.
+
+    Raises UnsupportedError or LayoutError where KV cannot be moved right, on all ranks alike, and
+    on rank 0 where a server refuses it: nothing is left open then.
+    """
     rank, model = served.rank, served.model
     parts = build_worker(config, model, rank.number, [served.pool.view])
     blends = None if fusable is None else _blends(config, served, parts, fusable)
@@ -76,17 +79,22 @@ def build(
         return Parts(served, worker, NoLines(), None, follower)
     lines: Lines = NoLines() if rank.group is None else open_lines(rank)
     watch = Watch.of(config)
-    leader = Leader(
-        config,
-        model,
-        worker,
-        lines,
-        lambda outbox: build_leader(config, model, outbox, on_event=watch.listener(None)),
-        parts.metrics,
-        publish,
-        None if fusable is None else lambda made: _fusion_leader(config, served, made),
-        watch,
-    )
+    try:
+        leader = Leader(
+            config,
+            model,
+            worker,
+            lines,
+            lambda outbox: build_leader(config, model, outbox, on_event=watch.listener(None)),
+            parts.metrics,
+            publish,
+            None if fusable is None else lambda made: _fusion_leader(config, served, made),
+            watch,
+        )
+    except KVCoreError:  # the other ranks are told by the caller
+        worker.close()
+        lines.close()
+        raise
     return Parts(served, worker, lines, leader, None)
 
 

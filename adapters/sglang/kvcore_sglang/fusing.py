@@ -135,6 +135,7 @@ class FusionLeader:
         self._staged = 0
         self._failures = 0
         self._plans: OrderedDict[str, BlendPlan] = OrderedDict()
+        self._void: set[str] = set()  # of these, requests that are computed from the start
         self._told: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     # -- a request comes --------------------------------------------------------------------
@@ -210,7 +211,7 @@ class FusionLeader:
         self._staged += blocks * self._nbytes
         self._plans[rid] = plan
         if len(self._plans) > TOLD_KEPT:
-            self._plans.popitem(last=False)
+            self._void.discard(self._plans.popitem(last=False)[0])
         self._tell(rid, told(plan, None))
         return BlendOrder(
             rid,
@@ -238,6 +239,10 @@ class FusionLeader:
         plan = self._plans.pop(report.request_id, None)
         if plan is None:
             return
+        if report.request_id in self._void:  # where it went well, a load of its batch did not
+            self._void.discard(report.request_id)
+            arrived = report.arrived and not report.ok
+            report = msgspec.structs.replace(report, ok=False, arrived=arrived)
         self._tell(report.request_id, told(plan, report))
         if self._pace is not None:
             self._pace.blended(report, plan.exact)
@@ -251,6 +256,8 @@ class FusionLeader:
         if report.ok:
             seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
             self._metrics.blended(plan.reused, report.ratio, seconds)
+        if not report.arrived:
+            return
         self._failures = 0 if report.ok else self._failures + 1
         if self._failures == MAX_FAILURES:
             _log.error(
@@ -261,13 +268,14 @@ class FusionLeader:
     def refuse(self, rid: str) -> None:
         """The request is computed from the start, whatever its blend came to on this rank."""
         if rid in self._plans:
-            self.judge(BlendReport(rid, ok=False))
+            self._void.add(rid)  # its report is on the way
         elif "blended_tokens" in self._told.get(rid, {}):
             self._tell(rid, {"error": "a load failed: the engine computed the prompt"})
 
     def drop(self, rid: str) -> None:
         """The request's blend will not be made."""
         self._plans.pop(rid, None)
+        self._void.discard(rid)
         self._told.pop(rid, None)
 
     # -- what is stored ---------------------------------------------------------------------

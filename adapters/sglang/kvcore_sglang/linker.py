@@ -105,12 +105,20 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
             return None
         fusable = self._fusable(server_args, params, served)
+        parts: Parts | None = None
         try:
             publish = _publisher(server_args, params)
-            return build(self._config, served, self._fence, publish, fusable)
-        except (UnsupportedError, LayoutError) as error:  # of the sizes: on all ranks alike
-            _log.warning("kvcore stands aside, the model runs without it: %s", error)
-            return None
+            parts = build(self._config, served, self._fence, publish, fusable)
+        except (UnsupportedError, LayoutError) as error:
+            problem = str(error)
+        # Sizes do not do on any rank; a server that refuses the leader has told only one.
+        problems = [word for word in agree(served.rank, problem) if word]
+        if not problems:
+            return parts
+        if parts is not None:
+            parts.close()
+        _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
+        return None
 
     def _fusable(self, server_args: Any, params: Any, served: Served) -> Fusable | None:
         """The model as blends need it; None on all ranks where they are off or not right for it."""

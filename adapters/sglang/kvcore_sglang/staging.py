@@ -20,7 +20,7 @@ from kvcore_sglang.fusing import FusionLeader
 from kvcore.adapting.chunks import BlendPlan
 from kvcore.adapting.paging import Paging
 from kvcore.config import Config
-from kvcore.errors import CapacityError, KVCoreError
+from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, Manager, Readiness
 
 __all__ = ["Staging", "Wait", "Way", "in_host"]
@@ -112,11 +112,7 @@ class Staging:
     def fetch(self, wait: Wait, fusion: FusionLeader, plan: BlendPlan) -> None:
         """Start bringing the chunks of a plan up, each with the blocks before it: a chunk that
         stands far behind in a chain which is not there is left alone."""
-        for chunk in plan.chunks:
-            try:
-                hit, start, stop = fusion.chunks.source(chunk)
-            except KVCoreError:
-                continue
+        for _, (hit, start, stop) in fusion.chunks.sources(plan):
             low = in_host(hit)
             if low < stop <= low + MAX_FETCH * (stop - start):
                 self._stage(wait, hit, stop)

@@ -164,7 +164,9 @@ class RankWorker:
         """What became of the blends since the last call. Scheduler's thread only."""
         spoiled, self._spoiled = self._spoiled, set()
         return [
-            BlendReport(report.request_id, ok=False) if report.request_id in spoiled else report
+            BlendReport(report.request_id, ok=False, arrived=False)
+            if report.request_id in spoiled
+            else report
             for report in self._blends.take_reports()
         ]
 

@@ -35,7 +35,8 @@ class SureBlends(Blends):
                     self._worker.release(chunk.graph.graph_id)
 
     def _carry_out(self, order: BlendOrder, staging: Staging | None) -> None:
-        if self._layers.agree(staging is not None) and self._done(order, staging, _landed):
+        able = self._layers.agree(staging is not None)
+        if able and self._done(order, staging, _landed):
             return
         bare = replace(order, chunks=[], blocks=1, ratio=0.0)
         room = self._stage(bare)
@@ -45,7 +46,7 @@ class SureBlends(Blends):
                 "and could be neither blended nor computed; the step's requests fail, for a wrong "
                 "answer would be worse"
             )
-        self._reports[-1] = BlendReport(order.request_id, ok=False)
+        self._reports[-1] = BlendReport(order.request_id, ok=False, arrived=able)
 
 
 def _landed(layer: int) -> None:

@@ -40,7 +40,6 @@ def build_worker_side(
 ) -> WorkerSide:
     """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
     right: nothing may be stored then."""
-    build.refuse_served_fusion(config, "TensorRT-LLM")
     model = whole(memory.facts, memory.groups, config.block.tokens)
     parts = build.build_worker(config, model, rank, memory.views)
     blends, no_fusion = None, "it is not enabled"
@@ -129,7 +128,6 @@ def build_leader(
     That is called once all ranks have closed. A tier that cannot be used is named in the log and
     left out.
     """
-    build.refuse_served_fusion(config, "TensorRT-LLM")
     model = whole(memory.facts, memory.groups, config.block.tokens)
     alone = model.world_size == 1
     outbox = Outbox(pump=worker.pump if alone else None)
@@ -146,7 +144,7 @@ def build_leader(
         worker.open(parts.open_tiers)
     fusion, releases = None, [watch.close, *parts.releases]
     if worker.blends is not None:
-        segments = build.build_segments(config, model)
+        segments = build.segments_of(config, model, parts.manager)
         steps = layer_steps(model.shape.layers)
         fusion = FusionLeader(config, model.shape, parts.manager, segments, steps, parts.metrics)
         releases = [fusion.chunks.close, *releases]

@@ -19,7 +19,7 @@ from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
-from kvcore.fusion.segments import Segments
+from kvcore.fusion.segments import SegmentBook
 from kvcore.layout import BlockShape
 from kvcore.manager import HOST, Hit, Manager
 from kvcore.metrics import Metrics
@@ -42,7 +42,7 @@ class FusionLeader:
         config: Config,
         shape: BlockShape,
         manager: Manager,
-        segments: Segments,
+        segments: SegmentBook,
         layer_steps: Sequence[Span],
         metrics: Metrics,
     ) -> None:
@@ -73,17 +73,17 @@ class FusionLeader:
         are not, as far as these are not many more than the plan needs: host memory keeps a block
         only behind all those before it. None where too little is left."""
         wanted = []
+        for _, (hit, start, stop) in self.chunks.sources(plan):
+            held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+            below = set(hit.blocks_by_tier(start, stop)) - {HOST}
+            if below and stop - held <= MAX_FETCH * (stop - start):
+                wanted.append((hit, stop))
         try:
-            for hit, start, stop in map(self.chunks.source, plan.chunks):
-                held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
-                below = set(hit.blocks_by_tier(start, stop)) - {HOST}
-                if below and stop - held <= MAX_FETCH * (stop - start):
-                    wanted.append((hit, stop))
             bring(wanted)
-            return self.chunks.in_host(plan)
-        except KVCoreError as error:
+        except KVCoreError as error:  # bringing one has pushed another out
             _log.debug("no blend, a chunk has gone: %s", error)
             return None
+        return self.chunks.in_host(plan)
 
     def promised(self, plan: BlendPlan) -> None:
         """The engine counts on the plan: its chunks will take room in this step's staging."""
@@ -127,6 +127,8 @@ class FusionLeader:
             self._failures = 0
             seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
             self._metrics.blended(tokens, report.ratio, seconds)
+            return
+        if not report.arrived:
             return
         self._failures += 1
         if self._failures == MAX_FAILURES:

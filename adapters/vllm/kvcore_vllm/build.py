@@ -24,7 +24,6 @@ from kvcore.adapting.build import (
     WorkerParts,
     build_leader,
     build_worker,
-    refuse_served_fusion,
     segments_of,
 )
 from kvcore.adapting.model import LayerGroup, ModelDescription
@@ -60,7 +59,6 @@ def build_scheduler_side(
 ) -> SchedulerSide:
     """The leader. A tier that cannot be used is named in the log and left out."""
     assert vllm_config.kv_transfer_config is not None
-    refuse_served_fusion(config, "vLLM")
     outbox = Outbox(model.world_size)
     side: SchedulerSide
     steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []

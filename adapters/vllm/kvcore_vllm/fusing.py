@@ -128,6 +128,8 @@ class FusionLeader:
         """Take in what became of a blend: when they fail one after another, no more are made."""
         if self._pace is not None and plan is not None:
             self._pace.blended(report, plan.exact)
+        if not report.arrived:
+            return
         self._failures = 0 if report.ok else self._failures + 1
         if self._failures == MAX_FAILURES:
             _log.error(
@@ -198,7 +200,7 @@ class FusionLeader:
         fusing.fetched = True
         fusing.give_up_at = time.monotonic() + deadline_s
         wanted = [(exact_hit, computed // self._block, -(-plan.exact // self._block))]
-        wanted += [self.chunks.source(chunk) for chunk in plan.chunks]
+        wanted += [source for _, source in self.chunks.sources(plan)]
         graphs = []
         for hit, start, stop in wanted:
             if start >= stop or set(hit.blocks_by_tier(start, stop)) <= {HOST}:

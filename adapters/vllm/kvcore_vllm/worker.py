@@ -16,7 +16,7 @@ from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.messages import RankReport, StepNews, StepPlan
 
 from kvcore.adapting.blending import Blends, RefusingBlends
-from kvcore.adapting.orders import BlendOrder, pages_made
+from kvcore.adapting.orders import BlendOrder, BlendReport, pages_made
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.metrics import Metrics
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
@@ -65,6 +65,7 @@ class WorkerSide:
         self._tainted = 0
         self._failing: set[int] = set()
         self._chunks: dict[int, BlendOrder] = {}  # this step's blends by the graphs they read
+        self._lost: set[str] = set()  # requests whose chunks did not come
         self._clock = clock
 
     # -- before the forward -----------------------------------------------------------------
@@ -177,13 +178,23 @@ class WorkerSide:
     def take_news(self) -> StepNews | None:
         """What ended since the last call, for the scheduler; None when there is nothing to say."""
         self._collect()
-        blends, forwards = self._blends.take_reports(), self._clock.take()
+        blends, forwards = self._take_blends(), self._clock.take()
         profile = self._blends.take_profile()
         if not (self._reports or blends or forwards or profile):
             return None
         reports = [RankReport(r) for r in self._reports]
         self._reports.clear()
         return StepNews(reports, self._metrics.delta(), blends, forwards, profile)
+
+    def _take_blends(self) -> list[BlendReport]:
+        """What became of the blends. One made without its chunks is worth nothing."""
+        lost, self._lost = self._lost, set()
+        return [
+            BlendReport(report.request_id, ok=False, arrived=False)
+            if report.request_id in lost
+            else report
+            for report in self._blends.take_reports()
+        ]
 
     def close(self) -> None:
         """Finish saves in flight and flush them; nothing that was saved is lost."""
@@ -204,6 +215,7 @@ class WorkerSide:
         elif report.failed and report.graph_id in self._chunks:
             self._tainted = TAINTED_STEPS
             order = self._chunks[report.graph_id]
+            self._lost.add(order.request_id)
             self._bad_pages.update(pages_made(order, self._page_tokens[0]))
 
     def _take_sync(self, report: OpReport, graph: TransferGraph) -> None:

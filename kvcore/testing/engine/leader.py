@@ -203,7 +203,7 @@ class Leader:
             tracked.fetched = True
             tracked.give_up_at = time.monotonic() + self._deadline_s
             wanted = [(hit, *self._blocks(computed, exact))]
-            wanted += [fusion.chunks.source(chunk) for chunk in plan.chunks]
+            wanted += [source for _, source in fusion.chunks.sources(plan)]
             for source, start, stop in wanted:
                 self._fetch(tracked, source, start, stop)
         if tracked.fetching and time.monotonic() < tracked.give_up_at:
