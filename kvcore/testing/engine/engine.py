@@ -25,6 +25,7 @@ from torch import Tensor
 from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
 from kvcore.adapting.model import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.adapting.planning import (
+    OTHER_TIER,
     Planning,
     guess_compute,
     learn_loads,
@@ -198,7 +199,7 @@ class ReferenceEngine(Closing):
         compute = guess_compute(spec.hidden, spec.layers, self.args.ranks, self.model.device.type)
         self._paths = built.read_paths
         self.priors = tier_priors(self._paths)
-        self.rates = Rates(spec.layers, compute, self.priors)
+        self.rates = Rates(spec.layers, compute, self.priors, otherwise=OTHER_TIER)
         return Planning(
             config,
             described,
