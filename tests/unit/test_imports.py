@@ -90,10 +90,19 @@ def test_folders_that_would_shadow_other_packages_are_none(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-def test_the_public_api_type_checks() -> None:
+def test_the_public_api_type_checks(tmp_path: Path) -> None:
+    """That kvcore itself does is for `make lint`: here it is only asked for its types, and torch,
+    the most of the work, for none. Hence a cache of its own."""
     pytest.importorskip("mypy")
+    rules = tmp_path / "mypy.ini"
+    rules.write_text(
+        "[mypy]\nstrict = true\npython_version = 3.10\nexplicit_package_bases = true\n"
+        "[mypy-kvcore.*]\nignore_errors = true\n"
+        "[mypy-torch.*,numpy.*,transformers.*]\nfollow_imports = skip\n"
+    )
+    given = ["--config-file", str(rules), "--cache-dir", ".mypy_cache/public_api"]
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "tests/typing_api.py"],
+        [sys.executable, "-m", "mypy", *given, "tests/typing_api.py"],
         capture_output=True,
         text=True,
         cwd=ROOT,

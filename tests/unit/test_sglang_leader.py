@@ -38,6 +38,7 @@ from kvcore.explain_file import read_records  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.layout import BlockShape  # noqa: E402
+from kvcore.pool import SlotRun  # noqa: E402
 from kvcore.transfer.graph import OpReport, TransferGraph  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402
 
@@ -443,7 +444,7 @@ def test_a_request_waits_once_whatever_it_waits_for(
         rounds += 1
         assert rounds <= 5
         assert rig.leader.settle(30)
-        for seed in range(50 * rounds, 50 * rounds + 50):  # more than host memory holds
+        for seed in range(36 * rounds, 36 * rounds + 36):  # more than host memory holds
             rig.keep(text(500, 100 + seed))
     assert rounds == 5
 
@@ -583,7 +584,7 @@ def test_orders_survive_the_line() -> None:
     from kvcore_sglang import messages
 
     graph = TransferGraph(1, 1, b"n" * 16, b"p" * 16, (b"k" * 16,), (3,), (-1,), (), ())  # type: ignore[arg-type]
-    order = Order(True, {"disk": {"a": 1}}, [("disk", [1, 2])], [7], [graph])
+    order = Order(True, {"disk": {"a": 1}}, [("disk", [SlotRun(1, 3)])], [7], [graph])
     assert messages.decode_order(messages.encode(order)) == order
     assert not order.empty
     assert Order().empty
