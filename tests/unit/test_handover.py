@@ -16,12 +16,17 @@ from kvcore.adapting.handover import accept, promised
 from kvcore.block import KeyChain, Namespace
 from kvcore.breaker import Breaker
 from kvcore.errors import FormatError, TierUnavailable
+from kvcore.facade import Backing
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape
+from kvcore.manager import KVManager
 from kvcore.stores import StoreLookup
+from kvcore.tiers.base import BlockRead
 from kvcore.tiers.remote import Finder, Item, Promise, Shard
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.shards import Part
+from kvcore.transfer.graph import Path, TransferGraph, UnitTable
+from kvcore.worker import _TierRead
 
 
 def chain(tokens: Sequence[int], tenant: str = "") -> KeyChain:
@@ -191,6 +196,30 @@ def test_a_promises_node_is_asked_and_remembered_for_the_load() -> None:
     assert leader.lookup.nodes(mine) == {"here:1"}
     assert leader.lookup.nodes(other) == set()
     leader.finder.close()
+
+
+def test_the_node_of_a_promise_goes_to_the_ranks_with_the_load() -> None:
+    store, graphs, reads = Elsewhere(), list[TransferGraph](), list[BlockRead]()
+    finder = Finder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
+    manager = KVManager(
+        BlockIndex([TierSpec("host", 100), TierSpec("far", 100)]),
+        SimpleNamespace(submit=graphs.append),  # type: ignore[arg-type]
+        backing=[Backing("far", Path.REMOTE2H, Path.H2REMOTE, finder=finder)],
+    )
+    keys = chain(PROMPT).keys
+    fill(store, keys[:4])
+    hit = manager.get_match(keys, b"n" * 16)
+    assert manager.ask_stores(hit, promise=Promise(4, 60.0, "here:1"))
+    while manager.ask_stores(hit := manager.get_match(keys, b"n" * 16)):
+        manager.wait_stores(1.0)
+    manager.launch_load(hit, 0, 4, [UnitTable(1, 1, bytes(8 * 4))])
+    [graph] = graphs
+    assert graph.nodes == ("here:1",)
+    tier = SimpleNamespace(read=lambda given: reads.extend(given) or [None] * len(given))
+    arena = SimpleNamespace(slot_buffers=lambda slot: [])
+    _TierRead({"far": tier}, arena).run(graph, graph.ops[0], [0, 1])  # type: ignore[arg-type, dict-item]
+    assert [read.nodes for read in reads] == [("here:1",)] * 2
+    finder.close()
 
 
 # -- vLLM's roles -----------------------------------------------------------------------------

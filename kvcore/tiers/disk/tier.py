@@ -269,7 +269,7 @@ class DiskTier(Tier):
 
     def _find(self, request: BlockRead) -> Record | TierError:
         """The record of the slot, when it is of the block that is asked for."""
-        slot, key, buffers = request[:3]
+        slot, key, buffers = request.slot, request.key, request.buffers
         refused = self._refuse(slot, nbytes_of(buffers))
         if refused is not None:
             return refused
@@ -283,7 +283,7 @@ class DiskTier(Tier):
 
     def _end_read(self, request: BlockRead, record: Record, outcome: Outcome) -> TierError | None:
         """The bytes have come: are they the block's?"""
-        slot, key, buffers = request[:3]
+        slot, key, buffers = request.slot, request.key, request.buffers
         if isinstance(outcome, OSError):
             return self._unavailable("reading", slot, outcome)
         if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._place):
