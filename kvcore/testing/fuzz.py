@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ __all__ = ["TARGETS", "Target", "fuzz", "main", "named", "need_atheris", "seeds"
 MAX_INPUT = 4096
 HANG_S = 60
 """An input that takes longer has hung, also on a machine that does much else."""
+_BLIND = "no interesting inputs were found"
+"""libFuzzer's words for a target whose coverage it does not see."""
 MEMORY_MB = 4096
 """Of the process: an input that needs more has claimed what is not there."""
 
@@ -340,11 +343,10 @@ def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
         corpus, folder = Path(scratch) / "corpus", Path(scratch) / "files"
         corpus.mkdir()
         folder.mkdir()
-        for number, seed in enumerate(seeds(one)):
-            _file(corpus, str(number), seed)
         with atheris.instrument_imports(include=["kvcore", "kvcore_trtllm"]):
-            for seed in seeds(one):
-                try_input(one, seed, folder)  # imports what the parser needs, instrumented
+            for number, seed in enumerate(seeds(one)):  # making seeds imports parsers too
+                _file(corpus, str(number), seed)
+                try_input(one, seed, folder)
 
         def once(data: bytes) -> None:
             try_input(one, data, folder)
@@ -359,17 +361,20 @@ def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
 
 
 def _each(names: Sequence[str], seconds: int, artifacts: Path) -> list[str]:
-    """Fuzz each in a process of its own; those in which something was found."""
+    """Fuzz each in a process of its own; those in which something was found, or whose code was not
+    watched."""
     found = []
     for name in names:
         command = [sys.executable, "-m", "kvcore.testing.fuzz", "--alone", "--target", name]
         command += ["--seconds", str(seconds), "--artifacts", str(artifacts)]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-        good = done.returncode == 0
-        print(f"{name:12} {'nothing found' if good else 'BROKEN'}", flush=True)
-        if not good:
+        said = done.stdout + done.stderr
+        verdict = "BROKEN" if done.returncode else "BLIND" if _BLIND in said else "nothing found"
+        runs = re.search(r"number_of_executed_units: *(\d+)", said)
+        print(f"{name:12} {runs[1] if runs else '?':>10} inputs  {verdict}", flush=True)
+        if verdict != "nothing found":
             found.append(name)
-            print("\n".join((done.stdout + done.stderr).splitlines()[-40:]), flush=True)
+            print("\n".join(said.splitlines()[-40:]), flush=True)
     return found
 
 

@@ -7,7 +7,9 @@ import ast
 import contextlib
 import json
 import struct
+import subprocess
 import sys
+import textwrap
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -337,3 +339,26 @@ def test_nothing_that_is_read_can_run_code() -> None:
 def test_the_search_finds_them(source: str) -> None:
     assert risks(source)
     assert not risks("import json\nyaml.safe_load(f)\ntorch.load(f, weights_only=True)")
+
+
+def test_what_is_fuzzed_is_instrumented_before_it_is_imported() -> None:
+    """Else atheris sees no coverage, tries inputs blindly and finds nothing."""
+    watched = """
+        import contextlib, sys
+        from pathlib import Path
+        from kvcore.testing import fuzz
+        early = []
+        class Atheris:
+            @contextlib.contextmanager
+            def instrument_imports(self, include):
+                early.extend(name for name in sys.modules if name.startswith(tuple(include)))
+                yield
+            def Setup(self, arguments, once): once(b"anything")
+            def Fuzz(self): pass
+        fuzz.need_atheris = Atheris
+        for one in fuzz.TARGETS[:1]:
+            fuzz.fuzz(one, 1, Path())
+        harmless = {"kvcore", "kvcore.errors", "kvcore.testing", "kvcore.testing.fuzz"}
+        assert set(early) <= harmless, sorted(set(early) - harmless)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(watched)], check=True)
