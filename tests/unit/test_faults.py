@@ -212,6 +212,15 @@ def test_a_write_that_was_spoilt_in_silence_is_found_when_it_is_read(
     assert [read_back(tier, block) for block in blocks()] == [block.data for block in blocks()]
 
 
+def test_a_torn_write_may_lose_everything(disk: tuple[DiskTier, Faults]) -> None:
+    """Of some nothing arrives, and they are said to be written all the same."""
+    tier, faults = disk
+    faults.set(Rule(Fault.TORN_WRITE, Seam.FILE_WRITE))
+    for _ in range(10):
+        assert tier.write([block.to_write() for block in blocks()]) == [None] * 4
+    assert faults.struck[Seam.FILE_WRITE, Fault.TORN_WRITE] == 40
+
+
 @pytest.mark.parametrize("fault", [Fault.SHORT_READ, Fault.BIT_FLIP])
 def test_a_read_that_was_spoilt_in_silence_is_noticed(
     disk: tuple[DiskTier, Faults], fault: Fault

@@ -233,7 +233,9 @@ class _Moves:
             return
         part = _spoilt(move.buffers, strike)
         pages = part.nbytes // PAGE
-        write_all(self._file, [part[: strike.draw % max(pages, 1) * PAGE]], move.offset)
+        arrived = part[: strike.draw % max(pages, 1) * PAGE]
+        if arrived.nbytes:
+            write_all(self._file, [arrived], move.offset)
         if strike.fault is Fault.KILL:
             die()
         self.not_moved.append((move.tag, nbytes_of(move.buffers)))
