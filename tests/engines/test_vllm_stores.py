@@ -43,16 +43,16 @@ def request(tokens: list[int]) -> Any:
 
 
 @pytest.fixture
-def make_side() -> Iterator[Callable[[str], Any]]:
+def make_side() -> Iterator[Callable[..., Any]]:
     """A scheduler side whose tier is the process's store of that name."""
     scheduler = pytest.importorskip("kvcore_vllm.scheduler")
     made: list[Any] = []
 
-    def make(name: str) -> Any:
+    def make(name: str, promise_s: float = 300.0) -> Any:
         options = {"name": name, "lookup_s": 60.0}
         far = {"plugin": "memory-store", "capacity": "1MiB", "options": options}
-        tables = {"host": {"capacity": "1MiB"}, "tiers": {"far": far}, "vllm": {"promise_s": 300.0}}
-        config = load_config(None, tables)
+        tables = {"host": {"capacity": "1MiB"}, "tiers": {"far": far}}
+        config = load_config(None, {**tables, "vllm": {"promise_s": promise_s}})
         outbox = Outbox(1)
         parts = build_leader(config, MODEL, outbox)
         made.append(
@@ -89,7 +89,7 @@ def looked_up(side: Any, one: Any) -> tuple[int | None, bool]:
 
 
 def test_a_prompt_in_a_store_is_found_at_the_second_lookup(
-    make_side: Callable[[str], Any],
+    make_side: Callable[..., Any],
 ) -> None:
     name = uuid.uuid4().hex
     side = make_side(name)
@@ -104,7 +104,7 @@ def test_a_prompt_in_a_store_is_found_at_the_second_lookup(
     assert side.get_num_new_matched_tokens(one, 80) == (0, False)
 
 
-def test_a_prompt_that_was_promised_waits_for_its_blocks(make_side: Callable[[str], Any]) -> None:
+def test_a_prompt_that_was_promised_waits_for_its_blocks(make_side: Callable[..., Any]) -> None:
     tokens = list(range(1, 101))
     name = uuid.uuid4().hex
     side = make_side(name)
@@ -119,3 +119,33 @@ def test_a_prompt_that_was_promised_waits_for_its_blocks(make_side: Callable[[st
         time.sleep(0.01)
     fill(name, keys)
     assert looked_up(side, one) == (96, True)
+
+
+def test_a_promise_that_was_not_kept_is_not_waited_for_again(
+    make_side: Callable[..., Any],
+) -> None:
+    """vLLM asks again while it has no room: by then the promise is an old one."""
+    side = make_side(uuid.uuid4().hex, promise_s=0.1)
+    tokens = list(range(1, 101))
+    one = request(tokens)
+    chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
+    chain.extend(tokens)
+    one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6)}}
+    assert looked_up(side, one) == (0, False)
+    for _ in range(3):
+        assert side.get_num_new_matched_tokens(one, 0) == (0, False)
+
+
+@pytest.mark.parametrize(("computed", "blocks"), [(0, 0), (40, 2), (100, 6)])
+def test_as_much_is_promised_as_is_saved(
+    make_side: Callable[..., Any], computed: int, blocks: int
+) -> None:
+    side = make_side(uuid.uuid4().hex)
+    one = request(list(range(1, 101)))
+    one.kv_transfer_params = {"do_remote_decode": True}
+    one.num_prompt_tokens, one.num_computed_tokens = 100, computed
+    one.get_finished_reason = lambda: None
+    assert looked_up(side, one) == (0, False)
+    told = side.request_finished(one, [list(range(1, 8))])
+    promise = {} if told is None else told["kvcore"]["promise"]
+    assert promise.get("blocks", 0) == blocks

@@ -182,3 +182,12 @@ def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: b
         assert accepted(request(told), chain(PROMPT, "tenant")) is None
     for nothing in (None, {}, {"kvcore": True}, {"kvcore": {"promise": 3}}):
         assert Handover(role, 5.0).accepted(request(nothing), chain(PROMPT)) is None
+
+
+@pytest.mark.parametrize("saved", [0, 1, 6])
+def test_no_more_is_promised_than_was_saved(saved: int) -> None:
+    producer = Handover("kv_producer", 5.0)
+    told = producer.told(request(None), chain(PROMPT), saved, {}, {}, None)
+    assert (told is None) == (saved == 0)
+    if told is not None:
+        assert producer.accepted(request(told), chain(PROMPT)) == Promise(saved, 5.0)
