@@ -9,7 +9,8 @@
 
 `plan` says when something goes wrong, the other modules do it. The same seed gives the same faults:
 the n-th point that a rule sees is struck or not, whatever thread comes there. An engine in another
-process gets them through `plugin`, whose tiers follow a file of rules.
+process gets them through `plugin`, whose tiers follow a file of rules, or at every seam through
+`process`.
 
 `FITS` says which seam can have which fault.
 """
@@ -21,6 +22,8 @@ from kvcore.testing.faults.worker import (
     FaultyExecutor,
     FaultyMessages,
     FaultyOps,
+    into_outbox,
+    into_reports,
     into_worker,
 )
 
@@ -38,6 +41,8 @@ __all__ = [
     "Seam",
     "Strike",
     "into_disk",
+    "into_outbox",
+    "into_reports",
     "into_worker",
     "write_rules",
 ]

@@ -18,7 +18,7 @@ from kvcore.testing.faults.plan import Faults
 from kvcore.testing.faults.worker import FaultyMessages, into_worker
 from kvcore.worker import KVWorker
 
-__all__ = ["embedded", "faulty_engine", "held", "nothing_left"]
+__all__ = ["embedded", "faulty_engine", "files", "held", "leader_holds", "nothing_left", "threads"]
 
 _SETTLE_S = 10.0
 
@@ -48,22 +48,23 @@ def nothing_left() -> Iterator[None]:
     """AssertionError where this process has more open files or kvcore's threads after the block.
 
     Threads that are ending get some seconds."""
-    files, threads = _files(), _threads()
+    opened, running = files(), threads()
     yield
     until = time.monotonic() + _SETTLE_S
-    while (more := _threads() - threads) and time.monotonic() < until:
+    while (more := threads() - running) and time.monotonic() < until:
         time.sleep(0.01)
     assert not more, f"threads left: {dict(more)}"
-    more = _files() - files
+    more = files() - opened
     assert not more, f"files left open: {dict(more)}"
 
 
-def _threads() -> Counter[str]:
+def threads() -> Counter[str]:
+    """kvcore's threads of this process, by name."""
     return Counter(t.name for t in threading.enumerate() if t.name.startswith("kvcore"))
 
 
-def _files() -> Counter[str]:
-    """Regular files that are open, by path."""
+def files() -> Counter[str]:
+    """Regular files that this process has open, by path."""
     found: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -85,11 +86,17 @@ def embedded(engine: ReferenceEngine) -> KVManager:
 
 def held(engine: ReferenceEngine) -> dict[str, int]:
     """What an engine that is idle and settled should not hold any more, and holds: by its name."""
-    manager, index = embedded(engine), embedded(engine).index
+    manager = embedded(engine)
     arena = engine.workers[0].worker.arena
-    lent = arena.num_slots - index.num_slots(HOST) - len(manager._staging)
-    found = {"staging slots": lent, "flights": manager.in_flight, **_unanswered(engine)}
-    for table in index._tables:
+    staging = arena.num_slots - manager.index.num_slots(HOST)
+    found = {**leader_holds(manager, staging), **_unanswered(engine)}
+    return {what: count for what, count in found.items() if count}
+
+
+def leader_holds(manager: KVManager, staging: int) -> dict[str, int]:
+    """What a leader with that many slots for ``staging`` holds for what is under way: by name."""
+    found = {"staging slots": staging - len(manager._staging), "flights": manager.in_flight}
+    for table in manager.index._tables:
         parts = {
             "pins": table.pins,
             "reservations": table.open,
@@ -99,7 +106,7 @@ def held(engine: ReferenceEngine) -> dict[str, int]:
             "parked slots": table.parking,
         }
         found.update({f"{table.name} {what}": len(some) for what, some in parts.items()})
-    return {what: count for what, count in found.items() if count}
+    return found
 
 
 def _unanswered(engine: ReferenceEngine) -> dict[str, int]:

@@ -28,7 +28,7 @@ from kvcore.errors import ConfigError
 
 __all__ = ["FITS", "Fault", "Faults", "Rule", "Seam", "Strike", "write_rules"]
 
-HANG_LIMIT_S = 60.0
+HANG_LIMIT_S = 300.0
 """What hangs goes on after this, whatever was told: no test hangs with it."""
 HISTORY_KEPT = 4096
 _LOOK_S = 0.005
@@ -160,11 +160,13 @@ class Faults:
     ``follow`` names a file that other processes write rules to (`write_rules`): they hold from the
     next point on, and what hangs under the old ones goes on. While the file is missing, nothing is
     wrong. ``struck`` counts what happened, by seam and fault; ``history`` has the last strikes.
+    ``hanging`` points are in a hang now.
     """
 
     def __init__(self, *rules: Rule, seed: int = 0, follow: Path | None = None) -> None:
         self.struck: Counter[tuple[Seam, Fault]] = Counter()
         self.history: deque[Strike] = deque(maxlen=HISTORY_KEPT)
+        self.hanging = 0
         self._seed = seed
         self._follow = follow
         self._seen: tuple[int, int] | None = None
@@ -245,13 +247,15 @@ class Faults:
         until = time.monotonic() + min(rule.seconds, HANG_LIMIT_S)
         with self._changed:
             turn = self._turn
-        while time.monotonic() < until:
+            self.hanging += 1
+        while time.monotonic() < until and self._turn == turn:
             if self._follow is not None:
                 self._look(self._follow)
             with self._changed:
-                if self._turn != turn:
-                    return
-                self._changed.wait(_LOOK_S)
+                if self._turn == turn:
+                    self._changed.wait(_LOOK_S)
+        with self._changed:
+            self.hanging -= 1
 
     def _look(self, path: Path) -> None:
         """Take in the file's rules when it is another one."""

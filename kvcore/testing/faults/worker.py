@@ -5,23 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from kvcore.adapting.outbox import Outbox
 from kvcore.layout import KVView
 from kvcore.manager import Transport
 from kvcore.ops.base import DeviceOps, HeadRange, Units
 from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Fault, Faults, Seam
+from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import DiskTier
 from kvcore.transfer.engine import Executor
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker import KVWorker, _DeviceCopy
 
-__all__ = ["FaultyClock", "FaultyExecutor", "FaultyMessages", "FaultyOps", "into_worker"]
+__all__ = [
+    "FaultyClock",
+    "FaultyExecutor",
+    "FaultyMessages",
+    "FaultyOps",
+    "into_outbox",
+    "into_worker",
+]
 
 
 def into_worker(worker: KVWorker, faults: Faults) -> None:
-    """Put faults into a worker whose tiers are open: its transfers, copies, clock and tiers.
+    """Put faults into a worker: its transfers, copies, clock and tiers, those it opens later too.
 
     A `DiskTier` gets them under its checksums, any tier above them too. Nothing may be in flight.
     """
@@ -34,8 +44,35 @@ def into_worker(worker: KVWorker, faults: Faults) -> None:
         engine._executors[path] = FaultyExecutor(executor, faults, seam)
     engine._clock = FaultyClock(faults, engine._clock)
     for name, tier in worker.tiers.items():
-        under = into_disk(tier, faults) if isinstance(tier, DiskTier) else tier
-        worker.tiers[name] = FaultyTier(under, faults)
+        worker.tiers[name] = _faulty(tier, faults)
+    opened = worker.open_tier
+
+    def open_tier(name: str, tier: Tier) -> None:
+        opened(name, _faulty(tier, faults))
+
+    worker.open_tier = open_tier  # type: ignore[method-assign]
+
+
+def _faulty(tier: Tier, faults: Faults) -> FaultyTier:
+    under = into_disk(tier, faults) if isinstance(tier, DiskTier) else tier
+    return FaultyTier(under, faults)
+
+
+def into_outbox(outbox: Outbox, faults: Faults) -> None:
+    """Put faults into what a leader that speaks once a step tells its workers."""
+    _tamper(outbox, ("submit", "cancel", "forget"), faults)
+
+
+def into_reports(worker: KVWorker, faults: Faults) -> None:
+    """Put faults into what a worker reports, where its engine polls it once a step."""
+    _tamper(worker, ("poll", "wait_report"), faults)
+
+
+def _tamper(sender: Any, names: Sequence[str], faults: Faults) -> None:
+    inner: Any = SimpleNamespace(**{name: getattr(sender, name) for name in names})
+    messages = FaultyMessages(inner, faults)
+    for name in names:
+        setattr(sender, name, getattr(messages, name))
 
 
 class FaultyExecutor:

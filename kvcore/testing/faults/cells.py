@@ -1,0 +1,290 @@
+"""Faults in a serving engine: cells of a matrix that one running engine takes one after another.
+
+    plain ──answers──▶ right
+    engine with kvcore, one document in host memory, the others below it:
+        the cell's faults      answers right, and what hangs is hanging still
+        nothing wrong          held by nobody, answers right, KV comes from each tier again
+
+`Bench` has the engine (`kvcore.testing.faults.process`), `CELLS` what can go wrong on each path.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcore.testing.asking import SETTLE_S, Reference, answers, same
+from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
+from kvcore.testing.faults.process import Planted, State
+from kvcore.testing.prompts import windows
+
+__all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "settings"]
+
+EXACT: dict[str, Any] = {"enabled": False}
+ALL: dict[str, Any] = {"ratio": 1.0}
+ROUNDS = 12
+"""What is read was written before: how soon, and so how often, is the engine's business."""
+FOR_EVER = 1000.0
+STORE_THREADS = 4
+
+
+class Cell(NamedTuple):
+    """Faults that are there together. ``by`` is what has the engine come to their seams."""
+
+    rules: tuple[Rule, ...]
+    by: str = "asking"
+
+    @property
+    def hangs(self) -> bool:
+        return any(rule.fault is Fault.HANG and rule.seconds == FOR_EVER for rule in self.rules)
+
+
+def cell_id(cell: Cell) -> str:
+    """What pytest calls it."""
+    rule = cell.rules[0]
+    alone = len(cell.rules) == 1 or cell.by != "asking"
+    return f"{rule.seam.value}-{rule.fault.value}" if alone else f"every-{rule.fault.value}"
+
+
+def _one(seam: Seam, *faults: Fault) -> list[Cell]:
+    return [Cell((_rule(seam, fault),)) for fault in faults]
+
+
+def _rule(seam: Seam, fault: Fault) -> Rule:
+    """Half of the points go wrong. What hangs, hangs for ever where that can be survived: a copy
+    from or to the engine's pages is waited for, whatever it takes."""
+    if fault is Fault.HANG:
+        waited_for = seam in (Seam.LOAD, Seam.SAVE, Seam.DEVICE)
+        return Rule(fault, seam, limit=1, seconds=1.0 if waited_for else FOR_EVER)
+    seconds = {Fault.LATENCY: 0.02, Fault.CLOCK_JUMP: 5.0}.get(fault, 0.0)
+    return Rule(fault, seam, rate=0.5, seconds=seconds)
+
+
+def _every(fault: Fault, *seams: Seam) -> Cell:
+    assert all(fault in FITS[seam] for seam in seams)
+    return Cell(tuple(_rule(seam, fault) for seam in seams))
+
+
+_COPIES = (Seam.LOAD, Seam.SAVE, Seam.DEVICE)
+_TIER = (Seam.TIER_READ, Seam.TIER_WRITE)
+_FILES = (Seam.FILE_READ, Seam.FILE_WRITE, Seam.RECORD, Seam.SYNC)
+_SLOW_READ = Rule(Fault.LATENCY, Seam.TIER_READ, seconds=0.3)
+
+DISK = [
+    _every(Fault.LATENCY, *_COPIES, *_TIER, *_FILES, Seam.SUBMIT, Seam.REPORT),
+    _every(Fault.REORDER, Seam.FILE_READ, Seam.FILE_WRITE, Seam.REPORT),
+    *_one(Seam.CLOCK, Fault.CLOCK_JUMP),
+    *(cell for seam in _COPIES for cell in _one(seam, Fault.ERROR, Fault.HANG)),
+    *_one(Seam.FILE_READ, Fault.BIT_FLIP, Fault.SHORT_READ, Fault.ERROR, Fault.HANG),
+    *_one(Seam.FILE_WRITE, Fault.BIT_FLIP, Fault.TORN_WRITE, Fault.FULL, Fault.ERROR, Fault.HANG),
+    *_one(Seam.RECORD, Fault.BIT_FLIP, Fault.TORN_WRITE, Fault.FULL, Fault.ERROR, Fault.HANG),
+    *_one(Seam.SYNC, Fault.ERROR, Fault.HANG),
+    *_one(Seam.TIER_READ, Fault.ERROR, Fault.HANG),
+    *_one(Seam.TIER_WRITE, Fault.FULL, Fault.ERROR, Fault.HANG),
+    Cell((_rule(Seam.CANCEL, Fault.LOST), _SLOW_READ), "aborting"),
+    Cell((_rule(Seam.CANCEL, Fault.LATENCY), _SLOW_READ), "aborting"),
+    Cell((Rule(Fault.LOST, Seam.FORGET),), "clearing"),
+    Cell((Rule(Fault.LATENCY, Seam.FORGET, seconds=0.02),), "clearing"),
+]
+"""Loads from host memory and from disk, saves, messages, with a disk tier below host memory."""
+
+STORE = [
+    _every(Fault.LATENCY, Seam.STORE_GET, Seam.STORE_PUT, Seam.STORE_EXISTS),
+    *_one(Seam.STORE_GET, Fault.BIT_FLIP, Fault.SHORT_READ, Fault.ERROR, Fault.HANG),
+    *_one(Seam.STORE_PUT, Fault.BIT_FLIP, Fault.TORN_WRITE, Fault.LOST, Fault.FULL, Fault.ERROR),
+    *_one(Seam.STORE_PUT, Fault.HANG),
+    *_one(Seam.STORE_EXISTS, Fault.ERROR, Fault.HANG),
+]
+"""Lookups, loads and saves with a store below host memory."""
+
+BLENDS = [
+    Cell(cell.rules, "blending")
+    for cell in (
+        _every(Fault.LATENCY, Seam.LOAD, Seam.DEVICE, Seam.TIER_READ, Seam.FILE_READ, Seam.REPORT),
+        _every(Fault.REORDER, Seam.FILE_READ, Seam.REPORT),
+        *_one(Seam.CLOCK, Fault.CLOCK_JUMP),
+        *_one(Seam.FILE_READ, Fault.BIT_FLIP, Fault.SHORT_READ),
+        *(
+            cell
+            for seam in (Seam.LOAD, Seam.DEVICE)
+            for cell in _one(seam, Fault.ERROR, Fault.HANG)
+        ),
+        *_one(Seam.TIER_READ, Fault.ERROR, Fault.HANG),
+    )
+]
+"""Chunks that are brought to host memory and to where a blend reads them."""
+
+
+def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """kvcore's, with little host memory and the tier ``below`` it."""
+    return {
+        "host": {"capacity": "3MiB", "huge_pages": False},
+        "transfer": {"load_deadline_s": 0.5, "batch_blocks": 4},
+        **below,
+        **more,
+    }
+
+
+class Bench:
+    """An engine with kvcore that follows ``planted``; ``right`` knows the answers.
+
+    ``tier`` is the one below host memory; ``fuses`` says that requests may ask for fusion.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        planted: Planted,
+        model: Path,
+        right: Reference,
+        tier: str,
+        *,
+        fuses: bool = False,
+    ) -> None:
+        self.process = process
+        self.planted = planted
+        self._right = right
+        self._tier = tier
+        self._options: dict[str, Any] = {"fusion": EXACT} if fuses else {}
+        self._number = 0
+        self._documents = _documents(model)
+        self._chunks = windows(model, 4, 150, 200, seed=97)
+        self._blends = _of_chunks(self._chunks)
+        self.heal()
+        self._before = planted.rest()
+
+    def run(self, cell: Cell) -> None:
+        """One cell. AssertionError where something is not as it should be.
+
+        Prompts are the same in all of them, each time under a salt of its own: nothing of them is
+        held when a cell begins.
+        """
+        self._number += 1
+        self._options["cache_salt"] = f"cell {self._number}"
+        ways: dict[str, Callable[[Cell], object]] = {
+            "asking": self._ask,
+            "aborting": self._abort,
+            "clearing": self._clear,
+            "blending": self._blend,
+        }
+        come = ways[cell.by]
+        if cell.by == "blending":
+            answers(self.process, self._chunks, batch=4, **self._options)
+            self.planted.rest()
+        before = self.planted.state()
+        with self.planted.wrong(*cell.rules):
+            self._until_struck(cell, before, lambda: come(cell))
+        self.heal()
+        self._compare(self.planted.rest())
+
+    def heal(self) -> None:
+        """Ask until KV comes from host memory and from the tier below again."""
+        found: Counter[str] = Counter()
+        for _ in range(ROUNDS):
+            found.update(self._ask())
+            if found["host"] and found[self._tier]:
+                return
+        raise AssertionError(f"reuse does not come back: {dict(found)}")
+
+    def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
+        missing = list(cell.rules)
+        for _ in range(ROUNDS):
+            come()
+            state = self.planted.state()
+            missing = [rule for rule in missing if state.strikes(rule) == before.strikes(rule)]
+            if not missing:
+                break
+        assert not missing, f"did not happen: {missing}; {state.struck}"
+        if cell.hangs:
+            come()
+            assert self.planted.state().hanging, "what hung was waited for"
+
+    def _compare(self, state: State) -> None:
+        """Nothing more is open, and no thread more runs, than when the engine was new."""
+        more = +(state.files - self._before.files)
+        assert not more, f"files left open: {dict(more)}"
+        more = state.threads - self._before.threads
+        pooled = sum(c for name, c in more.items() if name.startswith("kvcore-store_"))
+        assert pooled == more.total(), f"threads left: {dict(more)}"
+        assert pooled <= STORE_THREADS, f"a pool that grows: {dict(more)}"
+
+    # -- what brings the engine to the seams ------------------------------------------------------
+
+    def _ask(self, cell: Cell | None = None) -> Counter[str]:
+        """All but the last, then the last twice; tokens that came from each tier."""
+        *long, short = self._documents
+        found: Counter[str] = Counter()
+        for asked in (long, [short], [short]):
+            found.update(_tiers(self._right_answers(asked, cell)))
+        return found
+
+    def _right_answers(self, asked: Sequence[list[int]], cell: Cell | None) -> list[Generation]:
+        self._forget(cell)
+        got = answers(self.process, asked, batch=len(asked), **self._options)
+        same(got, self._right(asked))
+        return got
+
+    def _forget(self, cell: Cell | None) -> None:
+        """The engine's own cache; saves are waited for where nothing hangs."""
+        if cell is None or not cell.hangs:
+            self.planted.rest()
+        self.process.reset_prefix_cache(timeout_s=SETTLE_S)
+
+    def _abort(self, cell: Cell) -> None:
+        """Requests go while their load is under way."""
+        self._ask(cell)
+        self._forget(cell)
+        names = [f"gone {self._number}.{number}" for number in range(len(self._documents))]
+        futures = [
+            self.process.submit(document, request_id=name, **self._options)
+            for name, document in zip(names, self._documents, strict=True)
+        ]
+        self.planted.until(lambda state: state.held["flights"] > 0)
+        for name in names:
+            self.process.abort(name)
+        for future in futures:
+            future.result()
+        self._ask(cell)
+
+    def _clear(self, cell: Cell) -> None:
+        """Everything is thrown away, in each tier."""
+        self._ask(cell)
+        self._forget(cell)
+        self.process.reset_prefix_cache(connector=True, timeout_s=SETTLE_S)
+        self._ask(cell)
+
+    def _blend(self, cell: Cell) -> None:
+        """Prompts of chunks, which other documents have pushed out of host memory; everything is
+        recomputed, so that answers are the exact ones."""
+        self._ask(cell)
+        self._forget(cell)
+        options = {**self._options, "fusion": ALL}
+        got = answers(self.process, self._blends, batch=len(self._blends), **options)
+        same(got, self._right(self._blends))
+
+
+def _documents(model: Path) -> list[list[int]]:
+    """The last is short: it stays in host memory, the others do not fit."""
+    picks = random.Random(1)
+    return [*windows(model, 3, 230, 300, seed=1), [picks.randrange(5, 400) for _ in range(90)]]
+
+
+def _of_chunks(chunks: Sequence[list[int]]) -> list[list[int]]:
+    """Prompts of some chunks in another order, between words of their own."""
+    picks = random.Random(2)
+    made = []
+    for _ in range(3):
+        prompt: list[int] = []
+        for chunk in picks.sample(chunks, 3):
+            prompt += [picks.randrange(5, 400) for _ in range(picks.randrange(5, 20))]
+            prompt += chunk
+        made.append(prompt)
+    return made
+
+
+def _tiers(got: Sequence[Generation]) -> Counter[str]:
+    return sum((Counter(one.tiers) for one in got), Counter())
