@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from kvcore.adapting.planning import Planning, learn_loads, untimed_rates
 from kvcore.block import Namespace
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
-from kvcore.explain import Cause, Journal, Record
+from kvcore.explain import Cause, Journal
 from kvcore.explain_file import RecordFile
 from kvcore.manager import Event, Hit
 from kvcore.metrics import Data, Metrics
@@ -34,9 +35,56 @@ __all__ = ["Watch"]
 
 _log = logging.getLogger("kvcore.adapting")
 
+_PENDING = 4096
+
+
+class _Savings:
+    """What loads save, of requests that nobody keeps a record of: counted as they end.
+
+    Something is kept of a request from its lookup, if that finds anything, to its end: of
+    ``_PENDING`` at most, for an engine may forget to speak of one's end.
+    """
+
+    def __init__(self, weigher: Planning, metrics: Metrics) -> None:
+        self._weigher = weigher
+        self._metrics = metrics
+        self._asks: OrderedDict[str, Ask] = OrderedDict()
+        self._loaded: dict[str, int] = {}
+
+    def looked_up(self, request_id: str, tokens: int, computed: int, hit: Hit) -> None:
+        if hit.depth or request_id in self._asks:
+            self._drop(request_id)
+            self._asks[request_id] = self._weigher.ask(hit, tokens, computed)
+            if len(self._asks) > _PENDING:
+                self._drop(next(iter(self._asks)))
+
+    def loaded(self, request_id: str, tokens: Mapping[str, int]) -> None:
+        if request_id in self._asks and "blend" not in tokens:
+            self._loaded[request_id] = sum(tokens.values())
+
+    def failed(self, request_id: str) -> None:
+        self._loaded.pop(request_id, None)
+
+    def ended(self, request_id: str) -> None:
+        ask, loaded = self._asks.get(request_id), self._loaded.get(request_id)
+        self._drop(request_id)
+        if ask is not None and loaded is not None:
+            self.count(ask, loaded)
+
+    def count(self, ask: Ask, loaded: int) -> None:
+        """That so many tokens were loaded; nothing where a rate in question is a guess."""
+        expected = self._weigher.expected(ask, ask.computed + loaded)
+        if expected is not None:
+            self._metrics.expected_ttft(*expected)
+
+    def _drop(self, request_id: str) -> None:
+        self._asks.pop(request_id, None)
+        self._loaded.pop(request_id, None)
+
 
 class Watch:
-    """One owner, not thread-safe. Made with nothing it watches nothing."""
+    """One owner, not thread-safe. Made with nothing it watches nothing; told how to weigh
+    (`weigh_with`) it counts what loads save, whether or not there are records."""
 
     def __init__(
         self,
@@ -48,7 +96,7 @@ class Watch:
         self._file = file
         self._spans = spans
         self._weigher: Planning | None = None
-        self._metrics: Metrics | None = None
+        self._savings: _Savings | None = None
         self._paths: Mapping[str, str] = {}
 
     @classmethod
@@ -87,7 +135,8 @@ class Watch:
         ``paths``, the transfer path of each tier's reads: `learn` teaches it. None where its rates
         are another's, who teaches them.
         """
-        self._weigher, self._metrics, self._paths = weigher, metrics, dict(paths or {})
+        self._weigher, self._paths = weigher, dict(paths or {})
+        self._savings = None if metrics is None else _Savings(weigher, metrics)
 
     def weigh_untimed(
         self,
@@ -140,6 +189,8 @@ class Watch:
     ) -> None:
         """See `Journal.looked_up`."""
         if self.journal is None:
+            if self._savings is not None:
+                self._savings.looked_up(request_id, len(tokens), computed, hit)
             return
         record = self.journal.looked_up(request_id, tokens, computed, hit, namespace, block_tokens)
         if self._weigher is not None:
@@ -161,6 +212,8 @@ class Watch:
         """A load of so many tokens from each tier began."""
         if self.journal is not None:
             self.journal.loaded(request_id, tokens)
+        elif self._savings is not None:
+            self._savings.loaded(request_id, tokens)
 
     def has_loaded(self, request_id: str) -> bool:
         """Whether a load of a request that has not ended began, and did not fail."""
@@ -180,6 +233,8 @@ class Watch:
         """A load failed, or came too late."""
         if self.journal is not None:
             self.journal.failed(request_id)
+        elif self._savings is not None:
+            self._savings.failed(request_id)
 
     def ended(
         self, request_id: str, outcome: str, headers: Mapping[str, str] | None = None
@@ -187,6 +242,8 @@ class Watch:
         """The request is over: it is written and sent, once. What its client may see of it; None
         where it is unknown, or was over before."""
         if self.journal is None:
+            if self._savings is not None:
+                self._savings.ended(request_id)
             return None
         record = self.journal.get(request_id)
         if record is None or record.is_over:
@@ -194,20 +251,13 @@ class Watch:
         self.journal.ended(request_id, outcome)
         if self._weigher is not None and record.ask is not None:
             record.otherwise = self._weigher.otherwise(record.ask)
-            self._count_saved(self._weigher, record, record.ask)
+            if self._savings is not None and record.loaded and "blend" not in record.loaded:
+                self._savings.count(record.ask, sum(record.loaded.values()))
         if self._file is not None:
             self._file.put({**record.as_dict(), "at": time.time()})
         if self._spans is not None:
             self._spans.emit(record, headers)
         return record.as_dict(for_client=True)
-
-    def _count_saved(self, weigher: Planning, record: Record, ask: Ask) -> None:
-        """What is expected of loads that did not fail; a blend is not weighed."""
-        if self._metrics is None or not record.loaded or "blend" in record.loaded:
-            return
-        expected = weigher.expected(ask, record.computed + sum(record.loaded.values()))
-        if expected is not None:
-            self._metrics.expected_ttft(*expected)
 
     def close(self) -> None:
         """Write what waits. Blocks."""

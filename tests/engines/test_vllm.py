@@ -125,6 +125,8 @@ def test_host_disk_and_restart(
             _aborts(process, reference, model)
             assert counted(process, "kvcore_failures_total") == 0
             assert counted(process, "kvcore_hits_total") > 80
+            saved = "kvcore_expected_ttft_seconds_total"
+            assert counted(process, saved, way="recompute") > 0, "it is counted by default"
     with engine(model, kvcore, block_size=page) as process:
         restarted = answers(process, asked, batch=3)
         same(restarted, reference(asked))

@@ -12,10 +12,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcore.block import Namespace  # after the skip
+from kvcore.adapting.watching import Watch  # after the skip
+from kvcore.block import Namespace
 from kvcore.config import load_config
 from kvcore.explain import Cause, Journal
 from kvcore.manager import Event, Hit, Source
+from kvcore.metrics import Metrics
+from kvcore.planner import Ask
 from kvcore.rates import Part
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, Request, random_llama
 
@@ -229,3 +232,47 @@ def test_what_else_it_would_have_taken_is_told_without_a_planner(engine: Referen
     counted = leader.metrics.snapshot()[EXPECTED]
     assert counted["load"] == pytest.approx(otherwise["load_all_ms"] / 1e3, rel=1e-3)
     assert counted["recompute"] == pytest.approx(otherwise["recompute_ms"] / 1e3, rel=1e-3)
+
+
+class Weigher:
+    """As `Planning`: loads take a second, and computing 10 ms a token that they brought."""
+
+    def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
+        return Ask(tokens, computed, (), {})
+
+    def expected(self, ask: Ask, stop: int) -> tuple[float, float]:
+        return 1.0, 0.01 * (stop - ask.computed)
+
+
+def test_what_loads_save_is_counted_without_records_too() -> None:
+    metrics, watch = Metrics("leader"), Watch()
+    weigher: Any = Weigher()
+    watch.weigh_with(weigher, metrics)
+    assert not watch.is_on
+
+    def asked(name: str, depth: int, *, fails: bool = False, ends: bool = True) -> None:
+        watch.looked_up(name, PROMPT, 16, hit(depth), SPACE, BLOCK)
+        if depth:
+            watch.loaded(name, {"host": 16, "disk": 32})
+        if fails:
+            watch.failed(name)
+        if ends:
+            assert watch.ended(name, "done") is None
+            assert watch.ended(name, "done") is None, "once"
+
+    asked("missed", 0)
+    asked("failed", 4, fails=True)
+    watch.looked_up("unused", PROMPT, 16, hit(4), SPACE, BLOCK)
+    watch.ended("unused", "done")
+    watch.looked_up("blended", PROMPT, 16, hit(4), SPACE, BLOCK)
+    watch.loaded("blended", {"host": 16, "blend": 64})
+    watch.ended("blended", "done")
+    assert EXPECTED not in metrics.snapshot()
+    asked("loaded", 4)
+    assert metrics.snapshot()[EXPECTED] == pytest.approx({"load": 1.0, "recompute": 0.48})
+    asked("again", 4, fails=True, ends=False)
+    asked("again", 4)
+    assert metrics.snapshot()[EXPECTED]["load"] == 2.0
+    for number in range(10_000):
+        asked(f"lost {number}", 4, ends=False)
+    assert len(watch._savings._asks) == len(watch._savings._loaded) < 5000, "nothing grows"

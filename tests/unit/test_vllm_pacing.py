@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kvcore_vllm.clock import ForwardClock
-from kvcore_vllm.pacing import make_pace, parts_of
+from kvcore_vllm.pacing import make_pace, parts_of, prefills
 
 from kvcore.adapting.pacing import TIMED_TOKENS, Pace
 from kvcore.fusion.controller import Mode, Part
@@ -145,3 +145,10 @@ def test_a_clock_tells_each_forward_once() -> None:
     assert number == 5
     assert 0 <= seconds < 60
     assert clock.take() == []
+
+
+def test_steps_that_only_decode_are_not_timed() -> None:
+    assert not prefills([1] * 300)
+    assert not prefills([1] * 300 + [TIMED_TOKENS])
+    assert prefills([1] * 300 + [TIMED_TOKENS + 1])
+    assert prefills([20, 20])

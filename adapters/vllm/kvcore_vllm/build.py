@@ -72,7 +72,7 @@ def build_scheduler_side(
         on_event=watch.listener(tell),
         data_parallel_rank=_data_parallel_rank(vllm_config),
     )
-    pace = _pace(config, vllm_config, model, parts, explains=watch.is_on)
+    pace = _pace(config, vllm_config, model, parts, tells=watch.is_on or config.metrics.enabled)
     planning = None if pace is None else _planning(config, model, parts, pace)
     if planning is not None:
         watch.weigh_with(planning, parts.metrics)
@@ -126,11 +126,11 @@ def _pace(
     model: ModelDescription,
     parts: LeaderParts,
     *,
-    explains: bool = False,
+    tells: bool = False,
 ) -> Pace | None:
-    """None where nobody decides by rates, or tells of them."""
+    """None where nobody decides by rates, or ``tells`` of them."""
     fuses = config.fusion.enabled and config.fusion.adaptive
-    if not (fuses or config.planner.enabled or explains):
+    if not (fuses or config.planner.enabled or tells):
         return None
     looks = False
     if fuses:

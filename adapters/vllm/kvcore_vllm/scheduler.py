@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
-from kvcore_vllm.pacing import outcome, parts_of
+from kvcore_vllm.pacing import outcome, parts_of, prefills
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
@@ -332,7 +332,7 @@ class SchedulerSide:
             page_tokens = self._model.groups[0].page_tokens
             limit_reading(plan.blends, output, page_tokens, self._computed_tokens)
             self._fusion.settle()
-        if self._pace is not None:
+        if self._pace is not None and prefills(output.num_scheduled_tokens.values()):
             plan.timed = self._pace.time(parts_of(self._scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
