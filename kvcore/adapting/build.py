@@ -218,8 +218,7 @@ def build_manager(
 ) -> LeaderParts:
     """A manager over tiers of its own. Does I/O: a disk tier scans its records.
 
-    ``ids`` and ``sink_saves`` are as `KVManager` has them; ``on_event`` is told beside the
-    publisher of ``[events]``, see `BlockIndex.watch`.
+    ``ids`` and ``sink_saves`` are as `KVManager` has them.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError where host memory holds no block.

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -384,6 +385,12 @@ def test_what_is_no_split_of_these_blocks_is_not_taken() -> None:
     for value in (pack(other.base, (WHOLE,)), pack(ONE.base, half), b"\0" * NBYTES):
         assert value is not None
         assert unpack(value, shard) is None
+    packed = pack(ONE.base, (WHOLE,))
+    assert packed is not None
+    for text in ('{"base":"x","parts":[[[0,1e999],[0,1]]]}', "[" * 4000, "{}", "3", "[]"):
+        body = packed[:8] + text.encode().ljust(NBYTES - 16, b"\0")
+        hostile = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+        assert unpack(hostile, shard) is None, text[:40]
     many = tuple(Part((0, 1), (i, i + 1)) for i in range(400))
     assert pack(ONE.base, many) is None
 

@@ -62,7 +62,7 @@ def unpack(data: bytes, shard: Shard) -> Split | None:
         told = json.loads(data[_TEXT].rstrip(b"\0"))
         parts = sorted(Part((int(a), int(b)), (int(c), int(d))) for (a, b), (c, d) in told["parts"])
         ours = told["base"] == shard.base
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return tuple(parts) if ours and is_tiling(parts, shard.shape) else None
 
