@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.block import KEY_BYTES, ROOT_PARENT
+from kvcore.cli.server import status
 from kvcore.config import Config, load_config
 from kvcore.events import Subscriber
 from kvcore.events.view import Hash
@@ -26,6 +28,7 @@ __all__ = [
     "RunningServer",
     "follows",
     "questions",
+    "rested",
     "serve",
     "server_process",
     "settings",
@@ -91,10 +94,7 @@ class RunningServer:
     @property
     def idle(self) -> bool:
         """Nothing of a session or of the server's own is under way."""
-        for model in self.status()["models"]:
-            if model["background"] or any(s["graphs"] for s in model["sessions"]):
-                return False
-        return True
+        return _is_idle(self.status())
 
     def index(self) -> dict[str, dict[Hash, Hash | None]]:
         """What its one model publishes, by tier, as `Subscriber.tiers` gives it. While it is idle:
@@ -122,6 +122,20 @@ def follows(subscriber: Subscriber, server: RunningServer) -> bool:
     """Whether what it has heard adds up to the index of the server, which is idle. Polls once."""
     subscriber.poll(0.05)
     return server.idle and subscriber.synced and subscriber.tiers() == server.index()
+
+
+def rested(folder: Path) -> None:
+    """Wait until a server in another process has nothing under way. What its clients have told it
+    comes on a socket each: an engine that has settled may still be ahead of it."""
+    config = settings(folder)
+    until(lambda: _is_idle(json.loads(status(config))))
+
+
+def _is_idle(status: dict[str, Any]) -> bool:
+    for model in status["models"]:
+        if model["background"] or any(session["graphs"] for session in model["sessions"]):
+            return False
+    return True
 
 
 @contextmanager

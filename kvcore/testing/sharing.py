@@ -33,7 +33,7 @@ from kvcore.testing.asking import (
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.prompts import mixed, windows
-from kvcore.testing.served import RunningServer, server_process, settings, until
+from kvcore.testing.served import RunningServer, rested, server_process, settings, until
 
 __all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
 
@@ -102,6 +102,7 @@ class Pair:
         asked = [self.first.submit(prompt, ANSWER, fusion=exact) for prompt in prompts]
         self.first.run()
         self.first.settle()
+        rested(self.folder)
         return [(request.answer, sum(request.reused.values())) for request in asked]
 
 

@@ -17,7 +17,7 @@ from kvcore.testing.asking import ALL, ANSWER, EXACT, answers, blended, settled,
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
-from kvcore.testing.served import server_process
+from kvcore.testing.served import rested, server_process
 from kvcore.testing.sharing import LEAD, Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -78,6 +78,7 @@ def test_both_share_a_server_and_a_killed_one_changes_no_answer(
             assert [answer.tiers for answer in found] == [{"host": count} for count in whole]
             assert [answer.token_ids for answer in answers(sglang, second)] == plain(second)
             settled(sglang)
+            rested(tmp_path / "kv")
             read = asked(reference, second)
             assert all(
                 count >= len(prompt) - BLOCK for count, prompt in zip(read, second, strict=True)
@@ -125,6 +126,7 @@ def test_two_ranks_load_and_blend_what_one_computed(
         assert all(count < LEAD for count in asked(reference, new)), "blends are not stored"
         again = answers(sglang, [[5, *prompt] for prompt in known], fusion=EXACT)
         settled(sglang)
+        rested(tmp_path / "kv")
         read = asked(reference, [[5, *prompt] for prompt in known])
         assert min(read) >= 400, "both ranks have stored their heads"
         server.kill()
