@@ -21,6 +21,8 @@ _AHEAD_NBYTES = 1024
 _SMALL_NBYTES = 4096
 """Pieces up to this size are sent together: a header does not go out alone."""
 _SPARE_NBYTES = 64 << 10
+_LINE_NBYTES = 64 << 10
+"""More than any server says in a line."""
 
 
 class ReplyError(Exception):
@@ -106,6 +108,8 @@ class Wire:
         who speaks so is no such server."""
         line = bytearray()
         while not line.endswith(b"\r\n"):
+            if len(line) > _LINE_NBYTES:
+                raise OSError(f"a line of more than {_LINE_NBYTES} bytes came")
             if self._first == self._last:
                 self._first, self._last = 0, self._receive(self._ahead)
             seen = bytes(self._ahead[self._first : self._last])
