@@ -184,7 +184,7 @@ def misses(pair: Pair, texts: Texts) -> None:
         texts.check(answers(pair.second, texts.prompts, batch=2, fusion=ALL))
         settled(pair.second)
         got = answers(pair.second, known, fusion=ALL)
-        assert len(refused) >= len(texts.prompts), (len(refused), [a.kvcore for a in got])
+        assert len(refused) > 4, "both of the prefix and of chunks"
         server.server._handlers[Load] = planned
         settled(pair.second)
         exact = pair.learn(known)
