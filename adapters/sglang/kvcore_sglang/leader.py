@@ -27,7 +27,7 @@ from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusing import Asking, FusionLeader, Held
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
-from kvcore_sglang.staging import Staging, Wait, in_host
+from kvcore_sglang.staging import Staging, in_host
 from kvcore_sglang.worker import RankWorker
 
 from kvcore.adapting.build import LeaderParts
@@ -54,11 +54,8 @@ ASKED_KEPT = 1024
 SERVED_KEPT = 1024
 """Requests of which it can be asked what they reused."""
 SETTLE_POLL_S = 0.02
-REST_S = 0.01
-"""How long an engine that has nothing else to do rests before it looks for new requests. A round of
-its scheduler holds the interpreter, which the threads that read need."""
-ASKING_REST_S = 0.002
-"""The same where a store is still being asked, which is soon over."""
+REST_S = 0.002
+"""How long an engine that has nothing else to do rests before it asks again whether KV is there."""
 PUBLISH_S = 1.0
 """How often counts are handed to the engine's metrics."""
 
@@ -195,13 +192,8 @@ class Leader:
         if self._aside or asked is None or not asked.held:
             return False
         if resting:
-            self._rest(asked.wait)
+            self._work(REST_S)
         return self._staging.in_time(asked.wait)
-
-    def _rest(self, wait: Wait) -> None:
-        limit = time.monotonic() + (ASKING_REST_S if wait.unsettled else REST_S)
-        while (left := limit - time.monotonic()) > 0 and self._staging.waits(wait):
-            self._work(left)
 
     def ask_anew(self, rid: str) -> None:
         """The request is about to be matched: what the last lookup said of it is old."""
