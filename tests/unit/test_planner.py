@@ -63,6 +63,10 @@ def asks(draw: st.DrawFn) -> Ask:
 speeds = st.sampled_from([0.01, 0.1, 0.5, 1.0, 3.0, 30.0])
 
 
+SMALL_S = 5e-4
+"""Not worth a cut more: a prompt of a few hundred tokens has few, and takes milliseconds."""
+
+
 def exhaustive(made: Planner, about: Ask) -> float:
     """The naive twin: the fewest seconds over every block boundary."""
     held = min(about.sources[-1].stop, about.tokens - 1) if about.sources else about.computed
@@ -114,7 +118,8 @@ def test_a_plan_is_as_good_as_every_cut(
     tiers = {"host": scaled(HOST, host), "disk": scaled(DISK, disk)}
     made = planner(how, tiers=tiers)
     plan = made.plan(about)
-    assert plan.chosen.seconds <= 1.03 * exhaustive(made, about)
+    best = exhaustive(made, about)
+    assert plan.chosen.seconds <= best + max(0.03 * best, SMALL_S)
     assert plan.chosen.seconds <= min(plan.load_all.seconds, plan.recompute.seconds) + 1e-12
     assert about.computed <= plan.stop < about.tokens or plan.stop == about.computed
     assert plan.chosen == made.weigh(about, plan.stop)
