@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,8 +34,8 @@ from kvcore.testing.engine import (
 from kvcore.testing.engine import engine as reference_engine
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.testing.models import smollm2, tiny_model
+from kvcore.transfer.graph import SKIP, RowError, UnitTable
 from kvcore.transfer.graph import Path as Direction
-from kvcore.transfer.graph import RowError
 
 ANSWER = 6
 VOCABULARY = 512
@@ -406,3 +407,26 @@ def test_chunks_are_fetched_from_disk(make: Make, plain: Ask, tmp_path: Path) ->
     request = engine.submit(prompt, ANSWER, fusion=FusionOptions(ratio=1.0))
     engine.run()
     assert (request.answer, request.reused) == (plain(prompt), {"blend": 96})
+
+
+def test_what_goes_no_further_than_host_memory_is_not_copied_to_the_device(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that wait in host memory for their request touch no page of the engine's."""
+    engine = make(prefix_cache=False)
+    engine.generate([words(1, 100)], ANSWER)
+    engine.settle()
+    assert engine.leader is not None
+    manager, copied = engine.leader.manager, []
+    index = manager.index
+    ends, _ = index.ends("host", None, b"")
+    keys, digest = index.path(ends[0]), index.namespace_of(ends[0])
+    [side] = engine.workers
+    ops = side.worker.engine._executors[Direction.H2D]._ops
+    monkeypatch.setattr(type(ops), "copy_blocks", lambda self, *given: copied.append(given))
+    for units in (np.full((len(keys), 1), SKIP), np.arange(len(keys))[:, None]):
+        copied.clear()
+        hit = manager.get_match(keys, digest)
+        manager.launch_load(hit, 0, len(keys), [UnitTable.of(units, 16)])
+        engine.settle()
+        assert bool(copied) == bool((units != SKIP).any())
