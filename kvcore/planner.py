@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import combinations
 from typing import NamedTuple
 
 from kvcore.errors import ConfigError
@@ -397,8 +398,14 @@ class Planner:
     ) -> float:
         """Until the last byte is there. Tiers are read beside each other, and all that they give
         passes through host memory: the last batch of a tier when it has been read."""
+        return max(self._finished(ask, loads, host_operations).values())
+
+    def _finished(
+        self, ask: Ask, loads: list[tuple[str, int]], host_operations: int
+    ) -> dict[str, float]:
+        """When each tier has given its last byte, and host memory all of them."""
         size, batch = self.settings.block_bytes, self.settings.batch_blocks
-        operations, total, slowest = 0, 0, 0.0
+        operations, total, finished = 0, 0, {}
         for tier, blocks in loads:
             total += blocks
             if tier == HOST:
@@ -407,8 +414,9 @@ class Planner:
             reads = -(-blocks // batch)
             operations += reads
             last = self.rates.load_seconds(HOST, min(blocks, batch) * size, 1)
-            slowest = max(slowest, last + self._queued(ask, tier, blocks * size, reads))
-        return max(slowest, self._queued(ask, HOST, total * size, operations))
+            finished[tier] = last + self._queued(ask, tier, blocks * size, reads)
+        finished[HOST] = self._queued(ask, HOST, total * size, operations)
+        return finished
 
     def _queued(self, ask: Ask, tier: str, nbytes: int, operations: int) -> float:
         ahead = ask.ahead.get(tier)
@@ -423,20 +431,23 @@ class Planner:
 
         Where loads and computing follow each other, seconds are concave along a tier (each further
         token costs the same to load and more to compute): the best cut is where a tier ends, or its
-        last full operation, or where the load begins to last longer than the engine is busy. In a
-        step they overlap, and the best one is where both take as long.
+        last full operation, where another tier becomes the one that is waited for, or where the
+        load begins to last longer than the engine is busy. In a
+        step they overlap, and the best one is where both take as long; the first cut that is no
+        longer loaded in a step gains what the engine is busy for.
         """
-        stops = set(self._ends(ask))
+        stops = {*self._ends(ask), *self._overtaken(ask)}
+        block, held, before = self.settings.block_tokens, _held(ask), ask.computed
         if ask.sources[0].tier == HOST and self.settings.step_bytes:
             most = self.settings.step_bytes // self.settings.block_bytes
-            end = (ask.computed // self.settings.block_tokens + most) * self.settings.block_tokens
-            end = min(end, ask.sources[0].stop, _held(ask))
-            stops.add(end)
-            stops |= self._last(ask, end, lambda cut: cut.load <= cut.compute)
+            end = min((ask.computed // block + most) * block, ask.sources[0].stop, held)
+            before = min((end // block + 1) * block, held)
+            stops |= {end, before}
+            stops |= self._last(ask, ask.computed, end, lambda cut: cut.load <= cut.compute)
         if ask.busy:
-            stops |= self._last(ask, _held(ask), lambda cut: cut.load <= ask.busy)
+            stops |= self._last(ask, before, held, lambda cut: cut.load <= ask.busy)
         least = ask.computed + max(1, self.settings.least)
-        return (self.weigh(ask, stop) for stop in sorted(stops) if least <= stop < _held(ask))
+        return (self.weigh(ask, stop) for stop in sorted(stops) if least <= stop < held)
 
     def _ends(self, ask: Ask) -> Iterator[int]:
         """Where each source ends, and the last of its operations that is full."""
@@ -450,10 +461,27 @@ class Planner:
                     yield first + (end - first - 1) // batch * batch
                 start = end
 
-    def _last(self, ask: Ask, end: int, holds: Callable[[Estimate], bool]) -> set[int]:
-        """The last block boundary up to ``end`` where ``holds``, and the next: it holds first."""
+    def _overtaken(self, ask: Ask) -> Iterator[int]:
+        """The boundaries beside where, of two tiers read beside each other, the other one becomes
+        the slower: along a tier the seconds of each are a line, but for its operations' starts."""
+        block, start = self.settings.block_tokens, ask.computed
+        for source in ask.sources:
+            end, first = min(source.stop, _held(ask)), (start // block + 1) * block
+            if start < first < end:
+                near, far = (
+                    self._finished(ask, list(self._loads(ask, at)), 1) for at in (first, end)
+                )
+                for one, other in combinations(far, 2):
+                    before, after = near[one] - near[other], far[one] - far[other]
+                    if before * after < 0:
+                        at = first + (end - first) * before / (before - after)
+                        yield from (int(at) // block * block, (int(at) // block + 1) * block)
+            start = max(start, end)
+
+    def _last(self, ask: Ask, start: int, end: int, holds: Callable[[Estimate], bool]) -> set[int]:
+        """The last block boundary of [start, end] where ``holds``, and the next: it holds first."""
         block = self.settings.block_tokens
-        low, high = ask.computed // block, end // block
+        low, high = start // block, end // block
         if holds(self.weigh(ask, end)):
             return {end}
         while low < high:
@@ -462,7 +490,7 @@ class Planner:
                 low = middle
             else:
                 high = middle - 1
-        return {low * block, (low + 1) * block} if end > ask.computed else set()
+        return {low * block, (low + 1) * block} if end > start else set()
 
 
 def _held(ask: Ask) -> int:

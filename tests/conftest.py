@@ -9,6 +9,7 @@ from hypothesis import settings
 
 # Two busy cores: a slow example is the machine's doing, and a flaky deadline tells nothing.
 settings.register_profile("kvcore", deadline=None, print_blob=True)
+settings.register_profile("ci", settings.get_profile("kvcore"), derandomize=True)
 settings.load_profile("kvcore")
 
 

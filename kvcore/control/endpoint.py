@@ -19,7 +19,7 @@ from kvcore.control.operations import Control
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.server.messages import Control as Asked
 from kvcore.server.messages import Controlled, Refused, Reply, decode_request, frames
-from kvcore.server.sockets import make_socket, zmq
+from kvcore.server.sockets import Context, make_socket, zmq
 
 __all__ = ["Endpoint"]
 
@@ -40,7 +40,7 @@ class Endpoint:
         self._orders: deque[tuple[bytes, Asked, str]] = deque()
         self._replies: deque[tuple[bytes, Reply]] = deque()
         self._ended = threading.Event()
-        self._context = zmq.Context()
+        self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         before = os.umask(0o177)  # the socket is ours alone from its first moment on
         try:

@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-import zmq
-
 from kvcore.errors import ConfigError, FormatError
 from kvcore.events.wire import END, Message, number, number_bytes
+from kvcore.server.sockets import Context, zmq
 
 __all__ = ["ZmqOutlet", "ZmqSource"]
 
@@ -29,7 +28,7 @@ class ZmqOutlet:
         self, endpoint: str, replay_endpoint: str | None, topic: str, *, queue_batches: int = 1000
     ) -> None:
         """Raises ConfigError where an endpoint cannot be had."""
-        self._context = zmq.Context()
+        self._context = Context()
         self._topic = topic.encode()
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -90,7 +89,7 @@ class ZmqSource:
     """One publisher's messages. Not thread-safe."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
-        self._context = zmq.Context()
+        self._context = Context()
         self._sub = self._context.socket(zmq.SUB)
         self._sub.rcvhwm = 100_000  # batches
         self._sub.subscribe(topic.encode())

@@ -18,7 +18,7 @@ from kvcore.schema import ServerConfig
 from kvcore.server.keys import lock_client
 from kvcore.server.messages import Refused, Reply, Request, decode_reply, frames
 from kvcore.server.places import address_of
-from kvcore.server.sockets import make_socket, zmq
+from kvcore.server.sockets import Context, make_socket, zmq
 
 __all__ = ["Link"]
 
@@ -54,7 +54,7 @@ class Link:
         """When the server last said anything."""
         self.refused: Refused | None = None
         """What the server, or the protocol, said to no question in particular."""
-        self._context = zmq.Context()
+        self._context = Context()
         self._socket = self._connect()
 
     def _connect(self) -> Any:

@@ -62,7 +62,7 @@ from kvcore.server.messages import (
     frames,
 )
 from kvcore.server.places import Folder, SessionFile, address_of, folder_of
-from kvcore.server.sockets import make_socket, zmq
+from kvcore.server.sockets import Context, make_socket, zmq
 from kvcore.server.space import Space
 from kvcore.transfer.graph import RowError
 
@@ -159,7 +159,7 @@ class Server:
         check_events(self._config)
         address = address_of(server)
         self._folder = Folder(folder_of(server))
-        self._context = zmq.Context()
+        self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         try:
             self._audit = AuditLog(self._config.control.audit)

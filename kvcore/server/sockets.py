@@ -12,10 +12,26 @@ try:
 except ImportError as error:  # pragma: no cover - everything else works without
     raise UnsupportedError("a kvcore server, and its clients, need pyzmq: install it") from error
 
-__all__ = ["QUEUED", "make_socket", "zmq"]
+__all__ = ["QUEUED", "Context", "make_socket", "zmq"]
 
 QUEUED = 4096
 """Messages waiting for one peer; more are dropped, and the peer's session begins anew."""
+
+
+class Context(zmq.Context[zmq.Socket[bytes]]):
+    """One that may be forgotten: its sockets wait for nobody, and neither does it.
+
+    pyzmq's waits in its finalizer for sockets that are still open. In a cycle (the traceback of a
+    constructor that failed is one) it no longer knows which, closes none, and the engine stands
+    still within a garbage collection for good. Here each socket closes itself, as it does anyway.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setsockopt(zmq.LINGER, 0)
+
+    def __del__(self) -> None:
+        pass
 
 
 def make_socket(context: Any, kind: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -429,20 +430,27 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
 
 
 def test_blends_are_made_where_they_pay() -> None:
-    """A blend that recomputes next to nothing is chosen, one that recomputes next to everything is
-    declined with a reason once it was tried; who asks for a ratio gets it either way."""
+    """A blend that recomputes next to nothing is chosen unless what was measured speaks against
+    it, one that recomputes next to everything is declined with a reason once it was tried; who asks
+    for a ratio gets it either way."""
     deep = tiny_model("llama", layers=12, heads=8, kv_heads=2, head_dim=64)
     texts = windows(deep, 6, 300, 300, seed=81)
     asked = mixed(deep, texts, 8, seed=82)
     with engine(deep, config(ratio=0.02)) as process:
         warm(process, texts)
         got = answers(process, asked)
-        assert sum(map(bool, blended(got))) >= 6, [a.kvcore for a in got]
+        assert any(blended(got)), [a.kvcore for a in got]
+        for answer, tokens in zip(got, blended(got), strict=True):
+            why = answer.kvcore["fusion"].get("declined", "")
+            assert bool(why) is not bool(tokens), answer.kvcore
+            if why:  # a busy machine's measurements may say so
+                blend, prefix = re.findall(r"([0-9.e-]+) s[,;]", why)
+                assert float(blend) > 0.8 * float(prefix), why
     with engine(deep, config(ratio=0.97, ratio_max=0.97)) as process:
         warm(process, texts)
         got = answers(process, asked)
         declined = [a.kvcore.get("fusion", {}).get("declined", "") for a in got]
-        assert "the prefix alone" in declined[-1], [a.kvcore for a in got]
+        assert any("the prefix alone" in why for why in declined), [a.kvcore for a in got]
         refused = sum(map(bool, declined))
         assert counted(process, "kvcore_blends_total", outcome="declined") == refused
         process.reset_prefix_cache(connector=True)

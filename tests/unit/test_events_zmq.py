@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,14 +167,58 @@ def test_our_consumer_reads_vllms_publisher(tmp_path: Path) -> None:
     consumer = Subscriber(source, answer_s=1)
     consumer._number = -1  # nothing is held before the first batch
     consumer.synced = True
-    for medium in (kv_events.MEDIUM_CPU, kv_events.MEDIUM_GPU):
-        removed = kv_events.BlockRemoved(block_hashes=[key(1)], medium=medium)
-        publisher.publish(kv_events.KVEventBatch(ts=2.0, events=[removed]))
-    while consumer._number < 2:
-        assert consumer.poll(LIMIT_S)
-    assert consumer.tiers() == {"GPU": {77: key(1)}}
+
+    def removed(medium: str) -> None:
+        event = kv_events.BlockRemoved(block_hashes=[key(1)], medium=medium)
+        publisher.publish(kv_events.KVEventBatch(ts=2.0, events=[event]))
+
+    def hears() -> bool:
+        removed(kv_events.MEDIUM_CPU)
+        return consumer.poll(0.05)
+
+    until(hears, "the subscription did not reach vLLM")
+    removed(kv_events.MEDIUM_GPU)
+
+    def knows() -> bool:
+        consumer.poll(0.05)
+        return consumer.tiers() == {"GPU": {77: key(1)}}
+
+    until(knows, "what was missed was not asked for")
     consumer.close()
     publisher.shutdown()
+
+
+FORGOTTEN = """
+import gc
+
+def forget(made):
+    made.itself = made
+
+{make}
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "from kvcore.events.zmq_bus import ZmqSource\nforget(ZmqSource('ipc://pub', 'ipc://ask'))",
+        "from kvcore.events.zmq_bus import ZmqOutlet\n"
+        "forget(ZmqOutlet('ipc://pub', 'ipc://ask', 't'))",
+        "from kvcore.server.sockets import Context, make_socket, zmq\n"
+        "socket = make_socket(Context(), zmq.DEALER)\n"
+        "socket.connect('ipc://nobody')\n"
+        "socket.send(b'x' * 100)\n"
+        "cycle = [socket]\n"
+        "cycle.append(cycle)\n"
+        "del socket, cycle",
+    ],
+    ids=["source", "outlet", "socket"],
+)
+def test_what_is_forgotten_unclosed_does_not_stop_the_process(tmp_path: Path, make: str) -> None:
+    """pyzmq's own context waits for ever, in a garbage collection, for sockets it forgot."""
+    code = FORGOTTEN.format(make=make)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:notaport", "nowhere", "ipc:///no/such/folder/x"])

@@ -112,6 +112,8 @@ def test_ways_name_what_was_not_measured() -> None:
 @given(asks(), speeds, speeds, st.sampled_from([KNOWN, IN_STEP]))
 @settings(max_examples=150, deadline=None)
 @example(ask(4000, 0, 3856), 1.0, 1.0, KNOWN)
+@example(ask(160, 112, 160, ahead=1e6, busy=0.01), 0.01, 30.0, IN_STEP)  # best past host's end
+@example(ask(592, 544, 592), 3.0, 3.0, KNOWN)  # best where disk becomes slower than host
 def test_a_plan_is_as_good_as_every_cut(
     about: Ask, disk: float, host: float, how: Settings
 ) -> None:

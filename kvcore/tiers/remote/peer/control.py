@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcore.breaker import Breaker
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
-from kvcore.server.sockets import make_socket, zmq
+from kvcore.server.sockets import Context, make_socket, zmq
 from kvcore.tiers.remote.peer.lending import Lending
 from kvcore.tiers.remote.peer.messages import (
     MAX_FOLDERS,
@@ -71,7 +71,7 @@ class Answerer:
         self._base = base
         self._meet = meet
         self._progress = progress
-        self._context = zmq.Context()
+        self._context = Context()
         self._socket = _bounded(self._context, zmq.ROUTER)
         try:
             self._socket.bind(address)
@@ -164,7 +164,7 @@ class Peers:
     ) -> None:
         self._timeout_s = timeout_s
         self.own = frozenset(own)
-        self._context = zmq.Context()
+        self._context = Context()
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
         self._guests: dict[str, _Node] = {}  # the one asked last is the last
