@@ -131,6 +131,12 @@ class HostConfig(SchemaModel):
         description="Lock the arena for the GPU's DMA where there is a GPU. Reported, not fatal, "
         "when the limit on locked memory forbids it.",
     )
+    prefault: bool = Field(
+        default=True,
+        description="Have the kernel give the whole arena in the background after the start, so "
+        "that no load waits for it. Off: memory is taken as blocks come, which is slower the first "
+        "time.",
+    )
 
 
 class BackingConfig(SchemaModel):

@@ -89,6 +89,13 @@ TROUBLES: dict[str, list[Trouble]] = {
             "`host.capacity`.",
         ),
         Trouble(
+            "little memory is left on this machine: %d of %d bytes of host memory are taken only "
+            "when blocks come; lower host.capacity",
+            "Less than an eighth of the machine's memory, or of the container's, would be left.",
+            "Lower `host.capacity`, or give the container more: when host memory fills up, "
+            "something may be killed.",
+        ),
+        Trouble(
             "huge pages are not to be had (%s): disk reads into host memory are slower; write "
             "madvise or always to %s",
             "Memory is in pages of 4 KiB.",

@@ -338,7 +338,7 @@ def build_worker(
     """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups
     that has layers on this rank: exactly those.
 
-    Allocates the arena (touched when first used). Raises UnsupportedError or LayoutError where KV
+    Allocates the arena. Raises UnsupportedError or LayoutError where KV
     cannot be moved right: nothing may be stored then.
     """
     device = views[0].tensors[0].device
@@ -349,6 +349,7 @@ def build_worker(
         arrangement=config.host.arrangement,
         huge_pages=config.host.huge_pages and not served,
         pin=config.host.pin and device.type == "cuda" and not served,
+        prefault=config.host.prefault and not served,
     )
     arena_view = KVView(arena.layout(), [arena.tensor()])
     plugins = load_plugins(config)

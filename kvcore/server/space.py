@@ -225,7 +225,8 @@ class Space:
             pages = SharedPages(file, nbytes)
         finally:
             os.close(file)
-        arena = HostArena(shape, slots, arrangement=arrangement, pages=pages)
+        prefault = config.host.prefault
+        arena = HostArena(shape, slots, arrangement=arrangement, prefault=prefault, pages=pages)
         return KVWorker(
             arena=arena,
             arena_view=KVView(arena.layout(), ()),

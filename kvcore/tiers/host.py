@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CapacityError
@@ -30,13 +33,14 @@ def arena_bytes(shape: BlockShape, num_slots: int, arrangement: Arrangement | st
 
 
 class HostArena:
-    """``num_slots`` slots for blocks of ``shape``, allocated when first touched.
+    """``num_slots`` slots for blocks of ``shape``, allocated when first touched, or before.
 
     With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
     they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
-    registered with CUDA; a limit on locked memory that forbids it is logged. ``pages`` is memory to
-    use instead of its own, of exactly its size. Raises TierUnavailable when the system does not
-    grant the memory.
+    registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
+    thread of the lowest priority has the kernel give the memory meanwhile (`Pages.prefault`).
+    ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
+    the system does not grant the memory.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class HostArena:
         arrangement: Arrangement | str = Arrangement.BLOCKWISE,
         huge_pages: bool = True,
         pin: bool = False,
+        prefault: bool = False,
         pages: Pages | None = None,
     ) -> None:
         if num_slots < 1:
@@ -63,6 +68,13 @@ class HostArena:
         self.huge_pages = self._pages.huge
         self._view = self._pages.view
         self.pinned = pin and self._pin()
+        self._closing = threading.Event()
+        self._faulting: threading.Thread | None = None
+        if prefault and not self.pinned:  # pinned memory is there already
+            self._faulting = threading.Thread(
+                target=self._prefault, name="kvcore-prefault", daemon=True
+            )
+            self._faulting.start()
 
     def layout(self) -> KVLayout:
         """Strides of the arena, for copies."""
@@ -97,8 +109,15 @@ class HostArena:
         """Bytes of the arena that lie on huge pages now. Untouched memory lies on none."""
         return self._pages.huge_nbytes()
 
+    def resident_nbytes(self) -> int:
+        """Bytes of the arena that the kernel has given by now."""
+        return self._pages.resident_nbytes()
+
     def close(self) -> None:
         """Give the memory back. Views and tensors of it keep it alive until they are gone."""
+        self._closing.set()
+        if self._faulting is not None:
+            self._faulting.join()
         if self.pinned:
             import torch
 
@@ -106,6 +125,11 @@ class HostArena:
             runtime.cudaHostUnregister(self._pages.address)
             self.pinned = False
         self._pages.close()
+
+    def _prefault(self) -> None:
+        with suppress(OSError, AttributeError):  # Linux alone has priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self._pages.prefault(lambda: not self._closing.is_set())
 
     def _pin(self) -> bool:
         import torch

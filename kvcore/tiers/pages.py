@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from kvcore.errors import TierUnavailable
@@ -21,6 +23,13 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SMAPS = Path("/proc/self/smaps")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, of Linux 5.14: fault pages in as a write would, and write nothing."""
+_AT_ONCE = HUGE_PAGE
+_RESERVE = 8
+"""One part of so many of the machine's memory is left alone."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
@@ -46,6 +55,40 @@ class Pages:
 
     def huge_nbytes(self) -> int:
         """Bytes that lie on huge pages now, as the kernel counts them; 0 where it does not say."""
+        return self._counted("AnonHugePages:")
+
+    def resident_nbytes(self) -> int:
+        """Bytes the kernel has given this process by now; 0 where it does not say."""
+        return self._counted("Rss:")
+
+    def prefault(self, wanted: Callable[[], bool]) -> int:
+        """Have the kernel give the memory from front to back, as long as it is ``wanted``.
+
+        A first touch costs what zeroing, and in a virtual machine fetching, a page costs: a read of
+        a fast disk into untouched memory waits mostly for that. Nothing is written, so the memory
+        may be in use. Blocks, without the GIL. Returns how many bytes are there; it ends early,
+        with a line in the log, where little memory is left, and does nothing before Linux 5.14.
+        """
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        total, done = self.view.nbytes, 0
+        while done < total and wanted():
+            size = min(_AT_ONCE, total - done)
+            if scarce(size):
+                _log.warning(
+                    "little memory is left on this machine: %d of %d bytes of host memory are "
+                    "taken only when blocks come; lower host.capacity",
+                    total - done,
+                    total,
+                )
+                break
+            if madvise(self.address + done, size, _POPULATE_WRITE):
+                _log.debug("memory is not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
+                break
+            done += size
+        return done
+
+    def _counted(self, field: str) -> int:
         try:
             lines = _SMAPS.read_text().splitlines()
         except OSError:
@@ -55,7 +98,7 @@ class Pages:
             mapping = _MAPPING.match(line)
             if mapping:
                 inside = int(mapping[1], 16) <= self.address < int(mapping[2], 16)
-            elif inside and line.startswith("AnonHugePages:"):
+            elif inside and line.startswith(field):
                 return int(line.split()[1]) << 10
         return 0
 
@@ -89,6 +132,23 @@ class Pages:
                 _THP,
             )
         return not refused
+
+
+def scarce(nbytes: int) -> bool:
+    """Whether taking so much leaves the machine, or the container, less than an eighth of what it
+    has. False where the system does not say."""
+    try:
+        said = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+        total, free = (int(said[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    except (OSError, ValueError, KeyError):
+        return False
+    try:  # version 2, as containers have it
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        total, free = min(total, limit), min(free, limit - used)
+    except (OSError, ValueError):  # none, or "max"
+        pass
+    return free - nbytes < total // _RESERVE
 
 
 class SharedPages(Pages):

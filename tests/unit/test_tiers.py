@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +166,80 @@ def test_memory_starts_on_a_huge_page_and_takes_nothing_until_touched() -> None:
         assert memory.huge_nbytes() in (0, HUGE_PAGE)  # 0 when the machine has none free
     memory.close()
     memory.close()
+
+
+def test_memory_is_given_ahead_while_it_is_in_use() -> None:
+    shape = replace(SHAPE, layers=512)
+    arena = HostArena(shape, 1 + 8 * HUGE_PAGE // slot_bytes(shape), prefault=True)
+    for slot in range(arena.num_slots):
+        arena.slot_buffers(slot)[0][:4] = slot.to_bytes(4, "big")
+    limit = time.monotonic() + 120
+    while arena.resident_nbytes() < arena.nbytes:
+        assert time.monotonic() < limit, "the memory does not come"
+        time.sleep(0.01)
+    for slot in range(arena.num_slots):
+        buffer = arena.slot_buffers(slot)[0]
+        assert buffer[:4] == slot.to_bytes(4, "big")
+        assert not any(buffer[4:])
+    arena.close()
+    assert "kvcore-prefault" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_memory_is_given_ahead_only_while_it_is_wanted() -> None:
+    memory = Pages(8 * HUGE_PAGE)
+    before = memory.resident_nbytes()
+    assert memory.prefault(lambda: False) == 0
+    assert memory.resident_nbytes() == before
+    answers = iter([True, True, False])
+    assert memory.prefault(lambda: next(answers)) == 2 * HUGE_PAGE
+    assert memory.resident_nbytes() - before == 2 * HUGE_PAGE
+    assert memory.prefault(lambda: True) == memory.view.nbytes
+    memory.close()
+
+
+MEMINFO = "MemTotal: 8192000 kB\nMemFree: 1000 kB\nMemAvailable: 4096000 kB\nHugePages_Total: 0\n"
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "used", "nbytes", "expected"),
+    [
+        (MEMINFO, None, None, 1 << 30, False),
+        (MEMINFO, None, None, 3 << 30, True),
+        (MEMINFO, "max", 1 << 30, 1 << 30, False),
+        (MEMINFO, 2 << 30, 1 << 30, 1 << 29, False),
+        (MEMINFO, 2 << 30, 1 << 30, 1 << 30, True),
+        (None, None, None, 1 << 60, False),
+        ("MemTotal 1\n", None, None, 1 << 60, False),
+    ],
+)
+def test_scarce_memory_is_known(
+    meminfo: str | None,
+    limit: int | str | None,
+    used: int | None,
+    nbytes: int,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {"meminfo": meminfo, "memory.max": limit, "memory.current": used}
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(str(content))
+    monkeypatch.setattr(pages, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    assert pages.scarce(nbytes) is expected
+
+
+def test_no_memory_is_taken_ahead_where_little_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages, "scarce", lambda nbytes: True)
+    memory = Pages(2 * HUGE_PAGE)
+    before = memory.resident_nbytes()
+    with caplog.at_level(logging.WARNING):
+        assert memory.prefault(lambda: True) == 0
+    assert memory.resident_nbytes() == before
+    assert "host.capacity" in caplog.text
 
 
 def test_memory_in_use_outlives_close() -> None:
