@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CapacityError
@@ -38,7 +36,7 @@ class HostArena:
     With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
     they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
     registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
-    thread of the lowest priority has the kernel give the memory meanwhile (`Pages.prefault`).
+    thread has the kernel give the memory meanwhile (`Pages.prefault`).
     ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
     the system does not grant the memory.
     """
@@ -69,7 +67,7 @@ class HostArena:
         self._view = self._pages.view
         self.pinned = pin and self._pin()
         self._closing = threading.Event()
-        self._faulting: threading.Thread | None = None
+        self._faulting: threading.Thread | None = None  # of no lower priority: it holds mmap's lock
         if prefault and not self.pinned:  # pinned memory is there already
             self._faulting = threading.Thread(
                 target=self._prefault, name="kvcore-prefault", daemon=True
@@ -127,8 +125,6 @@ class HostArena:
         self._pages.close()
 
     def _prefault(self) -> None:
-        with suppress(OSError, AttributeError):  # Linux alone has priorities of threads
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         self._pages.prefault(lambda: not self._closing.is_set())
 
     def _pin(self) -> bool:
