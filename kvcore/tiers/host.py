@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CapacityError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("kvcore.tiers.host")
+
+PREFAULTED = "host memory is there: %d bytes in %.1f s"
 
 _PINNED_SUCCESS = 0
 
@@ -125,7 +128,10 @@ class HostArena:
         self._pages.close()
 
     def _prefault(self) -> None:
-        self._pages.prefault(lambda: not self._closing.is_set())
+        began = time.monotonic()
+        given = self._pages.prefault(lambda: not self._closing.is_set())
+        if given == self.nbytes:
+            _log.info(PREFAULTED, given, time.monotonic() - began)
 
     def _pin(self) -> bool:
         import torch
