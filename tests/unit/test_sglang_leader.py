@@ -449,6 +449,72 @@ def test_a_request_waits_once_whatever_it_waits_for(
     assert rounds == 5
 
 
+def two_on_disk(rigs: list[Rig], tmp_path: Path) -> tuple[Rig, dict[str, list[int]]]:
+    """A rig whose disk has two prompts, of which host memory holds one."""
+    tokens = {"one": text(500, 50), "two": text(500, 51)}
+    settings: dict[str, Any] = {
+        "host": {"capacity": "240KiB", "huge_pages": False},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"},
+        "sglang": {"prefetch": "wait"},
+    }
+    first = Rig(MHATokenToKVPool(1), 1, settings)
+    for prompt in tokens.values():
+        first.keep(prompt)
+    first.close()
+    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    rigs.append(rig)
+    slots = rig.leader.manager.index.num_slots("host")
+    assert 32 <= slots < 62, slots
+    return rig, tokens
+
+
+def test_two_that_do_not_fit_together_come_up_one_after_the_other(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    """Side by side each would push out what came for the other, until both were late."""
+    rig, tokens = two_on_disk(rigs, tmp_path)
+    waiting, rounds = dict(tokens), 0
+    while waiting:
+        rounds += 1
+        assert rounds < 50, f"{list(waiting)} wait for each other"
+        asked = {rid: ask_once(rig, rid, prompt) for rid, prompt in waiting.items()}
+        assert rig.leader.settle(30)
+        for rid, (gain, held) in asked.items():
+            if not held:
+                assert gain == 496, f"{rid} is computed"
+                assert rig.load(rid, waiting.pop(rid), 0, gain)
+    assert not missed(rig)
+
+
+@pytest.mark.parametrize("how", ["aborted", "another prompt", "too late"])
+def test_one_that_goes_makes_room_for_the_next(
+    how: str, rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, tokens = two_on_disk(rigs, tmp_path)
+    now = 100.0
+    monkeypatch.setattr(rig.leader._staging, "_clock", lambda: now)
+    assert ask_once(rig, "one", tokens["one"]) == (0, True)
+    assert rig.leader.settle(30)
+    for _ in range(3):
+        assert ask_once(rig, "two", tokens["two"]) == (0, True)
+        assert rig.leader.settle(30)
+    now += 20
+    if how == "aborted":
+        rig.leader.ended("one", "abort")
+    elif how == "another prompt":
+        assert ask_once(rig, "one", text(40, 52)) == (0, False)
+    else:
+        now += 5
+        assert ask_once(rig, "two", tokens["two"]) == (0, True), "the first is not late yet"
+        now += 6
+        assert not rig.leader.holds("one")
+        rig.leader._asked["two"].wait.since = now  # it came later than the first
+    assert ask_once(rig, "two", tokens["two"]) == (0, True)
+    assert rig.leader.settle(30)
+    assert ask_once(rig, "two", tokens["two"]) == (496, False)
+    assert rig.load("two", tokens["two"], 0, 496)
+
+
 def test_best_effort_answers_at_once_and_stages_for_the_next(
     rigs: list[Rig], tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ class Leader:
             return asked.stop - device_tokens
         gain = stop - device_tokens
         if gain < max(self._settings.min_load_tokens, self._page):
+            self._staging.leave(asked.wait)
             self._count_miss(rid, asked, gain, hit)
             return 0
         asked.stop = stop
@@ -212,9 +213,18 @@ class Leader:
             chain = KeyChain(namespace, self._block)
             chain.extend(tokens)
             asked = Asked(chain, device_tokens, len(tokens), text)
+            if before is not None:
+                self._staging.leave(before.wait)
         self._asked[rid] = asked
         if len(self._asked) > ASKED_KEPT:
-            self._asked.popitem(last=False)
+            self._staging.leave(self._asked.popitem(last=False)[1].wait)
+        return asked
+
+    def _take(self, rid: str) -> Asked | None:
+        """What the last lookup said of a request that waits no more."""
+        asked = self._asked.pop(rid, None)
+        if asked is not None:
+            self._staging.leave(asked.wait)
         return asked
 
     def _hit(self, asked: Asked) -> Hit:
@@ -243,8 +253,7 @@ class Leader:
         if plan is None:
             return None
         if not asked.wanted.fetched:
-            asked.wanted.fetched = True
-            self._staging.fetch(asked.wait, fusion, plan)
+            asked.wanted.fetched = self._staging.fetch(asked.wait, fusion, plan)
             asked.held = self._staging.waits(asked.wait)
         return fusion.in_host(plan)
 
@@ -275,7 +284,7 @@ class Leader:
         Empty where it is not in host memory any more: the engine then computes the tokens.
         """
         order = Order()
-        asked = self._asked.pop(rid, None)
+        asked = self._take(rid)
         if self._aside or asked is None or asked.stop != asked.device_tokens + len(slots):
             return order
         exact = asked.exact - asked.device_tokens
@@ -383,6 +392,7 @@ class Leader:
 
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str] | None = None) -> None:
         """The request was answered or aborted; ``headers`` are its W3C trace context."""
+        self._take(rid)
         self._watch.ended(rid, outcome, headers)
 
     # -- the tree grows ---------------------------------------------------------------------

@@ -5,6 +5,9 @@
     it is there, or late    lookup: what is there is loaded, the rest is computed
 
 Nothing here blocks: a step that waited for a disk would hold up every request that is running.
+
+Requests that host memory cannot hold together have theirs brought up one after the other, in the
+order in which they came: side by side each would push out what came for the other, again and again.
 """
 
 from __future__ import annotations
@@ -42,13 +45,21 @@ class Way(NamedTuple):
 class Wait:
     """What one request waits for.
 
-    ``ways`` are by the last key of each; ``since`` is when it first had to.
+    ``ways`` are by the last key of each; ``since`` is when it first had to. ``prefix`` blocks of
+    the prompt, and those of ``chunks``, by their last key, are wanted in host memory together.
     ``unsettled``: a store has not answered yet, or there is no room to bring more up now.
     """
 
     ways: dict[bytes, Way] = field(default_factory=dict)
+    prefix: int = 0
+    chunks: dict[bytes, int] = field(default_factory=dict)
     unsettled: bool = False
     since: float | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Of host memory, that it wants."""
+        return self.prefix + sum(self.chunks.values())
 
 
 def in_host(hit: Hit) -> int:
@@ -77,6 +88,7 @@ class Staging:
         self._paging = paging
         self._send = send
         self._clock = clock
+        self._waiting: dict[int, Wait] = {}  # by identity, the first that came first
 
     @property
     def limit_s(self) -> float:
@@ -97,6 +109,22 @@ class Staging:
         """Whether a request that waits may still be held back."""
         return wait.since is not None and self._clock() - wait.since < self.limit_s
 
+    def leave(self, wait: Wait) -> None:
+        """The request waits no more: it is loaded, computed or gone. Idempotent."""
+        self._waiting.pop(id(wait), None)
+
+    def _has_turn(self, wait: Wait) -> bool:
+        """Whether host memory has room for it beside those that wait longer."""
+        self._waiting.setdefault(id(wait), wait)
+        ahead = 0
+        for other in self._waiting.values():
+            if other is wait:
+                break
+            ahead += other.blocks if self.in_time(other) else 0
+        fits = not ahead or ahead + wait.blocks <= self._manager.index.num_slots(HOST)
+        wait.unsettled |= not fits
+        return fits
+
     def _is_coming(self, way: Way) -> bool:
         here = in_host(self._manager.get_match(way.keys, way.digest))
         return self._manager.index.held(HOST, way.keys) > here
@@ -104,18 +132,31 @@ class Staging:
     def bring(self, wait: Wait, hit: Hit, first: int, stop: int) -> None:
         """Start what brings blocks [first, stop) of a prompt up, of which ``hit`` is held; stores
         are asked for what nobody here knows."""
+        wait.prefix = stop if first < stop else 0
         wait.unsettled = self._manager.ask_stores(hit, first)
         below = any(tier != HOST for tier in hit.blocks_by_tier(first, stop)) if first < stop else 0
-        if below and (stop - first) * self._block >= self._settings.min_load_tokens:
+        if (
+            below
+            and (stop - first) * self._block >= self._settings.min_load_tokens
+            and self._has_turn(wait)
+        ):
             self._stage(wait, hit, stop)
 
-    def fetch(self, wait: Wait, fusion: FusionLeader, plan: BlendPlan) -> None:
+    def fetch(self, wait: Wait, fusion: FusionLeader, plan: BlendPlan) -> bool:
         """Start bringing the chunks of a plan up, each with the blocks before it: a chunk that
-        stands far behind in a chain which is not there is left alone."""
+        stands far behind in a chain which is not there is left alone. False where it is not the
+        request's turn: to be asked again."""
+        found = []
         for _, (hit, start, stop) in fusion.chunks.sources(plan):
             low = in_host(hit)
             if low < stop <= low + MAX_FETCH * (stop - start):
-                self._stage(wait, hit, stop)
+                wait.chunks[hit.keys[stop - 1]] = stop
+                found.append((hit, stop))
+        if found and not self._has_turn(wait):
+            return False
+        for hit, stop in found:
+            self._stage(wait, hit, stop)
+        return True
 
     def _stage(self, wait: Wait, hit: Hit, stop: int) -> None:
         start = in_host(hit)
