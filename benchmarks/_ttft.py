@@ -118,7 +118,7 @@ class Contest(ABC):
     def kvcore(self, folder: str) -> dict[str, Any]:
         """kvcore's config, its disk tier in ``folder``."""
         config: dict[str, Any] = {
-            "host": {"capacity": f"{self.gigabytes}GiB"},
+            "host": {"capacity": f"{self.gigabytes}GiB", "prefault": f"{self.gigabytes}GiB"},
             "disk": {"path": folder, "capacity": "8GiB"},
         }
         if self.options.block_tokens:

@@ -131,11 +131,12 @@ class HostConfig(SchemaModel):
         description="Lock the arena for the GPU's DMA where there is a GPU. Reported, not fatal, "
         "when the limit on locked memory forbids it.",
     )
-    prefault: bool = Field(
-        default=True,
-        description="Have the kernel give the whole arena in the background after the start, so "
-        "that no load waits for it. Off: memory is taken as blocks come, which is slower the first "
-        "time.",
+    prefault: Size = Field(
+        default=parse_size("256MiB"),
+        ge=0,
+        description="Bytes of each rank's arena that the kernel is asked for ahead of use, in the "
+        "background, so that a load does not wait for it. As much as `capacity`: all at the "
+        "start. 0: memory is taken as blocks come, which is slower the first time.",
     )
 
 

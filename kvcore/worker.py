@@ -360,6 +360,7 @@ class KVWorker:
         are returned, and nothing of it runs.
         """
         self._stream.mark(graph.graph_id)
+        self.arena.reach(graph.host_slots)
         if into is not None:
             self._elsewhere[graph.graph_id] = into
         try:

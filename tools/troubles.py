@@ -89,8 +89,8 @@ TROUBLES: dict[str, list[Trouble]] = {
             "`host.capacity`.",
         ),
         Trouble(
-            "little memory is left on this machine: %d of %d bytes of host memory are taken only "
-            "when blocks come; lower host.capacity",
+            "little memory is left on this machine: host memory of %d bytes is taken only when "
+            "blocks come; lower host.capacity",
             "Less than an eighth of the machine's memory, or of the container's, would be left.",
             "Lower `host.capacity`, or give the container more: when host memory fills up, "
             "something may be killed.",

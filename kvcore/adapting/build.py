@@ -349,7 +349,7 @@ def build_worker(
         arrangement=config.host.arrangement,
         huge_pages=config.host.huge_pages and not served,
         pin=config.host.pin and device.type == "cuda" and not served,
-        prefault=config.host.prefault and not served,
+        prefault=0 if served else config.host.prefault,
     )
     arena_view = KVView(arena.layout(), [arena.tensor()])
     plugins = load_plugins(config)

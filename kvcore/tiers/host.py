@@ -6,6 +6,7 @@ import logging
 import resource
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CapacityError
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.tiers.host")
 
-PREFAULTED = "host memory is there: %d bytes in %.1f s"
+PREFAULTED = "host memory is there, all %d bytes after %.1f s"
 
 _PINNED_SUCCESS = 0
 
@@ -39,7 +40,7 @@ class HostArena:
     With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
     they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
     registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
-    thread has the kernel give the memory meanwhile (`Pages.prefault`).
+    thread has the kernel give so many bytes ahead of the slots that were used (`reach`).
     ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
     the system does not grant the memory.
     """
@@ -52,7 +53,7 @@ class HostArena:
         arrangement: Arrangement | str = Arrangement.BLOCKWISE,
         huge_pages: bool = True,
         pin: bool = False,
-        prefault: bool = False,
+        prefault: int = 0,
         pages: Pages | None = None,
     ) -> None:
         if num_slots < 1:
@@ -69,9 +70,12 @@ class HostArena:
         self.huge_pages = self._pages.huge
         self._view = self._pages.view
         self.pinned = pin and self._pin()
-        self._closing = threading.Event()
+        self._ahead = -(-prefault // self.slot_nbytes)
+        self._reached = 0  # slots before this one were used, others far behind it may be
+        self._faulted = self.num_slots if self.pinned else 0
+        self._closing, self._wake = threading.Event(), threading.Event()
         self._faulting: threading.Thread | None = None  # of no lower priority: it holds mmap's lock
-        if prefault and not self.pinned:  # pinned memory is there already
+        if self._ahead and self._faulted < self.num_slots:
             self._faulting = threading.Thread(
                 target=self._prefault, name="kvcore-prefault", daemon=True
             )
@@ -81,6 +85,17 @@ class HostArena:
         """Strides of the arena, for copies."""
         distance = self.slot_nbytes if self.arrangement is Arrangement.BLOCKWISE else None
         return arena_layout(self.shape, self.num_slots, self.arrangement, distance)
+
+    def reach(self, slots: Sequence[int]) -> None:
+        """These are about to be used: the kernel is asked for what comes after them, where slots
+        are handed out from the front. Others far from that are left alone. Does not block."""
+        if self._faulting is None or self._faulted >= self.num_slots:
+            return
+        near = self._faulted + self._ahead
+        last = max((slot for slot in slots if slot < near), default=-1)
+        if last >= self._reached:
+            self._reached = last + 1
+            self._wake.set()
 
     def tensor(self) -> torch.Tensor:
         """The whole arena as a flat tensor of the blocks' dtype, sharing the memory."""
@@ -117,6 +132,7 @@ class HostArena:
     def close(self) -> None:
         """Give the memory back. Views and tensors of it keep it alive until they are gone."""
         self._closing.set()
+        self._wake.set()
         if self._faulting is not None:
             self._faulting.join()
         if self.pinned:
@@ -129,9 +145,27 @@ class HostArena:
 
     def _prefault(self) -> None:
         began = time.monotonic()
-        given = self._pages.prefault(lambda: not self._closing.is_set())
-        if given == self.nbytes:
-            _log.info(PREFAULTED, given, time.monotonic() - began)
+        while self._faulted < self.num_slots:
+            stop = min(self._reached + self._ahead, self.num_slots)
+            for piece in self._pieces(self._faulted, stop):
+                if not self._pages.prefault(*piece, lambda: not self._closing.is_set()):
+                    return
+            self._faulted = max(self._faulted, stop)
+            if self._faulted < self.num_slots:
+                self._wake.wait()
+                self._wake.clear()
+        _log.info(PREFAULTED, self.nbytes, time.monotonic() - began)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Bytes of slots [start, stop)."""
+        if start >= stop:
+            return
+        if self.arrangement is Arrangement.BLOCKWISE:
+            yield start * self.slot_nbytes, stop * self.slot_nbytes
+            return
+        layer = self.shape.layer_nbytes
+        for first in range(0, self.shape.layers * self.num_slots, self.num_slots):
+            yield (first + start) * layer, (first + stop) * layer
 
     def _pin(self) -> bool:
         import torch

@@ -55,40 +55,6 @@ class Pages:
 
     def huge_nbytes(self) -> int:
         """Bytes that lie on huge pages now, as the kernel counts them; 0 where it does not say."""
-        return self._counted("AnonHugePages:")
-
-    def resident_nbytes(self) -> int:
-        """Bytes the kernel has given this process by now; 0 where it does not say."""
-        return self._counted("Rss:")
-
-    def prefault(self, wanted: Callable[[], bool]) -> int:
-        """Have the kernel give the memory from front to back, as long as it is ``wanted``.
-
-        A first touch costs what zeroing, and in a virtual machine fetching, a page costs: a read of
-        a fast disk into untouched memory waits mostly for that. Nothing is written, so the memory
-        may be in use. Blocks, without the GIL. Returns how many bytes are there; it ends early,
-        with a line in the log, where little memory is left, and does nothing before Linux 5.14.
-        """
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        total, done = self.view.nbytes, 0
-        while done < total and wanted():
-            size = min(_AT_ONCE, total - done)
-            if scarce(size):
-                _log.warning(
-                    "little memory is left on this machine: %d of %d bytes of host memory are "
-                    "taken only when blocks come; lower host.capacity",
-                    total - done,
-                    total,
-                )
-                break
-            if madvise(self.address + done, size, _POPULATE_WRITE):
-                _log.debug("memory is not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
-                break
-            done += size
-        return done
-
-    def _counted(self, field: str) -> int:
         try:
             lines = _SMAPS.read_text().splitlines()
         except OSError:
@@ -98,9 +64,44 @@ class Pages:
             mapping = _MAPPING.match(line)
             if mapping:
                 inside = int(mapping[1], 16) <= self.address < int(mapping[2], 16)
-            elif inside and line.startswith(field):
+            elif inside and line.startswith("AnonHugePages:"):
                 return int(line.split()[1]) << 10
         return 0
+
+    def resident_nbytes(self) -> int:
+        """Bytes the kernel has given by now; 0 where it does not say."""
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+        pages = ctypes.create_string_buffer(-(-self.view.nbytes // PAGE))
+        if mincore(self.address, self.view.nbytes, pages):
+            return 0
+        return sum(page & 1 for page in pages.raw) * PAGE
+
+    def prefault(self, start: int, stop: int, wanted: Callable[[], bool]) -> bool:
+        """Have the kernel give bytes [start, stop) from front to back, as long as it is ``wanted``.
+
+        A first touch costs what zeroing, and in a virtual machine fetching, a page costs: a read of
+        a fast disk into untouched memory waits mostly for that. Nothing is written, so the memory
+        may be in use. Blocks, without the GIL. False where it ended early: with a line in the log
+        where little memory is left, and at once before Linux 5.14.
+        """
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for at in range(start // PAGE * PAGE, stop, _AT_ONCE):
+            size = min(_AT_ONCE, stop - at)
+            if not wanted():
+                return False
+            if scarce(size):
+                _log.warning(
+                    "little memory is left on this machine: host memory of %d bytes is taken only "
+                    "when blocks come; lower host.capacity",
+                    self.view.nbytes,
+                )
+                return False
+            if madvise(self.address + at, size, _POPULATE_WRITE):
+                _log.debug("memory is not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
+                return False
+        return True
 
     def close(self) -> None:
         """Give the memory back, or, while views of it are in use, when the last is gone."""

@@ -168,32 +168,57 @@ def test_memory_starts_on_a_huge_page_and_takes_nothing_until_touched() -> None:
     memory.close()
 
 
-def test_memory_is_given_ahead_while_it_is_in_use() -> None:
-    shape = replace(SHAPE, layers=512)
-    arena = HostArena(shape, 1 + 8 * HUGE_PAGE // slot_bytes(shape), prefault=True)
-    for slot in range(arena.num_slots):
-        arena.slot_buffers(slot)[0][:4] = slot.to_bytes(4, "big")
+LARGE = replace(SHAPE, layers=512)  # 512 KiB: four to a huge page
+
+
+def until_resident(arena: HostArena, nbytes: int) -> None:
     limit = time.monotonic() + 120
-    while arena.resident_nbytes() < arena.nbytes:
-        assert time.monotonic() < limit, "the memory does not come"
+    while arena.resident_nbytes() < nbytes:
+        assert time.monotonic() < limit, f"of {nbytes} bytes only {arena.resident_nbytes()} came"
         time.sleep(0.01)
-    for slot in range(arena.num_slots):
-        buffer = arena.slot_buffers(slot)[0]
-        assert buffer[:4] == slot.to_bytes(4, "big")
-        assert not any(buffer[4:])
+
+
+@pytest.mark.parametrize("arrangement", Arrangement)
+def test_memory_is_given_ahead_while_it_is_in_use(arrangement: Arrangement) -> None:
+    slots = 33
+    arena = HostArena(LARGE, slots, arrangement=arrangement, prefault=slots * slot_bytes(LARGE))
+    for slot in range(slots):
+        for buffer in arena.slot_buffers(slot):
+            buffer[:4] = slot.to_bytes(4, "big")
+    until_resident(arena, arena.nbytes)
+    for slot in range(slots):
+        for buffer in arena.slot_buffers(slot):
+            assert buffer[:4] == slot.to_bytes(4, "big")
+            assert not any(buffer[4:])
     arena.close()
     assert "kvcore-prefault" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_memory_is_given_no_further_than_it_is_about_to_be_used() -> None:
+    slots, huge = 64, HUGE_PAGE // slot_bytes(LARGE)
+    arena = HostArena(LARGE, slots, prefault=2 * HUGE_PAGE)
+    until_resident(arena, 2 * HUGE_PAGE)
+    arena.reach([slots - 1])  # a staging slot: far from where slots are handed out
+    assert arena.resident_nbytes() < 4 * HUGE_PAGE
+    arena.reach([0, slots - 1, 2 * huge - 1])
+    until_resident(arena, 4 * HUGE_PAGE)
+    assert arena.resident_nbytes() < 6 * HUGE_PAGE
+    for slot in range(slots):
+        arena.reach([slot])
+        until_resident(arena, min((slot + 1) * slot_bytes(LARGE) + 2 * HUGE_PAGE, arena.nbytes))
+    arena.close()
 
 
 def test_memory_is_given_ahead_only_while_it_is_wanted() -> None:
     memory = Pages(8 * HUGE_PAGE)
     before = memory.resident_nbytes()
-    assert memory.prefault(lambda: False) == 0
+    assert not memory.prefault(0, 8 * HUGE_PAGE, lambda: False)
     assert memory.resident_nbytes() == before
     answers = iter([True, True, False])
-    assert memory.prefault(lambda: next(answers)) == 2 * HUGE_PAGE
+    assert not memory.prefault(0, 8 * HUGE_PAGE, lambda: next(answers))
     assert memory.resident_nbytes() - before == 2 * HUGE_PAGE
-    assert memory.prefault(lambda: True) == memory.view.nbytes
+    assert memory.prefault(0, 8 * HUGE_PAGE, lambda: True)
+    assert memory.resident_nbytes() - before == 8 * HUGE_PAGE
     memory.close()
 
 
@@ -237,7 +262,7 @@ def test_no_memory_is_taken_ahead_where_little_is_left(
     memory = Pages(2 * HUGE_PAGE)
     before = memory.resident_nbytes()
     with caplog.at_level(logging.WARNING):
-        assert memory.prefault(lambda: True) == 0
+        assert not memory.prefault(0, 2 * HUGE_PAGE, lambda: True)
     assert memory.resident_nbytes() == before
     assert "host.capacity" in caplog.text
 
