@@ -145,16 +145,17 @@ class HostArena:
 
     def _prefault(self) -> None:
         began = time.monotonic()
-        while self._faulted < self.num_slots:
+        while not self._closing.is_set():
             stop = min(self._reached + self._ahead, self.num_slots)
             for piece in self._pieces(self._faulted, stop):
                 if not self._pages.prefault(*piece, lambda: not self._closing.is_set()):
                     return
             self._faulted = max(self._faulted, stop)
-            if self._faulted < self.num_slots:
-                self._wake.wait()
-                self._wake.clear()
-        _log.info(PREFAULTED, self.nbytes, time.monotonic() - began)
+            if self._faulted >= self.num_slots:
+                _log.info(PREFAULTED, self.nbytes, time.monotonic() - began)
+                return
+            self._wake.wait()
+            self._wake.clear()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Bytes of slots [start, stop)."""

@@ -209,6 +209,15 @@ def test_memory_is_given_no_further_than_it_is_about_to_be_used() -> None:
     arena.close()
 
 
+def test_an_arena_that_waits_to_be_used_can_be_closed() -> None:
+    arena = HostArena(LARGE, 64, prefault=2 * HUGE_PAGE)
+    until_resident(arena, 2 * HUGE_PAGE)
+    closing = threading.Thread(target=arena.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+
+
 def test_memory_is_given_ahead_only_while_it_is_wanted() -> None:
     memory = Pages(8 * HUGE_PAGE)
     before = memory.resident_nbytes()
