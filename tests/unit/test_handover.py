@@ -230,6 +230,27 @@ def test_the_node_of_a_promise_goes_to_the_ranks_with_the_load() -> None:
     finder.close()
 
 
+def test_what_a_tier_has_or_is_receiving_may_be_promised() -> None:
+    index = BlockIndex([TierSpec("host", 100), TierSpec("far", 100)])
+    manager = KVManager(
+        index,
+        SimpleNamespace(submit=lambda graph: None),  # type: ignore[arg-type]
+        backing=[Backing("far", Path.REMOTE2H, Path.H2REMOTE, node="n:1")],
+    )
+    keys = chain(PROMPT).keys
+    assert promised(chain(PROMPT), 6, manager) is None
+    index.commit(index.reserve("far", keys, 0, 2, b"n" * 16))
+    save = index.reserve("host", keys, 0, 4, b"n" * 16)
+    for blocks, known in ((6, 4), (3, 3)):
+        told = promised(chain(PROMPT), blocks, manager)
+        assert told is not None
+        assert accept(told, chain(PROMPT), 3.0) == Promise(known, 3.0, "n:1")
+    index.abort(save)
+    left = promised(chain(PROMPT), 6, manager)
+    assert left is not None
+    assert left["blocks"] == 2
+
+
 # -- vLLM's roles -----------------------------------------------------------------------------
 
 
