@@ -123,11 +123,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KVCoreError as error:
         console.print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False)
         return 1
-    title = f"{options.documents} documents of {options.tokens} tokens, {os.cpu_count()} CPUs"
+    title = f"{_count(options.documents)} of {options.tokens} tokens, {os.cpu_count()} CPUs"
     console.print(table(title, answers))
     content = {"store": options.store, "answers": [asdict(answer) for answer in answers]}
     (options.results / "cluster.json").write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"{time.monotonic() - began:.0f} s in all; {options.results}/cluster.json")
+    took = f"{time.monotonic() - began:.0f} s in all"
+    console.print(f"{took}; {options.results}/cluster.json, cluster-*.log", highlight=False)
     wrong = problems(answers)
     for line in wrong:
         console.print(f"[red]{line}[/]", highlight=False)
@@ -199,7 +200,7 @@ def network(console: Console) -> Iterator[dict[str, Host | None]]:
         else:
             hosts = dict(made)
             where = ", ".join(f"{name} {host.address}" for name, host in made.items())
-            console.print(f"{made.facts}: {where}", highlight=False)
+            console.print(f"hosts are network namespaces: {where}", highlight=False)
         yield hosts
 
 
@@ -214,8 +215,8 @@ def run(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcore-cluster-")))
         start = stack.enter_context(servers(folder))
         capacity = 2 * sum(map(len, prompts)) * setting.token_nbytes + (256 << 20)
+        _say(console, f"starting {setting.store}, and a vLLM on each host: a minute or two")
         options = _open_store(setting.store, start, hosts["store"], capacity)
-        console.print(f"starting two vLLM ({setting.results}/cluster-*.log)")
         engines: dict[str, EngineProcess] = {}
         for name in ENGINES:
             tier = {
@@ -227,13 +228,25 @@ def run(
             stack.callback(engines[name].kill)
         a, b = engines["a"], engines["b"]
         _warm(a, b)
+        _say(console, f"{SAYS[COLD]}: {_count(len(prompts))}")
         for number, prompt in enumerate(prompts):
             yield _answer(COLD, number, prompt, a)
+        _say(console, "host a finishes writing to the store")
         _published(a, sum(len(prompt) - ALIKE for prompt in prompts) * setting.token_nbytes)
         for phase in (FAR, LOCAL):
+            _say(console, SAYS[phase])
             for number, prompt in enumerate(prompts):
                 b.reset_prefix_cache()
                 yield _answer(phase, number, prompt, b)
+
+
+def _count(documents: int) -> str:
+    return f"{documents} document{'s' if documents > 1 else ''}"
+
+
+def _say(console: Console, line: str) -> None:
+    """What happens now: the time, since some of it takes long."""
+    console.print(f"{time.strftime('%H:%M:%S')}  {line}", highlight=False)
 
 
 def _open_store(kind: str, start: Start, host: Host | None, nbytes: int) -> dict[str, Any]:

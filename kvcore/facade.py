@@ -96,11 +96,6 @@ class Backing:
     node: str = ""
 
 
-def node_of(manager: Manager) -> str:
-    """Where other engines find what this one writes; "" where all look in one place."""
-    return next((tier.node for tier in manager.backings if tier.node), "")
-
-
 class Source(NamedTuple):
     """Blocks [start, stop) of a chain that ``tier`` holds."""
 
@@ -197,6 +192,20 @@ class Manager(ABC):
     @property
     @abstractmethod
     def backings(self) -> tuple[Backing, ...]: ...
+
+    @property
+    def node(self) -> str:
+        """Where other engines find what this one, or its server, writes; "" where all look in one
+        place, and while there is no server."""
+        return next((tier.node for tier in self.backings if tier.node), "")
+
+    def expected(self, keys: Sequence[bytes]) -> int:
+        """Leading blocks that a tier holds or is receiving; 0 where a server does not answer."""
+        most = 0
+        for tier in (HOST, *(tier.name for tier in self.backings)):
+            if most < len(keys):
+                most = max(most, self.index.held(tier, keys))
+        return most
 
     @property
     @abstractmethod

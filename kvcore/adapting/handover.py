@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from kvcore.block import KEY_BYTES, KeyChain
 from kvcore.errors import FormatError
+from kvcore.facade import Manager
 from kvcore.tiers.remote.finder import Promise
 
 __all__ = ["VERSION", "accept", "promised"]
@@ -35,13 +36,14 @@ class _Told(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     node: Annotated[str, Meta(max_length=300)] = ""
 
 
-def promised(chain: KeyChain, blocks: int, node: str = "") -> dict[str, Any] | None:
-    """What the engine that answers ``chain``'s prompt needs to know of its first ``blocks``, which
-    are saved or about to be, and to be had at ``node`` (`Backing.node`) where they are not in a
-    place that both know: plain data. None where there are none."""
-    blocks = min(blocks, len(chain.keys))
+def promised(chain: KeyChain, blocks: int, manager: Manager) -> dict[str, Any] | None:
+    """What the engine that answers ``chain``'s prompt needs to know of its first ``blocks``, as far
+    as ``manager`` has them or is receiving them: plain data, with the manager's node where they are
+    not in a place that both know. None where there are none. A server is asked once or twice."""
+    blocks = manager.expected(chain.keys[: max(blocks, 0)])
     if blocks < 1:
         return None
+    node = manager.node
     told = _Told(
         VERSION,
         chain.namespace.digest.hex(),

@@ -46,6 +46,7 @@ from kvcore.schema import ServerConfig
 from kvcore.server.link import Link
 from kvcore.server.messages import (
     MAX_REPORTS,
+    MAX_WAIT_S,
     Beat,
     Beating,
     Bye,
@@ -289,6 +290,7 @@ class RemoteManager(Manager):
         self.index = RemoteIndex(self)
         self._metrics = metrics
         self._room = _NO_ROOM
+        self._coming = b""  # last key of a prompt of which the server awaits what was promised
         self._owed: set[bytes] | None = set()  # namespaces to clear; None: all
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
@@ -304,33 +306,49 @@ class RemoteManager(Manager):
         tiers = [] if member is None else member.welcome.tiers
         return tuple(Backing(name, read_path=Path(path)) for name, path in tiers)
 
+    @property
+    def node(self) -> str:
+        """The server's: this engine has none of its own."""
+        member = self.keeper.member
+        return "" if member is None else member.welcome.node
+
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
         """What the server holds of ``keys``; nothing when it does not answer in time."""
         found = self._match(keys, namespace, 0, ask=False)
         if found is None:
+            self._coming = b""
             return Hit(keys, namespace, ())
+        self._coming = keys[-1] if found.asking else b""
         self._room = Room(found.full, found.free, found.staging, found.lent, found.moving)
         return Hit(keys, namespace, tuple(Source(*source) for source in found.sources))
 
     def _match(
-        self, keys: Sequence[bytes], namespace: bytes, computed: int, *, ask: bool
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        computed: int,
+        *,
+        ask: bool,
+        promise: Promise | None = None,
     ) -> Matched | None:
         member = self.keeper.member
         if not keys or member is None or not self._is_clear():
             return None
+        told = promise and (promise.blocks, min(promise.wait_s, MAX_WAIT_S), promise.node)
         reply = self.keeper.ask(
-            Match(self._ref(), member.number, join(keys), namespace, computed, ask), Matched
+            Match(self._ref(), member.number, join(keys), namespace, computed, ask, told), Matched
         )
         return reply if isinstance(reply, Matched) else None
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
-        """As `KVManager.ask_stores`; the server waits for a promise as for anything else."""
+        """As `KVManager.ask_stores`, behind a `get_match` of the same prompt. What is promised may
+        come to the server's stores, or to its host memory from another of its engines."""
         member = self.keeper.member
-        if member is None or not member.welcome.stores:
+        if member is None or max(hit.depth, computed) >= len(hit.keys):
             return False
-        if max(hit.depth, computed) >= len(hit.keys):
-            return False
-        found = self._match(hit.keys, hit.namespace, computed, ask=True)
+        if promise is None and not member.welcome.stores:
+            return hit.keys[-1] == self._coming
+        found = self._match(hit.keys, hit.namespace, computed, ask=True, promise=promise)
         return found is not None and found.asking
 
     def wait_stores(self, timeout: float) -> bool:

@@ -44,6 +44,13 @@ Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TierName = Annotated[str, Meta(max_length=64)]
 Place = tuple[TierName, Count, Count]
 """A tier and the blocks [start, stop) of a chain that it answers."""
+MAX_WAIT_S = 86400.0
+Promised = tuple[
+    Annotated[int, Meta(ge=1, le=MAX_BLOCKS)],
+    Annotated[float, Meta(gt=0, le=MAX_WAIT_S)],
+    Annotated[str, Meta(max_length=300)],
+]
+"""`kvcore.facade.Promise`."""
 
 
 class Model(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +104,8 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
-    """What is held of a chain; ``ask`` a store for more, beyond ``computed`` leading blocks."""
+    """What is held of a chain; ``ask`` a store for more, beyond ``computed`` leading blocks.
+    ``promise`` comes with the first question about a prompt."""
 
     ref: Ref
     session: Number
@@ -105,6 +113,7 @@ class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     namespace: Digest
     computed: Count = 0
     ask: bool = False
+    promise: Promised | None = None
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
@@ -253,7 +262,7 @@ Request = (
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
     of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept;
-    ``spells``: whether events tell them."""
+    ``spells``: whether events tell them. ``node`` is `kvcore.facade.Manager.node`'s."""
 
     ref: Ref
     session: Number
@@ -263,6 +272,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     lease_s: float
     texts: bool = False
     spells: bool = False
+    node: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -283,7 +293,8 @@ class Beating(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
 
 
 class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
-    """The answer to `Match`; the last five are `kvcore.facade.Room`'s."""
+    """The answer to `Match`; the last five are `kvcore.facade.Room`'s. ``asking``: more is on its
+    way, of a store or of what was promised here; it is said without being asked of the latter."""
 
     ref: Ref
     sources: list[Place]

@@ -329,7 +329,15 @@ class Server:
         )
         lease_s = self._config.server.lease_s
         return Welcome(
-            hello.ref, number, file.name, tiers, stores, lease_s, space.texts, space.spells
+            hello.ref,
+            number,
+            file.name,
+            tiers,
+            stores,
+            lease_s,
+            space.texts,
+            space.spells,
+            space.manager.node,
         )
 
     def _space(self, model: Model) -> Space:

@@ -33,12 +33,13 @@ from kvcore.config import Config
 from kvcore.control.audit import AuditLog
 from kvcore.control.build import make_control
 from kvcore.errors import BlockMissing, FormatError, LayoutError
-from kvcore.facade import Hit, Source
+from kvcore.facade import Hit, Promise, Source
 from kvcore.layout import KVView
 from kvcore.manager import KVManager
 from kvcore.metrics import Data, Metrics, merge
 from kvcore.ops.base import DeviceOps, HeadRange, Units
 from kvcore.pool import SlotRun
+from kvcore.server.awaited import Awaited
 from kvcore.server.messages import (
     Clear,
     Held,
@@ -206,6 +207,7 @@ class Space:
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
+        self._awaited = Awaited(parts.manager.index)
         self._metrics, self._publisher = parts.metrics, parts.publisher
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
@@ -278,9 +280,20 @@ class Space:
 
     def match(self, asked: Match) -> Matched:
         hit = self.manager.get_match(split(asked.keys), asked.namespace)
-        asking = asked.ask and self.manager.ask_stores(hit, asked.computed)
+        asking = asked.ask and self._ask_stores(hit, asked)
+        asking |= self._awaited.coming(hit.keys, max(hit.depth, asked.computed))
         places = [(source.tier, source.start, source.stop) for source in hit.sources]
         return Matched(asked.ref, places, asking, *self.manager.room)
+
+    def _ask_stores(self, hit: Hit, asked: Match) -> bool:
+        """What is promised at this server's own node is in no store that has to be waited for: a
+        session saves it, or nobody does."""
+        promise = None if asked.promise is None else Promise(*asked.promise)
+        if promise is not None and hit.keys:
+            self._awaited.expect(hit.keys, promise)
+            if promise.node and promise.node == self.manager.node:
+                promise = None
+        return self.manager.ask_stores(hit, asked.computed, promise)
 
     def held(self, asked: Held) -> int:
         if asked.tier not in self.manager.index.tiers:

@@ -232,7 +232,8 @@ class EngineProcess:
             lora: folder of LoRA weights to answer with.
             image: picture that goes with the prompt, for a model that takes one.
             fusion: what the request says of fusion (`kvcore.fusion.options`).
-            promise: what a prefill engine has said of the prompt's KV (vLLM only).
+            promise: what a prefill engine has said of the prompt's KV (vLLM and the reference
+                engine only).
             traceparent: the W3C trace that it belongs to, for an engine that traces.
         """
         self.wait_ready()

@@ -14,7 +14,7 @@ def prefill(engine: EngineProcess, prompt: Sequence[int], **options: Any) -> dic
     """Have a prompt computed; what the engine promises to whoever answers it."""
     [made] = engine.generate([prompt], max_tokens=1, **options)
     promise = made.kvcore.get("promise")
-    assert isinstance(promise, dict), f"no promise: is its kv_role kv_producer? {made.kvcore}"
+    assert isinstance(promise, dict), f"no promise: is it a prefill instance? {made.kvcore}"
     return promise
 
 

@@ -1,16 +1,30 @@
-"""Prefill on one real vLLM, decode on another; KV goes from memory to memory over NIXL."""
+"""Prefill on one real vLLM, decode on another; KV goes from memory to memory over NIXL. Each has
+tiers of its own, or is behind a server."""
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import ANSWER, SMALL, SPACE, all_from, answers, counted, same
+from kvcore.testing.asking import (
+    ANSWER,
+    SMALL,
+    SPACE,
+    Reference,
+    all_from,
+    answers,
+    counted,
+    same,
+    small_engine,
+)
 from kvcore.testing.engine_process import EngineProcess
 from kvcore.testing.models import tiny_model
 from kvcore.testing.prompts import windows
+from kvcore.testing.served import rested, server_process
 from kvcore.testing.servers import free_port, need_client
 from kvcore.testing.split import prefill, split
 
@@ -77,3 +91,71 @@ def test_one_computes_and_the_other_answers() -> None:
             recomputed = answers(second, [document], promise=promise)
             same(recomputed, [answer])
             assert recomputed[0].reused_tokens == 0, "there is nobody to have it from"
+
+
+def serving(folder: Path, listen: str, **more: Any) -> list[str]:
+    """What `kvcore server` is told: the tiers of `settings`, and where it is."""
+    told = settings(listen, **more)
+    options = told["tiers"]["far"].pop("options")
+    tables = {
+        "server.folder": str(folder),
+        "host.capacity": "64MiB",
+        "log.level": "warning",
+        **{f"tiers.far.{name}": value for name, value in told["tiers"]["far"].items()},
+        **{f"tiers.far.options.{name}": value for name, value in options.items()},
+    }
+    return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in tables.items()]
+
+
+def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first engine may be gone, since its server has promised; a server that is gone costs the
+    computing alone."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+    documents = windows(model, 6, 150, 600, seed=2)
+    asked, [gone], [lost] = documents[:4], documents[4:5], documents[5:]
+    with small_engine(model, None, enable_prefix_caching=False) as plain:
+        expected = Reference(plain)(documents)
+    here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    folders = [tmp_path / name for name in ("here", "there")]
+    with ExitStack() as started:
+        servers = [
+            started.enter_context(server_process(*serving(folders[0], here))),
+            started.enter_context(
+                server_process(*serving(folders[1], there, guests=["127.0.0.1"]))
+            ),
+        ]
+        first, second = (
+            started.enter_context(
+                closing(EngineProcess(model, kvcore=kvcore, env=SPACE, kv_role=role, **SMALL))
+            )
+            for role, kvcore in zip(
+                ("kv_producer", "kv_consumer"), map(client, folders), strict=True
+            )
+        )
+        got = split(first, second, asked, ANSWER)
+        same(got, expected[:4])
+        all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
+        assert counted(second, "kvcore_failures_total") == 0
+        promises = [prefill(first, document) for document in (gone, lost)]
+        assert {promise["node"] for promise in promises} == {here}, "not an engine's: its server's"
+        rested(folders[0])
+        first.kill()
+        [kept] = answers(second, [gone], promise=promises[0])
+        same([kept], expected[4:5])
+        all_from("far", [kept], [min(len(gone) // BLOCK * BLOCK, len(gone) - 1)])
+        servers[0].kill()
+        servers[0].wait()
+        [broken] = answers(second, [lost], promise=promises[1])
+        same([broken], expected[5:])
+        assert broken.reused_tokens == 0, "there is nobody to have it from"
+        rested(folders[1])
+
+
+def client(folder: Path) -> dict[str, Any]:
+    """Of an engine whose server has this folder."""
+    return {
+        "server": {"address": "local", "folder": str(folder), "deadline_s": 20.0},
+        "transfer": {"load_deadline_s": 300.0},
+        "vllm": {"promise_s": 60.0},
+    }

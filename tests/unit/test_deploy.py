@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,8 @@ def test_variables_are_settings() -> None:
     assert names
     for name in names:
         keys = tuple(name.removeprefix("KVCORE__").lower().split("__"))
+        if "options" in keys:  # a plugin's own
+            keys = keys[: keys.index("options") + 1]
         assert node_at(keys).field is not None, name
 
 
@@ -194,40 +197,48 @@ def test_manifests_are_kubernetes(resource: dict[str, Any]) -> None:
     tool("kubernetes_validate").validate(resource, KUBERNETES, strict=True)
 
 
+WITH_PODS = ("DaemonSet", "Deployment", "StatefulSet")
+NAME = "app.kubernetes.io/name"
+
+
 def pods() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for path in MANIFESTS:
         for found in documents(path):
-            if found["kind"] in ("Deployment", "StatefulSet"):
+            if found["kind"] in WITH_PODS:
                 yield found, found["spec"]["template"]
 
 
+def check_parts(found: Sequence[dict[str, Any]]) -> None:
+    """Selectors, volumes, claims, ports and probes of resources name what there is."""
+    ports = {}
+    for resource in found:
+        if resource["kind"] not in WITH_PODS:
+            continue
+        spec, pod = resource["spec"], resource["spec"]["template"]
+        assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        claims = {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])}
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | claims
+        [container] = pod["spec"]["containers"]
+        names = {port["name"] for port in container["ports"]}
+        ports[pod["metadata"]["labels"][NAME]] = names
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} == volumes
+        probed = json.dumps(
+            [container.get(f"{k}Probe") for k in ("startup", "readiness", "liveness")]
+        )
+        assert set(re.findall(r'"port": "([\w-]+)"', probed)) <= names
+        assert container["resources"]["limits"]["memory"]
+    for resource in found:
+        if resource["kind"] == "Service":
+            name = resource["spec"]["selector"][NAME]
+            assert {port["targetPort"] for port in resource["spec"]["ports"]} <= ports[name]
+        elif resource["kind"] == "NetworkPolicy":
+            name = resource["spec"]["podSelector"]["matchLabels"][NAME]
+            rules = resource["spec"]["ingress"]
+            assert {port["port"] for rule in rules for port in rule.get("ports", [])} <= ports[name]
+
+
 def test_parts_of_the_manifests_name_each_other() -> None:
-    claims, ports, labels = set(), {}, []
-    for found, pod in pods():
-        assert found["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-        labels.append(pod["metadata"]["labels"])
-        claims = {
-            claim["metadata"]["name"] for claim in found["spec"].get("volumeClaimTemplates", [])
-        }
-        volumes = {v["name"] for v in pod["spec"].get("volumes", [])} | claims
-        for container in pod["spec"]["containers"]:
-            names = {port["name"] for port in container["ports"]}
-            ports[pod["metadata"]["labels"]["app.kubernetes.io/name"]] = names
-            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
-            probed = json.dumps(
-                [container.get(f"{k}Probe") for k in ("startup", "readiness", "liveness")]
-            )
-            assert set(re.findall(r'"port": "([\w-]+)"', probed)) <= names
-            assert container["resources"]["limits"]["memory"]
-    for path in MANIFESTS:
-        for found in documents(path):
-            if found["kind"] == "Service":
-                name = found["spec"]["selector"]["app.kubernetes.io/name"]
-                assert {port["targetPort"] for port in found["spec"]["ports"]} <= ports[name]
-            elif found["kind"] == "NetworkPolicy":
-                name = found["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
-                allowed = [p["port"] for rule in found["spec"]["ingress"] for p in rule["ports"]]
-                assert set(allowed) <= ports[name]
+    check_parts([found for path in MANIFESTS for found in documents(path)])
 
 
 def test_the_kustomization_lists_what_is_there() -> None:
@@ -268,6 +279,230 @@ def test_the_compose_file_is_one_and_its_files_are_there() -> None:
     for service in compose["services"].values():
         assert set(service.get("depends_on", {})) <= compose["services"].keys()
         assert "image" in service
+
+
+# -- the chart ------------------------------------------------------------------------------
+
+CHART = DEPLOY / "helm" / "kvcore"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+LIKE_MANIFESTS = {"server": {"enabled": False}, "store": {"kind": "valkey"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "manifests": LIKE_MANIFESTS,
+    "lend": {"server": {"enabled": False}},
+    "server-valkey": {"store": {"kind": "valkey"}},
+    "no-store": {"store": {"kind": "none"}, "disk": {"capacity": ""}},
+    "no-server-no-disk": {"server": {"enabled": False}, "disk": {"capacity": ""}},
+    "own-store": {"store": {"kind": "url", "url": "redis://elsewhere:6379/0"}},
+    "watched": {
+        "monitoring": {
+            "podMonitor": True, "alerts": True, "dashboard": True, "annotations": False,
+            "labels": {"release": "prometheus"},
+        }
+    },
+    "watched-alone": {"server": {"enabled": False}, "monitoring": {"podMonitor": True}},
+    "placed": {
+        "engine": {
+            "nodeSelector": {"gpu": "yes"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "args": ["--max-model-len", "32768"],
+        },
+        "settings": "[block]\ntokens = 32\n",
+        "disk": {"storageClass": "local"},
+    },
+}  # fmt: skip
+
+
+@cache
+def chart() -> Any:
+    return tool("helm_python").Chart.load(CHART)
+
+
+def text(values: Mapping[str, Any], name: str = "kvcore") -> dict[str, str]:
+    """What Helm makes of the chart, by template."""
+    chart().validate_schema(dict(values))
+    made = chart().render(dict(values), name=name, namespace="models")
+    return {Path(path).name: str(found) for path, found in made.items()}
+
+
+def rendered(values: Mapping[str, Any], name: str = "kvcore") -> list[dict[str, Any]]:
+    """The resources."""
+    made = [found for path, found in text(values, name).items() if path != "NOTES.txt"]
+    return [found for each in made for found in yaml.safe_load_all(each) if found]
+
+
+variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+@variants
+def test_helm_finds_no_fault_with_the_chart(values: dict[str, Any]) -> None:
+    report = tool("helm_python").lint(CHART, values, strict=True)
+    told = [message["error"] for message in report["messages"]]
+    assert (report["errors"], told) == ([], ["icon is recommended"])
+
+
+@variants
+def test_what_the_chart_makes_is_kubernetes(values: dict[str, Any]) -> None:
+    found = rendered(values)
+    for resource in found:
+        if not resource["apiVersion"].startswith("monitoring.coreos.com/"):
+            tool("kubernetes_validate").validate(resource, KUBERNETES, strict=True)
+    names = [(resource["kind"], resource["metadata"]["name"]) for resource in found]
+    assert len(set(names)) == len(names)
+    check_parts(found)
+    other = {(r["kind"], r["metadata"]["name"]) for r in rendered(values, "other")}
+    assert not other & set(names), "two releases in a namespace"
+
+
+def as_manifest(resource: dict[str, Any]) -> Any:
+    """A resource of the release "kvcore" without what Helm adds."""
+    added = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart",
+             "checksum/settings")  # fmt: skip
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items() if key not in added}
+        if isinstance(value, list):
+            return [plain(inner) for inner in value]
+        return value.removeprefix("kvcore-") if re.match(KINDS, str(value)) else value
+
+    return plain(resource)
+
+
+KINDS = r"kvcore-(engine|valkey|mooncake-master)"
+
+
+@pytest.mark.parametrize(
+    ("values", "files"),
+    [
+        (LIKE_MANIFESTS, ["engine.yaml", "valkey.yaml"]),
+        ({"store": {"kind": "mooncake"}}, ["mooncake.yaml"]),
+    ],
+)
+def test_the_chart_makes_the_manifests(values: dict[str, Any], files: list[str]) -> None:
+    made = {(r["kind"], r["metadata"]["name"]): r for r in map(as_manifest, rendered(values))}
+    for file in files:
+        for resource in documents(DEPLOY / "kubernetes" / file):
+            known = made[resource["kind"], resource["metadata"]["name"]]
+            assert known == as_manifest(resource)
+
+
+@variants
+def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -> None:
+    found = rendered(values)
+    [told] = [r["data"] for r in found if r["kind"] == "ConfigMap" and "kvcore.toml" in r["data"]]
+    configs = {}
+    for name, lines in told.items():
+        (tmp_path / name).write_text(lines)
+        who = "engine" if name == "kvcore.toml" else "server"
+        [container] = [
+            container
+            for resource in found
+            if resource["kind"] in WITH_PODS and resource["metadata"]["name"] == f"kvcore-{who}"
+            for container in resource["spec"]["template"]["spec"]["containers"]
+        ]
+        env = {v["name"]: v.get("value", "x") for v in container["env"]}
+        configs[who] = load_config(tmp_path / name, env=env)
+        assert f"/etc/kvcore/{name}" in [*container.get("command", []), *container.get("args", [])]
+        PluginManager().check(configs[who])
+    served = values.get("server", {}).get("enabled", True)
+    assert configs.keys() == ({"engine", "server"} if served else {"engine"})
+    owner = configs["server" if served else "engine"]
+    assert owner.events.endpoint == "tcp://*:5657"
+    assert (owner.disk.path is None) == (values.get("disk", {}).get("capacity") == "")
+    services = {r["metadata"]["name"] for r in found if r["kind"] == "Service"}
+    for tier in owner.tiers.values():
+        at = tier.options.get("master") or tier.options["url"].removeprefix("redis://")
+        host = at.partition(":")[0]
+        assert host in services | {"elsewhere"}
+        assert (tier.options.get("host") == "x") == (tier.plugin == "mooncake"), "the pod's address"
+    if served:
+        assert configs["engine"].server.folder == configs["server"].server.folder
+        assert configs["engine"].server.address == configs["server"].server.address == "local"
+        assert not configs["engine"].tiers
+    if values is LIKE_MANIFESTS:
+        lines = told["kvcore.toml"].replace("kvcore-valkey", "valkey")
+        told_once = [line for line in SETTINGS[0].read_text().splitlines() if line[:1] != "#"]
+        assert lines.split() == "\n".join(told_once).split()
+
+
+def leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value and "limits" not in value:
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, dict):
+        return {"limits": {"memory": "1Gi"}} if "limits" in value else {"a": "b"}
+    if isinstance(value, list):
+        return ["x"]
+    number = re.match(r"[0-9]+(?=[GK]i)", value)
+    return f"1{value}" if number else f"{value}x"
+
+
+SPECIAL: dict[tuple[str, ...], Any] = {
+    ("image", "pullPolicy"): "Always",
+    ("store", "kind"): "none",
+    ("store", "url"): "redis://third:6379/0",
+    ("disk", "hostPath"): "/data",
+    ("engine", "tolerations"): [{"operator": "Exists"}],
+    ("settings",): "[block]\ntokens = 32",
+}
+
+
+@pytest.mark.parametrize("path", list(leaves(VALUES)), ids=".".join)
+def test_every_value_changes_something(path: tuple[str, ...]) -> None:
+    value: Any = VALUES
+    for name in path:
+        value = value[name]
+    told: Any = SPECIAL[path] if path in SPECIAL else changed(value)
+    for name in reversed(path):
+        told = {name: told}
+    assert any(text(merged(v, told)) != text(v) for v in VARIANTS.values())
+
+
+def merged(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(values)
+    for name, value in more.items():
+        both = isinstance(value, dict) and isinstance(made.get(name), dict)
+        made[name] = merged(made[name], value) if both else value
+    return made
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"modle": "x"}, {"store": {"kind": "etcd"}}, {"store": {"kind": "url"}},
+     {"host": {"capacity": 16}}, {"engine": {"replicas": 0}}],
+)  # fmt: skip
+def test_values_that_are_none_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(tool("helm_python").HelmError):
+        text(merged(VALUES, values))
+
+
+def test_the_chart_carries_what_is_watched() -> None:
+    found = {r["kind"]: r for r in rendered(VARIANTS["watched"]) if r["kind"] != "ConfigMap"}
+    [rules] = documents(DEPLOY / "monitoring" / "alerts.yaml")
+    assert found["PrometheusRule"]["spec"] == rules
+    [dashboard] = [
+        r["data"] for r in rendered(VARIANTS["watched"])
+        if r["kind"] == "ConfigMap" and "kvcore.json" in r["data"]
+    ]  # fmt: skip
+    assert json.loads(dashboard["kvcore.json"])["panels"]
+    scraped = {end["port"] for end in found["PodMonitor"]["spec"]["podMetricsEndpoints"]}
+    ports = {
+        port["name"]
+        for kind in ("StatefulSet", "DaemonSet")
+        for port in found[kind]["spec"]["template"]["spec"]["containers"][0]["ports"]
+    }
+    assert scraped <= ports
 
 
 # -- sizing ---------------------------------------------------------------------------------

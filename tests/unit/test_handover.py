@@ -35,13 +35,18 @@ def chain(tokens: Sequence[int], tenant: str = "") -> KeyChain:
     return made
 
 
+def has(blocks: int, node: str = "") -> Any:
+    """What is asked of a manager that has ``blocks`` of any prompt."""
+    return SimpleNamespace(node=node, expected=lambda keys: min(len(keys), blocks))
+
+
 PROMPT = list(range(1, 101))
 SHAPE = BlockShape(1, 1, 16, 8, "float32")
 SHARD = Shard("kvcore", "base", Part.whole(SHAPE), SHAPE)
 
 
 def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
-    told = promised(chain(PROMPT), 6)
+    told = promised(chain(PROMPT), 6, has(6))
     assert told is not None
     assert accept(told, chain([*PROMPT, 5, 6]), 3.0) == Promise(6, 3.0)
     with pytest.raises(FormatError, match="another prompt"):
@@ -55,13 +60,14 @@ def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
     with pytest.raises(FormatError, match="version"):
         accept({**told, "version": 9}, chain(PROMPT), 3.0)
     assert "node" not in told
-    there = promised(chain(PROMPT), 6, "10.0.0.5:7801-7804")
+    there = promised(chain(PROMPT), 6, has(6, "10.0.0.5:7801-7804"))
     assert there is not None
     assert accept(there, chain(PROMPT), 3.0) == Promise(6, 3.0, "10.0.0.5:7801-7804")
     with pytest.raises(FormatError, match="node"):
         accept({**told, "node": "x" * 301}, chain(PROMPT), 3.0)
-    assert promised(chain(PROMPT), 0) is None
-    assert promised(chain(PROMPT[:10]), 1) is None
+    assert promised(chain(PROMPT), 0, has(6)) is None
+    assert promised(chain(PROMPT[:10]), 1, has(6)) is None
+    assert promised(chain(PROMPT), 6, has(0)) is None
 
 
 @given(
@@ -72,7 +78,9 @@ def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
 )
 def test_what_is_no_promise_is_refused(garbage: dict[str, Any]) -> None:
     with pytest.raises(FormatError):
-        accept({**(promised(chain(PROMPT), 6) or {}), **garbage, "y": 1}, chain(PROMPT), 1.0)
+        accept(
+            {**(promised(chain(PROMPT), 6, has(6)) or {}), **garbage, "y": 1}, chain(PROMPT), 1.0
+        )
 
 
 class Filling(MemoryStore):
@@ -222,6 +230,27 @@ def test_the_node_of_a_promise_goes_to_the_ranks_with_the_load() -> None:
     finder.close()
 
 
+def test_what_a_tier_has_or_is_receiving_may_be_promised() -> None:
+    index = BlockIndex([TierSpec("host", 100), TierSpec("far", 100)])
+    manager = KVManager(
+        index,
+        SimpleNamespace(submit=lambda graph: None),  # type: ignore[arg-type]
+        backing=[Backing("far", Path.REMOTE2H, Path.H2REMOTE, node="n:1")],
+    )
+    keys = chain(PROMPT).keys
+    assert promised(chain(PROMPT), 6, manager) is None
+    index.commit(index.reserve("far", keys, 0, 2, b"n" * 16))
+    save = index.reserve("host", keys, 0, 4, b"n" * 16)
+    for blocks, known in ((6, 4), (3, 3)):
+        told = promised(chain(PROMPT), blocks, manager)
+        assert told is not None
+        assert accept(told, chain(PROMPT), 3.0) == Promise(known, 3.0, "n:1")
+    index.abort(save)
+    left = promised(chain(PROMPT), 6, manager)
+    assert left is not None
+    assert left["blocks"] == 2
+
+
 # -- vLLM's roles -----------------------------------------------------------------------------
 
 
@@ -241,7 +270,7 @@ def request(params: dict[str, Any] | None) -> Any:
     ],
 )
 def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: bool) -> None:
-    told = Handover(role, 5.0, "n:1").told(request(params), chain(PROMPT), 9, {}, {}, None)
+    told = Handover(role, 5.0, has(9, "n:1")).told(request(params), chain(PROMPT), 9, {}, {}, None)
     asked = params is not None and "kvcore" in params
     assert (told is not None) == (promises or asked)
     if told is None:
@@ -249,18 +278,18 @@ def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: b
     assert ("reused_tokens" in told["kvcore"]) == asked
     assert ("promise" in told["kvcore"]) == promises
     if promises:
-        accepted = Handover("kv_consumer", 5.0).accepted
+        accepted = Handover("kv_consumer", 5.0, has(0)).accepted
         assert accepted(request(told), chain(PROMPT)) == Promise(6, 5.0, "n:1"), (
             "no more than the prompt"
         )
         assert accepted(request(told), chain(PROMPT, "tenant")) is None
     for nothing in (None, {}, {"kvcore": True}, {"kvcore": {"promise": 3}}):
-        assert Handover(role, 5.0).accepted(request(nothing), chain(PROMPT)) is None
+        assert Handover(role, 5.0, has(0)).accepted(request(nothing), chain(PROMPT)) is None
 
 
 @pytest.mark.parametrize("saved", [0, 1, 6])
 def test_no_more_is_promised_than_was_saved(saved: int) -> None:
-    producer = Handover("kv_producer", 5.0)
+    producer = Handover("kv_producer", 5.0, has(9))
     told = producer.told(request(None), chain(PROMPT), saved, {}, {}, None)
     assert (told is None) == (saved == 0)
     if told is not None:

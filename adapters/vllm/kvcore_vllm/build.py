@@ -35,7 +35,6 @@ from kvcore.adapting.watching import Watch
 from kvcore.attention import AttentionHook
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
-from kvcore.facade import node_of
 from kvcore.layout import BlockShape, KVView
 from kvcore.metrics import Metrics
 from kvcore.ops import HeadRange
@@ -88,7 +87,7 @@ def build_scheduler_side(
         planning=planning if config.planner.enabled else None,
         watch=watch,
         handover=Handover(
-            vllm_config.kv_transfer_config.kv_role, config.vllm.promise_s, node_of(parts.manager)
+            vllm_config.kv_transfer_config.kv_role, config.vllm.promise_s, parts.manager
         ),
     )
     return side

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.adapting.handover import accept, promised
 from kvcore.block import KeyChain
 from kvcore.errors import FormatError
-from kvcore.facade import Promise
+from kvcore.facade import Manager, Promise
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,13 +24,12 @@ _PRODUCER = "kv_producer"
 
 
 class Handover:
-    """``role`` is vLLM's ``kv_role``; what is promised is waited for ``wait_s`` seconds. ``node``
-    is where others find what this engine has written (`Backing.node`)."""
+    """``role`` is vLLM's ``kv_role``; what is promised is waited for ``wait_s`` seconds."""
 
-    def __init__(self, role: str | None, wait_s: float, node: str = "") -> None:
+    def __init__(self, role: str | None, wait_s: float, manager: Manager) -> None:
         self._produces = role == _PRODUCER
         self._wait_s = wait_s
-        self._node = node
+        self._manager = manager
 
     def accepted(self, request: Request, chain: KeyChain) -> Promise | None:
         """What another engine has promised of the request's prompt."""
@@ -62,7 +61,7 @@ class Handover:
             said |= {"fusion": fusion} if fusion else {}
         if self._produces or (request.kv_transfer_params or {}).get("do_remote_decode"):
             blocks = min(saved_blocks, request.num_prompt_tokens // chain.block_tokens)
-            promise = promised(chain, blocks, self._node)
+            promise = promised(chain, blocks, self._manager)
             said |= {} if promise is None else {"promise": promise}
         return {"kvcore": said} if said else None
 

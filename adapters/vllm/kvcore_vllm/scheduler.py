@@ -121,7 +121,7 @@ class SchedulerSide:
         self._deadline_s = config.transfer.load_deadline_s
         self._planning = planning
         self._watch = watch or Watch()
-        self._handover = handover or Handover(None, config.vllm.promise_s)
+        self._handover = handover or Handover(None, config.vllm.promise_s, manager)
         self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
 
     # -- a request comes --------------------------------------------------------------------

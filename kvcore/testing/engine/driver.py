@@ -58,7 +58,8 @@ class _Asked:
             "ttft_s": (self.first_at or now) - self.began,
             "total_s": now - self.began,
             "finish_reason": "length" if request.state is State.DONE else "abort",
-            "kvcore": {"reused_tokens": sum(reused.values()), "tiers": reused},
+            "kvcore": {"reused_tokens": sum(reused.values()), "tiers": reused}
+            | ({} if request.promised is None else {"promise": request.promised}),
         }
 
 
@@ -92,6 +93,7 @@ class Driver:
         image: str | None,
         fusion: dict[str, Any] | None,
         traceparent: str | None,
+        promise: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Answer one greedy request to its end, or to its abort."""
         if isinstance(prompt, str) or logprobs or image or not ignore_eos or traceparent:
@@ -105,6 +107,7 @@ class Driver:
             salt=cache_salt or "",
             fusion=_wishes(fusion, len(prompt)),
             lora=Path(lora) if lora else None,
+            promise=promise,
         )
         name = request_id or f"request-{request.request_id}"
         done = asyncio.get_running_loop().create_future()

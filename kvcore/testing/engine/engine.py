@@ -63,7 +63,8 @@ HUNG_STEPS = 2000
 class EngineArgs:
     """``ranks`` share the heads of each of ``stages``, which share the layers. ``max_num_tokens``
     bounds a step: longer prompts are cut. ``min_load_tokens`` are the fewest worth bringing beyond
-    what the engine's own prefix cache holds."""
+    what the engine's own prefix cache holds. One that ``produces`` promises the KV of its prompts
+    to who answers them; what is promised to it is waited for ``promise_s`` seconds."""
 
     ranks: int = 1
     stages: int = 1
@@ -73,6 +74,8 @@ class EngineArgs:
     max_batch: int = 8
     prefix_cache: bool = True
     min_load_tokens: int = 1
+    produces: bool = False
+    promise_s: float = 5.0
 
 
 class ReferenceEngine(Closing):
@@ -186,6 +189,8 @@ class ReferenceEngine(Closing):
             transport,
             built.metrics,
             min_load_tokens=self.args.min_load_tokens,
+            produces=self.args.produces,
+            promise_s=self.args.promise_s,
             fusion=fusion,
             watch=watch,
             planning=planning if config.planner.enabled else None,
@@ -256,15 +261,19 @@ class ReferenceEngine(Closing):
         salt: str = "",
         fusion: FusionOptions | None = None,
         lora: Path | None = None,
+        promise: dict[str, Any] | None = None,
     ) -> Request:
-        """Queue a request; ``lora`` is a folder of LoRA weights in PEFT's format.
+        """Queue a request; ``lora`` is a folder of LoRA weights in PEFT's format, ``promise`` what
+        another engine said of the prompt (`Request.promised`).
 
         Raises CapacityError for one that can never run.
         """
         needed = self.table.pages_for(len(tokens) + max_tokens)
         if needed > self.table.num_pages:
             raise CapacityError(f"a request of {needed} pages; there are {self.table.num_pages}")
-        request = Request(next(self._ids), list(tokens), max_tokens, salt, lora=lora)
+        request = Request(
+            next(self._ids), list(tokens), max_tokens, salt, lora=lora, promise=promise
+        )
         if fusion is not None:
             request.fusion = fusion
         self._queue.append(request)

@@ -14,11 +14,13 @@ Before a page changes hands the engine calls `fence`, which waits for the graphs
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvcore.adapting.handover import accept, promised
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.paging import PageUsers, Paging
@@ -26,8 +28,9 @@ from kvcore.adapting.planning import Memo, Planning
 from kvcore.adapting.watching import Watch
 from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, FormatError
 from kvcore.explain import Cause
+from kvcore.facade import Promise
 from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.metrics import Metrics, MissReason
 from kvcore.planner import Action
@@ -38,6 +41,8 @@ from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.transfer.plan import layer_steps
 
 __all__ = ["NO_PAGE", "Leader", "Lookup"]
+
+_log = logging.getLogger("kvcore.testing.engine")
 
 NO_PAGE = -1
 MAX_ATTEMPTS = 2
@@ -73,6 +78,7 @@ class _Tracked:
     fetching: set[int] = field(default_factory=set)
     give_up_at: float = 0.0
     memo: Memo = field(default_factory=Memo)
+    new: bool = True
 
 
 @dataclass
@@ -96,6 +102,8 @@ class Leader:
         metrics: Metrics,
         *,
         min_load_tokens: int,
+        produces: bool,
+        promise_s: float,
         fusion: FusionLeader | None,
         watch: Watch,
         planning: Planning | None = None,
@@ -111,6 +119,8 @@ class Leader:
         self._model = model
         self._transport = transport
         self._min_load = min_load_tokens
+        self._produces = produces
+        self._promise_s = promise_s
         self._fusion = fusion
         self._planning = planning
         self._on_close = on_close
@@ -133,7 +143,9 @@ class Leader:
         tracked = self._track(request)
         tokens = len(request.tokens)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
-        if self.manager.ask_stores(hit, computed // self._block):
+        promise = self._accepted(request, tracked.chain) if tracked.new else None
+        tracked.new = False
+        if self.manager.ask_stores(hit, computed // self._block, promise):
             return Lookup(hit, computed, computed, wait=True)
         name, space = str(request.request_id), tracked.chain.namespace
         self.watch.looked_up(name, request.tokens, computed, hit, space, self._block)
@@ -163,6 +175,16 @@ class Leader:
             return None
         deadline_s = tracked.memo.deadline_s(self._deadline_s)
         return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)
+
+    def _accepted(self, request: Request, chain: KeyChain) -> Promise | None:
+        """What another engine has promised of the request's prompt."""
+        if request.promise is None:
+            return None
+        try:
+            return accept(request.promise, chain, self._promise_s)
+        except FormatError as error:
+            _log.warning("promise refused request=%d: %s", request.request_id, error)
+            return None
 
     def _missed_little(self, name: str, hit: Hit, computed: int, tokens: int) -> None:
         """Nothing is held beyond what the engine holds itself, or too little for a load."""
@@ -421,7 +443,10 @@ class Leader:
     def forget(self, request: Request) -> None:
         """The request is over."""
         self.watch.ended(str(request.request_id), request.state.value)
-        self._tracked.pop(request.request_id, None)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and self._produces and request.state is State.DONE:
+            blocks = min(tracked.saved_blocks, request.prompt_len // self._block)
+            request.promised = promised(tracked.chain, blocks, self.manager)
 
     # -- upkeep -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from kvcore.fusion.options import FusionOptions
 
@@ -36,7 +37,8 @@ class Request:
 
     ``approximate_from`` is the first position whose KV a blend made: nothing from there on is
     stored anywhere as if it were exact. ``reused`` are tokens that kvcore brought, by tier.
-    ``lora`` is the folder of the weights it is answered with.
+    ``lora`` is the folder of the weights it is answered with. ``promise`` is what a prefill engine
+    has said of the prompt's KV; ``promised`` what this one says, when the request is done.
     """
 
     request_id: int
@@ -53,6 +55,8 @@ class Request:
     approximate_from: int | None = None
     reused: dict[str, int] = field(default_factory=dict)
     blended_tokens: int = 0
+    promise: dict[str, Any] | None = None
+    promised: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
