@@ -1,5 +1,6 @@
 """One model on the server, without sockets: a session is believed where it can know."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
     told: list[dict[int, RowError]] = []
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    with pytest.raises(FormatError, match="no read"):
+        space.read(LOADER, graph.graph_id, read, 2, collect(told))
     assert not space.busy, "one rank is not all"
     space.read(LOADER, graph.graph_id, read, 1, collect(told))
     ticking(space, lambda: told)
@@ -91,7 +94,7 @@ def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
     assert (sources(space), space.claims(LOADER)) == ([("host", 0, 4)], 0)
 
 
-@pytest.mark.parametrize("gone", ["says it failed", "is gone"])
+@pytest.mark.parametrize("gone", ["says it failed", "withdraws", "is gone"])
 def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: str) -> None:
     graph, read = load(space, ranks=1)
     told: list[dict[int, RowError]] = []
@@ -99,6 +102,8 @@ def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: s
     if gone == "is gone":
         assert space.end(LOADER) == 1
     else:
+        if gone == "withdraws":
+            space.withdraw(LOADER, graph.graph_id)
         space.done(LOADER, ended(graph, RowError.CANCELLED))
     assert space.claims(LOADER) == 1, "the read may be writing"
     assert space.manager.in_flight == 1
@@ -116,6 +121,25 @@ def test_a_session_that_says_it_read_what_nobody_read_is_not_believed(space: Spa
     space.done(LOADER, others)
     assert space.claims(LOADER) == 0
     assert sources(space) == [("disk", 0, 4)]
+
+
+def test_what_the_server_could_not_read_is_not_published_though_the_session_is_content(
+    space: Space, tmp_path: Path
+) -> None:
+    [slot] = space.manager.index.slots("disk", NAMES, 2, 3).tolist()
+    [file] = tmp_path.rglob("shard-0.data")
+    with file.open("r+b") as data:
+        data.seek(slot * space._here.worker.tiers["disk"].slot_nbytes)
+        first = data.read(1)[0]
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([first ^ 1]))
+    graph, read = load(space, ranks=1)
+    told: list[dict[int, RowError]] = []
+    space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    ticking(space, lambda: told)
+    assert told == [{2: RowError.CORRUPT}]
+    space.done(LOADER, ended(graph))
+    assert sources(space) == [("host", 0, 2)], "the damaged block, and what stands on it, is gone"
 
 
 def test_a_session_cannot_drop_blocks_or_end_what_is_anothers(space: Space) -> None:
