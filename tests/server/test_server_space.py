@@ -9,12 +9,14 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from kvcore.block import pack_tokens
 from kvcore.errors import FormatError, KVCoreError
+from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape
 from kvcore.server import messages as m
 from kvcore.server.places import Folder, session_of
 from kvcore.server.space import Space
-from kvcore.testing.served import settings, until
+from kvcore.testing.served import settings, until, words
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
@@ -176,4 +178,50 @@ def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: Space) ->
             ask([("disk", 0, 4)], start, stop)
     with pytest.raises(KVCoreError, match="not published"):
         ask([("host", 0, 4)])
+    for layers in ((0, 3), (1, 1), (-1, 1)):
+        asked = m.Load(1, LOADER, CHAIN, HERE, [("disk", 0, 4)], 0, 4, [layers])
+        with pytest.raises(FormatError, match="of 2"):
+            space.load(asked, 1)
     assert space.manager.in_flight == 0
+
+
+def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_path: Path) -> None:
+    held = Folder(folder)
+    config = settings(folder, fusion={"enabled": True})
+    space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    others = [bytes([i + 101]) * 16 for i in range(4)]
+    tokens = pack_tokens(words(1, 64))
+    for namespace, names in ((HERE, NAMES), (b"o" * 16, others)):
+        graph = space.save(m.Save(1, SAVER, m.join(names), namespace), 1).graph
+        assert graph is not None
+        space.done(SAVER, ended(graph))
+        space.learn(m.Learn(1, SAVER, namespace, m.join(names), 0, 0, tokens))
+    segments = space._segments
+    assert isinstance(segments, Segments)
+    assert segments.num_tokens == 128
+    assert space.clear(m.Clear(1, SAVER, HERE)) == 4
+    assert segments.num_tokens == 64, "what was said is forgotten with what was stored of it"
+    depths = [space.manager.index.match(names).depth for names in (NAMES, others)]
+    assert depths == [0, 4]
+    found = space.search(m.Search(1, SAVER, b"o" * 16, tokens)).found
+    assert [(start, length) for start, length, *_ in found] == [(0, 64)]
+    assert not space.search(m.Search(1, SAVER, b"x" * 16, tokens)).found, "another tenant's"
+    space.close()
+    held.close()
+
+
+def test_a_server_spills_what_a_full_host_tier_would_lose(folder: Path, tmp_path: Path) -> None:
+    held = Folder(folder)
+    disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "write_back"}
+    config = settings(folder, host={"capacity": "64KiB"}, disk=disk)
+    space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    room = space.used["host"][1]
+    for i in range(room):
+        graph = space.save(m.Save(1, SAVER, m.join([bytes([i + 1]) * 16]), HERE), 1).graph
+        assert graph is not None
+        space.done(SAVER, ended(graph))
+    assert space.used["disk"][0] == 0
+    ticking(space, lambda: space.used["disk"][0] and not space.background)
+    assert space.used["host"][0] < room
+    space.close()
+    held.close()
