@@ -185,13 +185,51 @@ def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: Space) ->
     assert space.manager.in_flight == 0
 
 
+OTHER = [bytes([i + 101]) * 16 for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("names", "namespace"),
+    [
+        ([OTHER[0], NAMES[1]], HERE),
+        ([OTHER[0], NAMES[1], NAMES[2], OTHER[1]], HERE),
+        ([*OTHER[:2], NAMES[0]], HERE),
+        ([NAMES[0], NAMES[2], OTHER[0]], HERE),
+        ([NAMES[1], NAMES[0], OTHER[0]], HERE),
+        ([*NAMES, OTHER[0]], b"o" * 16),
+    ],
+)
+def test_keys_that_are_no_chain_are_not_stored_and_harm_nobody(
+    space: Space, names: list[bytes], namespace: bytes
+) -> None:
+    """The index rests on parents that are there; it is every session's."""
+    with pytest.raises(FormatError, match="no chain"):
+        space.save(m.Save(1, SAVER, m.join(names), namespace), 1)
+    space.check_integrity()
+    assert space.clear(m.Clear(1, SAVER, HERE)) == 4
+    assert space.manager.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "names", [[OTHER[0], NAMES[1], NAMES[2]], NAMES[2:3], [*OTHER, NAMES[0]], NAMES[1::-1]]
+)
+def test_what_stands_on_other_blocks_is_not_loaded(space: Space, names: list[bytes]) -> None:
+    for keys, namespace in ((names, HERE), (NAMES, b"o" * 16)):
+        stop = len(keys)
+        asked = m.Load(1, LOADER, m.join(keys), namespace, [("disk", 0, stop)], 0, stop)
+        with pytest.raises(FormatError, match="no chain"):
+            space.load(asked, 1)
+    space.check_integrity()
+    assert sources(space) == [("disk", 0, 4)]
+    assert space.manager.in_flight == 0
+
+
 def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     held = Folder(folder)
     config = settings(folder, fusion={"enabled": True})
     space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
-    others = [bytes([i + 101]) * 16 for i in range(4)]
     tokens = pack_tokens(words(1, 64))
-    for namespace, names in ((HERE, NAMES), (b"o" * 16, others)):
+    for namespace, names in ((HERE, NAMES), (b"o" * 16, OTHER)):
         graph = space.save(m.Save(1, SAVER, m.join(names), namespace), 1).graph
         assert graph is not None
         space.done(SAVER, ended(graph))
@@ -201,7 +239,7 @@ def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_p
     assert segments.num_tokens == 128
     assert space.clear(m.Clear(1, SAVER, HERE)) == 4
     assert segments.num_tokens == 64, "what was said is forgotten with what was stored of it"
-    depths = [space.manager.index.match(names).depth for names in (NAMES, others)]
+    depths = [space.manager.index.match(names).depth for names in (NAMES, OTHER)]
     assert depths == [0, 4]
     found = space.search(m.Search(1, SAVER, b"o" * 16, tokens)).found
     assert [(start, length) for start, length, *_ in found] == [(0, 64)]

@@ -95,7 +95,11 @@ def raw(server: RunningServer) -> Raw:
 
 # -- decoding ---------------------------------------------------------------------------------
 
-CHAIN = st.binary(max_size=64) | st.integers(0, 8).map(lambda count: m.join(keys(count)))
+CHAIN = st.one_of(
+    st.binary(max_size=64),
+    st.integers(0, 8).map(lambda count: m.join(keys(count))),
+    st.lists(st.sampled_from(keys(8)), unique=True).map(m.join),  # of no prompt
+)
 COUNTS = st.integers(0, 12)
 PLACES = st.lists(st.tuples(st.sampled_from(["host", "disk", ""]), COUNTS, COUNTS), max_size=3)
 REPORTS = st.lists(
