@@ -202,9 +202,13 @@ def test_a_leader_of_the_past_writes_nothing(connect: Callable[[], EtcdDirectory
 
 def test_etcd_that_is_not_there_yet_and_one_endpoint_that_is_dead(start_server: Start) -> None:
     server = start_server(etcd())
+    dead, there = "http://127.0.0.1:1", f"http://127.0.0.1:{server.port}"
+    first = EtcdDirectory([there], ttl_s=TTL_S, prefix="/first")
+    made = first.join(ALICE)
+    until(lambda: made.held, "etcd that is killed before it has made its files stays dead")
+    first.close()
     server.kill()
-    dead = "http://127.0.0.1:1"
-    directory = EtcdDirectory([dead, f"http://127.0.0.1:{server.port}"], ttl_s=TTL_S)
+    directory = EtcdDirectory([dead, there], ttl_s=TTL_S)
     entry = directory.join(ALICE)
     assert not entry.held
     with pytest.raises(ClusterError):
