@@ -122,6 +122,33 @@ class BlockIndex(BlockStates):
         """Digest of the namespace a block belongs to."""
         return self._nodes.space_names[self._nodes.space[self._somewhere(key)]]
 
+    def is_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> bool:
+        """Whether ``keys`` can be a prompt's of ``namespace``. O(keys).
+
+        The last of the first ``held``, which a tier has reserved or published, stands on those
+        before it, and none of the others is known on another block. For keys that somebody else
+        says belong together: to reserve for a chain that is none breaks what this index rests on.
+        """
+        table, parents = self._nodes.keys, self._nodes.parent
+        space = self._nodes.space_ids.get(namespace)
+        below, node = [], ROOT
+        if held:
+            last = table.get(keys[held - 1])
+            if last is None or not self._is_held(last):
+                return False
+            node = last
+        while node != ROOT:
+            below.append(node)
+            node = parents[node]
+        if table.pack(np.array(below[::-1], dtype=np.int64)) != b"".join(keys[:held]):
+            return False
+        nodes = [table.get(key) for key in keys[held:]]
+        for known, parent in zip(nodes, [below[0] if below else ROOT, *nodes], strict=False):
+            if known is not None and self._is_held(known) and parents[known] != parent:
+                return False
+        ends = below[:1] + [known for known in nodes if known is not None]
+        return all(self._nodes.space[known] == space for known in ends)
+
     # -- pins -----------------------------------------------------------------------------------
 
     def pin(self, tier: str, key: bytes) -> Pin:
@@ -531,6 +558,10 @@ class BlockIndex(BlockStates):
                 "before using its slot"
             )
         return node
+
+    def _is_held(self, node: int) -> bool:
+        """In some tier, and not on its way out: then what it stands on is there as well."""
+        return any(RESERVED <= table.state[node] <= PUBLISHED for table in self._tables)
 
     def _somewhere(self, key: bytes) -> int:
         node = self._nodes.keys.get(key)

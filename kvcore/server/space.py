@@ -280,6 +280,8 @@ class Space:
 
     def match(self, asked: Match) -> Matched:
         hit = self.manager.get_match(split(asked.keys), asked.namespace)
+        if asked.ask and hit.depth:  # what a store says will be entered
+            self._check_chain(hit.keys, hit.depth, asked.namespace)
         asking = asked.ask and self._ask_stores(hit, asked)
         asking |= self._awaited.coming(hit.keys, max(hit.depth, asked.computed))
         places = [(source.tier, source.start, source.stop) for source in hit.sources]
@@ -348,6 +350,8 @@ class Space:
         layers = [Span(*span) for span in asked.layers]
         if any(not 0 <= a < b <= self.model.layers for a, b in layers):
             raise FormatError(f"layers {layers} of {self.model.layers}")
+        if keys[asked.stop - 1] in self.manager.index:  # else the match has gone stale
+            self._check_chain(keys[: asked.stop], asked.stop, asked.namespace)
         self._ids.session = asked.session
         try:
             graph = self.manager.launch_load(
@@ -377,8 +381,20 @@ class Space:
             )
         return tuple(Source(*source) for source in asked.sources)
 
+    def _check_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> None:
+        """Raises FormatError for keys that are no prompt's: the index is every session's."""
+        if not self.manager.index.is_chain(keys, held, namespace):
+            raise FormatError(
+                f"{len(keys)} keys are no chain of one namespace: blocks of them are held that "
+                "stand on others"
+            )
+
     def save(self, asked: Save, ranks: int) -> Launched:
+        """Raises FormatError for what is no chain."""
         keys = split(asked.keys)
+        held = self.manager.put_match(keys)
+        if held < len(keys):
+            self._check_chain(keys, held, asked.namespace)
         first = 0
 
         def units_of(start: int, stop: int) -> list[UnitTable]:

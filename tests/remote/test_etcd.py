@@ -183,6 +183,10 @@ def test_a_leader_of_the_past_writes_nothing(connect: Callable[[], EtcdDirectory
     until(lambda: first.term, "nobody leads")
     assert first.record("view", "1")
     assert new.record("m", "g", "view") == "1"
+    for rival in (new.campaign("m", "g", "old"), old.campaign("m", "g", "other")):
+        assert rival.term is None, "nor leads its name elsewhere, nor another of its process"
+        rival.resign()
+    assert first.record("view", "1")
     stale = first.won
     first.resign()
     second = new.campaign("m", "g", "new")
@@ -192,13 +196,19 @@ def test_a_leader_of_the_past_writes_nothing(connect: Callable[[], EtcdDirectory
     assert not first.record("view", "2"), "a write of a past term came through"
     assert second.record("view", "3")
     assert old.record("m", "g", "view") == "3"
+    first.resign()
+    assert second.record("view", "4"), "who led in the past ended another's term"
 
 
 def test_etcd_that_is_not_there_yet_and_one_endpoint_that_is_dead(start_server: Start) -> None:
     server = start_server(etcd())
+    dead, there = "http://127.0.0.1:1", f"http://127.0.0.1:{server.port}"
+    first = EtcdDirectory([there], ttl_s=TTL_S, prefix="/first")
+    made = first.join(ALICE)
+    until(lambda: made.held, "etcd that is killed before it has made its files stays dead")
+    first.close()
     server.kill()
-    dead = "http://127.0.0.1:1"
-    directory = EtcdDirectory([dead, f"http://127.0.0.1:{server.port}"], ttl_s=TTL_S)
+    directory = EtcdDirectory([dead, there], ttl_s=TTL_S)
     entry = directory.join(ALICE)
     assert not entry.held
     with pytest.raises(ClusterError):

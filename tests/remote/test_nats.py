@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from kvcore.block import ROOT_PARENT
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.events import Pacing, Publisher, Subscriber
+from kvcore.events.wire import SNAPSHOT, Message
 from kvcore.index import Event
 from kvcore.testing.servers import Server, Start, nats, need_client
 
@@ -123,6 +125,34 @@ async def nats_connect(address: str):  # type: ignore[no-untyped-def]
     import nats
 
     return await nats.connect(address)
+
+
+def test_an_answer_that_is_not_whole_is_none(server: Server) -> None:
+    outlet = NatsOutlet(url(server), "KVCORE", "short")
+    made = publisher(outlet)
+    consumer = source(server, "short")
+    until(lambda: bool(consumer.ask(SNAPSHOT, LIMIT_S)), "no answer came")
+    answer = nats_bus.NatsRequest._answer
+
+    async def one_is_lost(request: nats_bus.NatsRequest, messages: Sequence[Message]) -> None:
+        client, publish = request._message._client, request._message._client.publish
+
+        async def losing(to: str, payload: bytes, **given: Any) -> None:
+            if nats_bus.COUNT in given["headers"]:
+                await publish(to, payload, **given)
+
+        client.publish = losing
+        await answer(request, messages)
+        client.publish = publish
+
+    nats_bus.NatsRequest._answer = one_is_lost  # type: ignore[method-assign]
+    try:
+        assert consumer.ask(SNAPSHOT, LIMIT_S) is None
+    finally:
+        nats_bus.NatsRequest._answer = answer  # type: ignore[method-assign]
+    assert consumer.ask(SNAPSHOT, LIMIT_S)
+    consumer.close()
+    made.close()
 
 
 def test_a_publisher_does_not_wait_for_a_server_that_is_not_there(server: Server) -> None:

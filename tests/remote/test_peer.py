@@ -23,6 +23,7 @@ from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.nixl import LANE_NBYTES
 from kvcore.tiers.remote.peer.control import MAX_GUESTS
+from kvcore.tiers.remote.peer.messages import Found
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
 
 need_client("nixl_cu13")
@@ -117,6 +118,34 @@ def test_a_full_memory_makes_room_and_says_when_it_cannot(open_store: Open) -> N
     [error] = open_store(lend=0).put([Item(A, [memoryview(b"x")])])
     assert isinstance(error, TierUnavailable)
     assert "raise `lend`" in str(error)
+
+
+def test_what_is_removed_is_removed_at_every_node_and_read_at_one(open_store: Open) -> None:
+    owners = [open_store() for _ in range(2)]
+    for owner in owners:
+        put(owner, {A: value(1, NBYTES), B: value(2, NBYTES)})
+    assert fetch(owners[0], A, NBYTES) == value(1, NBYTES)
+    assert owners[0].lending is not None
+    assert owners[0].lending.leased == 0, "of its own, too"
+    reader = open_store(*(owner._options.listen for owner in owners))
+    read, finds = reader._read, []
+
+    def noting(*given: Any) -> Any:
+        finds.append(len(given[3]))
+        return read(*given)
+
+    reader._read = noting  # type: ignore[method-assign]
+    assert fetch(reader, A, NBYTES) == value(1, NBYTES)
+    assert sum(finds) == 1
+    reader.delete([A])
+    assert [owner.exists([A, B]) for owner in owners] == [[False, True]] * 2
+    assert reader.exists([A, B]) == [False, True]
+
+
+def test_a_node_that_answers_less_than_it_was_asked_has_nothing(open_store: Open) -> None:
+    reader = open_store("127.0.0.1:1", rank=None)
+    reader.peers.ask = lambda requests: {a: Found(b"\1", []) for a in requests}  # type: ignore[method-assign]
+    assert reader.exists([A, B]) == [False, False]
 
 
 def test_another_model_is_told_of_once_and_not_read(

@@ -73,3 +73,22 @@ def test_loads_from_disk_pass_through_few_slots_at_the_pace_of_the_slowest_rank(
             assert [r.answer for r in requests] == [plain(left), plain(right)]
             staged += sum(r.reused.get("disk", 0) for r in requests)
     assert staged > 6 * 160, "most of it came from disk"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_damaged_on_the_servers_disk_is_computed_and_saved_anew(
+    start: Start, engine: Any, plain: Any, folder: Path, tmp_path: Path, ranks: int
+) -> None:
+    config = settings(folder, disk={"path": str(tmp_path), "capacity": "1MiB"})
+    server = start(config)
+    prompt = words(1, 100)
+    serve(engine(config), prompt)
+    until(lambda: server.idle)
+    server.close()
+    [file] = tmp_path.rglob("shard-0.data")
+    file.write_bytes(bytes(byte ^ 0xFF for byte in file.read_bytes()))
+    again = start(config)
+    second = engine(config, ranks=ranks, prefix_cache=False)
+    assert serve(second, prompt) == (plain(prompt), {})
+    until(lambda: again.idle)
+    assert serve(second, prompt) == (plain(prompt), {"host": 96})

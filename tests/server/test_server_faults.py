@@ -2,18 +2,23 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcore.config import Config, load_config
+from kvcore.facade import Hit
 from kvcore.manager import HOST
 from kvcore.server.client import RemoteManager
+from kvcore.server.places import GRAPH_BITS
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.served import RunningServer, questions, serve, settings, until, words
 from kvcore.testing.servers import stand_still
+from kvcore.transfer.graph import RowError, UnitTable
 
 Start = Callable[[Config], RunningServer]
 
@@ -54,6 +59,12 @@ def client(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def sessions(server: RunningServer) -> list[dict[str, Any]]:
     return [s for model in server.status()["models"] for s in model["sessions"]]
+
+
+def remote(engine: ReferenceEngine) -> RemoteManager:
+    assert engine.leader is not None
+    assert isinstance(engine.leader.manager, RemoteManager)
+    return engine.leader.manager
 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
@@ -112,6 +123,68 @@ def test_an_engine_that_only_stands_still_keeps_what_its_copies_use(
     assert_nothing_is_held(server)
 
 
+def test_a_leader_that_joins_anew_leaves_no_session_behind(
+    start: Start, engine: Any, plain: Any, folder: Path
+) -> None:
+    """Its workers follow with the next copy, and let go of the memory they had."""
+    server = start(settings(folder))
+    serving = engine(settings(folder), ranks=2, prefix_cache=False)
+    prompts = [words(seed, 100) for seed in range(2)]
+    serve(serving, prompts[0])
+    keeper = remote(serving).keeper
+    first = keeper.member
+    assert first is not None
+    keeper._unheard = first.number
+    keeper._poke.set()
+    until(lambda: keeper.member not in (None, first))
+    assert keeper.member is not None
+    assert {s["session"] for s in sessions(server)} == {first.number, keeper.member.number}
+    for prompt in prompts:
+        assert serve(serving, prompt)[0] == plain(prompt)
+    until(lambda: [s["session"] for s in sessions(server)] == [keeper.member.number])
+    assert serve(serving, prompts[1]) == (plain(prompts[1]), {"host": 96})
+
+
+def test_a_worker_leaves_no_memory_that_it_is_copying_from(
+    start: Start, engine: Any, plain: Any, folder: Path
+) -> None:
+    """A graph of the next session is refused until the copies of this one have ended."""
+    config = settings(folder)
+    start(config)
+    serving, other = engine(config), engine(config)
+    manager, worker = remote(other), serving.workers[0].worker
+    assert manager.keeper.member is not None
+    copying, go_on = threading.Event(), threading.Event()
+    copy = worker.ops.copy_blocks
+
+    def held(*given: Any, **options: Any) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        copy(*given, **options)
+
+    worker.ops.copy_blocks = held
+    prompt = words(1, 100)
+    request = serving.submit(prompt, 6)
+    running = threading.Thread(target=serving.run)
+    running.start()
+    assert copying.wait(60)
+    own = worker._session
+    assert own
+    hit = Hit([b"k" * 16], b"n" * 16, ())
+    units = [UnitTable(16, 1, bytes(8)) for _ in worker.groups]
+    graph = msgspec.structs.replace(
+        manager._failing(hit, 0, 1, units, ()),
+        graph_id=manager.keeper.member.number << GRAPH_BITS | 1,
+    )
+    reports = worker.submit(graph)
+    assert [report.failed for report in reports] == [{0: RowError.IO}] * len(graph.ops)
+    assert worker._session == own
+    go_on.set()
+    running.join()
+    assert request.answer == plain(prompt)
+    assert serve(other, prompt)[0] == plain(prompt)
+
+
 # -- the server dies --------------------------------------------------------------------------
 
 SETTINGS = """
@@ -165,12 +238,6 @@ def process(file: Path) -> Iterator[Callable[[], Process]]:
     yield begin
     for each in made:
         each.kill()
-
-
-def remote(engine: ReferenceEngine) -> RemoteManager:
-    assert engine.leader is not None
-    assert isinstance(engine.leader.manager, RemoteManager)
-    return engine.leader.manager
 
 
 def saved(manager: RemoteManager, tokens: int) -> bool:

@@ -1,5 +1,6 @@
 """One model on the server, without sockets: a session is believed where it can know."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from kvcore.block import pack_tokens
 from kvcore.errors import FormatError, KVCoreError
+from kvcore.fusion.segments import Segments
 from kvcore.layout import BlockShape
 from kvcore.server import messages as m
 from kvcore.server.places import Folder, session_of
 from kvcore.server.space import Space
-from kvcore.testing.served import settings, until
+from kvcore.testing.served import settings, until, words
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
@@ -81,6 +84,8 @@ def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
     told: list[dict[int, RowError]] = []
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    with pytest.raises(FormatError, match="no read"):
+        space.read(LOADER, graph.graph_id, read, 2, collect(told))
     assert not space.busy, "one rank is not all"
     space.read(LOADER, graph.graph_id, read, 1, collect(told))
     ticking(space, lambda: told)
@@ -91,7 +96,7 @@ def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
     assert (sources(space), space.claims(LOADER)) == ([("host", 0, 4)], 0)
 
 
-@pytest.mark.parametrize("gone", ["says it failed", "is gone"])
+@pytest.mark.parametrize("gone", ["says it failed", "withdraws", "is gone"])
 def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: str) -> None:
     graph, read = load(space, ranks=1)
     told: list[dict[int, RowError]] = []
@@ -99,6 +104,8 @@ def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: s
     if gone == "is gone":
         assert space.end(LOADER) == 1
     else:
+        if gone == "withdraws":
+            space.withdraw(LOADER, graph.graph_id)
         space.done(LOADER, ended(graph, RowError.CANCELLED))
     assert space.claims(LOADER) == 1, "the read may be writing"
     assert space.manager.in_flight == 1
@@ -116,6 +123,25 @@ def test_a_session_that_says_it_read_what_nobody_read_is_not_believed(space: Spa
     space.done(LOADER, others)
     assert space.claims(LOADER) == 0
     assert sources(space) == [("disk", 0, 4)]
+
+
+def test_what_the_server_could_not_read_is_not_published_though_the_session_is_content(
+    space: Space, tmp_path: Path
+) -> None:
+    [slot] = space.manager.index.slots("disk", NAMES, 2, 3).tolist()
+    [file] = tmp_path.rglob("shard-0.data")
+    with file.open("r+b") as data:
+        data.seek(slot * space._here.worker.tiers["disk"].slot_nbytes)
+        first = data.read(1)[0]
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([first ^ 1]))
+    graph, read = load(space, ranks=1)
+    told: list[dict[int, RowError]] = []
+    space.read(LOADER, graph.graph_id, read, 0, collect(told))
+    ticking(space, lambda: told)
+    assert told == [{2: RowError.CORRUPT}]
+    space.done(LOADER, ended(graph))
+    assert sources(space) == [("host", 0, 2)], "the damaged block, and what stands on it, is gone"
 
 
 def test_a_session_cannot_drop_blocks_or_end_what_is_anothers(space: Space) -> None:
@@ -152,4 +178,88 @@ def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: Space) ->
             ask([("disk", 0, 4)], start, stop)
     with pytest.raises(KVCoreError, match="not published"):
         ask([("host", 0, 4)])
+    for layers in ((0, 3), (1, 1), (-1, 1)):
+        asked = m.Load(1, LOADER, CHAIN, HERE, [("disk", 0, 4)], 0, 4, [layers])
+        with pytest.raises(FormatError, match="of 2"):
+            space.load(asked, 1)
     assert space.manager.in_flight == 0
+
+
+OTHER = [bytes([i + 101]) * 16 for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("names", "namespace"),
+    [
+        ([OTHER[0], NAMES[1]], HERE),
+        ([OTHER[0], NAMES[1], NAMES[2], OTHER[1]], HERE),
+        ([*OTHER[:2], NAMES[0]], HERE),
+        ([NAMES[0], NAMES[2], OTHER[0]], HERE),
+        ([NAMES[1], NAMES[0], OTHER[0]], HERE),
+        ([*NAMES, OTHER[0]], b"o" * 16),
+    ],
+)
+def test_keys_that_are_no_chain_are_not_stored_and_harm_nobody(
+    space: Space, names: list[bytes], namespace: bytes
+) -> None:
+    """The index rests on parents that are there; it is every session's."""
+    with pytest.raises(FormatError, match="no chain"):
+        space.save(m.Save(1, SAVER, m.join(names), namespace), 1)
+    space.check_integrity()
+    assert space.clear(m.Clear(1, SAVER, HERE)) == 4
+    assert space.manager.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "names", [[OTHER[0], NAMES[1], NAMES[2]], NAMES[2:3], [*OTHER, NAMES[0]], NAMES[1::-1]]
+)
+def test_what_stands_on_other_blocks_is_not_loaded(space: Space, names: list[bytes]) -> None:
+    for keys, namespace in ((names, HERE), (NAMES, b"o" * 16)):
+        stop = len(keys)
+        asked = m.Load(1, LOADER, m.join(keys), namespace, [("disk", 0, stop)], 0, stop)
+        with pytest.raises(FormatError, match="no chain"):
+            space.load(asked, 1)
+    space.check_integrity()
+    assert sources(space) == [("disk", 0, 4)]
+    assert space.manager.in_flight == 0
+
+
+def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_path: Path) -> None:
+    held = Folder(folder)
+    config = settings(folder, fusion={"enabled": True})
+    space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    tokens = pack_tokens(words(1, 64))
+    for namespace, names in ((HERE, NAMES), (b"o" * 16, OTHER)):
+        graph = space.save(m.Save(1, SAVER, m.join(names), namespace), 1).graph
+        assert graph is not None
+        space.done(SAVER, ended(graph))
+        space.learn(m.Learn(1, SAVER, namespace, m.join(names), 0, 0, tokens))
+    segments = space._segments
+    assert isinstance(segments, Segments)
+    assert segments.num_tokens == 128
+    assert space.clear(m.Clear(1, SAVER, HERE)) == 4
+    assert segments.num_tokens == 64, "what was said is forgotten with what was stored of it"
+    depths = [space.manager.index.match(names).depth for names in (NAMES, OTHER)]
+    assert depths == [0, 4]
+    found = space.search(m.Search(1, SAVER, b"o" * 16, tokens)).found
+    assert [(start, length) for start, length, *_ in found] == [(0, 64)]
+    assert not space.search(m.Search(1, SAVER, b"x" * 16, tokens)).found, "another tenant's"
+    space.close()
+    held.close()
+
+
+def test_a_server_spills_what_a_full_host_tier_would_lose(folder: Path, tmp_path: Path) -> None:
+    held = Folder(folder)
+    disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "write_back"}
+    config = settings(folder, host={"capacity": "64KiB"}, disk=disk)
+    space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    room = space.used["host"][1]
+    for i in range(room):
+        graph = space.save(m.Save(1, SAVER, m.join([bytes([i + 1]) * 16]), HERE), 1).graph
+        assert graph is not None
+        space.done(SAVER, ended(graph))
+    assert space.used["disk"][0] == 0
+    ticking(space, lambda: space.used["disk"][0] and not space.background)
+    assert space.used["host"][0] < room
+    space.close()
+    held.close()

@@ -95,7 +95,11 @@ def raw(server: RunningServer) -> Raw:
 
 # -- decoding ---------------------------------------------------------------------------------
 
-CHAIN = st.binary(max_size=64) | st.integers(0, 8).map(lambda count: m.join(keys(count)))
+CHAIN = st.one_of(
+    st.binary(max_size=64),
+    st.integers(0, 8).map(lambda count: m.join(keys(count))),
+    st.lists(st.sampled_from(keys(8)), unique=True).map(m.join),  # of no prompt
+)
 COUNTS = st.integers(0, 12)
 PLACES = st.lists(st.tuples(st.sampled_from(["host", "disk", ""]), COUNTS, COUNTS), max_size=3)
 REPORTS = st.lists(
@@ -439,6 +443,62 @@ def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
     [space] = server.server._spaces.values()
     assert space.used["host"][0] == 0, "it was asked again, before the lookup"
     manager.close()
+
+
+def save(manager: RemoteManager, names: list[bytes], space: bytes = SPACE) -> None:
+    graph = manager.launch_save(names, space, len(names), units)
+    assert graph is not None
+    manager.complete(OpReport(graph.graph_id, 0))
+
+
+def test_all_that_is_owed_a_clear_is_cleared_and_nothing_else(start: Start, folder: Path) -> None:
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    spaces = [bytes([n]) * KEY_BYTES for n in (1, 2, 3)]
+    for seed, space in enumerate(spaces):
+        save(manager, keys(4, seed), space)
+
+    def owe(*namespaces: bytes | None) -> None:
+        clear = server.server._handlers.pop(m.Clear)
+        for namespace in namespaces:
+            assert manager.clear(namespace) == 0
+        server.server._handlers[m.Clear] = clear
+
+    [model] = server.server._spaces.values()
+    owe(*spaces[:2])
+    assert manager.get_match(keys(4, 2), spaces[2]).depth == 4
+    assert model.used["host"][0] == 4, "both were cleared before the lookup"
+    owe(None, spaces[0])
+    assert manager.get_match(keys(4, 2), spaces[2]).depth == 0, "all of them"
+    manager.close()
+
+
+def test_plans_that_come_to_nothing_are_given_back(start: Start, folder: Path) -> None:
+    server = start(settings(folder))
+    manager, outbox = join(settings(folder))
+    [model] = server.server._spaces.values()
+    assert manager.launch_save(keys(4), SPACE, 4, lambda start, stop: None) is None
+    assert manager.get_match(keys(4), SPACE).depth == 0
+    assert model.manager.in_flight == 0, "the engine had the pages no more"
+    save(manager, keys(4))
+    hit = manager.get_match(keys(4), SPACE)
+    prepared = manager.prepare_load(hit, 0, 4)
+    assert model.manager.in_flight == 1
+    manager.drop_prepared(prepared)
+    assert manager.get_match(keys(4), SPACE).depth == 4
+    assert model.manager.in_flight == 0, "the prepared load was dropped"
+    assert len(outbox.graphs) == 1
+    manager.close()
+
+
+def test_a_session_ends_with_the_leader_that_leaves_it(start: Start, folder: Path) -> None:
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    assert manager.launch_save(keys(4), SPACE, 4, units) is not None
+    manager.close()
+    until(lambda: not server.server._sessions)
+    [model] = server.server._spaces.values()
+    assert (model.manager.in_flight, model.used["host"][0]) == (0, 0), "its save never ended"
 
 
 # -- who may talk -----------------------------------------------------------------------------

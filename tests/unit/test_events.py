@@ -333,6 +333,19 @@ def test_a_restarted_publisher_never_goes_on_where_a_consumer_left_off() -> None
     assert max(rig.numbers) - min(rig.numbers) == 2
 
 
+def test_a_publisher_that_comes_back_with_an_earlier_clock_is_asked_for_everything() -> None:
+    rig, back = Rig(), Rig(now=50.0)
+    consumer = Subscriber(rig.bus, retry_s=0)
+    for each, first in ((rig, 1), (back, 10)):
+        consumer._source = each.bus  # one address, then another process behind it
+        each.publisher.note(stored(first))
+        each.publisher.step()
+        while consumer.poll(0):
+            pass
+        assert consumer.synced
+        assert consumer.tiers() == {"host": {key(first): None}}
+
+
 def test_history_is_bounded_in_bytes() -> None:
     rig = Rig(batch_blocks=1, history_bytes=2000)
     for n in range(200):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,33 @@ def test_a_publisher_that_went_and_one_that_came(tmp_path: Path) -> None:
     until(holds(consumer, {7}), "what the second holds is not known")
     consumer.close()
     second.publisher.close()
+
+
+@pytest.mark.parametrize(("sent", "told", "taken"), [(2, 2, True), (1, 2, False), (2, None, True)])
+def test_an_answer_that_is_not_whole_is_none(
+    tmp_path: Path, sent: int, told: int | None, taken: bool
+) -> None:
+    """vLLM's publisher does not count; there nobody can tell."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"ipc://{tmp_path}/ask")
+
+    def answer() -> None:
+        client, empty, _ = router.recv_multipart()
+        for n in range(sent):
+            router.send_multipart([client, empty, b"kvcore", number_bytes(n), b"payload"])
+        count = b"" if told is None else number_bytes(told)
+        router.send_multipart([client, empty, b"", END, count])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    source = ZmqSource(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/ask")
+    found = source.ask(number_bytes(0), LIMIT_S)
+    thread.join()
+    assert (found is not None) == taken
+    assert not taken or [message.number for message in found or ()] == list(range(sent))
+    source.close()
+    context.destroy(linger=0)
 
 
 def test_a_consumer_of_vllm_reads_it_and_asks_again_as_it_does(rig: Rig) -> None:

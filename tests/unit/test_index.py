@@ -158,11 +158,29 @@ class IndexMachine(RuleBasedStateMachine):
                 path[: i + 1] for i in range(depth)
             ], "a matched slot holds other bytes"
             assert self.index.held(tier, keys) == self.twins[tier].held(path)
+            assert self.index.is_chain(keys, self.index.held(tier, keys), space_of(path))
+            self.check_no_chain(tier, path)
         if touch:
             self.index.touch(match)
             now = self.tick()
             for tier, depth in zip(self.names, match.depths, strict=True):
                 self.twins[tier].use(path[:depth], now)
+
+    def check_no_chain(self, tier: str, path: Path) -> None:
+        """What is held stands on no other block, and is in no other namespace."""
+        keys = [b"another block   ", *keys_of(path)[1:]]
+        parts = [path[: i + 1] for i in range(len(path))]
+        held = [part for part in parts if any(part in twin.filled for twin in self.twins.values())]
+        claimed = self.index.held(tier, keys)
+        fits = self.index.is_chain(keys, claimed, space_of(path))
+        assert fits == (len(held) < 2)
+        keys, claimed = keys_of(path), self.twins[tier].held(path)
+        if held:
+            assert not self.index.is_chain(keys, claimed, NAMESPACES[(path[0] + 1) % 2])
+        if claimed:
+            assert not self.index.is_chain(keys[claimed - 1 :: -1], 1, space_of(path)) or (
+                claimed == 1
+            )
 
     @rule(number=st.integers(0, 1), path=paths)
     def reserve(self, number: int, path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -113,11 +115,43 @@ def test_a_leased_value_outlives_removal_and_a_full_memory() -> None:
     assert bytes(lending.view(place)) == text("f/a", 512)
     other, _ = lending.lease(["f/c"])
     assert not put(lending, "f/d", 512), "everything is being read"
+    assert lending.exists(["f/c"]) == [True], "nothing is gained by evicting what is read"
     clock.now += LEASE_S
     assert put(lending, "f/d", 512), "its reader died"
     assert not lending.end(lease)
     assert not lending.end(other)
     lending.check_integrity()
+
+
+def test_bytes_stay_for_the_last_of_their_readers() -> None:
+    lending, _ = make(512)
+    assert put(lending, "f/a", 512)
+    (first, [place]), (second, _) = (lending.lease(["f/a"]) for _ in range(2))
+    assert place is not None
+    lending.remove(["f/a"])
+    assert lending.end(first)
+    assert not put(lending, "f/b", 512)
+    assert bytes(lending.view(place)) == text("f/a", 512)
+    lending.check_integrity()
+    assert lending.end(second)
+    assert put(lending, "f/b", 512)
+    lending.check_integrity()
+
+
+def test_of_two_threads_that_put_a_value_one_does_and_the_others_room_is_free() -> None:
+    lending, _ = make(1024)
+
+    class Slow(list[memoryview]):
+        """While its bytes are copied, another thread puts the same."""
+
+        def __iter__(self) -> Iterator[memoryview]:
+            yield from super().__iter__()
+            put(lending, "f/a", 512)
+
+    assert lending.put("f/a", Slow([memoryview(text("f/a", 512))]))
+    lending.check_integrity()
+    assert put(lending, "f/b", 512)
+    assert lending.exists(["f/a", "f/b"]) == [True, True]
 
 
 def test_of_a_chain_its_end_is_evicted_first() -> None:

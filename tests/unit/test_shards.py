@@ -334,6 +334,14 @@ def test_a_damaged_part_makes_a_miss_and_is_removed(reads: Geometry) -> None:
     assert found(store, reads, [1]) == 0
 
 
+def test_parts_of_one_size_are_told_apart_by_what_stands_in_their_values() -> None:
+    """Where a store gives one for the other."""
+    stages = Geometry(SHAPE, b"model", ((0, 4),) * 2, layers=((0, 2), (2, 4)))
+    others = Geometry(SHAPE, b"other", ((0, 4),) * 2, layers=((0, 2), (2, 4)))
+    shards = [shard for each in (stages, others, TWO) for shard in shards_of(each)]
+    assert len({shard.digest for shard in shards}) == len(shards) == 6
+
+
 def test_a_split_that_begins_later_is_found() -> None:
     store = MemoryStore()
     tier = store_tier(store, ONE, 0)
