@@ -15,6 +15,7 @@ its engine's pages. The leader logic of an adapter is the same as without a serv
     space      one model on the server: what a session began, and how it ends
     server     the loop
     link       a client's socket
+    keeper     how a client joins, and stays one
     client     the leader's side
     worker     the worker's side
     keys       CURVE keys, for TCP

@@ -18,7 +18,7 @@ from kvcore.fusion.segments import Reusable, SegmentBook, Segments
 from kvcore.server.messages import Learn, Reuses, Search, join, split
 
 if TYPE_CHECKING:
-    from kvcore.server.client import Keeper
+    from kvcore.server.keeper import Keeper
 
 __all__ = ["RemoteSegments", "learn", "search"]
 

@@ -35,7 +35,7 @@ TEND_S = 0.5
 KEPT_S = 10.0
 """How long the memory of a session that is over is kept: a load may be planned, and on its way
 here. TensorRT-LLM fails a batch for one that does not come, and its steps may take seconds. A
-server that comes back and has no room meanwhile is asked again (`client.MISFIT_RETRY_S`)."""
+server that comes back and has no room meanwhile is asked again (`keeper.MISFIT_RETRY_S`)."""
 BEAT_S = 0.25
 """How often a read that is waited for asks whether the server is there."""
 

@@ -18,7 +18,7 @@ from kvcore.cli.server import status
 from kvcore.config import Config, load_config
 from kvcore.events import Subscriber
 from kvcore.events.view import Hash
-from kvcore.server.client import Keeper
+from kvcore.server.keeper import Keeper
 from kvcore.server.messages import Reply, Request
 from kvcore.server.server import Server
 from kvcore.testing.engine import ReferenceEngine
