@@ -298,7 +298,7 @@ def test_a_client_that_was_slower_than_its_lease_asks_again(
             raise TierUnavailable(f"{name} of the server is over")
         return HeldSession(where, name)
 
-    monkeypatch.setattr("kvcore.server.client.HeldSession", slowly)
+    monkeypatch.setattr("kvcore.server.keeper.HeldSession", slowly)
     manager, _ = join(settings(folder))
     assert manager.keeper.member is not None
     assert len(held) == 2
