@@ -155,7 +155,7 @@ class Bench:
         self._chunks = windows(model, 4, 150, 200, seed=97)
         self._blends = _of_chunks(self._chunks)
         self.heal()
-        self._before = planted.rest()
+        self._before = self._rest()
 
     def run(self, cell: Cell) -> None:
         """One cell. AssertionError where something is not as it should be.
@@ -174,12 +174,12 @@ class Bench:
         come = ways[cell.by]
         if cell.by == "blending":
             answers(self.process, self._chunks, batch=4, **self._options)
-            self.planted.rest()
+            self._rest()
         before = self.planted.state()
         with self.planted.wrong(*cell.rules):
             self._until_struck(cell, before, lambda: come(cell))
         self.heal()
-        self._compare(self.planted.rest())
+        self._compare(self._rest())
 
     def heal(self) -> None:
         """Ask until KV comes from host memory and from the tier below again."""
@@ -189,6 +189,10 @@ class Bench:
             if found["host"] and found[self._tier]:
                 return
         raise AssertionError(f"reuse does not come back: {dict(found)}")
+
+    def _rest(self) -> State:
+        """Wait until nothing is under way."""
+        return self.planted.rest(self.process.metrics)
 
     def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
         missing = list(cell.rules)
@@ -231,7 +235,7 @@ class Bench:
     def _forget(self, cell: Cell | None) -> None:
         """The engine's own cache; saves are waited for where nothing hangs."""
         if cell is None or not cell.hangs:
-            self.planted.rest()
+            self._rest()
         self.process.reset_prefix_cache(timeout_s=SETTLE_S)
 
     def _abort(self, cell: Cell) -> None:
