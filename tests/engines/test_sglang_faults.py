@@ -6,6 +6,7 @@ The matrix with every pair of fault and seam is the reference engine's
 
 import pytest
 
+from kvcore.testing.faults import Seam
 from kvcore.testing.faults.contract import FaultContract
 
 pytestmark = pytest.mark.engine
@@ -13,3 +14,5 @@ pytestmark = pytest.mark.engine
 
 class TestFaults(FaultContract):
     engine = "sglang"
+    silent = frozenset({Seam.CANCEL})
+    """What an aborted request had asked for goes on: it touches no page, and others may want it."""

@@ -151,14 +151,14 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
         both.wait(60)
         return found
 
-    def build(config: Any, served: Any, *rest: Any) -> Any:
+    def build(config: Any, served: Any, *rest: Any, **more: Any) -> Any:
         if refused and served.rank.number == 0:
             raise UnsupportedError("the kvcore server refuses this engine")
         return SimpleNamespace(close=lambda: closed.append(served.rank.number))
 
     around = linker_class._build.__globals__
     for name, stand_in in {
-        "hooks": SimpleNamespace(check=lambda: None),
+        "hooks": SimpleNamespace(check=lambda: None, TIME_HOOKS=(), fit=lambda hooks: True),
         "find_rank": lambda rank: rank,
         "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
         "agree": agree,

@@ -85,6 +85,7 @@ DISK = [
     *_one(Seam.SYNC, Fault.ERROR, Fault.HANG),
     *_one(Seam.TIER_READ, Fault.ERROR, Fault.HANG),
     *_one(Seam.TIER_WRITE, Fault.FULL, Fault.ERROR, Fault.HANG),
+    Cell((_SLOW_READ,), "aborting"),
     Cell((_rule(Seam.CANCEL, Fault.LOST), _SLOW_READ), "aborting"),
     Cell((_rule(Seam.CANCEL, Fault.LATENCY), _SLOW_READ), "aborting"),
     Cell((Rule(Fault.LOST, Seam.FORGET),), "clearing"),
