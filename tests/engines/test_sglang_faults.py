@@ -14,5 +14,6 @@ pytestmark = pytest.mark.engine
 
 class TestFaults(FaultContract):
     engine = "sglang"
+    store_plugin = "memory-store"
     silent = frozenset({Seam.CANCEL})
     """What an aborted request had asked for goes on: it touches no page, and others may want it."""

@@ -55,6 +55,9 @@ class FaultContract:
     back."""
 
     engine: ClassVar[str]
+    store_plugin: ClassVar[str] = "objects"
+    """The store: "objects" in a folder, or "memory-store" where the engine's environment has no
+    obstore and its leader and only worker are one process."""
     silent: ClassVar[frozenset[Seam]] = frozenset()
     """Messages that the engine's leader never sends: they cannot be late or lost."""
 
@@ -82,7 +85,7 @@ class FaultContract:
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("store")
         planted = plant(folder / "plugin")
-        with self._over(model, _in_store(folder), planted) as process:
+        with self._over(model, _in_store(self.store_plugin, folder), planted) as process:
             yield Bench(process, planted, model, right, "shelf")
 
     @contextmanager
@@ -130,13 +133,14 @@ def _on_disk(folder: Path) -> dict[str, Any]:
     return settings({"disk": disk}, fusion={"enabled": True})
 
 
-def _in_store(folder: Path) -> dict[str, Any]:
+def _in_store(plugin: str, folder: Path) -> dict[str, Any]:
+    place = {"objects": ("url", f"file://{folder}/objects"), "memory-store": ("name", str(folder))}
     options = {
-        "url": f"file://{folder}/objects",
+        **dict([place[plugin]]),
         "lookup_s": 0.5,
         "deadline_s": 0.5,
         "retries": 1,
         "parallel": STORE_THREADS // 2,
     }
-    shelf = {"plugin": "objects", "capacity": "512MiB", "options": options}
+    shelf = {"plugin": plugin, "capacity": "512MiB", "options": options}
     return settings({"tiers": {"shelf": shelf}})
