@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.testing.asking import SETTLE_S, Reference, answers, same
+from kvcore.testing.asking import SETTLE_S, Reference, answers, counted, same
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
 from kvcore.testing.faults.process import Planted, State
@@ -41,6 +41,15 @@ class Cell(NamedTuple):
     @property
     def hangs(self) -> bool:
         return any(rule.fault is Fault.HANG and rule.seconds == FOR_EVER for rule in self.rules)
+
+    @property
+    def spoils(self) -> bool:
+        """Whether what is read is not what was written. An answer may be right all the same: most
+        bits of a number matter little."""
+        return any(
+            rule.fault is Fault.BIT_FLIP and rule.seam in (Seam.FILE_READ, Seam.STORE_GET)
+            for rule in self.rules
+        )
 
 
 def cell_id(cell: Cell) -> str:
@@ -152,6 +161,7 @@ class Bench:
         self._tier = tier
         self._options: dict[str, Any] = {"fusion": EXACT} if fuses else {}
         self._number = 0
+        self._turn = 0
         self._documents = _documents(model)
         self._chunks = windows(model, 4, 150, 200, seed=97)
         self._blends = _of_chunks(self._chunks)
@@ -176,11 +186,17 @@ class Bench:
         if cell.by == "blending":
             answers(self.process, self._chunks, batch=4, **self._options)
             self._rest()
-        before = self.planted.state()
+        before, rotten = self.planted.state(), self._rotten
         with self.planted.wrong(*cell.rules):
             self._until_struck(cell, before, lambda: come(cell))
         self.heal()
+        assert not cell.spoils or self._rotten > rotten, "what was spoilt was not noticed"
         self._compare(self._rest())
+
+    @property
+    def _rotten(self) -> float:
+        """Blocks that were not what was written, as far as kvcore noticed."""
+        return counted(self.process, "kvcore_corrupt_blocks_total")
 
     def heal(self) -> None:
         """Ask until KV comes from host memory and from the tier below again."""
@@ -222,6 +238,9 @@ class Bench:
     def _ask(self, cell: Cell | None = None) -> Counter[str]:
         """All but the last, then the last twice; tokens that came from each tier."""
         *long, short = self._documents
+        self._turn += 1  # where one lay, another comes: what was not copied there is another's
+        turn = self._turn % len(long)
+        long = [*long[turn:], *long[:turn]]
         found: Counter[str] = Counter()
         for asked in (long, [short], [short]):
             found.update(_tiers(self._right_answers(asked, cell)))
