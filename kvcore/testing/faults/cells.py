@@ -236,13 +236,16 @@ class Bench:
     # -- what brings the engine to the seams ------------------------------------------------------
 
     def _ask(self, cell: Cell | None = None) -> Counter[str]:
-        """All but the last, then the last twice; tokens that came from each tier."""
+        """All but the last, then the last twice; tokens that came from each tier.
+
+        Where one lay in the engine's memory, another comes: what was not copied there is another's.
+        """
         *long, short = self._documents
-        self._turn += 1  # where one lay, another comes: what was not copied there is another's
+        self._turn += 1
         turn = self._turn % len(long)
         long = [*long[turn:], *long[:turn]]
         found: Counter[str] = Counter()
-        for asked in (long, [short], [short]):
+        for asked in (long, [short], long[:1], [short]):
             found.update(_tiers(self._right_answers(asked, cell)))
         return found
 
