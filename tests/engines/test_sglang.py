@@ -480,7 +480,4 @@ def test_records_say_what_happened(served: Served, model: Path, reference: Ask) 
     assert records["failed"]["loaded"] == {}
     assert {str(record["outcome"]) for record in records.values()} == {"length"}
     estimate = records["warm"]["otherwise"]
-    assert estimate["unknown"] == [], "prefill and loads were timed"
-    assert estimate["recompute_ms"] > 0
-    assert estimate["load_all_ms"] >= estimate["loading_ms"] > 0
-    assert counted(served.process, SAVED, way="recompute") > 0
+    assert estimate["recompute_ms"] > 0, "forwards were timed"

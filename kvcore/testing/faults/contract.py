@@ -62,39 +62,44 @@ class FaultContract:
     """Messages that the engine's leader never sends: they cannot be late or lost."""
 
     @pytest.fixture(scope="class")
-    def model(self) -> Path:
+    @classmethod
+    def model(cls) -> Path:
         return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
     @pytest.fixture(scope="class")
-    def right(self, model: Path) -> Iterator[Reference]:
-        with small_engine(model, None, engine=self.engine, **_UNCACHED[self.engine]) as plain:
+    @classmethod
+    def right(cls, model: Path) -> Iterator[Reference]:
+        with small_engine(model, None, engine=cls.engine, **_UNCACHED[cls.engine]) as plain:
             yield Reference(plain)
 
     @pytest.fixture(scope="class")
+    @classmethod
     def disk(
-        self, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
+        cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("disk")
         planted = plant(folder / "plugin")
-        with self._over(model, _on_disk(folder), planted) as process:
+        with cls._over(model, _on_disk(folder), planted) as process:
             yield Bench(process, planted, model, right, "disk", fuses=True)
 
     @pytest.fixture(scope="class")
+    @classmethod
     def store(
-        self, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
+        cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("store")
         planted = plant(folder / "plugin")
-        with self._over(model, _in_store(self.store_plugin, folder), planted) as process:
+        with cls._over(model, _in_store(cls.store_plugin, folder), planted) as process:
             yield Bench(process, planted, model, right, "shelf")
 
+    @classmethod
     @contextmanager
     def _over(
-        self, model: Path, kvcore: dict[str, Any], planted: Planted | None = None
+        cls, model: Path, kvcore: dict[str, Any], planted: Planted | None = None
     ) -> Iterator[EngineProcess]:
         path = [str(planted.folder)] if planted is not None else []
         env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
-        with small_engine(model, remembering(self.engine, kvcore), env, self.engine) as process:
+        with small_engine(model, remembering(cls.engine, kvcore), env, cls.engine) as process:
             yield process
 
     @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
