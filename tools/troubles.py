@@ -232,11 +232,6 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Look at the medium.",
         ),
         Trouble("shutdown: %s", "Something failed while closing.", "Look at the tier it names."),
-        Trouble(
-            "a medium has not answered for %d s: flushed without it",
-            "SGLang's cache was flushed while a tier hung; what it was reading is given up.",
-            "Look at the medium: kvcore goes on without it, and tries it again.",
-        ),
     ],
     "Tiers": [
         Trouble(

@@ -11,7 +11,7 @@ layer. What is still on a slower tier when a decision is made is weighed at that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcore.adapting.orders import FULL_LAYERS, BlendReport
@@ -24,13 +24,18 @@ if TYPE_CHECKING:
     from kvcore.metrics import Data
     from kvcore.schema import FusionConfig
 
-__all__ = ["TIMED_TOKENS", "Pace", "make_pace"]
+__all__ = ["TIMED_TOKENS", "Pace", "make_pace", "prefills"]
 
 TIMED_TOKENS = 32
 """A step with fewer says little about prefill; it is not timed."""
 
 _STEPS_KEPT = 64
 """Steps whose times are waited for; under async scheduling one or two are."""
+
+
+def prefills(scheduled: Collection[int]) -> bool:
+    """Whether a step of so many tokens of each request is worth timing: not where all decode."""
+    return sum(scheduled) - len(scheduled) >= TIMED_TOKENS
 
 
 class Pace:

@@ -29,9 +29,9 @@ __all__ = [
     "Memo",
     "Planning",
     "guess_compute",
+    "guessed_rates",
     "learn_loads",
     "tier_priors",
-    "untimed_rates",
 ]
 
 _log = logging.getLogger("kvcore.adapting.planning")
@@ -77,9 +77,9 @@ def learn_loads(
             rates.loaded(tier, moved[path], sum(sums), sum(counts))
 
 
-def untimed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
-    """Rates of an engine whose forwards nobody times: its prefill stays a guess until layers are
-    timed, and no estimate is made of it."""
+def guessed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
+    """Rates of an engine of whose compute nothing is known: its prefill is a guess until forwards
+    or layers are timed, and no estimate is made of it."""
     shape = model.shape
     compute = guess_compute(shape.kv_heads * shape.head_dim, shape.layers, model.world_size, "cuda")
     return Rates(shape.layers, compute, tier_priors(tiers), otherwise=OTHER_TIER)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcore.adapting.model import ModelDescription
-from kvcore.adapting.planning import Planning, learn_loads, untimed_rates
+from kvcore.adapting.planning import Planning, guessed_rates, learn_loads
 from kvcore.block import Namespace
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
@@ -61,6 +61,9 @@ class _Savings:
     def loaded(self, request_id: str, tokens: Mapping[str, int]) -> None:
         if request_id in self._asks and "blend" not in tokens:
             self._loaded[request_id] = sum(tokens.values())
+
+    def has_loaded(self, request_id: str) -> bool:
+        return request_id in self._loaded
 
     def failed(self, request_id: str) -> None:
         self._loaded.pop(request_id, None)
@@ -123,6 +126,11 @@ class Watch:
         """Whether anything is watched."""
         return self.journal is not None
 
+    @property
+    def listens(self) -> bool:
+        """Whether it wants to hear of lookups: it watches, or counts what loads save."""
+        return self.journal is not None or self._savings is not None
+
     def weigh_with(
         self,
         weigher: Planning,
@@ -138,7 +146,7 @@ class Watch:
         self._weigher, self._paths = weigher, dict(paths or {})
         self._savings = None if metrics is None else _Savings(weigher, metrics)
 
-    def weigh_untimed(
+    def weigh_alone(
         self,
         config: Config,
         model: ModelDescription,
@@ -146,28 +154,40 @@ class Watch:
         *,
         min_load_tokens: int,
         layerwise: bool,
+        times_forwards: bool,
     ) -> None:
-        """Estimate by what loads take, in an engine whose forwards nobody times. Nothing where
-        nothing is watched."""
-        if self.is_on:
+        """Estimate by what `learn` is told, in an engine in which nobody else learns rates.
+
+        ``times_forwards`` says whether forwards will be among it. Nothing where nothing is watched,
+        and nothing can be counted.
+        """
+        if self.is_on or (times_forwards and config.metrics.enabled):
             weigher = Planning(
                 config,
                 model,
                 parts.manager,
-                untimed_rates(model, parts.read_paths),
+                guessed_rates(model, parts.read_paths),
                 min_load_tokens=min_load_tokens,
                 layerwise=layerwise,
-                times_forwards=False,
+                times_forwards=times_forwards,
             )
             self.weigh_with(weigher, parts.metrics, parts.read_paths)
 
-    def learn(self, counted: Data, profile: Sequence[tuple[int, float]] = ()) -> None:
-        """Take in what workers counted, and (rows, seconds) of layers that they timed."""
+    def learn(
+        self,
+        counted: Data,
+        profile: Sequence[tuple[int, float]] = (),
+        forwards: Sequence[tuple[Sequence[Part], float]] = (),
+    ) -> None:
+        """Take in what workers counted, and what they timed: (rows, seconds) of layers, (parts,
+        seconds) of forwards."""
         if self._weigher is not None and self._paths:
             rates = self._weigher.planner.rates
             learn_loads(rates, self._paths, counted)
             for rows, seconds in profile:
                 rates.prefilled([Part(rows, 0)], seconds)
+            for parts, seconds in forwards:
+                rates.prefilled(parts, seconds)
 
     def listener(self, other: Callable[[Event], None] | None) -> Callable[[Event], None] | None:
         """What the manager is to tell of events: ``other``, this, or both."""
@@ -217,7 +237,9 @@ class Watch:
 
     def has_loaded(self, request_id: str) -> bool:
         """Whether a load of a request that has not ended began, and did not fail."""
-        record = None if self.journal is None else self.journal.get(request_id)
+        if self.journal is None:
+            return self._savings is not None and self._savings.has_loaded(request_id)
+        record = self.journal.get(request_id)
         return record is not None and not record.is_over and bool(record.loaded)
 
     def arrived(self, request_id: str) -> None:

@@ -52,6 +52,9 @@ WRITTEN = 12
 OWN = 10
 """Documents that two ranks wrote, and those that the engine of each page size is asked first."""
 
+SAVED = "kvcore_expected_ttft_seconds_total"
+"""Seconds to the first token of requests that loaded: as they were, and had they been computed."""
+
 Ask = Callable[[Sequence[Sequence[int]]], list[Generation]]
 
 
@@ -356,6 +359,8 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
         same(answers(process, asked, batch=4), reference(asked))
         settled(process)
         assert counted(process, "kvcore_misses_total", reason="load_failed") == 0
+        same(answers(process, asked), reference(asked))
+        assert counted(process, SAVED, way="recompute") > 0, "it is counted by default"
 
 
 # -- too little room ------------------------------------------------------------------------------
@@ -475,4 +480,4 @@ def test_records_say_what_happened(served: Served, model: Path, reference: Ask) 
     assert records["failed"]["loaded"] == {}
     assert {str(record["outcome"]) for record in records.values()} == {"length"}
     estimate = records["warm"]["otherwise"]
-    assert "prefill: this engine's forwards are not timed" in estimate["unknown"]
+    assert estimate["recompute_ms"] > 0, "forwards were timed"

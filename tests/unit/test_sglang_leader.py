@@ -7,10 +7,12 @@ loaded into.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ torch = pytest.importorskip("torch")
 
 from kvcore_sglang.describe import Rank, Served, _check_components  # noqa: E402  (needs torch)
 from kvcore_sglang.fusing import Asking, FusionLeader  # noqa: E402
+from kvcore_sglang.gate import LayerGate  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
@@ -29,6 +32,7 @@ from kvcore_sglang.ranks import NoLines  # noqa: E402
 from kvcore_sglang.worker import ATTEMPTS, RankWorker  # noqa: E402
 
 from kvcore.adapting.build import LeaderParts, build_leader, build_worker  # noqa: E402
+from kvcore.adapting.clock import ForwardClock  # noqa: E402
 from kvcore.adapting.model import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.adapting.orders import BlendOrder, BlendReport  # noqa: E402
 from kvcore.adapting.watching import Watch  # noqa: E402
@@ -39,10 +43,12 @@ from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.layout import BlockShape  # noqa: E402
 from kvcore.pool import SlotRun  # noqa: E402
+from kvcore.rates import Part  # noqa: E402
 from kvcore.transfer.graph import OpReport, TransferGraph  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
+SETTLE_S = 60.0
 
 
 class MHATokenToKVPool:
@@ -117,7 +123,9 @@ class Landing:
 class Rig:
     """An engine of one rank: `compute` stands for its forward, `slots` for its allocator."""
 
-    def __init__(self, pool: Any, page: int, kvcore: dict[str, Any]) -> None:
+    def __init__(
+        self, pool: Any, page: int, kvcore: dict[str, Any], *, timed: bool = False
+    ) -> None:
         self.config = load_config(overrides=kvcore, env={})
         self.page = page
         self.pool = pool
@@ -137,7 +145,8 @@ class Rig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends)
+        clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
+        self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends, clock=clock)
         watch = Watch.of(self.config)
         self.leader = Leader(
             self.config,
@@ -151,6 +160,13 @@ class Rig:
         )
         self.random = random.Random(7)
         self.namespace = self.leader.namespace("", None)
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        limit = time.monotonic() + SETTLE_S
+        while self.leader.state["in_flight"]:
+            assert time.monotonic() < limit
+            self.worker.wait_report(0.02)
 
     def _fusion(self, parts: LeaderParts) -> FusionLeader:
         shape = self.served.model.shape
@@ -184,7 +200,7 @@ class Rig:
         offer = self.leader.offer()
         order = self.leader.inserted(np.array(tokens), self.namespace, slots, [offer])
         self.worker.carry_out(order)
-        assert self.leader.settle(30)
+        self.settle()
         assert self.leader.done_offers() == 1
         self.leader.take_offer()
         return bool(order.graphs)
@@ -217,7 +233,7 @@ class Rig:
             self.worker.wait_layer([graph.graph_id], layer)
             self.check(tokens, device, slots, layer)
         landed = self.worker.finish([graph.graph_id])
-        assert self.leader.settle(30)
+        self.settle()
         return landed
 
     def check(self, tokens: list[int], device: int, slots: Any, layer: int) -> None:
@@ -403,7 +419,7 @@ def test_a_request_is_held_back_for_the_disk_and_others_are_not(
     rig.leader.ask_anew("far")
     assert not rig.leader.holds("far"), "the engine asked no more: it has the prompt itself"
     let_go()
-    assert rig.leader.settle(30)
+    rig.settle()
     assert ask_once(rig, "far", tokens) == (496, False)
     assert rig.load("far", tokens, 0, 496)
     assert rig.leader.state["requests"]["far"] == {"disk": 496}
@@ -426,7 +442,7 @@ def test_what_is_late_is_computed_and_found_by_the_next(
         assert ask_once(rig, "late", tokens) == (0, False)
     assert missed(rig) == {"pending": 1}, "one request, one miss"
     let_go()
-    assert rig.leader.settle(30)
+    rig.settle()
     assert ask_once(rig, "next", tokens) == (496, False)
 
 
@@ -443,7 +459,7 @@ def test_a_request_waits_once_whatever_it_waits_for(
         now += 1.0
         rounds += 1
         assert rounds <= 5
-        assert rig.leader.settle(30)
+        rig.settle()
         for seed in range(36 * rounds, 36 * rounds + 36):  # more than host memory holds
             rig.keep(text(500, 100 + seed))
     assert rounds == 5
@@ -527,7 +543,7 @@ def test_best_effort_answers_at_once_and_stages_for_the_next(
     second = Rig(MHATokenToKVPool(1), 1, settings)
     rigs.append(second)
     second.lookup("early", tokens)
-    assert second.leader.settle(30)
+    second.settle()
     gain = second.lookup("early", tokens)
     assert gain == 496
     assert second.load("early", tokens, 0, gain)
@@ -610,7 +626,7 @@ def test_a_copy_that_fails_is_tried_again(
     rig.worker.start_loads([graph])
     assert not rig.worker.finish([graph.graph_id])
     rig.leader.refuse(["failed"])
-    assert rig.leader.settle(30)
+    rig.settle()
     assert rig.lookup("failed", tokens) == 0, "it would fail for ever"
     assert rig.lookup("another", tokens) == gain
 
@@ -642,7 +658,7 @@ def test_offers_end_in_order_and_only_with_their_copies(rigs: list[Rig]) -> None
     assert rig.leader.done_offers() == 0, "its save has not started"
     rig.leader.check_integrity()
     rig.worker.carry_out(order)
-    assert rig.leader.settle(30)
+    rig.settle()
     assert rig.leader.done_offers() == 2
 
 
@@ -728,7 +744,7 @@ def test_chunks_land_behind_an_exact_prefix(
     assert rig.worker.finish([graph.graph_id])
     rig.check(prompt, 64, slots[: 256 - 64], 0)
     assert rig.worker.blend(order.blends, lambda layer: None) is not fail
-    assert rig.leader.settle(30)
+    rig.settle()
     assert ("error" in rig.leader.state["fusion"]["one"]) is fail
     assert rig.leader.manager.in_flight == 0
     if fail:
@@ -868,3 +884,89 @@ def test_loads_are_estimated_by_what_they_took(tmp_path: Path) -> None:
     assert found["4"]["otherwise"]["loading_ms"] > 0
     assert found["4"]["otherwise"]["unknown"] == ["prefill: this engine's forwards are not timed"]
     assert found["4"]["otherwise"]["load_all_ms"] is None
+
+
+def saved(rig: Rig) -> dict[str, float]:
+    """Seconds to the first token, of requests that loaded: expected as they were, and otherwise."""
+    return dict(rig.leader.metrics.snapshot().get("kvcore_expected_ttft_seconds_total", {}))
+
+
+def forwards(rig: Rig, *rows: int) -> None:
+    gate = LayerGate(rig.worker, layerwise=True)
+    for count in rows:
+        with gate.around_forward([Part(count, 0)]):
+            pass
+
+
+def test_what_loads_save_is_counted_where_forwards_were_timed(rigs: list[Rig]) -> None:
+    """With no record of requests: from when prefill and loads were measured, and once each."""
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS, timed=True)
+    rigs.append(rig)
+    texts = [text(320, seed) for seed in range(50, 60)]
+    for tokens in texts:
+        rig.keep(tokens)
+
+    def answer(n: int) -> None:
+        assert rig.load(str(n), texts[n], 0, rig.lookup(str(n), texts[n]))
+        rig.lookup(str(n), texts[n], 320)  # it goes on behind what was loaded
+        rig.leader.ended(str(n), "stop")
+
+    for n in range(4):
+        answer(n)
+    assert not saved(rig), "prefill is a guess"
+    forwards(rig, 100, 200, 300)
+    answer(4)
+    once = saved(rig)
+    assert once["recompute"] > 0
+    assert once["load"] > 0
+    rig.leader.ended("4", "stop")
+    assert saved(rig) == once
+    answer(5)
+    assert saved(rig)["recompute"] > once["recompute"]
+    before = saved(rig)
+    rig.load("6", texts[6], 0, rig.lookup("6", texts[6]))
+    rig.leader.refuse(["6"])
+    rig.leader.ended("6", "stop")
+    assert saved(rig) == before, "it was computed"
+
+
+def test_nothing_is_counted_where_forwards_are_not_timed(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    forwards(rig, 100, 200, 300, 400)
+    tokens = text(320, 60)
+    rig.keep(tokens)
+    for n in range(5):
+        assert rig.load(str(n), tokens, 0, rig.lookup(str(n), tokens))
+        rig.leader.ended(str(n), "stop")
+    assert not saved(rig)
+    assert rig.worker.take_forwards() == []
+
+
+def test_a_forward_that_waits_or_decodes_is_not_timed(rigs: list[Rig]) -> None:
+    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS, timed=True)
+    rigs.append(rig)
+    tokens = text(320, 61)
+    rig.keep(tokens)
+    slots = rig.slots(rig.lookup("waits", tokens))
+    gate = LayerGate(rig.worker, layerwise=True)
+    index = gate.start(rig.leader.load("waits", slots).graphs)
+    for consumer, parts in (
+        (index, [Part(500, 0)]),  # in step with its loads
+        (-1, []),  # nobody knows what it is
+        (-1, [Part(1, 400)] * 200),
+    ):
+        gate.set_consumer(consumer)
+        with gate.around_forward(parts):
+            gate.wait_until(0)
+    assert gate.finish(index)
+    assert rig.worker.take_forwards() == []
+    timed = [Part(40, 16), Part(1, 400)]
+    with gate.around_forward(timed):
+        pass
+    [(parts, seconds)] = rig.worker.take_forwards()
+    assert parts == timed
+    assert seconds > 0
+    with contextlib.suppress(RuntimeError), gate.around_forward(timed):
+        raise RuntimeError("half a forward")
+    assert rig.worker.take_forwards() == []

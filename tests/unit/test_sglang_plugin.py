@@ -13,6 +13,7 @@ from kvcore_sglang import hooks, plugin
 
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.rates import Part
 
 # --- the command line ----------------------------------------------------------------------------
 
@@ -303,3 +304,66 @@ def test_hooks_that_did_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         hooks.check()
     monkeypatch.setattr(hooks, "_fake", lambda self, one: None)
     hooks.check()
+
+
+# --- how long prefill takes ----------------------------------------------------------------------
+
+
+def batch(mode: str = "EXTEND", *, pictures: bool = False, **more: Any) -> Any:
+    told: dict[str, Any] = {
+        "forward_mode": SimpleNamespace(name=mode),
+        "return_logprob": False,
+        "global_num_tokens_cpu": None,
+        "contains_mm_inputs": lambda: pictures,
+        "extend_seq_lens_cpu": [40, 1],
+        "extend_prefix_lens_cpu": [16, 300],
+    }
+    return SimpleNamespace(**{**told, **more})
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "MIXED"])
+def test_what_a_prefill_computes(mode: str) -> None:
+    assert hooks.prefill_parts(batch(mode)) == [Part(40, 16), Part(1, 300)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        batch("DECODE"),
+        batch("TARGET_VERIFY"),
+        batch("SPLIT_PREFILL"),
+        batch(pictures=True),
+        batch(return_logprob=True),
+        batch(global_num_tokens_cpu=[41, 7]),
+    ],
+)
+def test_a_forward_that_is_more_than_a_prefill_tells_nothing(other: Any) -> None:
+    assert hooks.prefill_parts(other) == []
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_forwards_of_the_target_model_are_timed(draft: bool) -> None:
+    told: list[Any] = []
+
+    @contextlib.contextmanager
+    def around_forward(parts: Any) -> Iterator[None]:
+        told.append(parts)
+        yield
+        told.append("ended")
+
+    def forward(runner: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        told.append("forward")
+        return args, options
+
+    def runner(gate: Any) -> Any:
+        pool = SimpleNamespace(layer_transfer_counter=gate)
+        return SimpleNamespace(token_to_kv_pool=pool, is_draft_worker=draft)
+
+    ours = SimpleNamespace(around_forward=around_forward)
+    assert hooks.around_forward(forward, runner(ours), batch(), 1, x=2) == ((1,), {"x": 2})
+    timed = [[Part(40, 16), Part(1, 300)], "forward", "ended"]
+    assert told == (["forward"] if draft else timed)
+    told.clear()
+    for other in (None, object()):  # no linker, and HiCache's
+        hooks.around_forward(forward, runner(other), batch())
+    assert told == ["forward", "forward"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kvcore_vllm.clock import ForwardClock
-from kvcore_vllm.pacing import make_pace, parts_of, prefills
+from kvcore_vllm.pacing import make_pace, parts_of
 
-from kvcore.adapting.pacing import TIMED_TOKENS, Pace
+from kvcore.adapting.clock import ForwardClock
+from kvcore.adapting.pacing import TIMED_TOKENS, Pace, prefills
 from kvcore.fusion.controller import Mode, Part
 from kvcore.metrics import Metrics
 from kvcore.schema import FusionConfig
@@ -135,7 +135,7 @@ def test_parts_of_a_step() -> None:
 
 
 def test_a_clock_tells_each_forward_once() -> None:
-    clock = ForwardClock(torch.device("cpu"))
+    clock = ForwardClock[int](torch.device("cpu"))
     clock.stop()
     assert clock.take() == []
     clock.start(4)

@@ -20,6 +20,7 @@ from kvcore.adapting.build import (
     build_worker,
     segments_of,
 )
+from kvcore.adapting.clock import ForwardClock
 from kvcore.adapting.pacing import Pace, make_pace
 from kvcore.adapting.watching import Watch
 from kvcore.config import Config
@@ -27,6 +28,7 @@ from kvcore.errors import KVCoreError
 from kvcore.fusion.rope import Rope
 from kvcore.metrics import Data
 from kvcore.ops.fusion import select_fusion
+from kvcore.rates import Part
 from kvcore.transfer.plan import layer_steps
 
 
@@ -63,9 +65,12 @@ def build(
     fence: Fence,
     publish: Callable[[Data], None] | None = None,
     fusable: Fusable | None = None,
+    *,
+    times_forwards: bool = False,
 ) -> Parts:
     """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it;
-    ``fusable`` is None on all ranks where there is no fusion.
+    ``fusable`` is None on all ranks where there is no fusion; ``times_forwards`` says that those of
+    the leader's rank can be timed.
 
     Raises UnsupportedError or LayoutError where KV cannot be moved right, on all ranks alike, and
     on rank 0 where a server refuses it: nothing is left open then.
@@ -73,7 +78,9 @@ def build(
     rank, model = served.rank, served.model
     parts = build_worker(config, model, rank.number, [served.pool.view])
     blends = None if fusable is None else _blends(config, served, parts, fusable)
-    worker = RankWorker(parts.worker, parts.open_tier, fence, blends)
+    timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
+    clock = ForwardClock[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
+    worker = RankWorker(parts.worker, parts.open_tier, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLines(), None, follower)
@@ -128,8 +135,8 @@ def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> Fusion
 
 
 def _pace(config: Config, served: Served, parts: LeaderParts) -> Pace:
-    """The controller. It knows layers from their timing at start, blends and loads as they come:
-    SGLang's forwards are not timed."""
+    """The controller. It knows layers from their timing at start, forwards, blends and loads as
+    they come."""
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
     return make_pace(
         config.fusion,

@@ -11,6 +11,7 @@ install()  # here: SGLang's processes are spawned from this module, and run it a
 
 import asyncio  # noqa: E402
 import contextlib  # noqa: E402
+import gc  # noqa: E402
 import importlib.util  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
@@ -223,10 +224,17 @@ class Driver:
     async def settle(self, timeout_s: float) -> None:
         """Wait until nothing of kvcore's is under way."""
         limit = time.monotonic() + timeout_s
-        while self._kvcore is not None and any(s["in_flight"] for s in await self._states()):
+        while await self._is_busy():
             if time.monotonic() >= limit:
                 raise UnsupportedError(f"saves are still under way after {timeout_s} s")
             await asyncio.sleep(0.05)
+
+    async def _is_busy(self) -> bool:
+        """Whether something of kvcore's is under way: never where it does not serve."""
+        try:
+            return any(state["in_flight"] for state in await self._states())
+        except UnsupportedError:
+            return False
 
     async def metrics(self) -> dict[str, float]:
         """kvcore's Prometheus samples, of all replicas together."""
@@ -290,7 +298,11 @@ class _Collected:
 
 
 def _fork_processes() -> None:
-    """Make this process's children forks of it, although SGLang asks to spawn them."""
+    """Make this process's children forks of it, although SGLang asks to spawn them. On a CPU each
+    flush collects garbage: what was imported here is none, and is not walked."""
+    from sglang.srt.entrypoints import engine  # noqa: F401 - with all that the children need
+
+    gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **options: None
 

@@ -34,6 +34,7 @@ from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.layout import BlockShape
 from kvcore.manager import Manager
 from kvcore.metrics import Data, Metrics
+from kvcore.rates import Part
 from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.sglang.fusion")
@@ -225,10 +226,16 @@ class FusionLeader:
             blocks,
         )
 
-    def learn_times(self, profile: Sequence[tuple[int, float]], counted: Data) -> None:
-        """Take in what workers measured of their layers and copies."""
+    def learn_times(
+        self,
+        profile: Sequence[tuple[int, float]],
+        forwards: Sequence[tuple[Sequence[Part], float]],
+        counted: Data,
+    ) -> None:
+        """Take in what workers measured of their layers, forwards and copies."""
         if self._pace is not None:
-            self._pace.learn(profile, counted=counted)
+            steps = [(self._pace.time(parts), seconds) for parts, seconds in forwards]
+            self._pace.learn(profile, steps, counted)
 
     def begin_batch(self) -> None:
         """The batch whose requests were ordered begins: the next one has its own staging."""

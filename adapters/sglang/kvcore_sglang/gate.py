@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from kvcore_sglang.worker import RankWorker
 
 from kvcore.adapting.orders import BlendOrder
+from kvcore.adapting.pacing import prefills
+from kvcore.rates import Part
 from kvcore.transfer.graph import TransferGraph
 
 
@@ -54,6 +58,14 @@ class LayerGate:
         graph_ids = self._batches.get(self.consumer_index)
         if graph_ids and self._worker is not None:
             self._worker.wait_layer(graph_ids, layer)
+
+    def around_forward(self, parts: Sequence[Part]) -> AbstractContextManager[None]:
+        """To be around the forward of the batch that runs, over these parts (none: they are not
+        known). It is timed if it prefills, and waits for no load."""
+        waits = bool(self._batches.get(self.consumer_index))
+        if self._worker is None or waits or not prefills([part.tokens for part in parts]):
+            return contextlib.nullcontext()
+        return self._worker.forward(parts)
 
     def finish(self, index: int) -> bool:
         """Block until a batch's loads write no more; whether all of its KV is good."""

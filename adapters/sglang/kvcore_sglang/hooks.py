@@ -9,6 +9,7 @@
     Scheduler.send_abort_output                     records of requests end with these two
     Scheduler.get_internal_state                    what kvcore says of itself, on /server_info
     PrefillAdder.add_one_req                        others go first while KV comes from a disk
+    ModelRunner.forward                             how long prefill takes
 
 Every hook is around the original and passes through unless the cache's linker is kvcore's. One
 whose signature is not the one known here is not registered, and the linker then stands aside.
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
 from kvcore.log import get_logger
+from kvcore.rates import Part
 
 _log = get_logger("kvcore.sglang.hooks")
 
@@ -33,6 +35,7 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
@@ -240,6 +243,34 @@ def around_internal_state(original: Original, scheduler: Any, recv_req: Any) -> 
     return result
 
 
+# --- how long prefill takes ----------------------------------------------------------------------
+
+
+def around_forward(
+    original: Original, runner: Any, forward_batch: Any, *args: Any, **options: Any
+) -> Any:
+    """The target model's forward is timed, where its time tells of prefill."""
+    gate = getattr(runner.token_to_kv_pool, "layer_transfer_counter", None)
+    around = getattr(gate, "around_forward", None)  # kvcore's has it
+    if around is None or runner.is_draft_worker:
+        return original(runner, forward_batch, *args, **options)
+    with around(prefill_parts(forward_batch)):
+        return original(runner, forward_batch, *args, **options)
+
+
+def prefill_parts(batch: Any) -> list[Part]:
+    """What SGLang's batch computes, its decodes included; none where more is done in its forward
+    than that (pictures, log-probabilities of prompts), it waits for other replicas (attention
+    in data parallel), or it is no plain prefill."""
+    plain = batch.forward_mode.name in ("EXTEND", "MIXED")
+    if not plain or batch.return_logprob or batch.global_num_tokens_cpu is not None:
+        return []
+    if batch.contains_mm_inputs():
+        return []
+    rows, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    return [Part(int(new), int(held)) for new, held in zip(rows, before, strict=True)]
+
+
 HOOKS = (
     Hook(f"{_WRAPPER}.match", ("self", "key", "req", "result"), around_match),
     Hook(f"{_CACHE}.insert", ("self", "params"), around_insert),
@@ -270,6 +301,22 @@ HOLD_HOOKS = (
 )
 """Without these requests are computed with what is in host memory when their turn comes."""
 
+TIME_HOOKS = (
+    Hook(
+        f"{_RUNNER}.forward",
+        (
+            "self",
+            "forward_batch",
+            "skip_attn_backend_init",
+            "pp_proxy_tensors",
+            "reinit_attn_backend",
+            "split_forward_count",
+        ),
+        around_forward,
+    ),
+)
+"""Without these nobody knows what prefill takes, and what loads save is not counted."""
+
 _BARRING = ("checkpoint_kv_cache", "release_kv_cache")
 """Of ``sglang.srt.mem_cache.common``: all that publishes a request's KV, and heeds the bar."""
 
@@ -281,7 +328,7 @@ def register_all() -> None:
     """Register every hook whose target is what it was. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS):
+    for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
         problem = _misfit(hook)
         if problem:
             _problems.append(problem)

@@ -53,7 +53,6 @@ ASKED_KEPT = 1024
 """Requests whose last lookup is remembered: more than wait in any queue that is scanned."""
 SERVED_KEPT = 1024
 """Requests of which it can be asked what they reused."""
-SETTLE_POLL_S = 0.02
 REST_S = 0.002
 """How long an engine that has nothing else to do rests before it asks again whether KV is there."""
 PUBLISH_S = 1.0
@@ -101,12 +100,13 @@ class Leader:
         self._releases = parts.releases
         self._fusion = None if fusion is None else fusion(parts)
         self._watch = watch or Watch()
-        self._watch.weigh_untimed(
+        self._watch.weigh_alone(
             config,
             model,
             parts,
             min_load_tokens=self._settings.min_load_tokens,
             layerwise=self._settings.layerwise,
+            times_forwards=local.times_forwards,
         )
         self._learning: dict[int, tuple[KeyChain, Tokens]] = {}  # by the graph of their save
         self._block = config.block.tokens
@@ -176,11 +176,11 @@ class Leader:
         """Write down what a lookup found. A request is looked up again and again while it waits,
         and goes on after its load: what matters is where its KV lay when it first asked."""
         found = asked.device_tokens, hit.depth
-        if not self._watch.is_on or asked.told == found or self._watch.has_loaded(rid):
+        if not self._watch.listens or asked.told == found or self._watch.has_loaded(rid):
             return
         asked.told = found
         space, first = asked.chain.namespace, asked.device_tokens
-        self._watch.looked_up(rid, tokens.tolist(), first, hit, space, self._block)
+        self._watch.looked_up(rid, tokens.data, first, hit, space, self._block)
 
     def holds(self, rid: str, *, resting: bool = False) -> bool:
         """Whether the request is to stay in the queue until it is looked up again: KV of its was on
@@ -489,10 +489,10 @@ class Leader:
             for blended in self._local.take_blends():
                 self._fusion.judge(blended)
         counted = self._counted_here.delta()
-        profile = self._local.take_profile()
-        self._watch.learn(counted, profile)
+        profile, forwards = self._local.take_profile(), self._local.take_forwards()
+        self._watch.learn(counted, profile, forwards)
         if self._fusion is not None:
-            self._fusion.learn_times(profile, counted)
+            self._fusion.learn_times(profile, forwards, counted)
         self.metrics.absorb(counted)
         for news in self._lines.news():
             self.metrics.absorb(news.counted)
@@ -528,17 +528,6 @@ class Leader:
                 offer.graphs.discard(report.graph_id)
         if RowError.REFUSED in report.failed.values():
             self.stand_aside("a worker refused its work")
-
-    def settle(self, timeout: float) -> bool:
-        """Block until nothing is in flight; False after ``timeout`` seconds."""
-        limit = time.monotonic() + timeout
-        self._pump()
-        while self.manager.in_flight:
-            if time.monotonic() >= limit:
-                return False
-            self._work(SETTLE_POLL_S)
-            self._pump()
-        return True
 
     def forget_all(self) -> None:
         """Drop every block in every tier; KV made from now on is kept apart from all before."""

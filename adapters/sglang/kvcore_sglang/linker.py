@@ -43,8 +43,8 @@ from kvcore.transfer.graph import TransferGraph
 _log = logging.getLogger("kvcore.sglang")
 _T = TypeVar("_T")
 
-SETTLE_S = 30.0
-"""How long a flush of the cache waits for copies that are under way."""
+LAND_S = 30.0
+"""How long a flush of the cache waits for copies from and to the engine's pages."""
 
 
 def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
@@ -108,7 +108,14 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         parts: Parts | None = None
         try:
             publish = _publisher(server_args, params)
-            parts = build(self._config, served, self._fence, publish, fusable)
+            parts = build(
+                self._config,
+                served,
+                self._fence,
+                publish,
+                fusable,
+                times_forwards=hooks.fit(hooks.TIME_HOOKS),
+            )
         except (UnsupportedError, LayoutError) as error:
             problem = str(error)
         # Sizes do not do on any rank; a server that refuses the leader has told only one.
@@ -402,13 +409,17 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
 
     def reset(self) -> None:
         """The engine's cache is flushed, also after its weights were changed: forget everything,
-        unless ``sglang.keep_on_flush`` says that flushes are of the engine's cache alone."""
+        unless ``sglang.keep_on_flush`` says that flushes are of the engine's cache alone.
+
+        Blocks for copies of pages, which are another's afterwards; what is on its way to a disk or
+        a store goes on, and is forgotten with the rest.
+        """
         self.layer_done_counter.reset()
         self._queued.clear()
         self._offered = 0
         if self._parts is None:
             return
-        landed = self._parts.worker.quiesce(SETTLE_S)
+        landed = self._parts.worker.quiesce(LAND_S)
         problems = [
             word
             for word in agree(
@@ -421,8 +432,6 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             return
         if problems:
             self.leader.stand_aside(problems[0])
-        elif not self.leader.settle(SETTLE_S):
-            _log.warning("a medium has not answered for %d s: flushed without it", SETTLE_S)
         self.leader.forget_requests()
         if not self._config.sglang.keep_on_flush:
             self.leader.forget_all()

@@ -14,15 +14,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from kvcore_sglang.messages import Order
 
 from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.clock import ForwardClock
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
+from kvcore.rates import Part
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
 
@@ -55,6 +57,7 @@ class RankWorker:
     """One per rank. Thread-safe: the scheduler's thread and the one that speaks to the leader.
 
     ``blends`` make KV of stored chunks, where this rank's model is one that they are right for.
+    ``clock`` times this rank's forwards, where they are to be timed.
     """
 
     def __init__(
@@ -63,11 +66,13 @@ class RankWorker:
         open_tier: TierOpener,
         fence: Fence = contextlib.nullcontext,
         blends: Blends | RefusingBlends | None = None,
+        clock: ForwardClock[Sequence[Part]] | None = None,
     ) -> None:
         self._worker = worker
         self._open_tier = open_tier
         self._fence = fence
         self._blends = RefusingBlends(1) if blends is None else blends
+        self._clock = clock
         self._chunks: set[int] = set()  # graphs of the blends that are being made
         self._spoiled: set[str] = set()  # requests whose chunks did not land
         self._lock = threading.RLock()
@@ -173,6 +178,28 @@ class RankWorker:
     def take_profile(self) -> list[tuple[int, float]]:
         """(rows, seconds) of the layers, timed when the blends were made. Told once."""
         return self._blends.take_profile()
+
+    # -- forwards ---------------------------------------------------------------------------
+
+    @property
+    def times_forwards(self) -> bool:
+        """Whether forwards of this rank are timed."""
+        return self._clock is not None
+
+    @contextlib.contextmanager
+    def forward(self, parts: Sequence[Part]) -> Iterator[None]:
+        """The block is a forward over these parts, in which nothing is waited for. Scheduler's
+        thread only."""
+        if self._clock is None:
+            yield
+            return
+        self._clock.start(parts)
+        yield
+        self._clock.stop()
+
+    def take_forwards(self) -> list[tuple[Sequence[Part], float]]:
+        """(parts, seconds) of forwards that ended since the last call. Does not block."""
+        return [] if self._clock is None else self._clock.take()
 
     # -- reports ----------------------------------------------------------------------------
 

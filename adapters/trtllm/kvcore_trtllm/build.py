@@ -133,12 +133,13 @@ def build_leader(
     outbox = Outbox(pump=worker.pump if alone else None)
     watch = Watch.of(config)
     parts = build.build_leader(config, model, outbox, on_event=watch.listener(None))
-    watch.weigh_untimed(
+    watch.weigh_alone(
         config,
         model,
         parts,
         min_load_tokens=config.trtllm.min_load_tokens,
         layerwise=config.trtllm.layerwise,
+        times_forwards=False,
     )
     if alone:  # the first lookup may read from a tier, before there is any plan
         worker.open(parts.open_tiers)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from kvcore_vllm.attention import install
-from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.handover import Handover
@@ -26,6 +25,7 @@ from kvcore.adapting.build import (
     build_worker,
     segments_of,
 )
+from kvcore.adapting.clock import ForwardClock
 from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.adapting.pacing import Pace

@@ -6,11 +6,11 @@ StepNews.forwards    seconds of the steps that StepPlan.timed asked for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvcore.adapting import pacing
-from kvcore.adapting.pacing import TIMED_TOKENS, Pace
+from kvcore.adapting.pacing import Pace
 from kvcore.fusion.controller import Part
 
 if TYPE_CHECKING:
@@ -37,11 +37,6 @@ def make_pace(
         paths=paths,
         looks=looks,
     )
-
-
-def prefills(scheduled: Collection[int]) -> bool:
-    """Whether a step of so many tokens of each request is worth timing: not where all decode."""
-    return sum(scheduled) - len(scheduled) >= TIMED_TOKENS
 
 
 def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[Part]:

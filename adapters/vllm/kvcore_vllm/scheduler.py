@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
-from kvcore_vllm.pacing import outcome, parts_of, prefills
+from kvcore_vllm.pacing import outcome, parts_of
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
 from kvcore.adapting.orders import BlendReport
 from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.pacing import Pace
+from kvcore.adapting.pacing import Pace, prefills
 from kvcore.adapting.paging import PageUsers, Paging
 from kvcore.adapting.planning import Memo, Planning
 from kvcore.adapting.watching import Watch

@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from kvcore_vllm.clock import ForwardClock
 from kvcore_vllm.messages import RankReport, StepNews, StepPlan
 
 from kvcore.adapting.blending import Blends, RefusingBlends
+from kvcore.adapting.clock import ForwardClock
 from kvcore.adapting.orders import BlendOrder, BlendReport, pages_made
 from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
 from kvcore.metrics import Metrics
@@ -46,7 +46,7 @@ class WorkerSide:
         metrics: Metrics,
         open_tier: TierOpener,
         blends: Blends | RefusingBlends,
-        clock: ForwardClock,
+        clock: ForwardClock[int],
     ) -> None:
         self._worker = worker
         self._layer_of = layer_of

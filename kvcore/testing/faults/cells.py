@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.testing.asking import SETTLE_S, Reference, answers, same
+from kvcore.testing.asking import SETTLE_S, Reference, answers, counted, same
 from kvcore.testing.engine_process import EngineProcess, Generation
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
 from kvcore.testing.faults.process import Planted, State
@@ -41,6 +41,15 @@ class Cell(NamedTuple):
     @property
     def hangs(self) -> bool:
         return any(rule.fault is Fault.HANG and rule.seconds == FOR_EVER for rule in self.rules)
+
+    @property
+    def spoils(self) -> bool:
+        """Whether what is read is not what was written. An answer may be right all the same: most
+        bits of a number matter little."""
+        return any(
+            rule.fault is Fault.BIT_FLIP and rule.seam in (Seam.FILE_READ, Seam.STORE_GET)
+            for rule in self.rules
+        )
 
 
 def cell_id(cell: Cell) -> str:
@@ -85,6 +94,7 @@ DISK = [
     *_one(Seam.SYNC, Fault.ERROR, Fault.HANG),
     *_one(Seam.TIER_READ, Fault.ERROR, Fault.HANG),
     *_one(Seam.TIER_WRITE, Fault.FULL, Fault.ERROR, Fault.HANG),
+    Cell((_SLOW_READ,), "aborting"),
     Cell((_rule(Seam.CANCEL, Fault.LOST), _SLOW_READ), "aborting"),
     Cell((_rule(Seam.CANCEL, Fault.LATENCY), _SLOW_READ), "aborting"),
     Cell((Rule(Fault.LOST, Seam.FORGET),), "clearing"),
@@ -151,11 +161,12 @@ class Bench:
         self._tier = tier
         self._options: dict[str, Any] = {"fusion": EXACT} if fuses else {}
         self._number = 0
+        self._turn = 0
         self._documents = _documents(model)
         self._chunks = windows(model, 4, 150, 200, seed=97)
         self._blends = _of_chunks(self._chunks)
         self.heal()
-        self._before = planted.rest()
+        self._before = self._rest()
 
     def run(self, cell: Cell) -> None:
         """One cell. AssertionError where something is not as it should be.
@@ -174,12 +185,18 @@ class Bench:
         come = ways[cell.by]
         if cell.by == "blending":
             answers(self.process, self._chunks, batch=4, **self._options)
-            self.planted.rest()
-        before = self.planted.state()
+            self._rest()
+        before, rotten = self.planted.state(), self._rotten
         with self.planted.wrong(*cell.rules):
             self._until_struck(cell, before, lambda: come(cell))
         self.heal()
-        self._compare(self.planted.rest())
+        assert not cell.spoils or self._rotten > rotten, "what was spoilt was not noticed"
+        self._compare(self._rest())
+
+    @property
+    def _rotten(self) -> float:
+        """Blocks that were not what was written, as far as kvcore noticed."""
+        return counted(self.process, "kvcore_corrupt_blocks_total")
 
     def heal(self) -> None:
         """Ask until KV comes from host memory and from the tier below again."""
@@ -189,6 +206,10 @@ class Bench:
             if found["host"] and found[self._tier]:
                 return
         raise AssertionError(f"reuse does not come back: {dict(found)}")
+
+    def _rest(self) -> State:
+        """Wait until nothing is under way."""
+        return self.planted.rest(self.process.metrics)
 
     def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
         missing = list(cell.rules)
@@ -215,10 +236,16 @@ class Bench:
     # -- what brings the engine to the seams ------------------------------------------------------
 
     def _ask(self, cell: Cell | None = None) -> Counter[str]:
-        """All but the last, then the last twice; tokens that came from each tier."""
+        """All but the last, then the last twice; tokens that came from each tier.
+
+        Where one lay in the engine's memory, another comes: what was not copied there is another's.
+        """
         *long, short = self._documents
+        self._turn += 1
+        turn = self._turn % len(long)
+        long = [*long[turn:], *long[:turn]]
         found: Counter[str] = Counter()
-        for asked in (long, [short], [short]):
+        for asked in (long, [short], long[:1], [short]):
             found.update(_tiers(self._right_answers(asked, cell)))
         return found
 
@@ -231,7 +258,7 @@ class Bench:
     def _forget(self, cell: Cell | None) -> None:
         """The engine's own cache; saves are waited for where nothing hangs."""
         if cell is None or not cell.hangs:
-            self.planted.rest()
+            self._rest()
         self.process.reset_prefix_cache(timeout_s=SETTLE_S)
 
     def _abort(self, cell: Cell) -> None:

@@ -213,9 +213,19 @@ class Planted:
             assert time.monotonic() < until, str(state)
         return state
 
-    def rest(self) -> State:
-        """The state when nothing is held any more. AssertionError where something stays."""
-        return self.until(lambda state: not state.held)
+    def rest(self, nudge: Callable[[], object] = lambda: None) -> State:
+        """The state when nothing is held any more. AssertionError where something stays.
+
+        ``nudge`` is called between looks: an engine that sleeps takes in what ended when it is
+        spoken to.
+        """
+
+        def rests(state: State) -> bool:
+            if state.held:
+                nudge()
+            return not state.held
+
+        return self.until(rests)
 
     @property
     def processes(self) -> set[int]:

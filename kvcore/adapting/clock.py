@@ -1,30 +1,35 @@
-"""How long the engine's forwards take on a device."""
+"""How long an engine's forwards take on a device."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+__all__ = ["ForwardClock"]
 
-class ForwardClock:
-    """Times forwards without waiting for them. One owner, on the model runner's thread.
+_T = TypeVar("_T")
 
-    On a CPU the forward has ended when vLLM says so. On a GPU it has only been launched then: two
-    events are put around it, and read when both have passed.
+
+class ForwardClock(Generic[_T]):
+    """Times forwards without waiting for them. One owner, on the thread that runs them; each is
+    told again by what it was started with.
+
+    On a CPU the forward has ended when the engine says so. On a GPU it has only been launched then:
+    two events are put around it, on the stream that is current, and read when both have passed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._device = device
-        self._running: tuple[int, Any] | None = None
-        self._ended: deque[tuple[int, Any, Any]] = deque()
+        self._running: tuple[_T, Any] | None = None
+        self._ended: deque[tuple[_T, Any, Any]] = deque()
 
-    def start(self, number: int) -> None:
+    def start(self, what: _T) -> None:
         """The forward begins now; another that was not stopped is forgotten."""
-        self._running = (number, self._now())
+        self._running = (what, self._now())
 
     def stop(self) -> None:
         """The forward has ended, or been launched. Nothing where none was started."""
@@ -32,12 +37,12 @@ class ForwardClock:
             self._ended.append((*self._running, self._now()))
             self._running = None
 
-    def take(self) -> list[tuple[int, float]]:
-        """(number, seconds) of forwards that have ended since the last call. Does not block."""
+    def take(self) -> list[tuple[_T, float]]:
+        """(what, seconds) of forwards that have ended since the last call. Does not block."""
         done = []
         while self._ended and self._is_over(self._ended[0][2]):
-            number, start, stop = self._ended.popleft()
-            done.append((number, self._seconds(start, stop)))
+            what, start, stop = self._ended.popleft()
+            done.append((what, self._seconds(start, stop)))
         return done
 
     def _now(self) -> Any:

@@ -1,0 +1,151 @@
+"""What a serving engine with kvcore must bear, as tests: faults at every seam of it. Subclass
+`FaultContract` in a test file of your own:
+
+class TestFaults(FaultContract):
+    engine = "vllm"                     # one of `kvcore.testing.asking.ENGINES`
+
+    right                               no kvcore and no cache of prefixes: what is right
+    disk                                a disk below host memory; fuses
+    store                               a store of objects below host memory
+    test_killed_in_the_middle_of_a_write    an engine that dies, and the next one on what it left
+
+Five engines start; those over a disk and a store take their cells one after another. Needs pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvcore.testing.asking import Reference, answers, remembering, same, small_engine
+from kvcore.testing.engine_process import EngineDied, EngineFailed, EngineProcess
+from kvcore.testing.faults.cells import (
+    BLENDS,
+    DISK,
+    EXACT,
+    STORE,
+    STORE_THREADS,
+    Bench,
+    Cell,
+    cell_id,
+    settings,
+)
+from kvcore.testing.faults.plan import Fault, Rule, Seam
+from kvcore.testing.faults.process import Planted, plant
+from kvcore.testing.models import tiny_model
+from kvcore.testing.prompts import windows
+from kvcore.testing.served import until
+
+__all__ = ["FaultContract"]
+
+_UNCACHED: dict[str, dict[str, Any]] = {
+    "vllm": {"enable_prefix_caching": False},
+    "sglang": {"disable_radix_cache": True},
+}
+
+
+class FaultContract:
+    """Whatever fails: answers stay right and come in time, nothing is left over, and reuse comes
+    back."""
+
+    engine: ClassVar[str]
+    store_plugin: ClassVar[str] = "objects"
+    """The store: "objects" in a folder, or "memory-store" where the engine's environment has no
+    obstore and its leader and only worker are one process."""
+    silent: ClassVar[frozenset[Seam]] = frozenset()
+    """Messages that the engine's leader never sends: they cannot be late or lost."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls) -> Path:
+        return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def right(cls, model: Path) -> Iterator[Reference]:
+        with small_engine(model, None, engine=cls.engine, **_UNCACHED[cls.engine]) as plain:
+            yield Reference(plain)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def disk(
+        cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Bench]:
+        folder = tmp_path_factory.mktemp("disk")
+        planted = plant(folder / "plugin")
+        with cls._over(model, _on_disk(folder), planted) as process:
+            yield Bench(process, planted, model, right, "disk", fuses=True)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def store(
+        cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Bench]:
+        folder = tmp_path_factory.mktemp("store")
+        planted = plant(folder / "plugin")
+        with cls._over(model, _in_store(cls.store_plugin, folder), planted) as process:
+            yield Bench(process, planted, model, right, "shelf")
+
+    @classmethod
+    @contextmanager
+    def _over(
+        cls, model: Path, kvcore: dict[str, Any], planted: Planted | None = None
+    ) -> Iterator[EngineProcess]:
+        path = [str(planted.folder)] if planted is not None else []
+        env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
+        with small_engine(model, remembering(cls.engine, kvcore), env, cls.engine) as process:
+            yield process
+
+    @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
+    def test_over_a_disk(self, disk: Bench, cell: Cell) -> None:
+        if unsaid := self.silent.intersection(rule.seam for rule in cell.rules):
+            pytest.skip(f"{self.engine}'s leader never says {', '.join(s.value for s in unsaid)}")
+        disk.run(cell)
+
+    @pytest.mark.parametrize("cell", STORE, ids=cell_id)
+    def test_over_a_store(self, store: Bench, cell: Cell) -> None:
+        store.run(cell)
+
+    def test_killed_in_the_middle_of_a_write(
+        self, model: Path, right: Reference, tmp_path: Path
+    ) -> None:
+        """What the next engine finds on the disk is whole."""
+        planted, kvcore = plant(tmp_path / "plugin"), _on_disk(tmp_path)
+        asked = windows(model, 6, 200, 350, seed=5)
+        with self._over(model, kvcore, planted) as process:
+            same(answers(process, asked[:3], fusion=EXACT), right(asked[:3]))
+            planted.rest()
+            with planted.wrong(Rule(Fault.KILL, Seam.FILE_WRITE, skip=5)):
+                living = planted.processes
+                with contextlib.suppress(EngineDied, EngineFailed):
+                    answers(process, asked, fusion=EXACT)
+                until(lambda: planted.processes < living)
+            process.kill()
+        with self._over(model, kvcore) as process:
+            got = answers(process, asked, fusion=EXACT)
+            same(got, right(asked))
+            assert sum(one.tiers.get("disk", 0) for one in got[:3]) > 0
+
+
+def _on_disk(folder: Path) -> dict[str, Any]:
+    disk = {"path": str(folder / "kv"), "capacity": "512MiB", "sync_interval_s": 0.01}
+    return settings({"disk": disk}, fusion={"enabled": True})
+
+
+def _in_store(plugin: str, folder: Path) -> dict[str, Any]:
+    place = {"objects": ("url", f"file://{folder}/objects"), "memory-store": ("name", str(folder))}
+    options = {
+        **dict([place[plugin]]),
+        "lookup_s": 0.5,
+        "deadline_s": 0.5,
+        "retries": 1,
+        "parallel": STORE_THREADS // 2,
+    }
+    shelf = {"plugin": plugin, "capacity": "512MiB", "options": options}
+    return settings({"tiers": {"shelf": shelf}})
