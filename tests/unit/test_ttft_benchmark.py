@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import _ttft, sglang_ttft, vllm_ttft
 from kvcore.testing.engine_process import Generation
+from kvcore.tiers.host import PREFAULTED
 
 
 class Remembering:
@@ -23,6 +24,7 @@ class Remembering:
     """
 
     made: list[Remembering]
+    logs: Path
     folders: dict[str, set[tuple[int, ...]]]
 
     def __init__(
@@ -36,6 +38,10 @@ class Remembering:
         )
         self.folder = Path(folder) if folder else None
         self.disk = self.folders.setdefault(str(folder), set()) if folder else set()
+        self.log = self.logs / f"{len(self.made)}.log"
+        host = (kvcore or {}).get("host", {})
+        whole = host.get("prefault", 0) == host.get("capacity")
+        self.log.write_text(PREFAULTED % (1, 0.1) if whole else "")
         self.made.append(self)
 
     def __enter__(self) -> Remembering:
@@ -70,8 +76,11 @@ class Remembering:
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[Remembering]:
+def engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> list[Remembering]:
     Remembering.made, Remembering.folders = [], {}
+    Remembering.logs = tmp_path_factory.mktemp("logs")
     for module in (_ttft, vllm_ttft, sglang_ttft):
         monkeypatch.setattr(module, "EngineProcess", Remembering)
     for module in (_ttft, sglang_ttft):
