@@ -23,6 +23,8 @@ from kvcore.tiers.remote.memory import shared_store
 pytestmark = pytest.mark.engine
 
 SHAPE = BlockShape(2, 2, 8, 16, "bfloat16")
+HAS_ALL: Any = SimpleNamespace(expected=len, node="")
+"""What the manager of who promises says: it holds every block."""
 MODEL = ModelDescription(SHAPE, (LayerGroup(0, 16, (0, 1)),), b"fingerprint", 1)
 
 
@@ -113,7 +115,7 @@ def test_a_prompt_that_was_promised_waits_for_its_blocks(make_side: Callable[...
     keys = chain.extend(tokens)
     assert looked_up(side, request(tokens)) == (0, False), "without it, what is not there is not"
     one.request_id = "promised"
-    one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6)}}
+    one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6, HAS_ALL)}}
     for _ in range(30):
         assert side.get_num_new_matched_tokens(one, 0) == (None, False)
         time.sleep(0.01)
@@ -130,7 +132,7 @@ def test_a_promise_that_was_not_kept_is_not_waited_for_again(
     one = request(tokens)
     chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
     chain.extend(tokens)
-    one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6)}}
+    one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6, HAS_ALL)}}
     assert looked_up(side, one) == (0, False)
     for _ in range(3):
         assert side.get_num_new_matched_tokens(one, 0) == (0, False)

@@ -494,7 +494,7 @@ def test_two_that_do_not_fit_together_come_up_one_after_the_other(
         rounds += 1
         assert rounds < 50, f"{list(waiting)} wait for each other"
         asked = {rid: ask_once(rig, rid, prompt) for rid, prompt in waiting.items()}
-        assert rig.leader.settle(30)
+        rig.settle()
         for rid, (gain, held) in asked.items():
             if not held:
                 assert gain == 496, f"{rid} is computed"
@@ -510,10 +510,10 @@ def test_one_that_goes_makes_room_for_the_next(
     now = 100.0
     monkeypatch.setattr(rig.leader._staging, "_clock", lambda: now)
     assert ask_once(rig, "one", tokens["one"]) == (0, True)
-    assert rig.leader.settle(30)
+    rig.settle()
     for _ in range(3):
         assert ask_once(rig, "two", tokens["two"]) == (0, True)
-        assert rig.leader.settle(30)
+        rig.settle()
     now += 20
     if how == "aborted":
         rig.leader.ended("one", "abort")
@@ -526,7 +526,7 @@ def test_one_that_goes_makes_room_for_the_next(
         assert not rig.leader.holds("one")
         rig.leader._asked["two"].wait.since = now  # it came later than the first
     assert ask_once(rig, "two", tokens["two"]) == (0, True)
-    assert rig.leader.settle(30)
+    rig.settle()
     assert ask_once(rig, "two", tokens["two"]) == (496, False)
     assert rig.load("two", tokens["two"], 0, 496)
 
