@@ -432,9 +432,9 @@ class Planner:
         Where loads and computing follow each other, seconds are concave along a tier (each further
         token costs the same to load and more to compute): the best cut is where a tier ends, or its
         last full operation, where another tier becomes the one that is waited for, or where the
-        load begins to last longer than the engine is busy. In a
-        step they overlap, and the best one is where both take as long; the first cut that is no
-        longer loaded in a step gains what the engine is busy for.
+        load begins to last longer than the engine is busy. In a step they overlap, and the best one
+        is where both take as long; the first cut that is no longer loaded in a step gains what the
+        engine is busy for.
         """
         stops = {*self._ends(ask), *self._overtaken(ask)}
         block, held, before = self.settings.block_tokens, _held(ask), ask.computed

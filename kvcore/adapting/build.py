@@ -338,8 +338,8 @@ def build_worker(
     """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups
     that has layers on this rank: exactly those.
 
-    Allocates the arena. Raises UnsupportedError or LayoutError where KV
-    cannot be moved right: nothing may be stored then.
+    Allocates the arena. Raises UnsupportedError or LayoutError where KV cannot be moved right:
+    nothing may be stored then, and nothing is left open.
     """
     device = views[0].tensors[0].device
     served = config.server.address is not None
@@ -351,22 +351,26 @@ def build_worker(
         pin=config.host.pin and device.type == "cuda" and not served,
         prefault=0 if served else config.host.prefault,
     )
-    arena_view = KVView(arena.layout(), [arena.tensor()])
-    plugins = load_plugins(config)
-    ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
     metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
-    worker = _worker_type(config, model, rank)(
-        arena=arena,
-        arena_view=arena_view,
-        groups=_groups(model, rank, views),
-        first_layer=model.layer_range(rank)[0],
-        ops=ops,
-        device=device,
-        copy_threads=config.transfer.copy_threads,
-        queue_depth=config.transfer.queue_depth,
-        metrics=metrics,
-        tracer=_tracer(config, rank),
-    )
+    try:
+        arena_view = KVView(arena.layout(), [arena.tensor()])
+        plugins = load_plugins(config)
+        ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
+        worker = _worker_type(config, model, rank)(
+            arena=arena,
+            arena_view=arena_view,
+            groups=_groups(model, rank, views),
+            first_layer=model.layer_range(rank)[0],
+            ops=ops,
+            device=device,
+            copy_threads=config.transfer.copy_threads,
+            queue_depth=config.transfer.queue_depth,
+            metrics=metrics,
+            tracer=_tracer(config, rank),
+        )
+    except BaseException:
+        arena.close()
+        raise
     _log.info(
         "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
         rank,

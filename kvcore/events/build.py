@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from kvcore.config import Config
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.events.publisher import Outlet, Pacing, Publisher
 from kvcore.index import BlockIndex
 from kvcore.metrics import Metrics
@@ -94,7 +94,7 @@ def _outlets(config: Config, rank: int | None) -> Iterator[Outlet]:
     for where, package, make in makers:
         try:
             yield make(config, rank)
-        except ImportError as error:  # noqa: PERF203  one bus is no reason to lose the other
+        except (ImportError, UnsupportedError) as error:  # noqa: PERF203  one bus is no reason to lose the other
             _log.warning("no block events to %s: pip install %s (%s)", where, package, error)
         except ConfigError as error:
             _log.warning("no block events: %s", error)

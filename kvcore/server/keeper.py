@@ -41,7 +41,7 @@ from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
 __all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "Keeper", "Membership", "undone"]
 
-_log = logging.getLogger("kvcore.server.client")
+_log = logging.getLogger("kvcore.server.keeper")
 
 START_WAIT_S = 60.0
 """How long a start waits while the server prepares the model."""

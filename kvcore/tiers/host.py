@@ -92,7 +92,9 @@ class HostArena:
         if self._faulting is None or self._faulted >= self.num_slots:
             return
         near = self._faulted + self._ahead
-        last = max((slot for slot in slots if slot < near), default=-1)
+        last = max(slots, default=-1)
+        if last >= near:
+            last = max((slot for slot in slots if slot < near), default=-1)
         if last >= self._reached:
             self._reached = last + 1
             self._wake.set()

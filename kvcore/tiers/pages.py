@@ -137,7 +137,7 @@ class Pages:
 
 def scarce(nbytes: int) -> bool:
     """Whether taking so much leaves the machine, or the container, less than an eighth of what it
-    has. False where the system does not say."""
+    has. Files that are cached count as free. False where the system does not say."""
     try:
         said = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
         total, free = (int(said[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
@@ -146,8 +146,10 @@ def scarce(nbytes: int) -> bool:
     try:  # version 2, as containers have it
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
+        kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used -= int(kinds["active_file"]) + int(kinds["inactive_file"])
         total, free = min(total, limit), min(free, limit - used)
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError, KeyError):  # none, or "max"
         pass
     return free - nbytes < total // _RESERVE
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -225,6 +227,14 @@ def test_a_rank_holds_its_own_heads_only() -> None:
     close_worker(parts.worker)
 
 
+def test_a_worker_that_cannot_be_had_leaves_no_memory_behind() -> None:
+    """A thread that asks for memory ahead of its use keeps it."""
+    host = {"capacity": "16MiB", "prefault": "1MiB"}
+    with pytest.raises(ConfigError, match="nobody"):
+        build_worker(settings(host=host, ops={"backend": "nobody"}), model(), 0, [pages()])
+    assert "kvcore-prefault" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_settings_that_name_no_plugin_are_refused() -> None:
     with pytest.raises(ConfigError, match="nobody"):
         build_leader(settings(host={"policy": "nobody"}), model(), Outbox())
@@ -261,6 +271,19 @@ def test_a_bus_that_cannot_be_had_is_no_reason_not_to_serve(
     )
     assert build_leader(config, model(), Outbox(2)).publisher is None
     assert "no block events" in caplog.text
+
+
+def test_a_bus_whose_client_is_missing_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    for name in ("kvcore.events.zmq_bus", "kvcore.server.sockets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    config = load_config(
+        overrides={"host": {"capacity": "1MiB"}, "events": {"endpoint": "tcp://*:5557"}}
+    )
+    assert build_leader(config, model(), Outbox(2)).publisher is None
+    assert "pip install pyzmq" in caplog.text
 
 
 def test_each_data_parallel_rank_has_an_endpoint_of_its_own() -> None:

@@ -502,7 +502,7 @@ def test_two_that_do_not_fit_together_come_up_one_after_the_other(
     assert not missed(rig)
 
 
-@pytest.mark.parametrize("how", ["aborted", "another prompt", "too late"])
+@pytest.mark.parametrize("how", ["aborted", "another prompt", "flushed", "too late"])
 def test_one_that_goes_makes_room_for_the_next(
     how: str, rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +517,8 @@ def test_one_that_goes_makes_room_for_the_next(
     now += 20
     if how == "aborted":
         rig.leader.ended("one", "abort")
+    elif how == "flushed":
+        rig.leader.forget_requests()
     elif how == "another prompt":
         assert ask_once(rig, "one", text(40, 52)) == (0, False)
     else:

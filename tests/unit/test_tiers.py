@@ -255,7 +255,11 @@ def test_scarce_memory_is_known(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = {"meminfo": meminfo, "memory.max": limit, "memory.current": used}
+    cached = 1 << 30
+    stat = f"anon {used}\nactive_file {cached // 2}\ninactive_file {cached // 2}\n"
+    files = {"meminfo": meminfo, "memory.max": limit, "memory.stat": stat}
+    if used is not None:
+        files["memory.current"] = used + cached
     for name, content in files.items():
         if content is not None:
             (tmp_path / name).write_text(str(content))

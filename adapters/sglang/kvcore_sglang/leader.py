@@ -540,6 +540,7 @@ class Leader:
     def forget_requests(self) -> None:
         """The engine's tree is empty: what was looked up and offered is void."""
         self._asked.clear()
+        self._staging.clear()
         self._offers.clear()
         self._reading.clear()
 

@@ -113,17 +113,24 @@ class Staging:
         """The request waits no more: it is loaded, computed or gone. Idempotent."""
         self._waiting.pop(id(wait), None)
 
+    def clear(self) -> None:
+        """Nobody waits."""
+        self._waiting.clear()
+
     def _has_turn(self, wait: Wait) -> bool:
-        """Whether host memory has room for it beside those that wait longer."""
+        """Whether host memory has room for it beside those that wait longer. Looks at no more of
+        them than fit."""
         self._waiting.setdefault(id(wait), wait)
+        room = self._manager.index.num_slots(HOST) - wait.blocks
         ahead = 0
         for other in self._waiting.values():
             if other is wait:
-                break
+                return True
             ahead += other.blocks if self.in_time(other) else 0
-        fits = not ahead or ahead + wait.blocks <= self._manager.index.num_slots(HOST)
-        wait.unsettled |= not fits
-        return fits
+            if ahead and ahead > room:
+                break
+        wait.unsettled = True
+        return False
 
     def _is_coming(self, way: Way) -> bool:
         here = in_host(self._manager.get_match(way.keys, way.digest))
@@ -135,11 +142,7 @@ class Staging:
         wait.prefix = stop if first < stop else 0
         wait.unsettled = self._manager.ask_stores(hit, first)
         below = any(tier != HOST for tier in hit.blocks_by_tier(first, stop)) if first < stop else 0
-        if (
-            below
-            and (stop - first) * self._block >= self._settings.min_load_tokens
-            and self._has_turn(wait)
-        ):
+        if below and (stop - first) * self._block >= self._settings.min_load_tokens:
             self._stage(wait, hit, stop)
 
     def fetch(self, wait: Wait, fusion: FusionLeader, plan: BlendPlan) -> bool:
@@ -161,6 +164,8 @@ class Staging:
     def _stage(self, wait: Wait, hit: Hit, stop: int) -> None:
         start = in_host(hit)
         if self._manager.index.held(HOST, hit.keys[:stop]) <= start:
+            if not self._has_turn(wait):
+                return
             ready = self._manager.can_load(hit, start, stop)
             if ready is not Readiness.READY:
                 wait.unsettled |= ready is Readiness.LATER
