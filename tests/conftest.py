@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
         cores = sorted(os.sched_getaffinity(0))
         mine = cores[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
         os.sched_setaffinity(0, mine or cores)
+        if torch := sys.modules.get("torch"):
+            # Imported by another conftest, it has counted the cores already, and threads that share
+            # one core wait for each other by spinning.
+            torch.set_num_threads(len(mine) or 1)
 
 
 @pytest.hookimpl(trylast=True)
