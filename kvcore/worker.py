@@ -395,6 +395,10 @@ class KVWorker:
         """Block until there is a report, at most ``timeout`` seconds."""
         return self.engine.wait_report(timeout)
 
+    def wait_graph(self, timeout: float) -> bool:
+        """Like ``wait_report``, until a graph has ended whose last reports were not polled."""
+        return self.engine.wait_graph(timeout)
+
     def wait_device(self, graph_id: int) -> None:
         """Block until the graph touches the engine's pages no more."""
         self.engine.wait_device(graph_id)
@@ -479,6 +483,9 @@ class RefusingWorker:
         pass
 
     def wait_report(self, timeout: float) -> bool:
+        return False
+
+    def wait_graph(self, timeout: float) -> bool:
         return False
 
     def wait_device(self, graph_id: int) -> None:

@@ -203,6 +203,17 @@ class TransferEngine:
         with self._lock:
             return self._changed.wait_for(lambda: bool(self._reports), timeout)
 
+    def wait_graph(self, timeout: float) -> bool:
+        """Block until a graph has ended whose last reports were not polled, or ``timeout`` seconds.
+
+        For who has no use of a part: each wake-up takes the interpreter from threads that read."""
+
+        def ended() -> bool:
+            return any(report.graph_id not in self._runs for report in self._reports)
+
+        with self._lock:
+            return self._changed.wait_for(ended, timeout)
+
     def poll(self) -> list[OpReport]:
         """Take the reports of the ops that ended since the last call. Does not block."""
         with self._lock:

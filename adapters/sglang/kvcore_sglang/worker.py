@@ -207,6 +207,10 @@ class RankWorker:
         """Block until an op has ended, at most ``timeout`` seconds."""
         return self._worker.wait_report(timeout)
 
+    def wait_graph(self, timeout: float) -> bool:
+        """Block until a graph has ended that was not polled since, at most ``timeout`` seconds."""
+        return self._worker.wait_graph(timeout)
+
     def poll(self) -> list[OpReport]:
         """Reports of the ops that ended since the last call. Does not block."""
         self._collect()
