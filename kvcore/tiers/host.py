@@ -20,6 +20,10 @@ _log = logging.getLogger("kvcore.tiers.host")
 
 PREFAULTED = "host memory is there, all %d bytes after %.1f s"
 
+CALM_S = 1.0
+"""Seconds after memory was last used before more is asked for, unless half of what was ahead is
+gone: faults beside a request's forward pass cost it more time than they save the next one."""
+
 _PINNED_SUCCESS = 0
 
 
@@ -40,7 +44,8 @@ class HostArena:
     With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
     they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
     registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
-    thread has the kernel give so many bytes ahead of the slots that were used (`reach`).
+    thread has the kernel give so many bytes ahead of the slots that were used (`reach`), in
+    moments when none is, or when half of those bytes are used up.
     ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
     the system does not grant the memory.
     """
@@ -156,8 +161,16 @@ class HostArena:
             if self._faulted >= self.num_slots:
                 _log.info(PREFAULTED, self.nbytes, time.monotonic() - began)
                 return
-            self._wake.wait()
+            self._await_calm()
+
+    def _await_calm(self) -> None:
+        """Block until more memory is wanted, and nobody takes it just now or little is left."""
+        self._wake.wait()
+        while not self._closing.is_set():
             self._wake.clear()
+            scant = 2 * (self._faulted - self._reached) < self._ahead
+            if scant or not self._wake.wait(CALM_S):
+                return
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Bytes of slots [start, stop)."""

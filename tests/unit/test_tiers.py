@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcore.errors import CapacityError, CorruptBlock, TierUnavailable
 from kvcore.layout import Arrangement, BlockShape
 from kvcore.testing.tier_contract import Block, TierContract
-from kvcore.tiers import pages
+from kvcore.tiers import host, pages
 from kvcore.tiers.base import BlockRead, BlockRecord, Tier
 from kvcore.tiers.disk import DiskTier, Geometry
 from kvcore.tiers.host import HostArena, slot_bytes
@@ -194,7 +194,10 @@ def test_memory_is_given_ahead_while_it_is_in_use(arrangement: Arrangement) -> N
     assert "kvcore-prefault" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_memory_is_given_no_further_than_it_is_about_to_be_used() -> None:
+def test_memory_is_given_no_further_than_it_is_about_to_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "CALM_S", 0.0)
     slots, huge = 64, HUGE_PAGE // slot_bytes(LARGE)
     arena = HostArena(LARGE, slots, prefault=2 * HUGE_PAGE)
     until_resident(arena, 2 * HUGE_PAGE)
@@ -206,6 +209,25 @@ def test_memory_is_given_no_further_than_it_is_about_to_be_used() -> None:
     for slot in range(slots):
         arena.reach([slot])
         until_resident(arena, min((slot + 1) * slot_bytes(LARGE) + 2 * HUGE_PAGE, arena.nbytes))
+    arena.close()
+
+
+def test_memory_is_given_when_nobody_uses_it_or_little_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "CALM_S", 3600.0)
+    ahead = 64 * slot_bytes(LARGE)
+    arena = HostArena(LARGE, 128, prefault=ahead)
+    until_resident(arena, ahead)
+    for slot in range(31):
+        arena.reach([slot])
+        time.sleep(0.003)  # a thread that does not wait for calm has had its turn
+    assert arena.resident_nbytes() == ahead
+    arena.reach([32])
+    until_resident(arena, 33 * slot_bytes(LARGE) + ahead)
+    monkeypatch.setattr(host, "CALM_S", 0.001)
+    arena.reach([33])  # wakes it
+    until_resident(arena, 34 * slot_bytes(LARGE) + ahead)
     arena.close()
 
 

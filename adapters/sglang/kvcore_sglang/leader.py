@@ -54,8 +54,8 @@ ASKED_KEPT = 1024
 SERVED_KEPT = 1024
 """Requests of which it can be asked what they reused."""
 REST_S = 0.005
-"""How long an engine that has nothing else to do rests before it asks again whether KV is there, and
-whether another request has come. Each look takes about a millisecond from the threads that read."""
+"""How long an engine that has nothing else to do rests before it asks again whether KV is there,
+and whether another request has come. Each look takes a millisecond from the threads that read."""
 PUBLISH_S = 1.0
 """How often counts are handed to the engine's metrics."""
 
