@@ -132,7 +132,7 @@ class HostConfig(SchemaModel):
         "when the limit on locked memory forbids it.",
     )
     prefault: Size = Field(
-        default=parse_size("256MiB"),
+        default=parse_size("512MiB"),
         ge=0,
         description="Bytes of each rank's arena that the kernel is asked for ahead of use, in the "
         "background, so that a load does not wait for it. As much as `capacity`: all at the "

@@ -21,8 +21,8 @@ _log = logging.getLogger("kvcore.tiers.host")
 PREFAULTED = "host memory is there, all %d bytes after %.1f s"
 
 CALM_S = 1.0
-"""Seconds after memory was last used before more is asked for, unless half of what was ahead is
-gone: faults beside a request's forward pass cost it more time than they save the next one."""
+"""Seconds after memory was last used before more is asked for, unless only a quarter is left of
+what was ahead: faults beside a forward pass cost its request more time than they save the next."""
 
 _PINNED_SUCCESS = 0
 
@@ -45,7 +45,7 @@ class HostArena:
     they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
     registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
     thread has the kernel give so many bytes ahead of the slots that were used (`reach`), in
-    moments when none is, or when half of those bytes are used up.
+    moments when none is used, or when a quarter of those bytes is left.
     ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
     the system does not grant the memory.
     """
@@ -168,7 +168,7 @@ class HostArena:
         self._wake.wait()
         while not self._closing.is_set():
             self._wake.clear()
-            scant = 2 * (self._faulted - self._reached) < self._ahead
+            scant = 4 * (self._faulted - self._reached) < self._ahead
             if scant or not self._wake.wait(CALM_S):
                 return
 

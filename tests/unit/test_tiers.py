@@ -217,17 +217,17 @@ def test_memory_is_given_when_nobody_uses_it_or_little_is_left(
 ) -> None:
     monkeypatch.setattr(host, "CALM_S", 3600.0)
     ahead = 64 * slot_bytes(LARGE)
-    arena = HostArena(LARGE, 128, prefault=ahead)
+    arena = HostArena(LARGE, 256, prefault=ahead)
     until_resident(arena, ahead)
-    for slot in range(31):
+    for slot in range(48):
         arena.reach([slot])
         time.sleep(0.003)  # a thread that does not wait for calm has had its turn
     assert arena.resident_nbytes() == ahead
-    arena.reach([32])
-    until_resident(arena, 33 * slot_bytes(LARGE) + ahead)
+    arena.reach([48])
+    until_resident(arena, 49 * slot_bytes(LARGE) + ahead)
     monkeypatch.setattr(host, "CALM_S", 0.001)
-    arena.reach([33])  # wakes it
-    until_resident(arena, 34 * slot_bytes(LARGE) + ahead)
+    arena.reach([49])  # wakes it
+    until_resident(arena, 50 * slot_bytes(LARGE) + ahead)
     arena.close()
 
 
