@@ -23,8 +23,9 @@ from kvcore.config import Config, format_size, read_key
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import installed, reason
+from kvcore.server.places import folder_of, mount_of
 from kvcore.tiers.disk.files import DataFile, Piece
-from kvcore.tiers.pages import PAGE, Pages
+from kvcore.tiers.pages import PAGE, Pages, gives_huge_pages
 
 __all__ = ["Finding", "Level", "as_json", "as_table", "examine", "exit_code"]
 
@@ -145,6 +146,16 @@ def _memory(config: Config) -> Finding:
 
 
 def _huge_pages(config: Config) -> Finding:
+    if config.host.huge_pages and config.server.address is not None:
+        mount = mount_of(folder_of(config.server))
+        if gives_huge_pages(mount):
+            return Finding("huge pages", Level.GOOD, f"{mount} gives them")
+        return Finding(
+            "huge pages",
+            Level.WARNING,
+            f"{mount} gives none to the server: reads from disk are half as fast",
+            f"as root: mount -o remount,huge=advise {mount}",
+        )
     says = _THP.read_text().strip() if _THP.exists() else "not known to this kernel"
     if not config.host.huge_pages or "[always]" in says or "[madvise]" in says:
         return Finding("huge pages", Level.GOOD, says)

@@ -17,14 +17,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.schema import ServerConfig
+from kvcore.tiers.pages import SharedPages, gives_huge_pages
+
+_log = logging.getLogger("kvcore.server")
 
 SESSION_BITS = 24
 GRAPH_BITS = 63 - SESSION_BITS
@@ -105,11 +110,22 @@ class Folder:
         except (OSError, ValueError):
             return secrets.randbits(SESSION_BITS)
 
-    def make_arena(self, name: str, nbytes: int) -> int:
-        """A file of zeroes with its memory taken now; returns its descriptor. Takes about a second
-        for each few GiB. Raises TierUnavailable where there is not so much."""
+    def make_arena(self, name: str, nbytes: int, *, huge_pages: bool = True) -> int:
+        """A file of zeroes with its memory taken now, on huge pages where the mount allows them;
+        returns its descriptor. Takes about a second for each few GiB. Raises TierUnavailable where
+        there is not so much."""
         file = _open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            if huge_pages and not gives_huge_pages(file):
+                _log.warning(
+                    "the server's memory is in pages of 4 KiB: reads from disk are half as fast; "
+                    "as root: mount -o remount,huge=advise %s",
+                    mount_of(self.path),
+                )
+            elif huge_pages:
+                os.ftruncate(file, nbytes)  # what is taken through a mapping is on huge pages
+                with closing(SharedPages(file, nbytes)) as pages:
+                    pages.take()
             # Without its memory taken, a page that is not to be had kills who touches it.
             os.posix_fallocate(file, 0, nbytes)
         except OSError as error:
@@ -178,6 +194,11 @@ class HeldSession:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def mount_of(path: Path) -> Path:
+    """Where the file system of a folder, there or not yet, is mounted."""
+    return next(place for place in (path, *path.parents) if place.is_mount())
 
 
 def open_arena(folder: Path, name: str) -> int:

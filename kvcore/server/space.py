@@ -222,9 +222,9 @@ class Space:
         shape, arrangement = model.shape, config.host.arrangement
         slots = host_slots(config, model).total
         nbytes = arena_bytes(shape, slots, arrangement)
-        file = self._folder.make_arena(self.arena, nbytes)
+        file = self._folder.make_arena(self.arena, nbytes, huge_pages=config.host.huge_pages)
         try:
-            pages = SharedPages(file, nbytes)
+            pages = SharedPages(file, nbytes, huge=config.host.huge_pages)
         finally:
             os.close(file)
         prefault = config.host.prefault

@@ -1,8 +1,8 @@
-"""Anonymous memory that direct I/O is fast into: on a 2 MiB boundary, on huge pages if allowed.
+"""Memory that direct I/O is fast into: on a 2 MiB boundary, on huge pages if allowed.
 
-The mapping is private. A shared one is shmem, which ignores the advice to use huge pages unless
-the machine's owner opted in (``shmem_enabled``), and a block device takes few segments a request:
-4 KiB pages cost it two thirds of its rate.
+A block device takes few segments a request: 4 KiB pages cost it half of its rate, or more. An
+engine's own memory is private: huge pages for it are mostly allowed. What is shared with a server
+is a file in memory (tmpfs), which has them only where its mount says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SMAPS = Path("/proc/self/smaps")
+_MOUNTS = Path("/proc/self/mountinfo")
+_HUGE_MOUNT = re.compile(r"\bhuge=(always|advise|within_size)\b")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _POPULATE_WRITE = 23
@@ -40,6 +42,9 @@ class Pages:
     for and may be had. A child made by fork does not inherit it: copy-on-write under direct I/O
     would hand the device the wrong pages.
     """
+
+    _counted = "AnonHugePages:"
+    """How the kernel's account of a mapping names its huge pages."""
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
         """Raises TierUnavailable when the system does not grant the addresses."""
@@ -64,7 +69,7 @@ class Pages:
             mapping = _MAPPING.match(line)
             if mapping:
                 inside = int(mapping[1], 16) <= self.address < int(mapping[2], 16)
-            elif inside and line.startswith("AnonHugePages:"):
+            elif inside and line.startswith(self._counted):
                 return int(line.split()[1]) << 10
         return 0
 
@@ -85,8 +90,6 @@ class Pages:
         may be in use. Blocks, without the GIL. False where it ended early: with a line in the log
         where little memory is left, and at once before Linux 5.14.
         """
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for at in range(start // PAGE * PAGE, stop, _AT_ONCE):
             size = min(_AT_ONCE, stop - at)
             if not wanted():
@@ -98,8 +101,8 @@ class Pages:
                     self.view.nbytes,
                 )
                 return False
-            if madvise(self.address + at, size, _POPULATE_WRITE):
-                _log.debug("memory is not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
+            if error := _populate(self.address + at, size):
+                _log.debug("memory is not faulted in ahead: %s", os.strerror(error))
                 return False
         return True
 
@@ -155,13 +158,15 @@ def scarce(nbytes: int) -> bool:
 
 
 class SharedPages(Pages):
-    """``nbytes`` of a file in memory (tmpfs), mapped by several processes. Huge pages are what the
-    file system gives.
+    """``nbytes`` of a file in memory (tmpfs), mapped by several processes; on huge pages where the
+    mount allows them (`gives_huge_pages`) and ``huge`` asks for them.
 
     A child made by fork does not inherit the mapping, so only who opened it can touch it.
     """
 
-    def __init__(self, file: int, nbytes: int) -> None:
+    _counted = "ShmemPmdMapped:"
+
+    def __init__(self, file: int, nbytes: int, *, huge: bool = True) -> None:
         """``file`` is a descriptor, which may be closed afterwards. Raises TierUnavailable when it
         cannot be mapped."""
         try:
@@ -169,9 +174,29 @@ class SharedPages(Pages):
         except (OSError, OverflowError, ValueError) as error:
             raise TierUnavailable(f"cannot map {nbytes} bytes of shared memory: {error}") from error
         mapped.madvise(mmap.MADV_DONTFORK)
+        self.huge = huge and gives_huge_pages(file)
+        if self.huge:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
         self._take(mapped, nbytes, PAGE)
-        self.huge = False
 
-    def huge_nbytes(self) -> int:
-        """0: the kernel counts shared memory elsewhere."""
-        return 0
+    def take(self) -> None:
+        """Have the kernel give as much as there is, on huge pages where it can. Blocks."""
+        _populate(self.address, self.view.nbytes)
+
+
+def gives_huge_pages(file: int | Path) -> bool:
+    """Whether the mount that a file in memory (tmpfs) lies on has huge pages for it."""
+    device = os.stat(file).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
+    except OSError:
+        return False
+    return any(mount[2] == name and _HUGE_MOUNT.search(mount[-1]) for mount in mounts)
+
+
+def _populate(address: int, nbytes: int) -> int:
+    """MADV_POPULATE_WRITE; the error's number, or 0. Releases the GIL."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return ctypes.get_errno() if madvise(address, nbytes, _POPULATE_WRITE) else 0

@@ -181,3 +181,18 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path, monkeypatch: Any) ->
         assert result.exit_code == code
         assert [each["about"] for each in json.loads(result.stdout)] == ["x"]
         assert "change" in runner.invoke(app, ["doctor"]).stdout
+
+
+def test_a_server_has_the_pages_of_its_mount(
+    look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = {"server": {"address": "local", "folder": str(tmp_path / "none yet" / "kv")}}
+    asked: list[Path] = []
+    monkeypatch.setattr(doctor, "gives_huge_pages", lambda mount: bool(asked.append(mount)))
+    found = look(**server)["huge pages"]
+    assert found.level is Level.WARNING
+    assert asked[0].is_mount()
+    assert tmp_path.is_relative_to(asked[0])
+    assert f"remount,huge=advise {asked[0]}" in found.change
+    monkeypatch.setattr(doctor, "gives_huge_pages", lambda mount: True)
+    assert look(**server)["huge pages"].level is Level.GOOD
