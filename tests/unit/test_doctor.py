@@ -188,7 +188,12 @@ def test_a_server_has_the_pages_of_its_mount(
 ) -> None:
     server = {"server": {"address": "local", "folder": str(tmp_path / "none yet" / "kv")}}
     asked: list[Path] = []
-    monkeypatch.setattr(doctor, "gives_huge_pages", lambda mount: bool(asked.append(mount)))
+
+    def none(mount: Path) -> bool:
+        asked.append(mount)
+        return False
+
+    monkeypatch.setattr(doctor, "gives_huge_pages", none)
     found = look(**server)["huge pages"]
     assert found.level is Level.WARNING
     assert asked[0].is_mount()
