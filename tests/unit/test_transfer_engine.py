@@ -283,6 +283,20 @@ def test_a_medium_that_hangs_leaves_the_device_free(rig: Rig) -> None:
     assert rig.engine.on_device == 0 < rig.engine.in_flight
 
 
+def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: Rig) -> None:
+    device = rig.at[Path.H2D]
+    device.gate.clear()
+    rig.engine.submit(load(1, host=0, disk=4))
+    assert rig.engine.wait_report(WAIT)
+    assert device.entered.wait(WAIT)
+    assert not rig.engine.wait_graph(0.02)
+    assert rig.engine.poll(), "parts of it were there"
+    device.gate.set()
+    assert rig.engine.wait_graph(WAIT)
+    assert rig.engine.poll()
+    assert not rig.engine.wait_graph(0.0), "it was polled"
+
+
 def test_cancel_ends_what_has_not_started(rig: Rig) -> None:
     rig.at[Path.DISK2H].gate.clear()
     graph = load(1, 0, 4)
