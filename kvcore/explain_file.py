@@ -74,8 +74,9 @@ class RecordFile:
     def _write(self, line: bytes) -> None:
         if self._size + len(line) > self._half and self._size:
             os.replace(self.path, self._old)
-            os.close(self._file)
-            self._file, self._size = _open(self.path), 0
+            full, self._file = self._file, _open(self.path)  # `_run` closes it where that fails
+            self._size = 0
+            os.close(full)
         if len(line) <= min(self._half, MAX_LINE):
             self._size += os.write(self._file, line)
         else:

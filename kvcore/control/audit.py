@@ -11,6 +11,7 @@ import os
 import time
 from typing import Any
 
+from kvcore.descriptor import Descriptor
 from kvcore.errors import ConfigError
 from kvcore.schema_base import expand_user
 
@@ -26,11 +27,12 @@ class AuditLog:
 
     def __init__(self, path: str | None = None) -> None:
         """Makes the file, mode 0600. Raises ConfigError where it cannot be written."""
-        self._file: int | None = None
+        self._file: Descriptor | None = None
         if path is not None:
             try:
-                self._file = os.open(expand_user(path), _FLAGS, 0o600)
-                os.fchmod(self._file, 0o600)
+                self._file = Descriptor(os.open(expand_user(path), _FLAGS, 0o600))
+                with self._file as number:
+                    os.fchmod(number, 0o600)
             except OSError as error:
                 self.close()
                 raise ConfigError(
@@ -46,15 +48,15 @@ class AuditLog:
         if self._file is None:
             return
         try:
-            os.write(self._file, line.encode() + b"\n")
+            with self._file as number:
+                os.write(number, line.encode() + b"\n")
         except OSError as error:
             _log.error("the audit log lacks a line: %s", error)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Nothing is written any more: what is, is in the log alone, with an error. Idempotent."""
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            self._file.close()
 
 
 def identity(frame: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.testing.servers import S3_ENVIRONMENT, Server, Start, make_bucket, need_client, s3
 from kvcore.testing.store_contract import StoreContract, fetch, put
-from kvcore.tiers.remote.base import BlockStore
+from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.objects import ObjectOptions, ObjectStore, open_store
 
 need_client("obstore")
@@ -98,6 +99,27 @@ def test_a_missing_bucket_is_no_miss(server: Server) -> None:
 def test_settings_that_cannot_be_right_are_refused(url: str, config: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="url"):
         open_store(ObjectOptions(url=url, config=config))
+
+
+def test_a_put_that_fails_reads_no_parts_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that wait for their turn would read slots that are somebody else's by then."""
+    store = open_store(ObjectOptions(url=tmp_path.as_uri(), requests=1))
+    sent: list[str] = []
+
+    async def put(_: Any, name: str, value: bytes) -> None:
+        if name == "a":
+            raise ValueError("a client has a fault")
+        for _ in range(1000):  # gives way until the failure has long been seen
+            await asyncio.sleep(0)
+        sent.append(name)
+
+    monkeypatch.setattr(store._obstore, "put_async", put)
+    with pytest.raises(ValueError, match="has a fault"):
+        store.put([Item(name, [memoryview(b"1")]) for name in "abc"])
+    assert sent == ["b", "c"], "the others have ended"
+    store.close()
 
 
 def test_a_folder_is_made(tmp_path: Path) -> None:

@@ -338,6 +338,11 @@ def test_the_audit_log_is_its_users_alone_and_appended_to(audit: Path, tmp_path:
         log.close()
     assert [line["who"] for line in lines(audit)] == ["one", "two"]
     assert audit.stat().st_mode & 0o777 == 0o600
+    other = tmp_path / "other"
+    with other.open("wb"):  # it has the number that was given back
+        log.write("late", "clear")
+    assert other.read_bytes() == b""
+    assert len(lines(audit)) == 2
     os.symlink(audit, tmp_path / "link")
     with pytest.raises(ConfigError, match=r"control\.audit"):
         AuditLog(str(tmp_path / "link"))

@@ -30,11 +30,12 @@ from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
 from kvcore_trtllm.messages import KVCoreMetadata, StepNews, StepPlan  # noqa: E402
 from kvcore_trtllm.requests import RequestNamespaces, excluded, extras  # noqa: E402
 from kvcore_trtllm.scheduler import Leader  # noqa: E402
-from kvcore_trtllm.worker import Tally  # noqa: E402
+from kvcore_trtllm.worker import Tally, WorkerSide  # noqa: E402
 
 from kvcore.adapting.identity import weights_identity  # noqa: E402
 from kvcore.adapting.model import LayerGroup  # noqa: E402
 from kvcore.adapting.outbox import Outbox  # noqa: E402
+from kvcore.adapting.rank import refuse_tier  # noqa: E402
 from kvcore.config import Config, forwarded_config, load_config  # noqa: E402
 from kvcore.errors import (  # noqa: E402
     CapacityError,
@@ -492,6 +493,65 @@ def test_a_load_into_a_page_that_is_reused_is_waited_for() -> None:
     leader.allocated(one, [[10, 11, 30]])
     plan = leader.build_plan(output([data(6, PROMPT[:40], [10, 11, 30], 32, 8)]))
     assert (plan.cancel, plan.fence) == ([], [load.graph_id])
+
+
+class _Slow:
+    """A worker whose loads end when a step waits for them; the first ``failing`` attempts fail."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing = failing
+        self.attempts = 0
+        self._running: list[TransferGraph] = []
+        self._reports: list[OpReport] = []
+
+    def submit(self, graph: TransferGraph) -> list[OpReport]:
+        self.attempts += 1
+        self._running.append(graph)
+        return []
+
+    def wait_device(self, graph_id: int) -> None:
+        for graph in self._running:
+            failed = {0: RowError.IO} if self.attempts <= self.failing else {}
+            self._reports += [OpReport(graph.graph_id, op.op_id, failed) for op in graph.ops]
+        self._running.clear()
+
+    def poll(self) -> list[OpReport]:
+        found, self._reports = self._reports, []
+        return found
+
+    def cancel(self, graph_id: int) -> None:
+        pass
+
+    def wait_report(self, timeout: float) -> bool:
+        return True
+
+    @property
+    def writes(self) -> bool:
+        return bool(self._running)
+
+
+@pytest.mark.parametrize(("failing", "cancel", "broken"), [
+    (1, False, False), (3, False, True), (1, True, False),
+])  # fmt: skip
+def test_a_fence_waits_until_a_load_is_not_tried_again(
+    failing: int, cancel: bool, broken: bool
+) -> None:
+    """Between two attempts nothing is under way, and the next writes to the page again."""
+    worker: Any = _Slow(failing)
+    side = WorkerSide(
+        worker,
+        Tally(1, lambda mine: [mine]),
+        layers=1,
+        layerwise=True,
+        metrics=Metrics(),
+        open_tier=refuse_tier,
+    )
+    side.begin(StepPlan(async_loads=[(5, graph(1))]))
+    plan = StepPlan(fence=[1], cancel=[1] if cancel else [])
+    side.begin(plan)
+    assert not worker.writes
+    assert worker.attempts == (1 if cancel else min(failing + 1, 3))
+    assert bool(plan.broken) == broken
 
 
 def test_promised_blocks_stay_until_they_are_loaded() -> None:

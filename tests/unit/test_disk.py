@@ -817,3 +817,82 @@ def test_a_failing_flush_is_said_and_raised_where_it_was_asked_for(
         assert "no flush" in caplog.text
         with pytest.raises(TierUnavailable, match="no flush"):
             tier.sync()
+
+
+# -- after it is closed ---------------------------------------------------------------------
+
+
+@contextmanager
+def reused(folder: Path) -> Iterator[list[Path]]:
+    """Files of somebody else, which have every number that was just given back."""
+    paths = [folder / f"other-{i}" for i in range(16)]
+    for other in paths:
+        other.write_bytes(b"somebody else's" * 512)
+    numbers = [os.open(other, os.O_RDWR) for other in paths]
+    try:
+        yield paths
+    finally:
+        for number in numbers:
+            os.close(number)
+        assert all(other.read_bytes() == b"somebody else's" * 512 for other in paths)
+
+
+def test_a_tier_that_is_closed_touches_no_file_that_was_opened_since(
+    path: Path, tmp_path: Path, either_way: str
+) -> None:
+    """A leader's word to forget slots may come after a worker has closed its tiers."""
+    blocks = some_blocks(3)
+    with opened(path) as (_, tier):
+        write_blocks(tier, blocks)
+        tier.close()
+        with reused(tmp_path):
+            with pytest.raises(TierUnavailable, match="erasing slot 0"):
+                tier.invalidate([0, 1])
+            with pytest.raises(TierUnavailable, match="flushing"):
+                tier.sync()
+            write = BlockWrite(0, b"k" * 16, b"p" * 16, b"n" * 16, [memoryview(bytes(SLOT))])
+            assert [type(error) for error in tier.write([write])] == [TierUnavailable]
+            buffer = bytearray(SLOT)
+            read = BlockRead(0, blocks[0].key, [memoryview(buffer)])
+            assert [type(error) for error in tier.read([read])] == [TierUnavailable]
+            assert not any(buffer)
+            tier.close()
+
+
+def test_a_data_file_that_is_closed_fails_every_piece(path: Path, either_way: str) -> None:
+    path.mkdir()
+    file = disk_files.DataFile(path / "data", SLOT, num_slots=4)
+    file.close()
+    pieces = [disk_files.Piece(tag, tag, [memoryview(bytearray(SLOT))]) for tag in range(3)]
+    for outcomes in (file.read(pieces), file.write(pieces)):
+        found = dict(outcomes)
+        assert sorted(found) == [0, 1, 2]
+        assert all(isinstance(error, OSError) for error in found.values())
+        assert {error.errno for error in found.values()} == {errno.EBADF}  # type: ignore[union-attr]
+
+
+def test_a_read_that_fails_has_no_other_of_its_batch_still_writing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of a batch are given to others as soon as it has failed."""
+    with opened(path) as (_, tier):
+        running, ended = threading.Event(), threading.Event()
+
+        def read_foreign(request: BlockRead) -> None:
+            if request.slot & 1:
+                assert running.wait(60)
+                raise MemoryError("no room for a staging buffer")
+            running.set()
+            for _ in range(1000):  # gives way until the failure has long been seen
+                time.sleep(0)
+            ended.set()
+            request.buffers[0][:1] = b"\1"
+
+        monkeypatch.setattr(tier, "_read_foreign", read_foreign)
+        buffers = [bytearray(SLOT), bytearray(SLOT)]
+        reads = [
+            BlockRead(1 << STORE_SHIFT | 1 - i, b"k" * 16, [memoryview(buffers[i])]) for i in (0, 1)
+        ]
+        with pytest.raises(MemoryError):
+            tier.read(reads)
+        assert ended.is_set()

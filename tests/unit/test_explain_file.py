@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvcore import explain_file
 from kvcore.adapting.watching import Watch
 from kvcore.block import Namespace
 from kvcore.cli.app import app
@@ -88,6 +89,30 @@ def test_put_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert file.dropped > 1000
     stuck.set()
     file.close()
+
+
+def test_a_new_file_that_cannot_be_had_closes_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full one is closed once: its number is another file's the moment after."""
+    file = RecordFile(tmp_path, 1 << 16)
+    number = file._file
+    closed: list[int] = []
+    close = os.close
+
+    def watched(wanted: int) -> None:
+        closed.append(wanted)
+        close(wanted)
+
+    def refuse(path: Path) -> int:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(explain_file, "_open", refuse)
+    monkeypatch.setattr(explain_file.os, "close", watched)
+    for at in range(100):
+        file.put({"request": "r", "at": at, "about": "x" * 500})
+    file.close()
+    assert closed.count(number) == 1
 
 
 def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -126,6 +127,33 @@ def tier(store: Flaky) -> Iterator[StoreTier]:
     tier = StoreTier(store, SHARD, StoreOptions(), slot_nbytes=SLOT, sleep=lambda _: None)
     yield tier
     tier.close()
+
+
+def test_a_call_that_fails_has_no_other_part_of_it_still_writing(
+    store: Flaky, tier: StoreTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch goes as several requests; a client's own exception ends one. The slots of the others
+    are given to somebody else as soon as the batch has failed."""
+    tier.write([to_write(seed) for seed in range(4)])
+    running, ended = threading.Event(), threading.Event()
+    get = store.get
+
+    def failing(items: Sequence[Item]) -> list[TierError | None]:
+        if items[0].name == SHARD.name(key_of(0)):
+            assert running.wait(60)
+            raise ValueError("a client has a fault")
+        running.set()
+        for _ in range(1000):  # gives way until the failure has long been seen
+            time.sleep(0)
+        found = get(items)
+        ended.set()
+        return found
+
+    monkeypatch.setattr(store, "get", failing)
+    into = [bytearray(SLOT) for _ in range(2)]
+    with pytest.raises(ValueError, match="has a fault"):
+        tier.read([BlockRead(i, key_of(i), [memoryview(into[i])]) for i in range(2)])
+    assert ended.is_set()
 
 
 # -- names --------------------------------------------------------------------------------------

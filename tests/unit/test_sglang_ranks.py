@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,16 +25,19 @@ WAIT_S = 60.0
 
 
 class Worker:
-    """Takes orders, and reports what it is told to."""
+    """Takes orders, and reports what it is told to. Those for ``held`` wait until that is set."""
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
         self.reports: list[OpReport] = []
         self.carried = threading.Event()
+        self.held: threading.Event | None = None
 
     def carry_out(self, order: Order) -> None:
         self.orders.append(order)
         self.carried.set()
+        if self.held is not None:
+            self.held.wait(WAIT_S)
 
     def wait_report(self, timeout: float) -> bool:
         return bool(self.reports) or (time.sleep(timeout) or False)
@@ -50,15 +54,23 @@ class Line(NamedTuple):
     counted: Metrics
 
 
-@pytest.fixture
-def line() -> Iterator[Line]:
+def make_line() -> Line:
     mine, theirs = Pipe()
     worker: Any = Worker()
     counted = Metrics("rank-1")
-    made = Line(ranks.SocketLines([mine]), ranks.Follower(theirs, worker, counted), worker, counted)
+    return Line(ranks.SocketLines([mine]), ranks.Follower(theirs, worker, counted), worker, counted)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = make_line()
     yield made
     made.follower.close()
     made.leader.close()
+
+
+def threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("kvcore-")}
 
 
 def test_orders_of_a_point_wait_for_it_and_come_in_order(line: Line) -> None:
@@ -93,3 +105,92 @@ def test_a_silent_leader_is_named(line: Line, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ranks, "ORDER_TIMEOUT_S", 1)
     with pytest.raises(TransferError, match="no word from the leading rank for 1 s"):
         line.follower.next_order()
+
+
+def test_what_is_opened_next_loses_no_byte_to_a_line_that_was_closed() -> None:
+    """A closed connection's number is given out again at once, and its thread was in read()."""
+    before = threads()
+    for _ in range(50):
+        made = make_line()
+        made.leader.tell(Order(cancel=[1]))
+        made.follower.next_order()  # its thread goes back to read(), as the leader's is there
+        made.follower.close()
+        made.leader.close()
+        readers, writers = zip(*(os.pipe() for _ in range(4)), strict=True)
+        try:
+            for number, file in enumerate(writers):
+                os.write(file, b"%08d" % number)
+            for file in readers:
+                os.set_blocking(file, False)
+            assert [os.read(file, 8) for file in readers] == [b"%08d" % n for n in range(4)]
+        finally:
+            for file in (*readers, *writers):
+                os.close(file)
+    assert threads() <= before, "a thread of a closed line has ended"
+
+
+def test_a_thread_that_does_not_end_keeps_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "END_S", 0.0)
+    made = make_line()
+    held = made.worker.held = threading.Event()
+    made.leader.tell(Order(now=True, cancel=[3]))
+    assert made.worker.carried.wait(WAIT_S)
+    connection = made.follower._line._connection
+    made.follower.close()
+    assert not connection.closed
+    assert "stays open: kvcore-orders" in caplog.text
+    held.set()
+    monkeypatch.setattr(ranks, "END_S", WAIT_S)
+    made.leader.close()
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"\x93\xa1x\x80\x90"], ids=["no message", "mistyped"])
+def test_an_order_that_cannot_be_read_is_an_error_of_the_next_point(
+    line: Line, data: bytes
+) -> None:
+    line.leader.tell(Order(cancel=[1]))
+    line.leader._lines[0].send(data)
+    assert line.follower.next_order().cancel == [1], "what came before it holds"
+    for _ in range(2):
+        with pytest.raises(TransferError, match="line between two ranks has failed"):
+            line.follower.next_order()
+
+
+def test_an_order_that_cannot_be_carried_out_is_an_error_of_the_next_point(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(order: Order) -> None:
+        raise TypeError("no such tier")
+
+    monkeypatch.setattr(line.worker, "carry_out", fail)
+    line.leader.tell(Order(now=True, cancel=[3]))
+    with pytest.raises(TransferError, match="no such tier"):
+        line.follower.next_order()
+
+
+def test_a_leader_that_has_closed_is_named_at_once(line: Line) -> None:
+    line.leader.tell(Order(cancel=[1]))
+    line.leader.close()
+    assert line.follower.next_order().cancel == [1]
+    with pytest.raises(TransferError, match="the other rank has closed its line"):
+        line.follower.next_order()
+
+
+def test_news_that_cannot_be_read_are_told_once(line: Line) -> None:
+    line.follower._line.send(b"\xc1")
+    listener = line.leader._lines[0]._threads[0]
+    listener.join(WAIT_S)
+    assert not listener.is_alive()
+    with pytest.raises(TransferError, match="line between two ranks has failed"):
+        line.leader.news()
+    assert line.leader.news() == []
+
+
+def test_a_rank_that_has_closed_is_no_error_of_the_leader(line: Line) -> None:
+    line.follower.close()
+    listener = line.leader._lines[0]._threads[0]
+    listener.join(WAIT_S)
+    assert not listener.is_alive()
+    assert line.leader.news() == []

@@ -5,6 +5,10 @@ must be able to speak while the others wait for it in a collective, so it has a 
 
     leader   Lines     tell(order)   to all; news of theirs gathered by threads
     others   Follower  next_order()  the order of this point of the schedule; `now` ones at once
+
+A thread in read() knows its connection by a number. Closing gives that number to the next file or
+socket that is opened, and the thread would take bytes of that: a line is shut down first, which
+ends its threads, and closed after them.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ import contextlib
 import logging
 import queue
 import secrets
+import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
@@ -34,6 +40,10 @@ ORDER_TIMEOUT_S = 120
 Counted in seconds that the rank saw pass: while the machine is halted, its leader is too."""
 
 REPORT_WAIT_S = 0.05
+
+END_S = 30.0
+"""How long a line that is closed waits for its threads. They wait for nothing but the line, and
+the worker in an order that is under way."""
 
 
 class Lines(Protocol):
@@ -63,36 +73,107 @@ class NoLines:
         pass
 
 
+class _Gone(TransferError):
+    """The other side has closed, or died."""
+
+
+class _Line:
+    """A connection to another rank, and the threads that use it.
+
+    One thread at a time may send. ``broken`` is told, in the thread that met it and once a thread,
+    why nothing comes in or goes out any more.
+    """
+
+    def __init__(
+        self, connection: Connection[bytes, bytes], broken: Callable[[TransferError], None]
+    ) -> None:
+        self._connection = connection
+        self._broken = broken
+        self._threads: list[threading.Thread] = []
+        self.closed = threading.Event()
+
+    def listen(self, take: Callable[[bytes], None], name: str) -> None:
+        """Have every message taken in by a thread of its own."""
+
+        def listening() -> None:
+            while True:
+                take(self._connection.recv_bytes())
+
+        self.run(listening, name)
+
+    def run(self, work: Callable[[], None], name: str) -> None:
+        """Have a thread do something until the line is closed."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except (EOFError, ConnectionError):
+                self._broken(_Gone("the other rank has closed its line: look at its log"))
+            except Exception as error:  # noqa: BLE001 - thread boundary: told, never lost
+                if not self.closed.is_set():
+                    _log.exception("the line between two ranks has failed thread=%s", name)
+                self._broken(TransferError(f"the line between two ranks has failed: {error!r}"))
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def send(self, data: bytes) -> None:
+        """Blocks while the other side takes nothing in. Raises OSError when it is gone."""
+        self._connection.send_bytes(data)
+
+    def close(self) -> None:
+        """End the threads, then let go of the connection: it stays open for one that does not end.
+        Blocks up to `END_S` seconds. Idempotent."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        with (
+            contextlib.suppress(OSError),  # the other side was faster
+            socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as same,
+        ):
+            same.shutdown(socket.SHUT_RDWR)
+        limit = time.monotonic() + END_S
+        own = threading.current_thread()
+        for thread in self._threads:
+            if thread is not own:
+                thread.join(max(0.0, limit - time.monotonic()))
+        left = [thread.name for thread in self._threads if thread.is_alive()]
+        if left:
+            _log.error("a line between two ranks stays open: %s did not end", ", ".join(left))
+        else:
+            self._connection.close()
+
+
 class SocketLines:
-    """A connection to every other rank, and a thread on each that takes in what they report."""
+    """A line to every other rank; threads take in what they report."""
 
     def __init__(self, connections: list[Connection[bytes, bytes]]) -> None:
-        self._connections = connections
         self._news: deque[News] = deque()
-        for connection in connections:
-            name = "kvcore-news"
-            threading.Thread(
-                target=self._listen, args=(connection,), name=name, daemon=True
-            ).start()
+        self._failed: deque[TransferError] = deque()
+        self._lines = [_Line(connection, self._broken) for connection in connections]
+        for line in self._lines:
+            line.listen(lambda data: self._news.append(decode_news(data)), "kvcore-news")
 
     def tell(self, order: Order) -> None:
         data = encode(order)
-        for connection in self._connections:
-            connection.send_bytes(data)
+        for line in self._lines:
+            line.send(data)
 
     def news(self) -> list[News]:
+        """As `Lines.news`. Raises TransferError, once, when what a rank reports cannot be read any
+        more. One that has closed goes with the engine, and is no error here."""
+        if self._failed:
+            raise self._failed.popleft()
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
+        for line in self._lines:
+            line.close()
 
-    def _listen(self, connection: Connection[bytes, bytes]) -> None:
-        try:
-            while True:
-                self._news.append(decode_news(connection.recv_bytes()))
-        except (EOFError, OSError):
-            return
+    def _broken(self, error: TransferError) -> None:
+        if not isinstance(error, _Gone):
+            self._failed.append(error)
 
 
 class Follower:
@@ -101,49 +182,48 @@ class Follower:
     def __init__(
         self, connection: Connection[bytes, bytes], worker: RankWorker, metrics: Metrics
     ) -> None:
-        self._connection = connection
         self._worker = worker
         self._metrics = metrics
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        for target, name in ((self._listen, "kvcore-orders"), (self._report, "kvcore-reports")):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        self._orders: queue.SimpleQueue[Order | TransferError] = queue.SimpleQueue()
+        self._line = _Line(connection, self._orders.put)
+        self._line.listen(self._take, "kvcore-orders")
+        self._line.run(self._report, "kvcore-reports")
 
     def next_order(self) -> Order:
-        """The leader's order for this point of the schedule. Blocks until it is there."""
+        """The leader's order for this point of the schedule. Blocks until it is there.
+
+        Raises TransferError when none will come any more: after one that could not be read or
+        carried out, or when the leader has closed.
+        """
         for _ in range(ORDER_TIMEOUT_S):
             with contextlib.suppress(queue.Empty):
-                return self._orders.get(timeout=1.0)
+                found = self._orders.get(timeout=1.0)
+                if isinstance(found, TransferError):
+                    self._orders.put(found)  # of every point after this one too
+                    raise found
+                return found
         raise TransferError(
             f"no word from the leading rank for {ORDER_TIMEOUT_S} s: look at its log"
         )
 
     def close(self) -> None:
-        self._closed.set()
-        self._connection.close()
+        self._line.close()
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                order = decode_order(self._connection.recv_bytes())
-                if order.now:
-                    self._worker.carry_out(order)
-                else:
-                    self._orders.put(order)
-        except (EOFError, OSError):
-            return
+    def _take(self, data: bytes) -> None:
+        order = decode_order(data)
+        if order.now:
+            self._worker.carry_out(order)
+        else:
+            self._orders.put(order)
 
     def _report(self) -> None:
-        while not self._closed.is_set():
+        while not self._line.closed.is_set():
             self._worker.wait_report(REPORT_WAIT_S)
             reports = self._worker.poll()
-            if not reports:
-                self._closed.wait(REPORT_WAIT_S / 10)
-                continue
-            try:
-                self._connection.send_bytes(encode(News(reports, self._metrics.delta())))
-            except OSError:
-                return
+            if reports:
+                self._line.send(encode(News(reports, self._metrics.delta())))
+            else:
+                self._line.closed.wait(REPORT_WAIT_S / 10)
 
 
 def agree(rank: Rank, word: str) -> list[str]:

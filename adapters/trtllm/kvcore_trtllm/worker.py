@@ -161,7 +161,7 @@ class WorkerSide:
             self._save(request_id, graph)
         self._cancel(plan.cancel)
         for graph_id in plan.fence:
-            self._worker.wait_device(graph_id)
+            self._pass(graph_id)
         for request_id, graph in plan.late_saves:
             self._expect_save(request_id, graph)
         for graph in plan.sync_loads:
@@ -269,17 +269,34 @@ class WorkerSide:
 
     def _settle(self, load: _Load) -> None:
         """Block until ``load`` has ended well, trying again where it failed."""
+        self._end(load)
+        if load.failed:
+            raise TransferError(
+                f"KV in host memory could not be copied to the device in {ATTEMPTS} attempts: "
+                f"{[report.failed for report in load.reports if report.failed][:1]}; the step's "
+                "requests fail, for a wrong answer would be worse"
+            )
+
+    def _end(self, load: _Load) -> None:
+        """Block until ``load`` has ended for good, however."""
         graph_id = load.graph.graph_id
         while graph_id in self._loads:
             self._worker.wait_device(graph_id)
             self._collect()
             if graph_id in self._loads and load.left:
                 self._worker.wait_report(RETRY_WAIT_S)
-        if load.failed:
-            raise TransferError(
-                f"KV in host memory could not be copied to the device in {ATTEMPTS} attempts: "
-                f"{[report.failed for report in load.reports if report.failed][:1]}; the step's "
-                "requests fail, for a wrong answer would be worse"
+
+    def _pass(self, graph_id: int) -> None:
+        """Block until a graph uses pages no more that this step gives to others: a load that failed
+        is tried again, and writes to them again. One that failed for good was counted on."""
+        load = self._loads.get(graph_id)
+        if load is None:
+            self._worker.wait_device(graph_id)
+            return
+        self._end(load)
+        if load.failed and not load.cancelled:
+            self._plan.broken = self._plan.broken or (
+                "KV that this step shares with a request that loads it did not arrive"
             )
 
     # -- after the forward ------------------------------------------------------------------

@@ -272,7 +272,8 @@ class _FaultyRecords(IndexFile):
             _flip([flipped], strike.draw)
             super()._write(slot, bytes(flipped))
         elif strike.fault in (Fault.TORN_WRITE, Fault.KILL):
-            os.pwrite(self._file, data[: strike.draw % len(data)], slot * RECORD_NBYTES)
+            with self._file as number:
+                os.pwrite(number, data[: strike.draw % len(data)], slot * RECORD_NBYTES)
             self._faults.endure(strike)
         else:
             self._faults.endure(strike)

@@ -7,9 +7,11 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from kvcore.descriptor import Descriptor
 from kvcore.errors import TierUnavailable
 from kvcore.tiers.base import Buffers
 from kvcore.tiers.disk.aio import AioMover
@@ -37,7 +39,8 @@ class DataFile:
     """Slot ``i`` lies at ``i * slot_nbytes``, a multiple of 4096. Thread-safe between slots.
 
     ``num_slots`` None opens the file for reading only. Whole pages of memory go to the kernel's
-    queue where that can be had, everything else through ``io_threads`` threads.
+    queue where that can be had, everything else through ``io_threads`` threads. What is asked of it
+    after `close` fails with EBADF.
     """
 
     def __init__(
@@ -54,8 +57,9 @@ class DataFile:
         self._limit = (num_slots or 0) * slot_nbytes
         self._step = min(_GROW_BYTES, self._limit // 16 // slot_nbytes * slot_nbytes)
         flags = os.O_RDONLY if num_slots is None else os.O_RDWR | os.O_CREAT
-        self.direct, self._file = _open(path, flags, direct_io)
-        self._size = os.fstat(self._file).st_size
+        self.direct, number = _open(path, flags, direct_io)
+        self._file = Descriptor(number)
+        self._size = os.fstat(number).st_size
         self._grow_lock = threading.Lock()
         self._threads = ThreadMover(io_threads, direct=self.direct, most=slot_nbytes)
         self._queue = _queue(path, self._threads) if self.direct else None
@@ -80,18 +84,29 @@ class DataFile:
         yield from failed
 
     def sync(self) -> None:
-        os.fdatasync(self._file)
+        with self._file as number:
+            os.fdatasync(number)
 
     def close(self) -> None:
+        """Nothing may be under way."""
+        self._file.close()
         self._threads.close()
         if self._queue is not None:
             self._queue.close()
-        os.close(self._file)
 
     def _place(self, piece: Piece) -> Move:
         return Move(piece.tag, piece.buffers, piece.slot * self._slot_nbytes)
 
     def _move(self, moves: Iterator[Move], *, write: bool) -> Outcomes:
+        with ExitStack() as use:
+            try:
+                number = use.enter_context(self._file)
+            except OSError as error:
+                yield from [(move.tag, error) for move in moves]
+                return
+            yield from self._move_in(number, moves, write=write)
+
+    def _move_in(self, number: int, moves: Iterator[Move], *, write: bool) -> Outcomes:
         others: list[Move] = []
 
         def queued() -> Iterator[Move]:
@@ -102,9 +117,9 @@ class DataFile:
                     others.append(move)
 
         if self._queue is not None:
-            yield from self._queue.move(self._file, queued(), write=write)
+            yield from self._queue.move(number, queued(), write=write)
             moves = iter(others)
-        yield from self._threads.move(self._file, moves, write=write)
+        yield from self._threads.move(number, moves, write=write)
 
     def _can_queue(self, buffers: Buffers) -> bool:
         return self._queue is not None and self._queue.takes(buffers) and is_aligned(buffers)
@@ -118,28 +133,33 @@ class DataFile:
                 return None
             size = min(max(need, self._size + self._step), self._limit)
             try:
-                self._size = _extend(self._file, self._size, size, need)
+                with self._file as number:
+                    self._size = _extend(number, self._size, size, need)
             except OSError as error:
                 return error
         return None
 
 
 class IndexFile:
-    """Record ``i`` tells what slot ``i`` holds. Goes through the page cache. Thread-safe."""
+    """Record ``i`` tells what slot ``i`` holds. Goes through the page cache. Thread-safe.
+
+    Every call raises OSError where the medium fails, and (EBADF) after `close`."""
 
     def __init__(self, path: Path) -> None:
         """Makes the file when it is missing."""
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise TierUnavailable(f"cannot open {path}: {error}") from error
 
     def num_records(self) -> int:
         """Records that the file has room for; slots beyond hold nothing."""
-        return -(-os.fstat(self._file).st_size // RECORD_NBYTES)
+        with self._file as number:
+            return -(-os.fstat(number).st_size // RECORD_NBYTES)
 
     def get(self, slot: int) -> Record | None:
-        return Record.unpack(os.pread(self._file, RECORD_NBYTES, slot * RECORD_NBYTES))
+        with self._file as number:
+            return Record.unpack(os.pread(number, RECORD_NBYTES, slot * RECORD_NBYTES))
 
     def put(self, slot: int, record: Record) -> None:
         self._write(slot, record.pack())
@@ -151,13 +171,17 @@ class IndexFile:
             self._write(first, EMPTY_RECORD * size)
 
     def sync(self) -> None:
-        os.fdatasync(self._file)
+        with self._file as number:
+            os.fdatasync(number)
 
     def close(self) -> None:
-        os.close(self._file)
+        """Idempotent."""
+        self._file.close()
 
     def _write(self, slot: int, data: bytes) -> None:
-        if os.pwrite(self._file, data, slot * RECORD_NBYTES) != len(data):
+        with self._file as number:
+            written = os.pwrite(number, data, slot * RECORD_NBYTES)
+        if written != len(data):
             raise OSError(errno.ENOSPC, "a record was written in part")
 
 

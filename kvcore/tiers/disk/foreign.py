@@ -77,7 +77,7 @@ class ForeignStore:
                 found = self._object(shard, slot, key)
                 for at, piece in places(shard.runs, buffers):
                     piece[:] = found[at : at + len(piece)]
-        except CorruptBlock as error:
+        except TierError as error:
             return error
         return None
 

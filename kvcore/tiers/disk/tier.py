@@ -47,6 +47,7 @@ from kvcore.tiers.disk.moves import Outcome
 from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
 from kvcore.tiers.shards import Part
+from kvcore.tiers.threads import started
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -135,10 +136,11 @@ class DiskTier(Tier):
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(requests)
         foreign = [i for i, request in enumerate(requests) if request.slot >> STORE_SHIFT]
-        errors = self._foreign_readers.map(self._read_foreign, [requests[i] for i in foreign])
-        self._read_own(requests, results)
-        for i, error in zip(foreign, errors, strict=True):
-            results[i] = error
+        theirs = [requests[i] for i in foreign]
+        with started(self._foreign_readers, self._read_foreign, theirs) as reading:
+            self._read_own(requests, results)
+        for i, read in zip(foreign, reading, strict=True):
+            results[i] = read.result()
         return results
 
     def invalidate(self, slots: Iterable[int]) -> None:

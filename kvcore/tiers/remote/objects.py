@@ -138,7 +138,9 @@ class ObjectStore(BlockStore):
         """``one`` for each of ``asked``, at once. Blocks."""
 
         async def run() -> list[T]:
-            return list(await asyncio.gather(*(one(item) for item in asked)))
+            tasks = [asyncio.ensure_future(one(item)) for item in asked]
+            await asyncio.wait(tasks)  # all of them: the parts are the caller's again
+            return [task.result() for task in tasks]
 
         if not asked:
             return []

@@ -32,6 +32,7 @@ from kvcore.tiers.remote.names import Cut, Shard
 from kvcore.tiers.remote.options import StoreOptions, read_options
 from kvcore.tiers.remote.splits import Splits
 from kvcore.tiers.shards import places
+from kvcore.tiers.threads import started
 
 if TYPE_CHECKING:
     from kvcore.plugins import TierContext
@@ -244,8 +245,11 @@ class StoreTier(Tier):
         """``act`` on ``what``, cut into parallel requests."""
         step = max(1, -(-len(what) // self._options.parallel))
         cuts = [what[i : i + step] for i in range(0, len(what), step)]
-        answers = map(act, cuts) if len(cuts) < 2 else self._pool.map(act, cuts)
-        return [error for part in answers for error in part]
+        if len(cuts) < 2:
+            return [error for cut in cuts for error in act(cut)]
+        with started(self._pool, act, cuts) as running:
+            pass
+        return [error for cut in running for error in cut.result()]
 
     def _refuse(self, buffers: Buffers) -> TierError | None:
         nbytes = nbytes_of(buffers)
