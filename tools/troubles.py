@@ -495,6 +495,11 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Look at which client it is: another version, or no client of kvcore at all.",
         ),
         Trouble(
+            "refused: session of another client session=%d who=%s",
+            "A client named a session that its connection has not opened. Nothing was done.",
+            "Nothing where its connection broke: it joins anew. Else look at what `who` is.",
+        ),
+        Trouble(
             "a request failed kind=%s",
             "A fault of the server's; the client computes.",
             "Report it, with the lines that follow.",
@@ -585,6 +590,16 @@ TROUBLES: dict[str, list[Trouble]] = {
             "the lease %x is lost; what was entered is entered anew",
             "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
             "Raise `cluster.ttl_s` where it happens often.",
+        ),
+        Trouble(
+            "looking up nodes failed, those known stay",
+            "A fault of kvcore. It is tried again, and what failed is in the log.",
+            "Report it.",
+        ),
+        Trouble(
+            "keeping a lease in etcd failed; it is tried again",
+            "As above. A lease that is not renewed in time is given up, and taken anew.",
+            "Report it.",
         ),
         Trouble(
             "nodes cannot be looked up, those known stay: %s",
