@@ -117,6 +117,11 @@ class Hit:
         """Blocks held, from the start of the chain."""
         return self.sources[-1].stop if self.sources else 0
 
+    @property
+    def in_host(self) -> int:
+        """Leading blocks that lie in host memory."""
+        return next((source.stop for source in self.sources if source.tier == HOST), 0)
+
     def blocks_by_tier(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
         """How many of the blocks [start, stop) each tier answers."""
         end = self.depth if stop is None else stop
@@ -206,6 +211,12 @@ class Manager(ABC):
             if most < len(keys):
                 most = max(most, self.index.held(tier, keys))
         return most
+
+    def coming(self, hit: Hit, stop: int) -> bool:
+        """Whether of the first ``stop`` blocks of ``hit`` some that host memory lacks are on their
+        way there, for whomever. What fails to come, or is given up, is not coming any more."""
+        here = hit.in_host
+        return here < stop and self.index.held(HOST, hit.keys[:stop]) > here
 
     @property
     @abstractmethod

@@ -219,8 +219,7 @@ class KVManager(Manager):
             hit, Span(start, stop), units, layers=layers, deadline_s=deadline_s, on_end=on_end
         )
         self.index.touch(self.index.match(hit.keys[:stop]))
-        host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
-        self.saves.offer(hit.keys, hit.namespace, min(host, stop))
+        self.saves.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
         return graph
 
     def launch_save(
