@@ -85,7 +85,8 @@ class WritePolicy(str, Enum):
 class Backing:
     """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
     store that other hosts write to: it is asked what it holds, and the index only believes it.
-    ``node`` is where other engines find what this one has written to it."""
+    ``node`` is where other engines find what this one has written to it, and ``void`` writes down
+    that it was cleared (`kvcore.plugins.PreparedTier`)."""
 
     name: str
     read_path: Path = Path.DISK2H
@@ -94,6 +95,7 @@ class Backing:
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
     node: str = ""
+    void: Callable[[bytes | None], None] | None = None
 
 
 class Source(NamedTuple):

@@ -111,7 +111,8 @@ class KVManager(Manager):
         """Of the tiers below the host that other hosts write to."""
         if on_event is not None:
             index.watch(on_event)
-        self.removals = Removals(index, transport, self.lookups, self._metrics)
+        voids = {tier.name: tier.void for tier in backing if tier.void is not None}
+        self.removals = Removals(index, transport, self.lookups, self._metrics, voids)
         self.flights = Flights(
             index,
             transport,

@@ -243,6 +243,17 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble("the tier %s failed: %s", "Reading or writing failed.", "Look at the medium."),
         Trouble("the tier %s raised", "A plugin's tier raised.", "Report the traceback."),
         Trouble(
+            "a clear is not written down in %s, and may come undone with a restart: %s",
+            "The disk took no note of a clear. If the engine is killed before its ranks have "
+            "erased what was cleared, that is found again.",
+            "Look at the disk; stop the engine and remove the folder to be sure.",
+        ),
+        Trouble(
+            "%s cannot be read, all of the store is cleared: %s",
+            "The note of what was cleared is damaged, so that all of it counts as cleared.",
+            "Nothing: what is needed is computed and stored anew.",
+        ),
+        Trouble(
             "tier %s could not forget %d slots: %s",
             "What was cleared may be found there after a restart.",
             "Look at the medium; remove the folder if it must be gone.",
