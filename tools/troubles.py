@@ -333,8 +333,9 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble(
             "store %s keeps %d values: %s",
-            "Values that were cleared could not be removed.",
-            "Remove them with the store's own means if they must be gone.",
+            "Values that were cleared could not be removed. This engine does not find them, and "
+            "removes them when the store answers; once restarted it knows nothing of that.",
+            "Look at the store; remove them with its own means if they must be gone before.",
         ),
         Trouble(
             "removing from store %s failed",

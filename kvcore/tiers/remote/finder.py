@@ -27,6 +27,8 @@ from kvcore.tiers.remote.splits import Splits
 _log = logging.getLogger("kvcore.tiers.remote")
 
 MAX_OPEN = 256
+OWED_KEPT = 1 << 20
+"""Blocks that a store still is to remove, the oldest forgotten first."""
 PROMISE_POLL_S = 0.02
 """How often a store is asked for what another engine has promised to put there."""
 _FIRST_WINDOW = 16
@@ -119,6 +121,7 @@ class Finder:
         self._changed = threading.Condition()
         self._open: list[Question] = []
         self._unwanted: list[bytes] = []
+        self._owed: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
         self._answered = 0
         self._closed = False
         self._threads: dict[bool, threading.Thread] = {}
@@ -157,7 +160,8 @@ class Finder:
                 self._open.remove(question)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the store, for everyone. What fails is named in the log."""
+        """Begin to remove blocks from the store, for everyone. What fails is named in the log, is
+        tried again when the store answers, and is not found meanwhile."""
         with self._changed:
             self._unwanted += keys
             self._changed.notify_all()
@@ -233,6 +237,10 @@ class Finder:
         except Exception as error:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
             why = f"{type(error).__name__}: {error}"
             _log.exception("asking store %s failed", self._name)
+        if held is not None and self._owed:
+            held -= self._owed.keys()
+            if not node:
+                self._remove(())
         with self._changed:
             for question, batch in zip(round_, batches, strict=True):
                 if held is None:
@@ -274,10 +282,14 @@ class Finder:
         return {key for key in keys if any(all(there[s.name(key)] for s in way) for way in ways)}
 
     def _remove(self, keys: Sequence[bytes]) -> None:
+        """Remove these, and what is owed."""
+        keys = list(dict.fromkeys([*self._owed, *keys]))
+        self._owed = dict.fromkeys(keys[-OWED_KEPT:])  # another thread may read the one before
         shards = [shard for way in [self._shards, *self._others()] for shard in way]
         names = [shard.name(key) for key in keys for shard in shards]
         try:
             self._store.delete(names)
+            self._owed = {}
         except TierError as error:
             _log.warning("store %s keeps %d values: %s", self._name, len(names), error)
         except Exception:  # noqa: BLE001 - thread boundary
