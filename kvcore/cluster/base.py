@@ -58,7 +58,7 @@ class Member:
         try:
             return msgspec.json.decode(text, type=cls)
         except (TypeError, ValueError, RecursionError) as error:  # of JSON, names and fields
-            raise FormatError(f"not a member of a cluster: {text!r}: {error}") from error
+            raise FormatError(f"not a member of a cluster: {text[:200]!r}: {error}") from error
 
 
 def check_name(text: str) -> None:
