@@ -3,7 +3,7 @@
     <prefix>/<base>/splits/0 .. 15       a value each: the parts that the ranks of a deployment keep
 
 A leader puts its own split there, if nobody has, and reads what the others put; in a store of nodes
-its first rank does, since a leader keeps nothing there. A store may drop
+nobody does, since a leader keeps nothing there. A store may drop
 these values like any other: they are put again. What they say decides where blocks are looked for,
 nothing else; each value that is found there is verified by its own header.
 
@@ -31,8 +31,6 @@ _log = logging.getLogger("kvcore.tiers.remote")
 
 MAGIC = b"KVS1"
 VERSION = 1
-SPLITS = "/splits"
-"""How the folder of these values ends."""
 NBYTES = 4096
 PLACES = 16
 """Splits that one model's blocks may have at once."""
@@ -91,12 +89,12 @@ class Splits:
         self._any = shards[0]
         self._own: Split = tuple(sorted(shard.part for shard in shards))
         self._every_s = every_s
-        self.announces = announces
+        self._announces = announces
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at: float | None = None
         self._fails = False
-        folder = f"{self._any.prefix}/{self._any.base}{SPLITS}"
+        folder = f"{self._any.prefix}/{self._any.base}/splits"
         self._names = [f"{folder}/{i}" for i in range(PLACES)]
 
     def refresh(self) -> bool:
@@ -135,7 +133,7 @@ class Splits:
         for error in errors:
             if isinstance(error, TierUnavailable):
                 raise error
-        if self.announces and self._own not in found:
+        if self._announces and self._own not in found:
             self._announce(free)
 
     def _announce(self, free: Sequence[int]) -> None:

@@ -65,8 +65,7 @@ def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     shard = Shard.of(context.geometry, context.rank, options.prefix)
     store = _opened(context, kind, options, context.rank)
     shards = Shard.all_of(context.geometry, options.prefix)
-    announces = store.has_nodes and context.rank == 0
-    splits = Splits(store, shards, every_s=options.splits_s, announces=announces)
+    splits = Splits(store, shards, every_s=options.splits_s)
     return StoreTier(store, shard, options, splits=splits, slot_nbytes=context.slot_nbytes)
 
 
@@ -155,8 +154,6 @@ class StoreTier(Tier):
 
         for i, error in zip(good, self._each(put, [requests[i] for i in good]), strict=True):
             results[i] = error
-        if self._splits is not None and self._splits.announces:
-            self._splits.refresh()
         return results
 
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:

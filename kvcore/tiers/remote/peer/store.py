@@ -57,7 +57,6 @@ from kvcore.tiers.remote.peer.messages import (
     folder_of,
 )
 from kvcore.tiers.remote.peer.roster import Roster, open_roster
-from kvcore.tiers.remote.splits import SPLITS
 from kvcore.tiers.remote.tier import StoreKind
 
 if TYPE_CHECKING:
@@ -473,7 +472,6 @@ class PeerStore(BlockStore):
     def _tell_strangers(self, names: Sequence[str], folders: set[str]) -> None:
         """Say once of each model and layout that the other nodes hold nothing but others."""
         wanted = {folder_of(name) for name in names}
-        folders = {folder for folder in folders if not folder.endswith(SPLITS)}
         if not folders or wanted & folders:
             return
         for folder in wanted - self._told:
