@@ -124,6 +124,7 @@ def _backing(
         OnNthUse(common.admit_after) if selective else Always(),
         prepared.finder,
         prepared.node,
+        prepared.void,
     )
 
 

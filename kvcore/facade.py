@@ -85,7 +85,8 @@ class WritePolicy(str, Enum):
 class Backing:
     """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
     store that other hosts write to: it is asked what it holds, and the index only believes it.
-    ``node`` is where other engines find what this one has written to it."""
+    ``node`` is where other engines find what this one has written to it, and ``void`` writes down
+    that it was cleared (`kvcore.plugins.PreparedTier`)."""
 
     name: str
     read_path: Path = Path.DISK2H
@@ -94,6 +95,7 @@ class Backing:
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
     node: str = ""
+    void: Callable[[bytes | None], None] | None = None
 
 
 class Source(NamedTuple):
@@ -116,6 +118,11 @@ class Hit:
     def depth(self) -> int:
         """Blocks held, from the start of the chain."""
         return self.sources[-1].stop if self.sources else 0
+
+    @property
+    def in_host(self) -> int:
+        """Leading blocks that lie in host memory."""
+        return next((source.stop for source in self.sources if source.tier == HOST), 0)
 
     def blocks_by_tier(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
         """How many of the blocks [start, stop) each tier answers."""
@@ -206,6 +213,12 @@ class Manager(ABC):
             if most < len(keys):
                 most = max(most, self.index.held(tier, keys))
         return most
+
+    def coming(self, hit: Hit, stop: int) -> bool:
+        """Whether of the first ``stop`` blocks of ``hit`` some that host memory lacks are on their
+        way there, for whomever. What fails to come, or is given up, is not coming any more."""
+        here = hit.in_host
+        return here < stop and self.index.held(HOST, hit.keys[:stop]) > here
 
     @property
     @abstractmethod

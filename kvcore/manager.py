@@ -111,7 +111,8 @@ class KVManager(Manager):
         """Of the tiers below the host that other hosts write to."""
         if on_event is not None:
             index.watch(on_event)
-        self.removals = Removals(index, transport, self.lookups, self._metrics)
+        voids = {tier.name: tier.void for tier in backing if tier.void is not None}
+        self.removals = Removals(index, transport, self.lookups, self._metrics, voids)
         self.flights = Flights(
             index,
             transport,
@@ -219,8 +220,7 @@ class KVManager(Manager):
             hit, Span(start, stop), units, layers=layers, deadline_s=deadline_s, on_end=on_end
         )
         self.index.touch(self.index.match(hit.keys[:stop]))
-        host = next((s.stop for s in hit.sources if s.tier == HOST), 0)
-        self.saves.offer(hit.keys, hit.namespace, min(host, stop))
+        self.saves.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
         return graph
 
     def launch_save(

@@ -7,7 +7,7 @@ come back from its medium.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcore.facade import HOST, Transport
 from kvcore.index import BlockIndex, Evicted, Reservation
@@ -18,6 +18,9 @@ from kvcore.stores import StoreLookup
 __all__ = ["Removals"]
 
 _log = logging.getLogger("kvcore.manager")
+
+MAX_CLEARED = 16
+"""Namespaces of a tier of which it is known that they were cleared; of more, all were."""
 
 
 class Removals:
@@ -30,12 +33,16 @@ class Removals:
         transport: Transport,
         stores: Mapping[str, StoreLookup],
         metrics: Metrics,
+        voids: Mapping[str, Callable[[bytes | None], None]],
     ) -> None:
-        """``stores`` are the tiers that other hosts write to."""
+        """``stores`` are the tiers that other hosts write to; ``voids`` write down what is cleared
+        in a tier, for a restart that comes before it is erased."""
         self._index = index
         self._transport = transport
         self._stores = stores
         self._metrics = metrics
+        self._voids = voids
+        self._cleared: dict[str, dict[bytes | None, None]] = {}  # namespaces, by tier
         self.not_taken: dict[str, list[int]] = {}
         """By tier: slots of other engines' stores whose blocks did not fit into the index."""
 
@@ -48,12 +55,22 @@ class Removals:
                 self._stores[name].delete([block.key for block in blocks])
         for name in self._index.tiers:
             if name != HOST and name not in self._stores and tier in (None, name):
+                if name in self._voids:
+                    self._void(name, namespace)
                 slots = [block.slot for block in gone.get(name, ())]
                 slots += self._index.free_slots(name) + self.not_taken.pop(name, [])
                 self._transport.forget(name, slot_runs(slots))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
+
+    def _void(self, tier: str, namespace: bytes | None) -> None:
+        cleared = self._cleared.setdefault(tier, {})
+        if namespace is None or len(cleared) == MAX_CLEARED:
+            cleared.clear()
+            namespace = None
+        cleared[namespace] = None
+        self._voids[tier](namespace)
 
     def discard(self, tier: str, keys: Sequence[bytes]) -> int:
         """Take blocks of a chain out of one tier, from its end on, as far as nothing else needs
@@ -87,6 +104,8 @@ class Removals:
         if tier in self._stores:
             self._stores[tier].delete(reservation.keys[live:])
         else:
+            for namespace in self._cleared.get(tier, ()):
+                self._voids[tier](namespace)  # what was being written may be younger than the clear
             self._transport.forget(tier, slot_runs(reservation.slots[live:]))
 
     def count(self, tier: str, evicted: Sequence[Evicted]) -> None:

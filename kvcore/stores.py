@@ -46,7 +46,9 @@ class _Asked(NamedTuple):
 class StoreLookup:
     """Beliefs about one store. Leader thread only; nothing blocks but `wait`.
 
-    ``breaker`` is that of its questions. It is not asked while it is not ``readable`` either.
+    ``breaker`` is that of its questions. It is not asked while it is not ``readable`` either. What
+    a node has promised is asked of that node whatever the breaker says, and tells it nothing: a
+    node that is away says nothing of the store, which leaves it alone by itself.
     """
 
     def __init__(
@@ -79,13 +81,15 @@ class StoreLookup:
         start = self._index.held(self._tier, keys)
         promise = promise and promise.beyond(start)
         absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
-        if absent or not self._may_ask():
+        apart = self._finder.is_apart(promise)
+        if absent or not self._may_ask(apart):
             return False
         question = self._finder.ask(keys[start:], promise)
         if question is None:
             return False
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
-        self._breaker.started()
+        if not apart:
+            self._breaker.started()
         self._asked[keys[-1]] = _Asked(question, start, self._clock() + patience)
         return True
 
@@ -141,17 +145,13 @@ class StoreLookup:
     def _judge(self, asked: _Asked) -> str:
         """Tell the breaker how the store did, and say it in a word."""
         question = asked.question
-        if not question.ended:
+        if late := not question.ended:
             self._finder.drop(question)
-            if question.found:  # slow, not dead
-                self._breaker.succeeded()
-            else:
-                self._breaker.failed()
-            return "late"
-        if question.failed:
-            self._breaker.failed()
-            return "failed"
-        self._breaker.succeeded()
+        failed = question.failed or (late and not question.found)  # else slow, not dead
+        if not question.apart:
+            (self._breaker.failed if failed else self._breaker.succeeded)()
+        if late or failed:
+            return "late" if late else "failed"
         return "found" if question.found else "absent"
 
     def _is_late(self, asked: _Asked) -> bool:
@@ -161,10 +161,12 @@ class StoreLookup:
         until = self._absent.get(key)
         return until is not None and self._clock() < until
 
-    def _may_ask(self) -> bool:
-        """Whether the breaker lets a question through. Requests may have gone without settling
-        theirs: what became of those is taken in first, where it could stand in the way."""
-        if len(self._asked) >= MAX_OPEN or not self._breaker.allows():
+    def _may_ask(self, apart: bool) -> bool:
+        """Whether the breaker lets a question through, if it is not one ``apart``. Requests may
+        have gone without settling theirs: what became of those is taken in first, where it could
+        stand in the way."""
+        if len(self._asked) >= MAX_OPEN or not (apart or self._breaker.allows()):
             for key in [key for key, asked in self._asked.items() if self._is_late(asked)]:
                 self._judge(self._asked.pop(key))
-        return len(self._asked) < MAX_OPEN and self._breaker.allows() and self._readable()
+        allowed = apart or self._breaker.allows()
+        return len(self._asked) < MAX_OPEN and allowed and self._readable()

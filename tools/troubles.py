@@ -250,6 +250,17 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble("the tier %s failed: %s", "Reading or writing failed.", "Look at the medium."),
         Trouble("the tier %s raised", "A plugin's tier raised.", "Report the traceback."),
         Trouble(
+            "a clear is not written down in %s, and may come undone with a restart: %s",
+            "The disk took no note of a clear. If the engine is killed before its ranks have "
+            "erased what was cleared, that is found again.",
+            "Look at the disk; stop the engine and remove the folder to be sure.",
+        ),
+        Trouble(
+            "%s cannot be read, all of the store is cleared: %s",
+            "The note of what was cleared is damaged, so that all of it counts as cleared.",
+            "Nothing: what is needed is computed and stored anew.",
+        ),
+        Trouble(
             "tier %s could not forget %d slots: %s",
             "What was cleared may be found there after a restart.",
             "Look at the medium; remove the folder if it must be gone.",
@@ -329,8 +340,9 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble(
             "store %s keeps %d values: %s",
-            "Values that were cleared could not be removed.",
-            "Remove them with the store's own means if they must be gone.",
+            "Values that were cleared could not be removed. This engine does not find them, and "
+            "removes them when the store answers; once restarted it knows nothing of that.",
+            "Look at the store; remove them with its own means if they must be gone before.",
         ),
         Trouble(
             "removing from store %s failed",
@@ -502,6 +514,11 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Look at which client it is: another version, or no client of kvcore at all.",
         ),
         Trouble(
+            "refused: session of another client session=%d who=%s",
+            "A client named a session that its connection has not opened. Nothing was done.",
+            "Nothing where its connection broke: it joins anew. Else look at what `who` is.",
+        ),
+        Trouble(
             "a request failed kind=%s",
             "A fault of the server's; the client computes.",
             "Report it, with the lines that follow.",
@@ -592,6 +609,16 @@ TROUBLES: dict[str, list[Trouble]] = {
             "the lease %x is lost; what was entered is entered anew",
             "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
             "Raise `cluster.ttl_s` where it happens often.",
+        ),
+        Trouble(
+            "looking up nodes failed, those known stay",
+            "A fault of kvcore. It is tried again, and what failed is in the log.",
+            "Report it.",
+        ),
+        Trouble(
+            "keeping a lease in etcd failed; it is tried again",
+            "As above. A lease that is not renewed in time is given up, and taken anew.",
+            "Report it.",
         ),
         Trouble(
             "nodes cannot be looked up, those known stay: %s",

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvcore.errors import ConfigError, FormatError
 
 __all__ = ["KINDS", "Candidacy", "Directory", "Leadership", "Member", "Membership"]
@@ -54,9 +56,9 @@ class Member:
     def from_json(cls, text: str | bytes) -> Member:
         """Raises FormatError for what `to_json` has not made."""
         try:
-            return cls(**json.loads(text))
+            return msgspec.json.decode(text, type=cls)
         except (TypeError, ValueError, RecursionError) as error:  # of JSON, names and fields
-            raise FormatError(f"not a member of a cluster: {text!r}: {error}") from error
+            raise FormatError(f"not a member of a cluster: {text[:200]!r}: {error}") from error
 
 
 def check_name(text: str) -> None:

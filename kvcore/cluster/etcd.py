@@ -37,7 +37,11 @@ _PARTS = 3
 _MARGIN = 0.1
 """Share of a lease's time that its holder gives up: clocks do not run alike."""
 
-_FAILURES = (Etcd3Exception, requests.RequestException, ValueError, KeyError)
+_FAILURES = (
+    Etcd3Exception,
+    requests.RequestException,
+    *(ValueError, TypeError, LookupError, AttributeError),  # an answer that is not etcd's
+)
 
 T = TypeVar("T")
 
@@ -47,6 +51,13 @@ class _Held(NamedTuple):
 
     lease: int
     until: float
+
+
+class _Found(NamedTuple):
+    """What is at a key, and the revision at which that was made."""
+
+    value: bytes
+    revision: int
 
 
 class _Tls(NamedTuple):
@@ -102,9 +113,9 @@ class EtcdDirectory:
         self, kind: str | None = None, *, model: str | None = None, group: str | None = None
     ) -> Sequence[Member]:
         found = []
-        for value, _ in self._call(lambda client: client.get_prefix(self._key("members", ""))):
+        for entry in self._range(self._key("members", ""), below=True):
             try:
-                found.append(Member.from_json(value))
+                found.append(Member.from_json(entry.value))
             except FormatError as error:  # noqa: PERF203  of another version
                 _log.warning("an entry in etcd is passed over: %s", error)
         return chosen(found, kind, model, group)
@@ -119,15 +130,13 @@ class EtcdDirectory:
         return candidacy
 
     def leader(self, model: str, group: str) -> Leadership | None:
-        key = self._key("elections", model, group)
-        found = self._call(lambda client: client.get(key, metadata=True))
-        return Leadership(found[0][0].decode(), _revision(found[0][1])) if found else None
+        found = self._range(self._key("elections", model, group))
+        return Leadership(_text(found[0].value), found[0].revision) if found else None
 
     def record(self, model: str, group: str, key: str) -> str | None:
         check_name(key)
-        at = self._key("records", model, group, key)
-        found = self._call(lambda client: client.get(at))
-        return found[0].decode() if found else None
+        found = self._range(self._key("records", model, group, key))
+        return _text(found[0].value) if found else None
 
     def close(self) -> None:
         self._stop.set()
@@ -213,19 +222,13 @@ class EtcdDirectory:
         lease = self._need_lease()
         key = self._key("elections", candidacy.model, candidacy.group)
         put = {"key": _b64(key), "value": _b64(candidacy.name), "lease": lease}
-        answer = self._transact(
+        term = self._transact(
             [{"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": 0}],
             [{"request_put": put}],
             [{"request_range": {"key": _b64(key)}}],
+            read=lambda answer: _term(answer, lease, candidacy.name),
         )
-        if answer.get("succeeded"):
-            candidacy.won = lease, int(answer["header"]["revision"])
-            return
-        found = answer["responses"][0]["response_range"].get("kvs", [])
-        # One that was made by a request whose answer was lost is this candidate's too.
-        mine = [kv for kv in found if int(kv.get("lease", 0)) == lease]
-        same = [kv for kv in mine if kv["value"] == _b64(candidacy.name)]
-        candidacy.won = (lease, _revision(same[0])) if same else None
+        candidacy.won = None if term is None else (lease, term)
 
     def _resign(self, candidacy: _EtcdCandidacy) -> None:
         with self._lock:
@@ -235,25 +238,46 @@ class EtcdDirectory:
             if won is not None:
                 key = self._key("elections", candidacy.model, candidacy.group)
                 delete = {"request_delete_range": {"key": _b64(key)}}
-                self._transact([_is_term(key, won[1])], [delete])
+                self._transact([_is_term(key, won[1])], [delete], read=_succeeded)
 
     def _record(self, candidacy: _EtcdCandidacy, term: int, key: str, value: str) -> bool:
         check_name(key)
         at = self._key("records", candidacy.model, candidacy.group, key)
         election = self._key("elections", candidacy.model, candidacy.group)
         put = {"request_put": {"key": _b64(at), "value": _b64(value)}}
-        return bool(self._transact([_is_term(election, term)], [put]).get("succeeded"))
+        return self._transact([_is_term(election, term)], [put], read=_succeeded)
 
     # -- requests ---------------------------------------------------------------------------
 
     def _key(self, *parts: str) -> str:
         return "/".join((self._prefix, *parts))
 
+    def _range(self, key: str, *, below: bool = False) -> list[_Found]:
+        """What is at a key, or at all ``below`` it. A value may be empty: the gateway then says
+        nothing of it, which its client takes for a fault of etcd."""
+        request = {"key": _b64(key)}
+        if below:
+            request["range_end"] = _b64(key[:-1] + chr(ord(key[-1]) + 1))
+
+        def ask(client: Etcd3Client) -> list[_Found]:
+            answer = client.post(client.get_url("/kv/range"), json=request)
+            return [
+                _Found(base64.b64decode(kv.get("value", "")), int(kv["create_revision"]))
+                for kv in answer.get("kvs", [])
+            ]
+
+        return self._call(ask)
+
     def _transact(
-        self, compare: list[Any], success: list[Any], failure: Sequence[Any] = ()
-    ) -> dict[str, Any]:
+        self,
+        compare: list[Any],
+        success: list[Any],
+        failure: Sequence[Any] = (),
+        *,
+        read: Callable[[Any], T],
+    ) -> T:
         request = {"compare": compare, "success": success, "failure": list(failure)}
-        return self._call(lambda client: dict(client.transaction(request)))
+        return self._call(lambda client: read(client.transaction(request)))
 
     def _attempt(self, work: Callable[[], object]) -> None:
         """What does not work now is tried again at the next renewal."""
@@ -261,9 +285,12 @@ class EtcdDirectory:
             work()
         except ClusterError as error:
             _log.debug("%s", error)
+        except Exception:  # noqa: BLE001 - thread boundary: what is promised hangs on renewals
+            _log.exception("keeping a lease in etcd failed; it is tried again")
 
     def _call(self, ask: Callable[[Etcd3Client], T]) -> T:
-        """The answer of the first endpoint that gives one, the last good one first."""
+        """The answer of the first endpoint that gives one, the last good one first. What cannot be
+        read is none."""
         failed: Exception | None = None
         for client in list(self._clients):
             try:
@@ -327,8 +354,24 @@ def _is_term(election: str, term: int) -> dict[str, Any]:
     }
 
 
-def _revision(found: Any) -> int:
-    return int(found["create_revision"])
+def _term(answer: Any, lease: int, name: str) -> int | None:
+    """The term that a candidate leads in, by what became of its attempt to make the election's
+    key: one that was made by a request whose answer was lost is this candidate's too."""
+    if _succeeded(answer):
+        return int(answer["header"]["revision"])
+    for kv in answer["responses"][0]["response_range"].get("kvs", []):
+        if int(kv.get("lease", 0)) == lease and kv.get("value") == _b64(name):
+            return int(kv["create_revision"])
+    return None
+
+
+def _succeeded(answer: Any) -> bool:
+    return bool(answer.get("succeeded"))
+
+
+def _text(value: bytes) -> str:
+    """Whatever somebody wrote there."""
+    return value.decode(errors="replace")
 
 
 def _b64(text: str) -> str:

@@ -81,7 +81,12 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
     geometry = _disk_geometry(context, options["cipher"])
     store = disk.prepare_store(path, geometry, context.capacity, share=context.share)
     return PreparedTier(
-        store.num_slots, store.records, store.options(), release=store.close, foreign=True
+        store.num_slots,
+        store.records,
+        store.options(),
+        release=store.close,
+        foreign=True,
+        void=store.debts.add,
     )
 
 

@@ -3,8 +3,10 @@
     frame 0   b"kvcore" and the protocol's version, 4 bytes little-endian
     frame 1   one of `Request` or of `Reply`
 
-Every request has a ``ref``, its reply the same one; `Done`, `Withdraw` and `Bye` have no reply but
-a refusal. `Control` may have its reply long after it. Prefix keys travel as one run of bytes.
+Every request has a ``ref``, its reply the same one; `Done`, `Withdraw`, `Enter` and `Bye` have no
+reply but a refusal. `Control` may have its reply long after it. A session is spoken in by the
+connection that said `Hello`, and by those of its ranks that said `Enter`. Prefix keys travel as one
+run of bytes.
 """
 
 from __future__ import annotations
@@ -101,6 +103,14 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
     ref: Ref
     session: Number
+
+
+class Enter(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
+    """A rank's connection takes part in a session, whose file has the ``secret``. No reply."""
+
+    ref: Ref
+    session: Number
+    secret: Annotated[bytes, Meta(max_length=64)]
 
 
 class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
@@ -240,6 +250,7 @@ Request = (
     Hello
     | Beat
     | Bye
+    | Enter
     | Match
     | Load
     | Save
@@ -276,9 +287,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """``kind`` is "busy" (ask again), "session" (say hello again), "stale" (what was matched is no
-    longer so), "capacity", "misfit" (this client never can), "malformed", or "control" (an order
-    that cannot be carried out)."""
+    """``kind`` is "busy" (ask again), "session" (over, or another's: say hello), "stale" (what was
+    matched is no longer so), "capacity", "misfit" (this client never can), "malformed", or
+    "control" (an order that cannot be carried out)."""
 
     ref: Ref
     kind: str

@@ -5,7 +5,8 @@
       server.sock       0600, for ``address = "local"``
       counter           the last session number given, over restarts
       arena-N           host memory of one model, mapped by the workers
-      session-N         what the session's workers map; *locked by whoever may touch that memory*
+      session-N         what the session's workers map, and the secret by which the server knows
+                        them; *locked by whoever may touch that memory*
 
 A session's leader and its workers hold shared locks on its file. The kernel drops a lock when its
 process is gone, however it went, so the server knows by asking for the exclusive one: when it gets
@@ -150,9 +151,11 @@ class SessionFile:
 
     def __init__(self, folder: Folder, number: int, told: dict[str, Any]) -> None:
         self.name = f"session-{number}"
+        self.secret = secrets.token_bytes(16)
+        """Who can tell it has read this file."""
         self._folder = folder
         self._file = _open(folder.path / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        os.write(self._file, json.dumps(told).encode())
+        os.write(self._file, json.dumps({**told, "secret": self.secret.hex()}).encode())
 
     def ended(self) -> bool:
         """Whether no process holds the session any more; then none can take it again."""

@@ -5,17 +5,19 @@
     between messages: reports of the server's own transfers, sessions whose processes are gone
 
 A model is prepared (memory taken, disk scanned) by a thread of its own, while its first client is
-told to ask again. A session ends when the kernel says that nobody holds its lock (`places`).
+told to ask again. A session ends when the kernel says that nobody holds its lock (`places`), and is
+spoken in only by the connections that are its own: a number in a message is no proof.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore import __version__
@@ -34,6 +36,7 @@ from kvcore.server.messages import (
     Control,
     Controlled,
     Done,
+    Enter,
     Held,
     Hello,
     Launched,
@@ -75,15 +78,20 @@ BUSY_POLL_MS = 1
 IDLE_POLL_MS = 100
 SWEEP_S = 0.2
 """How often it is looked whether sessions' processes are gone."""
+CONNECTIONS = 4
+"""Of one rank that are remembered; one that was forgotten enters again with its next read."""
 BATCH = 64
 """Messages answered before transfers and sessions are looked after."""
 
 
 @dataclass
 class _Session:
-    """A leader and its workers. ``joined``: the leader has said something since its welcome."""
+    """A leader and its workers. ``leader`` is the connection that was welcomed, ``workers`` those
+    that told the secret of the session's file, the latest last. ``joined``: one of them has said
+    something since."""
 
     number: int
+    leader: bytes
     space: Space
     file: SessionFile
     ranks: int
@@ -91,10 +99,19 @@ class _Session:
     heard: float
     joined: bool = False
     silent: bool = False
+    workers: dict[bytes, None] = field(default_factory=dict)
+
+    def enter(self, worker: bytes) -> None:
+        """A rank that connects anew is another one: the oldest goes."""
+        self.workers.pop(worker, None)
+        self.workers[worker] = None
+        if len(self.workers) > CONNECTIONS * self.ranks:
+            del self.workers[next(iter(self.workers))]
 
 
 class _NoSession(KVCoreError):
-    """The server does not know the session: it ended, or another server gave it."""
+    """The server does not know the session: it ended, another server gave it, or it is another
+    client's."""
 
 
 class _Busy(KVCoreError):
@@ -134,6 +151,7 @@ class Server:
             Hello: self._hello,
             Beat: self._beat,
             Bye: self._bye,
+            Enter: self._enter,
             Match: self._match,
             Load: self._load,
             Save: self._save,
@@ -304,12 +322,25 @@ class Server:
         except (zmq.ZMQError, FormatError) as error:
             _log.warning("a reply is lost: %s", error)
 
-    def _of(self, number: int) -> _Session:
+    def _of(self, client: bytes, number: int, *, ranks: bool = False) -> _Session:
+        """The session, for its leader, or with ``ranks`` for its workers as well. Raises _NoSession
+        for everyone else, and what they say is no sign of life."""
+        session = self._known(number)
+        if client != session.leader and not (ranks and client in session.workers):
+            raise self._foreign(number)
+        session.heard, session.joined, session.silent = self._clock(), True, False
+        return session
+
+    def _known(self, number: int) -> _Session:
         session = self._sessions.get(number)
         if session is None:
             raise _NoSession(f"session {number} is over: say hello")
-        session.heard, session.joined, session.silent = self._clock(), True, False
         return session
+
+    def _foreign(self, number: int) -> _NoSession:
+        who = identity(self._frame)
+        _log.warning("refused: session of another client session=%d who=%s", number, who)
+        return _NoSession(f"session {number} is not this connection's: say hello on this one")
 
     # -- sessions -----------------------------------------------------------------------------
 
@@ -320,7 +351,7 @@ class Server:
         number = self._folder.next_number()
         file = SessionFile(self._folder, number, space.told)
         self._sessions[number] = _Session(
-            number, space, file, hello.ranks, hello.version, self._clock()
+            number, client, space, file, hello.ranks, hello.version, self._clock()
         )
         tiers = [(tier.name, tier.read_path.value) for tier in space.manager.backings]
         stores = any(tier.finder is not None for tier in space.manager.backings)
@@ -379,10 +410,16 @@ class Server:
         )
 
     def _beat(self, client: bytes, beat: Beat) -> Reply:
-        return Beating(beat.ref, self._of(beat.session).space.used)
+        return Beating(beat.ref, self._of(client, beat.session, ranks=True).space.used)
+
+    def _enter(self, client: bytes, asked: Enter) -> None:
+        session = self._known(asked.session)
+        if not hmac.compare_digest(asked.secret, session.file.secret):
+            raise self._foreign(asked.session)
+        session.enter(client)
 
     def _bye(self, client: bytes, bye: Bye) -> None:
-        self._end_if_left(self._of(bye.session))
+        self._end_if_left(self._of(client, bye.session))
 
     def _sweep(self) -> None:
         now = self._clock()
@@ -415,46 +452,47 @@ class Server:
     # -- a session's requests -----------------------------------------------------------------
 
     def _match(self, client: bytes, asked: Match) -> Matched:
-        return self._of(asked.session).space.match(asked)
+        return self._of(client, asked.session).space.match(asked)
 
     def _load(self, client: bytes, asked: Load) -> Launched:
-        session = self._of(asked.session)
+        session = self._of(client, asked.session)
         return session.space.load(asked, session.ranks)
 
     def _save(self, client: bytes, asked: Save) -> Launched:
-        session = self._of(asked.session)
+        session = self._of(client, asked.session)
         return session.space.save(asked, session.ranks)
 
     def _held(self, client: bytes, asked: Held) -> Value:
-        return Value(asked.ref, self._of(asked.session).space.held(asked))
+        return Value(asked.ref, self._of(client, asked.session).space.held(asked))
 
     def _done(self, client: bytes, done: Done) -> None:
-        self._of(done.session).space.done(done.session, done.reports)
+        self._of(client, done.session).space.done(done.session, done.reports)
 
     def _read(self, client: bytes, read: Read) -> None:
         def tell(failed: dict[int, RowError]) -> None:
             self._send(client, Rows(read.ref, failed))
 
-        space = self._of(read.session).space
+        space = self._of(client, read.session, ranks=True).space
         space.read(read.session, read.graph_id, read.op_id, read.rank, tell)
 
     def _withdraw(self, client: bytes, asked: Withdraw) -> None:
-        self._of(asked.session).space.withdraw(asked.session, asked.graph_id)
+        space = self._of(client, asked.session, ranks=True).space
+        space.withdraw(asked.session, asked.graph_id)
 
     def _clear(self, client: bytes, asked: Clear) -> Value:
-        return Value(asked.ref, self._of(asked.session).space.clear(asked))
+        return Value(asked.ref, self._of(client, asked.session).space.clear(asked))
 
     def _learn(self, client: bytes, told: Learn) -> None:
-        self._of(told.session).space.learn(told)
+        self._of(client, told.session).space.learn(told)
 
     def _spell(self, client: bytes, told: Spell) -> None:
-        self._of(told.session).space.spell(told)
+        self._of(client, told.session).space.spell(told)
 
     def _search(self, client: bytes, asked: Search) -> Reuses:
-        return self._of(asked.session).space.search(asked)
+        return self._of(client, asked.session).space.search(asked)
 
     def _trail(self, client: bytes, asked: Trail) -> Trailed:
-        return self._of(asked.session).space.trail(asked)
+        return self._of(client, asked.session).space.trail(asked)
 
     # -- an operator's orders -----------------------------------------------------------------
 

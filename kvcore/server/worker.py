@@ -19,7 +19,7 @@ from kvcore.config import Config
 from kvcore.errors import KVCoreError, LayoutError, TierUnavailable
 from kvcore.layout import BlockShape, KVView
 from kvcore.server.link import Link
-from kvcore.server.messages import Beat, Read, Refused, Rows, Withdraw
+from kvcore.server.messages import Beat, Enter, Read, Refused, Rows, Withdraw
 from kvcore.server.places import HeldSession, folder_of, open_arena, session_of
 from kvcore.tiers.host import HostArena, arena_bytes
 from kvcore.tiers.pages import SharedPages
@@ -48,6 +48,12 @@ class _ServedRead:
         self._rank = rank
         self._longest = config.transfer.load_deadline_s
         self._silence_s = max(1.0, 10 * config.server.deadline_s)
+        self.secret = b""
+        """Of the session that the worker has joined."""
+
+    def enter(self, session: int) -> None:
+        """Say that this connection is a rank's. Each time: after a break it is another one."""
+        self._link.tell(Enter(self._link.ref(), session, self.secret))
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         link, session = self._link, session_of(graph.graph_id)
@@ -62,6 +68,8 @@ class _ServedRead:
             over = link.refused is not None and link.refused.kind == "session"
             return not over and now - max(link.heard, asked) < self._silence_s
 
+        link.refused = None  # said of the connection before, perhaps
+        self.enter(session)
         read = Read(link.ref(), session, graph.graph_id, op.op_id, self._rank)
         reply = link.ask(read, graph.deadline_s or self._longest, alive=alive)
         if isinstance(reply, Rows):
@@ -78,7 +86,8 @@ class ServedWorker(KVWorker):
     def __init__(self, *, served: Config, model: ModelDescription, rank: int, **parts: Any) -> None:
         """Waits for no server. Raises ConfigError for an address or keys that cannot be used."""
         self._link = Link(served.server)
-        super().__init__(reads=_ServedRead(served, self._link, rank), **parts)
+        self._reads = _ServedRead(served, self._link, rank)
+        super().__init__(reads=self._reads, **parts)
         device = parts.get("device")
         self._folder = folder_of(served.server)
         self._shape = model.shape
@@ -109,6 +118,7 @@ class ServedWorker(KVWorker):
     def cancel(self, graph_id: int) -> None:
         super().cancel(graph_id)
         if self._session == session_of(graph_id):  # other ranks may wait for this one's reads
+            self._reads.enter(self._session)
             self._link.tell(Withdraw(self._link.ref(), self._session, graph_id))
 
     def _join(self, session: int) -> None:
@@ -121,13 +131,15 @@ class ServedWorker(KVWorker):
             raise TierUnavailable("copies of the session before are under way")
         held = HeldSession(self._folder, f"session-{session}")
         try:
-            arena = self._map(held.told())
+            told = held.told()
+            arena = self._map(told)
         except BaseException:
             held.close()
             raise
         self._link.refused = None
         layers = range(*self._part.layers)
         layout = arena.layout().select_heads(*self._part.heads).select_layers(layers)
+        self._reads.secret = bytes.fromhex(told["secret"])
         self._swap(arena, layout, session, held)
         _log.info("joined session=%d host_bytes=%d pinned=%s", session, arena.nbytes, arena.pinned)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,112 @@ def test_etcd_that_is_not_there_yet_and_one_endpoint_that_is_dead(start_server: 
     assert directory.members() == [ALICE]
     directory.close()
     server.kill()
+
+
+MALFORMED = (
+    b"",
+    b"\xff\xfe",
+    b"[]",
+    b"null",
+    b'{"kind": "worker", "name": 7}',
+    b'{"kind": "worker", "name": "x", "details": null}',
+    b'{"kind": "worker", "name": "x", "details": ["peer"]}',
+    b'{"kind": "worker", "name": "x", "details": {"peer": 7}}',
+    b'{"kind": ["worker"], "name": "x"}',
+    b"[" * 100_000,
+)
+
+
+def test_what_others_write_hides_nobody(
+    server: Server, connect: Callable[[], EtcdDirectory], request: pytest.FixtureRequest
+) -> None:
+    """An empty value too, of which etcd's gateway says nothing. And an election is somebody's,
+    whatever is written there."""
+    mine = connect()
+    entry = mine.join(ALICE)
+    candidacy = mine.campaign("m", "g", "alice")
+    until(lambda: entry.held and candidacy.term, "not entered")
+    prefix = f"/{request.node.name}"
+    client = mine._clients[0]
+    for number, value in enumerate(MALFORMED):
+        client.put(f"{prefix}/members/worker/bad-{number}", value)
+    assert mine.members() == [ALICE]
+    for number, value in enumerate(MALFORMED):
+        client.put(f"{prefix}/elections/m/bad-{number}", value)
+        client.put(f"{prefix}/records/m/g/bad-{number}", value)
+        rival = mine.campaign("m", f"bad-{number}", "alice")
+        assert rival.term is None, "it is another's"
+        leader = mine.leader("m", f"bad-{number}")
+        assert leader is not None
+        assert mine.record("m", "g", f"bad-{number}") == leader.name
+    late = mine.join(Member("worker", "late", model="m"))
+    ended = mine._held
+    assert ended is not None
+    mine._revoke(ended.lease)
+    until(lambda: mine._held not in (None, ended) and late.held, "nothing is renewed any more")
+    until(lambda: candidacy.term, "nor does anyone lead")
+    assert mine.members() == [ALICE, late.member]
+
+
+class Lies(BaseHTTPRequestHandler):
+    """Answers what etcd would not, though it is JSON."""
+
+    said = itertools.cycle([b"null", b"[]", b"{}", b'{"result": null}', b'{"kvs": 7}', b'"no"'])
+
+    def do_POST(self) -> None:
+        answer = next(self.said)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+def test_an_endpoint_that_is_no_etcd_is_passed_over(server: Server) -> None:
+    """A proxy, say. Its answers are read before they are believed."""
+    liar = ThreadingHTTPServer(("127.0.0.1", 0), Lies)
+    threading.Thread(target=liar.serve_forever, daemon=True).start()
+    there = f"http://127.0.0.1:{server.port}"
+    directory = EtcdDirectory(
+        [f"http://127.0.0.1:{liar.server_port}", there], ttl_s=TTL_S, prefix="/liar"
+    )
+    with closing(directory):
+        entry, candidacy = directory.join(ALICE), directory.campaign("m", "g", "alice")
+        until(lambda: entry.held and candidacy.term, "not entered")
+        for _ in range(6):
+            directory._clients.reverse()
+            directory._clients.sort(key=lambda client: client.base_url == there)
+            assert candidacy.record("k", "v") in (True, False)
+    alone = EtcdDirectory([f"http://127.0.0.1:{liar.server_port}"], ttl_s=TTL_S)
+    with closing(alone):
+        entry, candidacy = alone.join(ALICE), alone.campaign("m", "g", "alice")
+        assert not entry.held
+        assert candidacy.term is None
+        with pytest.raises(ClusterError, match="does not do what it is asked"):
+            [alone.members() for _ in range(6)]
+        assert alone._thread.is_alive()
+    liar.shutdown()
+    liar.server_close()
+
+
+def test_a_renewal_that_fails_is_not_the_last(
+    connect: Callable[[], EtcdDirectory],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By a fault of ours: the lease it missed is taken anew, and nobody thinks it was kept."""
+    mine = connect()
+    entry = mine.join(ALICE)
+    until(lambda: entry.held, "not entered")
+    monkeypatch.setattr(mine, "_renew", lambda: [][0])
+    until(lambda: "it is tried again" in caplog.text, "it is not said")
+    until(lambda: not entry.held, "a lease that nobody renews is held")
+    monkeypatch.undo()
+    until(lambda: entry.held, "nothing is renewed any more")
+    assert mine.members() == [ALICE]
 
 
 def test_a_holder_knows_by_the_time_alone(server: Server) -> None:

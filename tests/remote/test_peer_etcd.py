@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,6 +112,41 @@ def test_a_node_leaves_when_it_closes_and_strangers_are_passed_over(
     reader._roster.close()  # type: ignore[union-attr]
     names = {member.name for member in directory.members("worker")}
     assert names == {"other-0", "other-1", "other-2", "other-3", "apart"}
+    directory.close()
+
+
+def test_what_others_write_in_etcd_stops_nobody(
+    cluster: dict[str, Any], reader: PeerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that are no members, addresses of no host, and a fault of ours."""
+    directory = open_directory(load_config(None, {"cluster": cluster}))
+    assert directory is not None
+    until(lambda: len(directory.members("worker")) == 1, "the reader is not entered")
+    client, folder = directory._clients[0], f"{cluster['prefix']}/members/worker"  # type: ignore[attr-defined]
+    member = '{"kind": "worker", "name": "x", "details": %s}'
+    values = ["", "[]", member % "null", member % '{"peer": 7}', member % '["peer"]']
+    for number, said in enumerate(values):
+        client.put(f"{folder}/bad-{number}", said)
+    directory.join(Member("worker", "nowhere", details={"peer": "tcp://-:7"}))
+    with node(cluster) as other:
+        other.call("put", seeds={A: 1}, nbytes=NBYTES)
+        until(lambda: knows(reader, other), "not found among them")
+        until(lambda: "tcp://-:7" in reader.peers, "nor is what stands there taken as it is")
+        assert reader.exists([A, B]) == [True, False], "one that is nowhere fails no others"
+        assert fetch(reader, A, NBYTES) == value(1, NBYTES)
+    roster = reader._roster
+    assert roster is not None
+    with monkeypatch.context() as patch:
+        looked = threading.Event()
+
+        def fault(*_: Any, **__: Any) -> Any:
+            looked.set()
+            raise RuntimeError("a fault")
+
+        patch.setattr(roster._directory, "members", fault)
+        assert looked.wait(PATIENCE_S)
+    with node(cluster) as other:
+        until(lambda: knows(reader, other), "nobody looks any more")
     directory.close()
 
 

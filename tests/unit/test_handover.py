@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from kvcore_vllm.handover import Handover
 
 from kvcore.adapting.handover import accept, promised
 from kvcore.block import KeyChain, Namespace
-from kvcore.breaker import Breaker
+from kvcore.breaker import Breaker, BreakerState
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.facade import Backing
 from kvcore.index import BlockIndex, TierSpec
@@ -203,6 +204,83 @@ def test_a_promises_node_is_asked_and_remembered_for_the_load() -> None:
     assert set(store.nodes) == {"here:1", "gone:1"}
     assert leader.lookup.nodes(mine) == {"here:1"}
     assert leader.lookup.nodes(other) == set()
+    leader.finder.close()
+
+
+class Nodes(Elsewhere):
+    """As above, and it says so. A node called ``hung`` answers when it is let."""
+
+    has_nodes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs, self.let = threading.Event(), threading.Event()
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return Filling.exists(self, names)
+
+    def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
+        if node == "hung:1":
+            self.hangs.set()
+            assert self.let.wait(60)
+        return super().exists_at(node, names)
+
+
+def prompts(count: int) -> list[list[bytes]]:
+    return [list(chain([n + 1, *PROMPT]).keys) for n in range(count)]
+
+
+def test_nodes_that_are_gone_cost_their_own_promises_alone() -> None:
+    """However many: neither what a living one promises, nor what is asked of all."""
+    store = Nodes()
+    leader = Leader(store)
+    *gone, promised_here, held = prompts(8)
+    fill(store, [*promised_here, *held])
+    for keys in gone:
+        assert leader.found(keys, Promise(4, 60.0, "gone:1")) == (0, "failed")
+    assert leader.breaker.state is BreakerState.CLOSED
+    assert leader.found(promised_here, Promise(6, 60.0, "here:1")) == (6, "found")
+    assert leader.found(held, None) == (6, "found")
+    leader.finder.close()
+
+
+def test_a_node_that_hangs_keeps_nobody_else_waiting() -> None:
+    store = Nodes()
+    leader = Leader(store)
+    hung, held = prompts(2)
+    fill(store, [*hung, *held])
+    assert leader.lookup.ask(hung, Promise(6, 600.0, "hung:1"))
+    assert store.hangs.wait(60)
+    assert leader.found(held, None) == (6, "found"), "it is asked meanwhile"
+    store.let.set()
+    assert leader.found(hung, None) == (6, "found")
+    leader.finder.close()
+    assert not any(thread.is_alive() for thread in leader.finder._threads.values())
+
+
+def test_a_living_node_is_asked_though_the_others_do_not_answer() -> None:
+    """They are left alone; and that a node answers says nothing of them either."""
+    store = Nodes()
+    leader = Leader(store)
+    here, *others = prompts(5)
+    fill(store, here)
+    store.down = True
+    for keys in others[:3]:
+        assert leader.found(keys, None) == (0, "failed")
+    assert leader.breaker.state is BreakerState.OPEN
+    store.down = False
+    assert leader.found(here, Promise(6, 60.0, "here:1")) == (6, "found")
+    assert leader.breaker.state is BreakerState.OPEN
+    assert not leader.lookup.ask(others[3])
+    leader.finder.close()
+
+
+def test_where_all_look_in_one_place_a_promise_that_fails_counts() -> None:
+    """The name of a node means nothing to such a store: it is the store that is down."""
+    leader = Leader(Elsewhere())
+    for keys in prompts(3):
+        assert leader.found(keys, Promise(4, 60.0, "gone:1")) == (0, "failed")
+    assert leader.breaker.state is BreakerState.OPEN
     leader.finder.close()
 
 

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.adapting.model import LayerGroup, ModelDescription, even_stages
-from kvcore.errors import BlockMissing, CorruptBlock, LayoutError
+from kvcore.errors import BlockMissing, CorruptBlock, LayoutError, TierError, TierUnavailable
 from kvcore.layout import BlockShape
+from kvcore.plugins import TierContext
 from kvcore.testing.tier_contract import NAMESPACE
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
@@ -28,6 +29,7 @@ from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.splits import NBYTES, PLACES, Splits, pack, unpack
+from kvcore.tiers.remote.tier import StoreKind, prepare
 from kvcore.tiers.shards import Part, cover, is_tiling, places, runs
 
 SHAPE = BlockShape(layers=5, kv_heads=4, head_dim=6, block_tokens=4, dtype="bfloat16")
@@ -426,6 +428,61 @@ def test_a_store_is_asked_for_splits_now_and_then_only() -> None:
     assert not splits.refresh()
     now[0] = 5.1
     assert splits.refresh()
+
+
+def test_that_they_are_not_known_is_said_once_until_they_are(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    splits = splits_of(store, ONE)
+
+    def down(items: Sequence[Item]) -> list[TierError | None]:
+        return [TierUnavailable("down")] * len(items)
+
+    def said() -> int:
+        return caplog.text.count("at which sizes others write is not known")
+
+    for times in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "get", down)
+            for _ in range(3):
+                splits.refresh()
+        assert said() == times
+        splits.refresh()
+
+
+class Lent(MemoryStore):
+    """What a leader sees of a store of nodes, or a rank, which keeps values."""
+
+    has_nodes = True
+
+    def __init__(self, shared: MemoryStore, rank: int | None) -> None:
+        super().__init__()
+        self.values = shared.values
+        self.rank = rank
+
+    def put(self, items: Sequence[Item]) -> list[TierError | None]:
+        if self.rank is None:
+            return [TierUnavailable("only ranks keep values")] * len(items)
+        return super().put(items)
+
+
+def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It keeps no values there."""
+    shared = MemoryStore()
+    kind = StoreKind(StoreOptions, lambda options, rank: Lent(shared, rank))
+    leader = prepare(TierContext("far", ONE, 1 << 20), kind)
+    assert leader.finder is not None
+    question = leader.finder.ask([key_of(1)])
+    assert question is not None
+    while not question.ended:
+        leader.finder.wait(1.0)
+    assert not question.failed
+    leader.release()
+    assert "is not known" not in caplog.text
+    assert not shared.values
 
 
 def test_places_that_are_taken_or_damaged_are_let_be(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusing import Asking, FusionLeader, Held
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
-from kvcore_sglang.staging import Staging, in_host
+from kvcore_sglang.staging import Staging
 from kvcore_sglang.worker import RankWorker
 
 from kvcore.adapting.build import LeaderParts
@@ -158,7 +158,7 @@ class Leader:
         asked.plan, asked.held = None, self._staging.waits(asked.wait)
         if asked.held:
             return 0
-        stop = min(in_host(hit) * self._block, len(tokens)) // self._page * self._page
+        stop = min(hit.in_host * self._block, len(tokens)) // self._page * self._page
         asked.plan = self._blend(rid, asked, namespace, max(stop, device_tokens))
         if asked.held:
             return 0

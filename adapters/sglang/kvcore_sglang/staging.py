@@ -26,7 +26,7 @@ from kvcore.config import Config
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, Manager, Readiness
 
-__all__ = ["Staging", "Wait", "Way", "in_host"]
+__all__ = ["Staging", "Wait", "Way"]
 
 _log = logging.getLogger("kvcore.sglang.staging")
 
@@ -60,11 +60,6 @@ class Wait:
     def blocks(self) -> int:
         """Of host memory, that it wants."""
         return self.prefix + sum(self.chunks.values())
-
-
-def in_host(hit: Hit) -> int:
-    """Leading blocks of a hit that lie in host memory."""
-    return next((source.stop for source in hit.sources if source.tier == HOST), 0)
 
 
 class Staging:
@@ -133,8 +128,8 @@ class Staging:
         return False
 
     def _is_coming(self, way: Way) -> bool:
-        here = in_host(self._manager.get_match(way.keys, way.digest))
-        return self._manager.index.held(HOST, way.keys) > here
+        hit = self._manager.get_match(way.keys, way.digest)
+        return self._manager.coming(hit, len(way.keys))
 
     def bring(self, wait: Wait, hit: Hit, first: int, stop: int) -> None:
         """Start what brings blocks [first, stop) of a prompt up, of which ``hit`` is held; stores
@@ -151,7 +146,7 @@ class Staging:
         request's turn: to be asked again."""
         found = []
         for _, (hit, start, stop) in fusion.chunks.sources(plan):
-            low = in_host(hit)
+            low = hit.in_host
             if low < stop <= low + MAX_FETCH * (stop - start):
                 wait.chunks[hit.keys[stop - 1]] = stop
                 found.append((hit, stop))
@@ -162,8 +157,8 @@ class Staging:
         return True
 
     def _stage(self, wait: Wait, hit: Hit, stop: int) -> None:
-        start = in_host(hit)
-        if self._manager.index.held(HOST, hit.keys[:stop]) <= start:
+        start = hit.in_host
+        if not self._manager.coming(hit, stop):
             if not self._has_turn(wait):
                 return
             ready = self._manager.can_load(hit, start, stop)

@@ -74,7 +74,7 @@ class FusionLeader:
         only behind all those before it. None where too little is left."""
         wanted = []
         for _, (hit, start, stop) in self.chunks.sources(plan):
-            held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+            held = hit.in_host
             below = set(hit.blocks_by_tier(start, stop)) - {HOST}
             if below and stop - held <= MAX_FETCH * (stop - start):
                 wanted.append((hit, stop))

@@ -136,7 +136,7 @@ class Leader:
         # The last token is always computed: its logits are wanted.
         most = len(tokens) - 1
         hit = self._hit(tracked, tokens, most)
-        held = next((s.stop for s in hit.sources if s.tier == HOST), 0)
+        held = hit.in_host
         stop = min(held * self._block, most)
         if wish is not None and (until := self._blend(tracked, wish, stop)):
             return until, False
@@ -251,7 +251,7 @@ class Leader:
     def _stage(self, hit: Hit, last: int) -> int | None:
         """Bring blocks up to ``last`` into host memory: a load that copies nothing further. It has
         one block at least, by which the workers map a server's memory."""
-        start = min(next((s.stop for s in hit.sources if s.tier == HOST), 0), last - 1)
+        start = min(hit.in_host, last - 1)
         if self.manager.can_load(hit, start, last) is not Readiness.READY:
             return None
         units = self._paging.no_units(start, last)

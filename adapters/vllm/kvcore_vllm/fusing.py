@@ -53,6 +53,8 @@ MAX_FETCH = 8
 class Fusing:
     """A request as fusion sees it. ``found`` is None until its prompt was searched.
 
+    ``fetching`` are its own loads into host memory, and ``joined`` chains, each with its namespace,
+    that another request is bringing there.
     ``due`` says that ``plan`` was answered to vLLM in this step and waits for its pages.
     ``approximate_from`` is the first position whose KV may be approximate; ``hashes`` are vLLM's
     own while those of a planned blend stand in their place.
@@ -63,8 +65,9 @@ class Fusing:
     plan: BlendPlan | None = None
     due: bool = False
     fetching: set[int] = field(default_factory=set)
+    joined: list[tuple[Sequence[bytes], bytes]] = field(default_factory=list)
     fetched: bool = False
-    give_up_at: float = 0.0
+    give_up_at: float | None = None
     approximate_from: int | None = None
     hashes: list[Any] | None = None
     hasher: Any = None
@@ -191,22 +194,27 @@ class FusionLeader:
     ) -> list[TransferGraph]:
         """Loads into host memory of what the plan needs and is on a slower tier.
 
-        Done once a request; what has not arrived then is computed. The host tier keeps a block only
+        Done once a request, and anew where another was joined in vain; what has not arrived then is
+        computed. The host tier keeps a block only
         behind all those before it, so these come along: a chunk that stands far behind in a chain
         which is not in host memory is left alone.
         """
         if fusing.fetched:
             return []
         fusing.fetched = True
-        fusing.give_up_at = time.monotonic() + deadline_s
+        if fusing.give_up_at is None:
+            fusing.give_up_at = time.monotonic() + deadline_s
         wanted = [(exact_hit, computed // self._block, -(-plan.exact // self._block))]
         wanted += [source for _, source in self.chunks.sources(plan)]
         graphs = []
         for hit, start, stop in wanted:
             if start >= stop or set(hit.blocks_by_tier(start, stop)) <= {HOST}:
                 continue
-            low = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+            low = hit.in_host
             if stop - low > MAX_FETCH * (stop - start):
+                continue
+            if self._manager.coming(hit, stop):
+                fusing.joined.append((hit.keys[:stop], hit.namespace))
                 continue
             start = low
             skip = UnitTable.of(np.full((stop - start, 1), SKIP), self._block)
@@ -229,10 +237,22 @@ class FusionLeader:
 
     def waits(self, fusing: Fusing) -> bool:
         """Whether blocks are on their way to host memory, and not hopelessly late."""
-        if fusing.fetching and time.monotonic() > fusing.give_up_at:
-            _log.warning("chunks have not arrived from their tier in time, computing instead")
+        left = []
+        for keys, namespace in fusing.joined:
+            hit = self._manager.get_match(keys, namespace)
+            if self._manager.coming(hit, len(keys)):
+                left.append((keys, namespace))
+            elif hit.in_host < len(keys):
+                fusing.fetched = False  # it did not come: then this request brings it up itself
+        fusing.joined = left
+        late = fusing.give_up_at is not None and time.monotonic() > fusing.give_up_at
+        if late:
+            fusing.fetched = True
+            if fusing.fetching or left:
+                _log.warning("chunks have not arrived from their tier in time, computing instead")
             fusing.fetching.clear()
-        return bool(fusing.fetching)
+            fusing.joined.clear()
+        return bool(fusing.fetching or fusing.joined)
 
     # -- vLLM's own prefix cache ------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,6 +75,7 @@ class _Tracked:
     fusing: Fusing | None = None
     memo: Memo = field(default_factory=Memo)
     new: bool = True
+    join_until: float | None = None
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
         """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
@@ -161,15 +163,28 @@ class SchedulerSide:
             tracked.matched_tokens = matched = plan.stop
             gain = matched - computed
         first, last = computed // self._block, -(-matched // self._block)
-        ready = self._manager.can_load(hit, first, last)
+        ready = self._readiness(tracked, hit, first, last)
         if ready is Readiness.LATER:
-            _log.debug("lookup request=%s waits for slots", request.request_id)
+            _log.debug("lookup request=%s waits for slots, or another's load", request.request_id)
             return None, False
         if ready is Readiness.NEVER:
             self._metrics.looked_up({}, gain, MissReason.BUSY)
             self._watch.missed(name, Cause.BUSY)
             return 0, False
         return gain, not self._loads_in_step(hit, first, last)
+
+    def _readiness(self, tracked: _Tracked, hit: Hit, first: int, last: int) -> Readiness:
+        """Whether to load now. What another request has on its way to host memory is not read a
+        second time: it is waited for, as long as a load may take. Should it not come, this request
+        reads it itself."""
+        below = not set(hit.blocks_by_tier(first, last)) <= {HOST}
+        if below and self._manager.coming(hit, last):
+            now = time.monotonic()
+            if tracked.join_until is None:
+                tracked.join_until = now + self._deadline_s
+            if now < tracked.join_until:
+                return Readiness.LATER
+        return self._manager.can_load(hit, first, last)
 
     def _plan_blend(
         self, fusion: FusionLeader, tracked: _Tracked, fusing: Fusing, computed: int
@@ -188,10 +203,10 @@ class SchedulerSide:
             return False
         deadline = self._config.transfer.load_deadline_s
         fetches = fusion.fetches(fusing, plan, tracked.hit, computed, deadline)
-        if fetches:
-            for graph in fetches:
-                self._outbox.graphs.remove(graph)
-            self._plan.fetches += fetches
+        for graph in fetches:
+            self._outbox.graphs.remove(graph)
+        self._plan.fetches += fetches
+        if fusion.waits(fusing):
             return None
         plan = fusion.chunks.in_host(plan)
         first, last = computed // self._block, -(-exact // self._block)

@@ -240,7 +240,7 @@ class Leader:
         """Bring blocks into host memory, with those before them, behind which alone they stay."""
         if set(hit.blocks_by_tier(start, stop)) <= {HOST}:
             return
-        start = next((source.stop for source in hit.sources if source.tier == HOST), 0)
+        start = hit.in_host
         ended: list[int] = []
         try:
             graph = self.manager.launch_load(

@@ -22,6 +22,7 @@ from typing import Any
 
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.tiers.base import BlockRecord
+from kvcore.tiers.disk.debts import Debts, pay
 from kvcore.tiers.disk.format import (
     RECORD_NBYTES,
     Geometry,
@@ -36,16 +37,17 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 _BASE_NAME = re.compile(r"[0-9a-f]{32}")
 _STORE_NAME = re.compile(r"store-\d+")
-_FILE_NAME = re.compile(r"lock|store\.json(\.new)?|shard-\d+\.(data|index)")
+_FILE_NAME = re.compile(r"lock|(store\.json|cleared)(\.new)?|shard-\d+\.(data|index)")
 _POLL_S = 0.1
-_OVERHEAD = 4096  # bytes of store.json and the lock
+_OVERHEAD = 4096  # bytes of store.json, of what is owed and the lock
 
 
 @dataclass
 class PreparedStore:
     """A store ready for the workers: they open ``folder`` and the ``foreign`` ones.
 
-    ``records`` are the blocks whole in every shard. The locks are held until ``close``.
+    ``records`` are the blocks whole in every shard. The locks are held until ``close``. ``debts``
+    takes down what is cleared.
     """
 
     folder: Path
@@ -53,6 +55,11 @@ class PreparedStore:
     records: list[BlockRecord]
     foreign: dict[int, Path] = field(default_factory=dict)
     locks: ExitStack = field(default_factory=ExitStack)
+    debts: Debts = field(init=False)
+
+    def __post_init__(self) -> None:
+        newest = max((record.stamp for record in self.records), default=0)
+        self.debts = Debts([self.folder, *self.foreign.values()], newest)
 
     def options(self) -> dict[str, Any]:
         """What a worker needs to open the same, as plain data."""
@@ -64,6 +71,7 @@ class PreparedStore:
 
     def close(self) -> None:
         """Let other engines have the stores. Idempotent."""
+        self.debts.close()
         self.locks.close()
 
 
@@ -109,12 +117,12 @@ def _prepare(path: Path, geometry: Geometry, capacity: int, part: int) -> Prepar
             own = _create(base, geometry, locks)
         _cut(own.folder, geometry, num_slots)
         own.reserve(num_slots * geometry.per_slot + _OVERHEAD)
-        prepared = PreparedStore(own.folder, num_slots, _scan(own.folder, geometry))
+        records, foreign = _scan(own.folder, geometry), dict[int, Path]()
         for number, store in enumerate(mounted, start=1):
             store.reserve(0)  # it does not grow
-            prepared.foreign[number] = store.folder
-            prepared.records += _scan(store.folder, store.geometry, number << STORE_SHIFT)
-        prepared.locks = locks.pop_all()
+            foreign[number] = store.folder
+            records += _scan(store.folder, store.geometry, number << STORE_SHIFT)
+        prepared = PreparedStore(own.folder, num_slots, records, foreign, locks.pop_all())
     _log.info(
         "disk store=%s slots=%d blocks_found=%d foreign_stores=%d",
         own.folder,
@@ -314,6 +322,8 @@ def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
 
 
 def _scan(folder: Path, geometry: Geometry, first_slot: int = 0) -> list[BlockRecord]:
-    """Blocks that every shard holds, their slots counted from ``first_slot``."""
+    """Blocks that every shard holds, their slots counted from ``first_slot``, once what was cleared
+    is erased."""
+    pay(folder, geometry)
     shards = (scan_shard(folder, geometry, shard) for shard in range(len(geometry.heads)))
     return reduce(Table.also_in, shards).block_records(first_slot)

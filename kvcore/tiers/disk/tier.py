@@ -12,10 +12,8 @@ saves.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
@@ -40,6 +38,7 @@ from kvcore.tiers.base import (
     nbytes_of,
 )
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher, Scratch
+from kvcore.tiers.disk.debts import Stamps
 from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
 from kvcore.tiers.disk.foreign import ForeignStore, is_whole
 from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, shard_files
@@ -114,7 +113,7 @@ class DiskTier(Tier):
         self._place = geometry.place(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
         self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
-        self._stamps = itertools.count(time.time_ns())  # next() is atomic
+        self._stamps = Stamps()
         self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
         self._openers: ThreadPoolExecutor | None = None
         if cipher is not None and slot_nbytes >= _HANDED_ON:

@@ -62,6 +62,13 @@ class BlockStore(ABC):
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which values there are now. Moves no payload. Blocks; raises TierUnavailable."""
 
+    @property
+    def has_nodes(self) -> bool:
+        """Whether values lie at nodes, in the memory of each one's ranks: a leader keeps none, and
+        a node that is away says nothing of the others. Such a store leaves alone by itself what
+        does not answer."""
+        return False
+
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
         """As `exists`, of values that another engine has promised, at what `node` told it. A store
         with one place for all knows no better than to look there."""

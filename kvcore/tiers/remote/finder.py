@@ -1,11 +1,14 @@
 """Asks a store, in the background, how much of a prompt it holds.
 
-    leader's thread     ask ──▶ Question ······ found so far, ended?
-                                   ▲
-    the finder's thread            └── exists, in batches that grow ──▶ store
+    leader's thread      ask ──▶ Question ······ found so far, ended?
+                                    ▲
+    the finder's threads            └── exists, in batches that grow ──▶ store
 
 The leader never waits: it looks at the question when the request is looked up again. What is not
 there as this deployment's ranks share a block is asked for as others do (`Splits`).
+
+Where a store has nodes, what they have promised is asked by a thread of its own: a node that is
+gone costs time, and not that of whoever asks for something else.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from kvcore.tiers.remote.splits import Splits
 _log = logging.getLogger("kvcore.tiers.remote")
 
 MAX_OPEN = 256
+OWED_KEPT = 1 << 20
+"""Blocks that a store still is to remove, the oldest forgotten first."""
 PROMISE_POLL_S = 0.02
 """How often a store is asked for what another engine has promised to put there."""
 _FIRST_WINDOW = 16
@@ -51,12 +56,13 @@ class Question:
 
     ``found`` of them are known to be there. ``ended``: no more will become known, and with
     ``failed`` that is because the store did not answer; ``error`` is why. What a ``promise`` says
-    is on its way is asked for again as long as that is worth it.
+    is on its way is asked for again as long as that is worth it. ``apart``: of one node, which
+    tells nothing of the store as a whole.
     """
 
     __slots__ = (
-        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "promised",
-        "until", "window",
+        "apart", "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node",
+        "promised", "until", "window",
     )  # fmt: skip
 
     def __init__(self, keys: Sequence[bytes], promise: Promise | None = None) -> None:
@@ -69,6 +75,7 @@ class Question:
         self.due_at = self.asked_at
         self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
         self.node = "" if promise is None else promise.node
+        self.apart = False
         self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
         self.window = _FIRST_WINDOW
 
@@ -114,19 +121,34 @@ class Finder:
         self._changed = threading.Condition()
         self._open: list[Question] = []
         self._unwanted: list[bytes] = []
+        self._owed: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
         self._answered = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=f"kvcore-find-{name}", daemon=True)
-        self._thread.start()
+        self._threads: dict[bool, threading.Thread] = {}
+        self._start(False)
+
+    def _start(self, apart: bool) -> None:
+        """The thread for questions that are ``apart``, or for the others."""
+        name = f"kvcore-find-{self._name}{'-nodes' if apart else ''}"
+        thread = threading.Thread(target=self._serve, args=(apart,), name=name, daemon=True)
+        self._threads[apart] = thread
+        thread.start()
+
+    def is_apart(self, promise: Promise | None) -> bool:
+        """Whether a question is one node's: `Question.apart`. No I/O."""
+        return promise is not None and bool(promise.node) and self._store.has_nodes
 
     def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> Question | None:
         """Begin to ask; None when too many questions are open, or it is closed. ``promise`` is of
         the first of these keys."""
         question = Question(keys, promise)
+        question.apart = self.is_apart(promise)
         with self._changed:
             if self._closed or len(self._open) >= MAX_OPEN:
                 return None
             self._open.append(question)
+            if question.apart not in self._threads:
+                self._start(question.apart)
             self._changed.notify_all()
         return question
 
@@ -138,7 +160,8 @@ class Finder:
                 self._open.remove(question)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the store, for everyone. What fails is named in the log."""
+        """Begin to remove blocks from the store, for everyone. What fails is named in the log, is
+        tried again when the store answers, and is not found meanwhile."""
         with self._changed:
             self._unwanted += keys
             self._changed.notify_all()
@@ -156,41 +179,46 @@ class Finder:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        threads = list(self._threads.values())
+        until = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
             _log.warning(
                 "store %s still answers nothing at shutdown: it is left behind", self._name
             )
         else:
             self._store.close()
 
-    # -- the thread -------------------------------------------------------------------------
+    # -- the threads ------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self, apart: bool) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._due() or self._unwanted or self._closed, self._pause()
+                    lambda: self._due(apart) or (self._unwanted and not apart) or self._closed,
+                    self._pause(apart),
                 )
-                if self._closed and not self._unwanted:
+                unwanted: list[bytes] = []
+                if not apart:
+                    unwanted, self._unwanted = self._unwanted, unwanted
+                if self._closed and not unwanted:
                     return
-                round_, unwanted = self._due()[:_ROUND], self._unwanted
-                self._unwanted = []
+                round_ = self._due(apart)[:_ROUND]
             if unwanted:
                 self._remove(unwanted)
             if round_:
                 self._ask(round_)
 
-    def _due(self) -> list[Question]:
-        """Open questions that need not wait before they are asked again."""
+    def _due(self, apart: bool) -> list[Question]:
+        """Open questions of a thread that need not wait before they are asked again."""
         now = time.monotonic()
-        return [question for question in self._open if question.due_at <= now]
+        return [one for one in self._open if one.apart == apart and one.due_at <= now]
 
-    def _pause(self) -> float | None:
+    def _pause(self, apart: bool) -> float | None:
         """Seconds until one of those that wait is due; None where there is none."""
-        if not self._open:
-            return None
-        return max(0.0, min(question.due_at for question in self._open) - time.monotonic())
+        waiting = [question.due_at for question in self._open if question.apart == apart]
+        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
     def _ask(self, round_: Sequence[Question]) -> None:
         """Ask what is due, each node's promises by themselves: one that is gone fails no others."""
@@ -209,6 +237,10 @@ class Finder:
         except Exception as error:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
             why = f"{type(error).__name__}: {error}"
             _log.exception("asking store %s failed", self._name)
+        if held is not None and self._owed:
+            held -= self._owed.keys()
+            if not node:
+                self._remove(())
         with self._changed:
             for question, batch in zip(round_, batches, strict=True):
                 if held is None:
@@ -250,10 +282,14 @@ class Finder:
         return {key for key in keys if any(all(there[s.name(key)] for s in way) for way in ways)}
 
     def _remove(self, keys: Sequence[bytes]) -> None:
+        """Remove these, and what is owed."""
+        keys = list(dict.fromkeys([*self._owed, *keys]))
+        self._owed = dict.fromkeys(keys[-OWED_KEPT:])  # another thread may read the one before
         shards = [shard for way in [self._shards, *self._others()] for shard in way]
         names = [shard.name(key) for key in keys for shard in shards]
         try:
             self._store.delete(names)
+            self._owed = {}
         except TierError as error:
             _log.warning("store %s keeps %d values: %s", self._name, len(names), error)
         except Exception:  # noqa: BLE001 - thread boundary

@@ -2,7 +2,8 @@
 
     <prefix>/<base>/splits/0 .. 15       a value each: the parts that the ranks of a deployment keep
 
-A leader puts its own split there, if nobody has, and reads what the others put. A store may drop
+A leader puts its own split there, if nobody has, and reads what the others put; in a store of nodes
+nobody does, since a leader keeps nothing there. A store may drop
 these values like any other: they are put again. What they say decides where blocks are looked for,
 nothing else; each value that is found there is verified by its own header.
 
@@ -71,7 +72,7 @@ class Splits:
     """The splits of the blocks that ``shards``, a deployment's own, are of.
 
     ``others`` are those of other deployments, as of the last `refresh`, which reads them at most
-    every ``every_s`` seconds. A leader ``announces`` its own. Any thread may call.
+    every ``every_s`` seconds, and where this one ``announces`` puts its own. Any thread may call.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class Splits:
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at: float | None = None
+        self._fails = False
         folder = f"{self._any.prefix}/{self._any.base}/splits"
         self._names = [f"{folder}/{i}" for i in range(PLACES)]
 
     def refresh(self) -> bool:
         """Read the splits again if that is due; whether there are any that were not known. Blocks;
-        a store that fails is named in the log."""
+        a store that fails is named in the log, once until it works again."""
         with self._lock:
             now = self._clock()
             if self._read_at is not None and now - self._read_at < self._every_s:
@@ -106,8 +108,11 @@ class Splits:
             before = set(self.others)
             try:
                 self._read()
+                self._fails = False
             except TierError as error:
-                _log.warning("at which sizes others write is not known: %s", error)
+                if not self._fails:
+                    _log.warning("at which sizes others write is not known: %s", error)
+                self._fails = True
             return not set(self.others) <= before
 
     def _read(self) -> None:

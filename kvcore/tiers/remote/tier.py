@@ -93,7 +93,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         store,
         shards,
         name=context.name,
-        splits=Splits(store, shards, every_s=options.splits_s, announces=True),
+        splits=Splits(store, shards, every_s=options.splits_s, announces=not store.has_nodes),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
     )

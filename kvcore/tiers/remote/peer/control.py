@@ -202,6 +202,9 @@ class Peers:
         poller, owners, nodes = zmq.Poller(), {}, {}
         for address, request in requests.items():
             nodes[address], socket = self._send(address, request)
+            if socket is None:
+                answers[address] = TierUnavailable(f"nothing can be sent to {address!r}")
+                continue
             poller.register(socket, zmq.POLLIN)
             owners[socket] = address
         until = time.monotonic() + self._timeout_s
@@ -236,13 +239,20 @@ class Peers:
         return node
 
     def _send(self, address: str, request: Request) -> tuple[_Node, Any]:
+        """The node, and the socket on which it answers: None for an address of no host. Those come
+        from other processes, and one must not spoil what is asked of the rest."""
         with self._lock:
             node = self._at(address)
             node.breaker.started()
             socket = node.idle.pop() if node.idle else None
         if socket is None:
             socket = _bounded(self._context, zmq.DEALER)
-            socket.connect(address)
+            try:
+                socket.connect(address)
+            except (zmq.ZMQError, ValueError) as error:
+                socket.close()
+                _log.debug("no connection to %r: %s", address, error)
+                return node, None
         socket.send_multipart(frames(request))
         return node, socket
 

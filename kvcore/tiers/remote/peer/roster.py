@@ -64,18 +64,20 @@ class Roster:
         if self._member is not None:
             self._directory.join(self._member)
         while not self._closed.is_set():
-            self._look()
+            try:
+                self._look()
+                self._fails = False
+            except ClusterError as error:
+                if not self._fails:
+                    _log.warning("nodes cannot be looked up, those known stay: %s", error)
+                self._fails = True
+            except Exception:  # noqa: BLE001 - thread boundary: who is gone must be seen to be
+                _log.exception("looking up nodes failed, those known stay")
             self._closed.wait(self._every_s)
 
     def _look(self) -> None:
-        try:
-            found = self._directory.members(_KIND, model=self._model, group=self._group)
-        except ClusterError as error:
-            if not self._fails:
-                _log.warning("nodes cannot be looked up, those known stay: %s", error)
-            self._fails = True
-            return
-        self._fails = False
+        """Raises ClusterError."""
+        found = self._directory.members(_KIND, model=self._model, group=self._group)
         told = [member.details["peer"] for member in found if "peer" in member.details]
         for strange in (address for address in told if not self._is_address(address)):
             _log.warning("a node of the cluster is passed over: its address is %r", strange)

@@ -244,20 +244,31 @@ class PeerStore(BlockStore):
                 self._fetch(items, absent[start : start + MAX_NAMES], results, at)
         return results
 
+    @property
+    def has_nodes(self) -> bool:
+        return True
+
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
-        """What the node has not is asked of the others. Raises TierUnavailable, where it does not
-        answer either."""
+        """What the node has not is asked of the others. Raises TierUnavailable where neither it nor
+        one of them answers."""
         promised = self._promised(node)
         there: set[str] = set()
+        away: TierUnavailable | None = None
         if promised:
             try:
                 there, _ = self._find(names, self.peers.available(promised))
-            except TierUnavailable:
+            except TierUnavailable as error:
+                away = error
                 if not self.peers.available():
                     raise
         rest = [name for name in names if name not in there]
-        if rest:
-            there.update(n for n, held in zip(rest, self.exists(rest), strict=True) if held)
+        try:
+            held = self.exists(rest) if rest else []
+        except TierUnavailable:
+            if away is not None or not promised:
+                raise
+            held = [False] * len(rest)
+        there.update(name for name, is_held in zip(rest, held, strict=True) if is_held)
         return [name in there for name in names]
 
     def node(self, ranks: int) -> str:
