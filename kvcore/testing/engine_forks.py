@@ -145,7 +145,7 @@ class _Mother:
         return self._process.poll() is None
 
     def fork(self, log: Path, connection: socket.socket, timeout_s: float) -> Child:
-        status, theirs = socket.socketpair()
+        status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             files = [connection.fileno(), output.fileno(), theirs.fileno()]
             with contextlib.suppress(OSError):  # then it is gone, and says nothing below
@@ -187,7 +187,9 @@ def close() -> None:
 
 def _received(status: socket.socket, timeout_s: float | None) -> bytes | None:
     """One message, empty at the end of a connection; None when nothing came in time."""
-    ready, _, _ = select.select([status], [], [], timeout_s)
+    poll = select.poll()
+    poll.register(status, select.POLLIN)
+    ready = poll.poll(None if timeout_s is None else timeout_s * 1000)
     return status.recv(64) if ready else None
 
 
