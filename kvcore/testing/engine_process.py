@@ -119,7 +119,8 @@ class EngineProcess:
         within: what goes before the child's command line: `kvcore.testing.hosts.Host.command` has
             it run on another host. It must become the child, and leave its open files alone.
         forked: the child may be a fork of a process that has imported the engine
-            (`kvcore.testing.engine_forks`): for tests that start many, on a CPU.
+            (`kvcore.testing.engine_forks`): for tests that start many vLLM or SGLang on a CPU.
+            Where there is a GPU, or with ``within``, it is a process as ever.
         engine_args: the engine's own arguments, by the names its Python API has.
 
     The constructor starts the child and returns at once (a fork: when the engine was imported);
