@@ -10,6 +10,8 @@ RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
+# Modules in their order: those with engines come first, and the short ones even out what is left.
+SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang demo tools/env.py
 
 .PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs clean clean-env
@@ -43,14 +45,14 @@ demo-cluster: env
 
 test: env env-sglang
 	$(RUN) -m kvcore.testing.models smollm2
-	$(RUN) -m pytest $(ELSEWHERE) -n 2 --dist loadscope -m "not whole_machine" $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine" $(PYTEST)
 	$(RUN) -m pytest $(ELSEWHERE) -m whole_machine $(PYTEST)
-	$(RUN) -m pytest tests/kernels -n 2 --dist loadscope $(PYTEST)
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -n 2 --dist loadscope $(PYTEST)
+	$(RUN) -m pytest tests/kernels $(SPREAD) $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) $(PYTEST)
 
 test-sglang: env-sglang
 	$(RUN_SGLANG) -m kvcore.testing.models smollm2
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -n 2 --dist loadscope $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit $(PYTEST)

@@ -81,6 +81,7 @@ class SGLangContest(Contest):
             "dtype": options.dtype,
             "sleep_on_idle": True,
             "start_method": "fork",
+            "forked": options.dry_run,  # nothing of an engine's start is measured
         }
         if options.attention:
             self.engine_args["attention_backend"] = options.attention

@@ -34,9 +34,10 @@ SMALL: dict[str, Any] = {
     "seed": 0,
     "dtype": "float32",
     "start_method": "fork",
+    "forked": True,
 }
-"""vLLM's arguments for a small model on a CPU, and its processes as forks: three starts in the time
-of one."""
+"""vLLM's arguments for a small model on a CPU, and all its processes as forks: what is imported is
+imported once for many starts."""
 
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 """Its environment: GiB of KV cache."""
@@ -50,6 +51,7 @@ SMALL_SGLANG: dict[str, Any] = {
     "dtype": "float32",
     "sleep_on_idle": True,
     "start_method": "fork",
+    "forked": True,
 }
 """SGLang's arguments for a small model on a CPU."""
 

@@ -46,6 +46,7 @@ from types import TracebackType
 from typing import Any
 
 from kvcore.errors import KVCoreError, UnsupportedError
+from kvcore.testing import engine_forks
 
 __all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "sample_name", "serve"]
 
@@ -117,9 +118,13 @@ class EngineProcess:
             the child has anyway.
         within: what goes before the child's command line: `kvcore.testing.hosts.Host.command` has
             it run on another host. It must become the child, and leave its open files alone.
+        forked: the child may be a fork of a process that has imported the engine
+            (`kvcore.testing.engine_forks`): for tests that start many vLLM or SGLang on a CPU.
+            Where there is a GPU, or with ``within``, it is a process as ever.
         engine_args: the engine's own arguments, by the names its Python API has.
 
-    The constructor starts the child and returns at once; `wait_ready`, or the first call, waits.
+    The constructor starts the child and returns at once (a fork: when the engine was imported);
+    `wait_ready`, or the first call, waits.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class EngineProcess:
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
+        forked: bool = False,
         **engine_args: Any,
     ) -> None:
         self._own_log = log is None
@@ -141,22 +147,27 @@ class EngineProcess:
         self._pending: dict[int, Future[Any]] = {}
         self._closing = False
         self._socket, theirs = socket.socketpair()
-        with theirs, self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [
-                    *within,
-                    str(python or sys.executable),
-                    "-m",
-                    _DRIVERS.get(engine, f"kvcore_{engine}.driver"),
-                    str(theirs.fileno()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=_environment(engine, env or {}),
-                start_new_session=True,
-            )
+        self._process: subprocess.Popen[bytes] | engine_forks.Child
+        module = _DRIVERS.get(engine, f"kvcore_{engine}.driver")
+        command = [str(python or sys.executable), "-m", module, str(theirs.fileno())]
+        added = _environment(engine, env or {})
+        try:
+            with theirs:
+                if forked and not within and engine_forks.possible():
+                    self._process = engine_forks.fork(
+                        module,
+                        model,
+                        python=command[0],
+                        env=added,
+                        log=self.log,
+                        connection=theirs,
+                        timeout_s=START_TIMEOUT_S,
+                    )
+                else:
+                    self._process = _run([*within, *command], theirs, added, self.log)
+        except BaseException:
+            self._let_go()
+            raise
         self._reader = threading.Thread(target=self._read, name="engine-replies", daemon=True)
         self._reader.start()
         self._ready = self._start(model, kvcore, engine_args)
@@ -381,6 +392,10 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._socket.close()
         self._reader.join(timeout_s)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._socket.close()
         if self._own_log:
             self.log.unlink(missing_ok=True)
 
@@ -440,6 +455,22 @@ def _then(first: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
 
     first.add_done_callback(settle)
     return second
+
+
+def _run(
+    command: Sequence[str], theirs: socket.socket, env: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """The child as a process that imports everything itself."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=env,
+            start_new_session=True,
+        )
 
 
 def _temporary_log(engine: str) -> Path:

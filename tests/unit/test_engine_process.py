@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcore.errors import UnsupportedError
+from kvcore.errors import KVCoreError, UnsupportedError
+from kvcore.testing import engine_forks
 from kvcore.testing.engine_process import EngineDied, EngineFailed, EngineProcess
 
 CHILD = """
@@ -60,27 +61,45 @@ async def metrics():
 
 handlers = dict(start=start, generate=generate, abort=abort,
                 reset_prefix_cache=reset_prefix_cache, settle=settle, metrics=metrics)
-asyncio.run(serve(int(sys.argv[1]), handlers))
-Path(os.environ["ENDED"]).write_text("yes")
+
+def preload(model):
+    print("preloading", model, flush=True)
+    if model == "unknown":
+        raise ImportError("no modules for this")
+
+def run(descriptor):
+    asyncio.run(serve(descriptor, handlers))
+    Path(os.environ["ENDED"]).write_text("yes")
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))
 """
 
 Start = Callable[..., EngineProcess]
 
 
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+@pytest.fixture(params=[False, True], ids=["by itself", "forked"])
+def start(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
+    """Starts the child, as a process that imports its modules and as a fork of one that has."""
     package = tmp_path / "path" / "kvcore_fake"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "driver.py").write_text(CHILD)
     monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    root = Path(engine_forks.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (package.parent, root))))
     monkeypatch.setenv("ENDED", str(tmp_path / "ended"))
 
-    def made(**args: Any) -> EngineProcess:
-        return EngineProcess("a model", engine="fake", log=tmp_path / "log", **args)
+    monkeypatch.setattr(engine_forks, "_DEVICES", ())
 
-    return made
+    def made(model: str = "a model", **args: Any) -> EngineProcess:
+        args = {"forked": request.param, **args}
+        return EngineProcess(model, engine="fake", log=tmp_path / "log", **args)
+
+    yield made
+    engine_forks.close()
 
 
 def test_results_come_in_the_order_of_the_prompts(start: Start, tmp_path: Path) -> None:
@@ -153,6 +172,75 @@ def test_kill_ends_what_the_engine_started(start: Start, tmp_path: Path) -> None
 def test_an_engine_without_adapter_is_named() -> None:
     with pytest.raises(UnsupportedError, match="kvcore_nobody is not installed"):
         EngineProcess("a model", engine="nobody")
+
+
+# -- forks ----------------------------------------------------------------------------------------
+
+
+forks = pytest.mark.parametrize("start", [True], indirect=True, ids=["forked"])
+
+
+def imports(start: Start, **args: Any) -> int:
+    """Which process has imported the modules of a child that this starts."""
+    with start(**args) as engine:
+        pid = engine.wait_ready()["pid"]
+        assert pid == engine.pid
+        return _parent(_parent(pid))
+
+
+@forks
+def test_modules_are_imported_once_for_many(start: Start, tmp_path: Path) -> None:
+    first = imports(start)
+    assert imports(start) == first != os.getpid()
+    assert "preloading" not in (tmp_path / "log").read_text(), "a log is its engine's own"
+    assert (tmp_path / "log").read_text().count("starting a model") == 2
+
+
+@forks
+def test_what_a_process_is_given_at_its_start_is_its_own(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork has its mother's: each environment, folder and set of cores has another."""
+    found = [imports(start), imports(start, env={"ENDED": str(tmp_path / "other")})]
+    assert (tmp_path / "other").exists()
+    monkeypatch.chdir(tmp_path)
+    found.append(imports(start))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5})
+        found.append(imports(start))
+    assert len(set(found)) == 4
+    lives = [mother for mother in found if Path(f"/proc/{mother}").exists()]
+    assert lives == found[-engine_forks.KEPT :], "no more are kept"
+
+
+@forks
+def test_a_child_outlives_the_process_it_is_a_fork_of(start: Start, tmp_path: Path) -> None:
+    with start() as engine:
+        mother = _parent(_parent(engine.pid))
+        engine_forks.close()
+        assert not Path(f"/proc/{mother}").exists()
+        assert engine.generate(["abc"])[0].token_ids == [3]
+    assert (tmp_path / "ended").exists()
+
+
+@forks
+def test_modules_that_cannot_be_imported_say_why(start: Start) -> None:
+    with pytest.raises(KVCoreError, match="no modules for this"):
+        start(model="unknown")
+    assert imports(start) > 0, "another is tried"
+
+
+@forks
+def test_where_a_fork_could_wake_a_gpu_there_is_none(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_forks, "_DEVICES", ("/dev/null",))
+    with start() as engine:
+        assert _parent(engine.pid) == os.getpid()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _group_lives(group: int) -> bool:

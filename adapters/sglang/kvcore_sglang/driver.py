@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
+from kvcore.testing.engine_forks import architecture as architecture_of  # noqa: E402
 from kvcore.testing.engine_process import sample_name, serve  # noqa: E402
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -78,7 +79,7 @@ class Driver:
         a core: on a CPU alone, a GPU's state does not survive a fork. One engine may follow another
         that was shut down; their models are of one architecture.
         """
-        architecture = _architecture(model)
+        architecture = architecture_of(model)
         if self._architecture not in (None, architecture):
             raise UnsupportedError(
                 f"this process has had an engine for {self._architecture}, and {model} holds "
@@ -348,15 +349,6 @@ def _name_cores(ranks: int) -> None:
         os.environ[CORES_VARIABLE] = named
 
 
-def _architecture(model: str) -> str:
-    """What a folder's config says that it holds; empty where it says nothing."""
-    try:
-        [name] = json.loads((Path(model) / "config.json").read_text())["architectures"]
-    except (OSError, ValueError, KeyError):
-        return ""
-    return str(name)
-
-
 def _import_one_model(architecture: str) -> None:
     """Keep SGLang from importing all its models (10 s on a small CPU) where one is known to do."""
     package = importlib.util.find_spec("sglang")
@@ -398,6 +390,15 @@ def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
     return {"kvcore": json.dumps({"fusion": fusion})}
 
 
+def preload(model: str) -> None:
+    """Import what an engine for ``model`` on a CPU does, for forks of this process; start
+    nothing."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _import_one_model(architecture_of(model))
+    import kvcore_sglang.linker  # noqa: F401
+    from sglang.srt.entrypoints import engine  # noqa: F401
+
+
 async def _run(descriptor: int) -> None:
     driver = Driver()
     calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
@@ -408,6 +409,11 @@ async def _run(descriptor: int) -> None:
         await driver.shutdown()
 
 
-if __name__ == "__main__":
+def run(descriptor: int) -> None:
+    """Answer the calls of an `EngineProcess` until it closes the socket."""
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(int(sys.argv[1])))
+        asyncio.run(_run(descriptor))
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

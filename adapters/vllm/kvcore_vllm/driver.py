@@ -261,6 +261,16 @@ def _bind_threads(ranks: int) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
 
 
+def preload(model: str) -> None:
+    """Import what an engine on a CPU does, for forks of this process; start nothing."""
+    import kvcore_vllm.connector  # noqa: F401
+    import vllm
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
 async def _run(descriptor: int) -> None:
     driver = Driver()
     calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
@@ -270,9 +280,14 @@ async def _run(descriptor: int) -> None:
         driver.shutdown()
 
 
-if __name__ == "__main__":
+def run(descriptor: int) -> None:
+    """Answer the calls of an `EngineProcess` until it closes the socket, and end the process."""
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(int(sys.argv[1])))
+        asyncio.run(_run(descriptor))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # engine core and workers have ended; tearing down the modules would take seconds
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))
