@@ -146,6 +146,17 @@ TROUBLES: dict[str, list[Trouble]] = {
             "See the engine's page. The engine runs as without kvcore.",
         ),
         Trouble(
+            "the line between two ranks has failed thread=%s",
+            "What one rank of SGLang tells another could not be read or carried out, as the error "
+            "after it says. kvcore stands aside; the engine goes on where its ranks still agree.",
+            "Look at the other ranks' logs, and report it.",
+        ),
+        Trouble(
+            "a line between two ranks stays open: %s did not end",
+            "At shutdown a thread of kvcore was still at work on what another rank had told it.",
+            NOTHING,
+        ),
+        Trouble(
             "kvcore stands aside on rank %d: %s",
             "As above, on one rank.",
             "See the engine's page. The engine runs as without kvcore.",

@@ -24,7 +24,7 @@ from kvcore.errors import FormatError
 from kvcore.layout import BlockShape
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
 
-PROTOCOL = 1
+PROTOCOL = 2
 _NAME = b"kvcore"
 
 MAX_MESSAGE = 16 << 20
