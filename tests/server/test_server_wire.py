@@ -227,7 +227,7 @@ def test_a_client_of_another_protocol_is_refused_by_name(raw: Raw) -> None:
     reply = m.decode_reply(raw.socket.recv_multipart())
     assert isinstance(reply, m.Refused)
     assert reply.kind == "misfit"
-    assert "protocol 9; this side speaks protocol 1" in reply.message
+    assert "protocol 9; this side speaks protocol 2" in reply.message
 
 
 def test_a_message_past_the_bound_ends_its_connection_and_nothing_else(
@@ -270,9 +270,9 @@ def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
     try:
         with pytest.raises(UnsupportedError, match="1 frames"):
             join(patient)
-        with pytest.raises(UnsupportedError, match="not a message of protocol 1"):
+        with pytest.raises(UnsupportedError, match="not a message of protocol 2"):
             join(patient)
-        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 1"):
+        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 2"):
             join(patient)
         # It does not answer: the engine goes on without.
         manager, _ = join(settings(folder, server={"deadline_s": 0.5}))
