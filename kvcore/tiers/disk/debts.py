@@ -58,15 +58,14 @@ class Debts:
         self._newest = newest
         self._stamps = Stamps()
         self._owed: dict[str, int] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._written = True
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # while there is something to write
 
     def add(self, namespace: bytes | None) -> None:
         """What was written until now, of a namespace or of all, is void."""
         stamp = max(next(self._stamps), time.time_ns(), self._newest)
-        with self._changed:
+        with self._lock:
             self._owed[EVERY if namespace is None else namespace.hex()] = stamp
             if namespace is None or len(self._owed) > MAX_NAMESPACES:
                 self._owed = {EVERY: stamp}
@@ -74,21 +73,17 @@ class Debts:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvcore-debts", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write down what is not. Blocks. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout)
+        """Wait until all is written down. Blocks. Idempotent."""
+        if (thread := self._thread) is not None:
+            thread.join(timeout)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._written or self._closed)
+            with self._lock:
                 if self._written:
+                    self._thread = None
                     return
                 owed, self._written = dict(self._owed), True
             for folder in self._folders:
