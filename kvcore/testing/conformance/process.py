@@ -62,6 +62,7 @@ class ProcessDriver(Driver):
     def start(self, setup: Setup) -> Engine:
         kvcore = None if setup.kvcore is None else settings(self.settings(setup.kvcore))
         args = {**self.small, "dtype": setup.dtype, **self.arguments(setup)}
+        forked = args.pop("forked", False)
         process = self._kept.pop(setup.path, None)
         if process is None:
             process = EngineProcess(
@@ -70,6 +71,7 @@ class ProcessDriver(Driver):
                 kvcore=kvcore,
                 python=self._python,
                 env={**self.space, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
+                forked=forked,
                 **args,
             )
         else:
