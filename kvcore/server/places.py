@@ -129,9 +129,11 @@ class Folder:
                     pages.take()
             # Without its memory taken, a page that is not to be had kills who touches it.
             os.posix_fallocate(file, 0, nbytes)
-        except OSError as error:
+        except (OSError, TierUnavailable) as error:
             os.close(file)
             self.remove(name)
+            if isinstance(error, TierUnavailable):
+                raise
             raise TierUnavailable(
                 f"{self.path} has no {nbytes} bytes for the host tier ({error.strerror}): lower "
                 "host.capacity, or give server.folder on a larger tmpfs"
