@@ -139,6 +139,33 @@ def test_host_disk_and_restart(
         )
 
 
+def test_what_several_want_at_once_is_read_from_disk_once(
+    reference: Ask, model: Path, tmp_path: Path
+) -> None:
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
+    }
+    alone, shared = windows(model, 2, 900, 900, seed=31)
+    with engine(model, kvcore) as process:
+        answers(process, [alone, shared])
+        settled(process)
+
+    def read(process: EngineProcess, asked: list[list[int]]) -> float:
+        """Bytes that come from disk when these are asked for together."""
+        before = counted(process, "kvcore_transfer_bytes_total", path="disk2h")
+        got = answers(process, asked, batch=len(asked))
+        same(got, reference(asked))
+        assert all(answer.cached_tokens > 800 for answer in got)
+        settled(process)
+        return counted(process, "kvcore_transfer_bytes_total", path="disk2h") - before
+
+    with engine(model, kvcore) as process:
+        once = read(process, [alone])
+        assert once > 0
+        assert read(process, [shared] * 4) == once
+
+
 def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -> None:
     """The next turn finds the answer's KV too."""
     follow = [
