@@ -142,6 +142,9 @@ def test_a_rank_is_who_knows_what_is_in_the_sessions_file(
     rank.link.tell(m.Enter(rank.link.ref(), owner.number, secret))
     assert isinstance(rank.ask(m.Beat, owner.number), m.Beating)
     owner.link.tell(m.Enter(owner.link.ref(), owner.number, secret))
+    assert isinstance(owner.ask(m.Beat, owner.number), m.Beating), (
+        "and what it said before is heard"
+    )
     assert isinstance(rank.ask(m.Beat, owner.number), m.Refused), "the last one is remembered"
 
 
