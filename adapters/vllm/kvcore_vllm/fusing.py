@@ -195,9 +195,8 @@ class FusionLeader:
         """Loads into host memory of what the plan needs and is on a slower tier.
 
         Done once a request, and anew where another was joined in vain; what has not arrived then is
-        computed. The host tier keeps a block only
-        behind all those before it, so these come along: a chunk that stands far behind in a chain
-        which is not in host memory is left alone.
+        computed. The host tier keeps a block only behind all those before it, so these come along:
+        a chunk that stands far behind in a chain which is not in host memory is left alone.
         """
         if fusing.fetched:
             return []

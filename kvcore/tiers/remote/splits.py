@@ -3,9 +3,9 @@
     <prefix>/<base>/splits/0 .. 15       a value each: the parts that the ranks of a deployment keep
 
 A leader puts its own split there, if nobody has, and reads what the others put; in a store of nodes
-nobody does, since a leader keeps nothing there. A store may drop
-these values like any other: they are put again. What they say decides where blocks are looked for,
-nothing else; each value that is found there is verified by its own header.
+nobody does, since a leader keeps nothing there. A store may drop these values like any other: they
+are put again. What they say decides where blocks are looked for, nothing else; each value that is
+found there is verified by its own header.
 
     0      4        6      8                                   4088  4096
     magic  version  flags  text: {"base": ..., "parts": ...}, zeros  seal
