@@ -13,7 +13,9 @@ A host hit is also measured in turns with a hit of the radix cache in one engine
 
 On a CPU HiCache runs with `kvcore.testing.sglang.hicache`. SGLang's attention there computes the
 whole square of a prompt however much of it was found; `--attention kvcore_rows` gives every
-contender one that computes the rows that are left (`kvcore_sglang.attention`).
+contender one that computes the rows that are left (`kvcore_sglang.attention`). And SGLang's overlap
+schedule, which on a GPU prepares a step while another is computed, has a CPU send the first token
+when it has computed the second: `--no-overlap` takes that step out of every contender's times.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ class SGLangContest(Contest):
         }
         if options.attention:
             self.engine_args["attention_backend"] = options.attention
+        if options.no_overlap:
+            self.engine_args["disable_overlap_schedule"] = True
         self._pool = pool
 
     def kvcore(self, folder: str) -> dict[str, Any]:
@@ -206,6 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     made.add_argument(
         "--attention", help="SGLang's attention backend, for every contender (kvcore_rows: above)"
+    )
+    made.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="every contender without SGLang's overlap schedule",
     )
     measure(SGLangContest(parse(made, arguments)))
 

@@ -1,6 +1,7 @@
 """HiCache where there is no CUDA: what it needs beside the stand-ins for missing modules.
 
-    host memory         is not pinned: there is no device to pin it for
+    host memory         is not pinned, there being no device to pin it for, but as pinned memory is
+                        it is all there from the start: written to once
     10 GiB of memory    that it leaves to others are 1 GiB here
     transfer_kv_direct  SGLang imports it for GPUs only; here it is slices copied in torch
 
@@ -45,8 +46,14 @@ def stand_in(base: Any, mha: Any) -> None:
         @functools.wraps(real)
         def unpinned(self: Any, *args: Any, **options: Any) -> None:
             real(self, *args, **{**options, "pin_memory": False})
+            for buffer in _tensors(self.kv_buffer):
+                buffer.zero_()
 
         base.HostKVCache.__init__ = unpinned
+
+
+def _tensors(buffers: Any) -> Sequence[torch.Tensor]:
+    return list(buffers) if isinstance(buffers, (list, tuple)) else [buffers]
 
 
 def transfer_kv_direct(
