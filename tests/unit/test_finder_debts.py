@@ -95,7 +95,7 @@ def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
 
 
-# -- over lives of a leader -------------------------------------------------------------------------
+# -- over lives of a leader ----------------------------------------------------------------------
 
 
 def note(folder: Path, *what: str) -> OwedKeys:

@@ -31,7 +31,7 @@ MAX_OPEN = 256
 OWED_KEPT = 1 << 20
 """Blocks that a store still is to remove, the oldest forgotten first."""
 OWED_RETRY_S = 5.0
-"""Seconds after which a store that has nobody's questions to answer is asked to remove them again."""
+"""Seconds after which a store is asked again to remove them, though nobody asks it anything."""
 PROMISE_POLL_S = 0.02
 """How often a store is asked for what another engine has promised to put there."""
 _FIRST_WINDOW = 16

@@ -1,4 +1,4 @@
-"""Blocks that a store is still to remove, in a file: what one leader owes when it ends, the next pays.
+"""Blocks that a store is still to remove, in a file: what a leader owes at its end, the next pays.
 
     <folder>/owed-<store and model>-<random>     keys of 16 bytes, one behind the other
 
@@ -115,7 +115,7 @@ class OwedKeys:
                 file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 _locked(file)  # before it has a name by which others take it over
                 draft.rename(path)
-            except OSError as error:
+            except OSError as error:  # noqa: PERF203 - the next folder may do
                 failed = error
             else:
                 self._held.append((path, file))
