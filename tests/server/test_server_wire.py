@@ -6,6 +6,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvcore.schema import ServerConfig
 from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager, join_server
 from kvcore.server.keys import make_keys
+from kvcore.server.link import Link
 from kvcore.server.owed import OwedClears
 from kvcore.server.places import HeldSession
 from kvcore.testing.served import RunningServer, settings, until
@@ -614,3 +616,28 @@ def test_a_clear_that_cannot_be_written_down_is_named(
     assert manager.clear() == 4
     assert "lost if this engine ends" in caplog.text
     manager.close()
+
+
+@pytest.mark.parametrize("alive", [None, lambda: True], ids=["once", "in slices"])
+def test_a_link_that_closes_answers_those_who_wait_with_nothing(folder: Path, alive: Any) -> None:
+    """A read that hangs outlives its worker's close, and must not fail on a socket that is gone."""
+    link = Link(settings(folder).server)
+    asking = threading.Event()
+    send = link._send
+
+    def noting(request: m.Request) -> bool:
+        sent = send(request)
+        asking.set()
+        return sent
+
+    link._send = noting  # type: ignore[method-assign]
+    timeout = 0.5 if alive is None else 600.0  # who does not ask for slices has the link alone
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(link.ask, m.Beat(link.ref(), 1), timeout, alive=alive)
+        assert asking.wait(60)
+        link.close()
+        assert waiting.result(60) is None
+    assert link.ask(m.Beat(link.ref(), 1), 600.0) is None, "at once"
+    assert not link.tell(m.Beat(link.ref(), 1))
+    link.drain()
+    link.close()
