@@ -272,8 +272,8 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing: what is needed is computed and stored anew.",
         ),
         Trouble(
-            "a clear is not written down in %s, and lost if this engine ends before a kvcore server "
-            "confirms it: %s",
+            "a clear is not written down in %s, and lost if this engine ends before a kvcore "
+            "server confirms it: %s",
             "`server.folder` took no note of a clear.",
             "Look at that folder. If the engine ended before its server was back, stop the server "
             "and remove its disk tier's folder to be sure.",
@@ -287,7 +287,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "%d blocks to be removed from a store are not written down, and stay there if this "
             "engine ends before it is done: %s",
             "Neither `disk.path` nor `server.folder` took a note of what a store is to remove.",
-            "Look at those folders. If the engine ended before the store was back, empty the store.",
+            "Look at those folders. If the engine ended before the store was back, empty that.",
         ),
         Trouble(
             "what a store is still to remove cannot be read in %s: %s",
