@@ -9,6 +9,7 @@ The disk tier of ``[disk]`` and each ``[tiers.NAME]`` take the same way, through
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from kvcore.index import TierSpec
 from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
 from kvcore.policy.admission import Always, OnNthUse
+from kvcore.server.places import folder_of
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk.format import Geometry
 from kvcore.transfer.graph import Path
@@ -79,6 +81,7 @@ def prepare_backings(
             settings.options,
             share=share,
             cluster=config.cluster,
+            notes=_notes(config),
         )
         try:
             prepared = _prepare(plugin, context)
@@ -93,6 +96,13 @@ def prepare_backings(
             )
         )
     return found
+
+
+def _notes(config: Config) -> list[pathlib.Path]:
+    """Beside the disk tier's stores, which a reboot leaves alone; else where a server's folder is,
+    which is in memory."""
+    disk = [] if config.disk.path is None else [config.disk.path]
+    return [*disk, folder_of(config.server)]
 
 
 def _prepare(plugin: TierPlugin, context: TierContext) -> PreparedTier:

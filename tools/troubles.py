@@ -272,6 +272,29 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing: what is needed is computed and stored anew.",
         ),
         Trouble(
+            "a clear is not written down in %s, and lost if this engine ends before a kvcore "
+            "server confirms it: %s",
+            "`server.folder` took no note of a clear.",
+            "Look at that folder. If the engine ended before its server was back, stop the server "
+            "and remove its disk tier's folder to be sure.",
+        ),
+        Trouble(
+            "%s cannot be read, all of the model is cleared: %s",
+            "The note of what an engine wanted cleared is damaged, so that all counts as cleared.",
+            "Nothing: what is needed is computed and stored anew.",
+        ),
+        Trouble(
+            "%d blocks to be removed from a store are not written down, and stay there if this "
+            "engine ends before it is done: %s",
+            "Neither `disk.path` nor `server.folder` took a note of what a store is to remove.",
+            "Look at those folders. If the engine ended before the store was back, empty that.",
+        ),
+        Trouble(
+            "what a store is still to remove cannot be read in %s: %s",
+            "The note of an engine that ended is there and cannot be read.",
+            "Look at that folder; empty the store to be sure.",
+        ),
+        Trouble(
             "tier %s could not forget %d slots: %s",
             "What was cleared may be found there after a restart.",
             "Look at the medium; remove the folder if it must be gone.",
@@ -350,9 +373,9 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Look at the store and at the network.",
         ),
         Trouble(
-            "store %s keeps %d values: %s",
-            "Values that were cleared could not be removed. This engine does not find them, and "
-            "removes them when the store answers; once restarted it knows nothing of that.",
+            "store %s keeps %d blocks: %s",
+            "Blocks that were cleared could not be removed. This engine does not find them, and "
+            "removes them when the store is back, or the engine after it does.",
             "Look at the store; remove them with its own means if they must be gone before.",
         ),
         Trouble(

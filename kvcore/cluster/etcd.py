@@ -54,10 +54,13 @@ class _Held(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is at a key, and the revision at which that was made."""
+    """What is at a key (as etcd's gateway writes it), at which revision that was made, and at
+    which it was last changed."""
 
+    key: str
     value: bytes
     revision: int
+    changed: int
 
 
 class _Tls(NamedTuple):
@@ -95,6 +98,7 @@ class EtcdDirectory:
         self._held: _Held | None = None
         self._entries: list[_Entry] = []
         self._candidacies: list[_EtcdCandidacy] = []
+        self._strange: dict[str, int] = {}  # entries of which it was said, as they were then
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcore-etcd", daemon=True)
         self._thread.start()
@@ -112,12 +116,15 @@ class EtcdDirectory:
     def members(
         self, kind: str | None = None, *, model: str | None = None, group: str | None = None
     ) -> Sequence[Member]:
-        found = []
+        found, strange = [], {}
         for entry in self._range(self._key("members", ""), below=True):
             try:
                 found.append(Member.from_json(entry.value))
             except FormatError as error:  # noqa: PERF203  of another version
-                _log.warning("an entry in etcd is passed over: %s", error)
+                strange[entry.key] = entry.changed
+                if self._strange.get(entry.key) != entry.changed:
+                    _log.warning("an entry in etcd is passed over: %s", error)
+        self._strange = strange
         return chosen(found, kind, model, group)
 
     def campaign(self, model: str, group: str, name: str) -> _EtcdCandidacy:
@@ -262,7 +269,12 @@ class EtcdDirectory:
         def ask(client: Etcd3Client) -> list[_Found]:
             answer = client.post(client.get_url("/kv/range"), json=request)
             return [
-                _Found(base64.b64decode(kv.get("value", "")), int(kv["create_revision"]))
+                _Found(
+                    kv["key"],
+                    base64.b64decode(kv.get("value", "")),
+                    int(kv["create_revision"]),
+                    int(kv["mod_revision"]),
+                )
                 for kv in answer.get("kvs", [])
             ]
 

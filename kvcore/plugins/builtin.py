@@ -100,6 +100,7 @@ def _disk(context: TierContext) -> Any:
         num_slots=context.told["num_slots"],
         slot_nbytes=context.slot_nbytes,
         foreign={int(n): Path(p) for n, p in context.told["foreign"].items()},
+        clock=context.told.get("clock"),
         **options,
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
@@ -67,6 +68,7 @@ class TierContext:
     block and each rank's KV heads and layers: stored bytes are readable only where it fits.
     ``told`` is what the leader's ``prepare`` said, empty without one. ``share`` is among how many
     leaders the capacity is divided. ``cluster`` is `[cluster]`, for what finds others through it.
+    ``notes`` are folders for what a leader must leave to the next one, the best first.
     """
 
     name: str
@@ -77,6 +79,7 @@ class TierContext:
     told: Mapping[str, Any] = field(default_factory=dict)
     share: int = 1
     cluster: ClusterConfig | None = None
+    notes: Sequence[Path] = ()
 
     @property
     def slot_nbytes(self) -> int:

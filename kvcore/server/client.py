@@ -51,6 +51,7 @@ from kvcore.server.messages import (
     Withdraw,
     join,
 )
+from kvcore.server.owed import OwedClears
 from kvcore.server.places import session_of
 from kvcore.server.remote_index import RemoteIndex
 from kvcore.server.texts import RemoteSegments
@@ -94,6 +95,7 @@ class RemoteManager(Manager):
         self._room = _NO_ROOM
         self._coming = b""  # last key of a prompt of which the server awaits what was promised
         self._owed: set[bytes] | None = set()  # namespaces to clear; None: all
+        self._note = OwedClears(keeper.folder, keeper.model)
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
         self._mapped = 0  # the session whose memory every worker is known to have
@@ -387,10 +389,12 @@ class RemoteManager(Manager):
         """Forget every block (of a namespace), for every engine with this model.
 
         While the server does not confirm it, nothing is found, and nothing that was found before is
-        loaded; it is asked again before each.
+        loaded; it is asked again before each. Should this engine end first, the next server finds
+        it written down in its folder.
         """
         everything = namespace is None or self._owed is None
         self._owed = None if everything else {*(self._owed or ()), namespace}  # type: ignore[arg-type]
+        self._note.write(self._owed)
         return self._clear_owed()
 
     def _is_clear(self) -> bool:
@@ -410,6 +414,7 @@ class RemoteManager(Manager):
                 return count
             count += reply.value
         self._owed = set()
+        self._note.remove()
         return count
 
     def check_integrity(self) -> None:

@@ -72,9 +72,9 @@ class Keeper:
 
     def __init__(self, config: ServerConfig, model: ModelDescription) -> None:
         self._config = config
-        self._hello_model = Model.of(model.shape, model.fingerprint)
+        self.model = Model.of(model.shape, model.fingerprint)
         self._ranks = model.world_size
-        self._folder = folder_of(config)
+        self.folder = folder_of(config)
         self.link = Link(config, self._late)
         self.member: Membership | None = None
         self._asked_in_vain = 0.0
@@ -183,16 +183,16 @@ class Keeper:
 
     def _hello(self, timeout: float) -> Reply | None:
         self.link.refused = None
-        hello = Hello(self.link.ref(), self._hello_model, self._ranks, __version__)
+        hello = Hello(self.link.ref(), self.model, self._ranks, __version__)
         reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
         if not isinstance(reply, Welcome):
             return reply or self.link.refused
         try:
-            held = HeldSession(self._folder, reply.file)
+            held = HeldSession(self.folder, reply.file)
         except KVCoreError as error:
             # This is the server's folder: the session ended while this process stood still.
-            kind = "busy" if os.path.exists(self._folder / "server.lock") else "misfit"
-            return Refused(reply.ref, kind, f"{error} (server.folder is {self._folder})")
+            kind = "busy" if os.path.exists(self.folder / "server.lock") else "misfit"
+            return Refused(reply.ref, kind, f"{error} (server.folder is {self.folder})")
         self.member = Membership(reply, held)
         self._refusal = ""
         self.link.tell(Beat(self.link.ref(), reply.session))

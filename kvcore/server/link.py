@@ -54,6 +54,7 @@ class Link:
         """When the server last said anything."""
         self.refused: Refused | None = None
         """What the server, or the protocol, said to no question in particular."""
+        self._closed = False
         self._context = Context()
         self._socket = self._connect()
 
@@ -69,15 +70,17 @@ class Link:
         return next(self._refs)
 
     def tell(self, request: Request) -> bool:
-        """Send what needs no answer. False when the server has taken nothing for a long time."""
+        """Send what needs no answer. False when the server has taken nothing for a long time, and
+        when the link is closed."""
         with self._lock:
             return self._send(request)
 
     def ask(
         self, request: Request, timeout: float, *, alive: Callable[[], bool] | None = None
     ) -> Reply | None:
-        """The answer, or None when it has not come in ``timeout`` seconds. Blocks; with ``alive``
-        in slices, between which others may use the link and that is asked."""
+        """The answer, or None when it has not come in ``timeout`` seconds, or the link is closed
+        meanwhile. Blocks; with ``alive`` in slices, between which others may use the link and that
+        is asked."""
         limit = time.monotonic() + timeout
         with self._lock:
             self._wanted[request.ref] = None
@@ -89,7 +92,7 @@ class Link:
             reply = self._wait(request.ref, left if alive is None else min(left, SLICE_S))
             if reply is not None:
                 return reply
-            if left <= 0 or (alive is not None and not alive()):
+            if left <= 0 or self._closed or (alive is not None and not alive()):
                 self._give_up(request.ref)
                 return None
             time.sleep(YIELD_S)
@@ -103,6 +106,8 @@ class Link:
     def renew(self) -> None:
         """A new connection: what was under way on the old one is lost."""
         with self._lock:
+            if self._closed:
+                return
             self._socket.close()
             self._wanted.clear()
             self._given_up.clear()
@@ -110,12 +115,17 @@ class Link:
             self._socket = self._connect()
 
     def close(self) -> None:
+        """Whoever waits for an answer goes without. Waits for one that does so in no slices.
+        Idempotent."""
         with self._lock:
+            self._closed = True
             self._context.destroy(linger=200)
 
     # -- inside -------------------------------------------------------------------------------
 
     def _send(self, request: Request) -> bool:
+        if self._closed:
+            return False
         try:
             self._socket.send_multipart(frames(request), zmq.NOBLOCK)
         except zmq.Again:
@@ -130,7 +140,7 @@ class Link:
         with self._lock:
             while self._wanted.get(ref) is None:
                 left = limit - time.monotonic()
-                if not self._receive(max(left, 0.0)) and left <= 0:
+                if not self._receive(max(left, 0.0)) and (left <= 0 or self._closed):
                     break
             reply = self._wanted.get(ref)
             if reply is not None:
@@ -151,7 +161,7 @@ class Link:
 
     def _receive(self, seconds: float) -> bool:
         """Take in one message and all that are there already; whether there was any."""
-        if not self._socket.poll(int(seconds * 1000 + 0.999)):
+        if self._closed or not self._socket.poll(int(seconds * 1000 + 0.999)):
             return False
         while True:
             try:

@@ -5,6 +5,7 @@
       server.sock       0600, for ``address = "local"``
       counter           the last session number given, over restarts
       arena-N           host memory of one model, mapped by the workers
+      cleared-M-X       clears that no server confirmed (`kvcore.server.owed`)
       session-N         what the session's workers map, and the secret by which the server knows
                         them; *locked by whoever may touch that memory*
 

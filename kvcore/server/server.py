@@ -15,9 +15,10 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvcore import __version__
@@ -64,6 +65,7 @@ from kvcore.server.messages import (
     decode_request,
     frames,
 )
+from kvcore.server.owed import Note, notes_in
 from kvcore.server.places import Folder, SessionFile, address_of, folder_of
 from kvcore.server.sockets import Context, make_socket, zmq
 from kvcore.server.space import Space
@@ -142,6 +144,7 @@ class Server:
         self._arenas = 0
         self._stop = False
         self._swept = 0.0
+        self._owed: set[Path] = set()  # clears that were seen at the last sweep
         self._refusals = 0
         self._guard: Any = None
         self._frame: Any = None  # the last one that came, which says from whom
@@ -348,6 +351,7 @@ class Server:
         if len(self._sessions) >= MAX_SESSIONS:
             raise _Misfit(f"{MAX_SESSIONS} engines are clients already")
         space = self._space(hello.model)
+        self._pay(notes_in(self._folder.path))
         number = self._folder.next_number()
         file = SessionFile(self._folder, number, space.told)
         self._sessions[number] = _Session(
@@ -434,6 +438,19 @@ class Server:
             if quiet > self._config.server.lease_s and not session.silent:
                 session.silent = True
                 _log.warning("session is silent session=%d seconds=%.1f", session.number, quiet)
+        notes = notes_in(self._folder.path)
+        self._pay([note for note in notes if note.path in self._owed])
+        self._owed = {note.path for note in notes}  # a client may be about to tell us of those
+
+    def _pay(self, notes: Iterable[Note]) -> None:
+        """Clear what clients could not tell a server, of the models that are here."""
+        for note in notes:
+            for model, space in self._spaces.items():
+                if note.is_of(model):
+                    spaces = [None] if note.namespaces is None else note.namespaces
+                    count = sum(space.clear(namespace) for namespace in spaces)
+                    note.path.unlink(missing_ok=True)
+                    _log.info("paid a clear that an engine could not tell blocks=%d", count)
 
     def _count(self) -> None:
         """Take in what the models have counted."""
@@ -480,7 +497,7 @@ class Server:
         space.withdraw(asked.session, asked.graph_id)
 
     def _clear(self, client: bytes, asked: Clear) -> Value:
-        return Value(asked.ref, self._of(client, asked.session).space.clear(asked))
+        return Value(asked.ref, self._of(client, asked.session).space.clear(asked.namespace))
 
     def _learn(self, client: bytes, told: Learn) -> None:
         self._of(client, told.session).space.learn(told)

@@ -41,7 +41,6 @@ from kvcore.ops.base import DeviceOps, HeadRange, Units
 from kvcore.pool import SlotRun
 from kvcore.server.awaited import Awaited
 from kvcore.server.messages import (
-    Clear,
     Held,
     Launched,
     Learn,
@@ -302,10 +301,11 @@ class Space:
             raise FormatError(f"tier {asked.tier!r}; this model has {self.manager.index.tiers}")
         return self.manager.index.held(asked.tier, split(asked.keys))
 
-    def clear(self, asked: Clear) -> int:
+    def clear(self, namespace: bytes | None) -> int:
+        """Forget every block, of a namespace or of all, and its tokens; returns how many copies."""
         if self._segments is not None:
-            self._segments.clear(asked.namespace)
-        return self.manager.clear(asked.namespace)
+            self._segments.clear(namespace)
+        return self.manager.clear(namespace)
 
     @property
     def texts(self) -> bool:

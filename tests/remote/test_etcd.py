@@ -373,3 +373,24 @@ def test_a_kvcore_server_is_found_with_where_its_events_are(
         assert found.details["fingerprint"] == leader.details["fingerprint"]
         assert found.name == f"kv-{found.details['fingerprint'][:8]}"
         until(lambda: directory.members() == [found], "the engine has ended")
+
+
+def test_an_entry_of_another_version_is_named_once_until_it_changes(
+    connect: Callable[[], EtcdDirectory], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = connect()
+    directory.join(ALICE)
+    key = directory._key("members", "leader", "other")
+
+    def told() -> int:
+        assert [member.name for member in directory.members()] == ["alice"]
+        return caplog.text.count("is passed over")
+
+    for times, value in enumerate(("{", "{", "[]"), start=1):
+        directory._call(lambda client, value=value: client.put(key, value))
+        assert told() == times
+        assert told() == times, "it is as it was"
+    directory._call(lambda client: client.delete(key))
+    assert told() == 3
+    directory._call(lambda client: client.put(key, "{"))
+    assert told() == 4

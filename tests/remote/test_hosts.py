@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
+from kvcore.testing.served import until
 from kvcore.testing.servers import (
     S3_ENVIRONMENT,
     Server,
@@ -217,3 +218,34 @@ def test_a_server_that_hangs_is_not_waited_for(
     for seed in (40, 41, 42):
         assert serve(second, words(seed, 80)) == (plain(words(seed, 80)), 0)
     store.server.go_on()
+
+
+def test_a_store_that_was_down_at_a_clear_is_cleared_by_the_next_engine(
+    start_server: Start,
+    host: Callable[..., ReferenceEngine],
+    plain: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine that cleared has ended before the store, which keeps what it holds, is back."""
+    monkeypatch.setenv("KVCORE__SERVER__FOLDER", str(tmp_path / "notes"))
+    need_client("redis")
+    server = start_server(redis_like("redis-server", "--appendonly", "yes"))
+    tier = _tier("redis", url=f"redis://127.0.0.1:{server.port}/0")
+    prompt = words(50, 80)
+    first = host(tier, retries=0)
+    serve(first, prompt)
+    second = host(tier, retries=0)
+    assert serve(second, prompt) == (plain(prompt), 79)
+    server.kill()
+    for engine in (first, second):
+        assert engine.leader is not None
+        engine.leader.manager.clear()
+        until(lambda engine=engine: engine.leader.manager.lookups["far"]._finder._owed)
+        engine.settle()
+        engine.close()
+    server.start()
+    third = host(tier)
+    assert serve(third, prompt) == (plain(prompt), 0), "what they had cleared is found again"
+    until(lambda: not list((tmp_path / "notes").glob("owed-*")))
+    assert serve(host(tier), prompt) == (plain(prompt), 79), "what was written since is there"

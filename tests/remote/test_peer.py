@@ -235,6 +235,55 @@ def test_a_promised_node_that_is_gone_fails_alone(owner: PeerNode, open_store: O
     assert bytes(into) == value(1, NBYTES)
 
 
+def test_a_node_that_is_gone_closes_no_reads_from_the_others(
+    owner: PeerNode, open_store: Open
+) -> None:
+    """What it alone could have had is missing; a store of which nobody answers is down."""
+    absent = f"{FOLDER}/{'e' * 32}"
+
+    def read(reader: PeerStore, name: str, *nodes: str) -> TierError | None:
+        [error] = reader.get([Item(name, [memoryview(bytearray(NBYTES))], nodes)])
+        return error
+
+    with PeerNode() as guest:
+        pass  # it has ended
+    reader = open_store(owner.listen, guests=["127.0.0.1"], timeout_s=20.0)
+    assert read(reader, A) is None, "they have met"
+    reader.peers._timeout_s = PATIENCE_S
+    ask = reader.peers.ask
+
+    def quickly(requests: Any) -> Any:
+        """Whoever is there has all the time; of the dead nobody waits so long."""
+        reader.peers._timeout_s = PATIENCE_S if f"tcp://{owner.listen}" in requests else 0.2
+        return ask(requests)
+
+    reader.peers.ask = quickly  # type: ignore[method-assign]
+    for _ in range(2):
+        assert isinstance(read(reader, absent, guest.listen), BlockMissing)
+        assert read(reader, B, guest.listen) is None, "the peers are asked too"
+    alone = open_store(guests=["127.0.0.1"], timeout_s=20.0)
+    alone.peers._timeout_s = 0.2
+    assert isinstance(read(alone, A, guest.listen), BlockMissing), "another guest may be there"
+    down = open_store(guest.listen, timeout_s=20.0)
+    down.peers._timeout_s = 0.2
+    assert isinstance(read(down, A), TierUnavailable)
+
+
+def test_a_node_that_dies_under_a_lease_does_not_bring_the_store_down(open_store: Open) -> None:
+    with PeerNode() as owner, PeerNode() as other:
+        owner.call("put", seeds={A: 1, B: 2}, nbytes=NBYTES)
+        reader = open_store(owner.listen, other.listen, timeout_s=PATIENCE_S)
+        assert fetch(reader, B, NBYTES) == value(2, NBYTES)
+
+        def kill() -> None:
+            owner.kill()
+            reader.peers._timeout_s = 1.0
+
+        interrupted(reader, kill)
+        with pytest.raises(BlockMissing):
+            fetch(reader, A, NBYTES)
+
+
 def test_guests_are_forgotten_the_oldest_first(open_store: Open) -> None:
     peers = open_store(rank=None).peers
     names = [f"tcp://guest:{port}" for port in range(1, MAX_GUESTS + 3)]
@@ -407,7 +456,7 @@ def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
     assert read(0) == blocks[0]
     interrupted(store, lapse)
     assert isinstance(read(0), BlockMissing)
-    store._give_back = lambda *_: None  # type: ignore[method-assign]
+    store._give_back = lambda *_: set()  # type: ignore[method-assign]
     write(0)
     assert isinstance(read(0), CorruptBlock)
     for tier in (reader, writer):

@@ -189,7 +189,7 @@ def test_slots_of_cleared_pinned_blocks_come_back(opened: Open) -> None:
     space = opened()
     save(space, "ann", words(1, 80))
     order(space, o.PinBlocks(o.Where(tenant="ann")))
-    space.clear(m.Clear(1, SESSION))
+    space.clear(None)
     ticking(space, lambda: not space.manager.index.num_used(HOST))
     assert order(space, o.ListBlocks())["pins"] == 0
 

@@ -15,7 +15,7 @@ from kvcore.facade import Hit
 from kvcore.manager import HOST
 from kvcore.server.client import RemoteManager
 from kvcore.server.places import GRAPH_BITS
-from kvcore.testing.engine import ReferenceEngine
+from kvcore.testing.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.served import RunningServer, questions, serve, settings, until, words
 from kvcore.testing.servers import stand_still
 from kvcore.transfer.graph import RowError, UnitTable
@@ -285,3 +285,22 @@ def test_an_engine_starts_without_its_server_and_joins_it_later(
     until(lambda: manager.keeper.member)
     assert serve(serving, prompt) == (plain(prompt), {})
     assert serve(serving, prompt) == (plain(prompt), {"host": 96})
+
+
+def test_a_clear_that_no_server_heard_outlives_its_engine(
+    process: Any, file: Path, model: Any, engine: Any, plain: Any
+) -> None:
+    """The server is down when the engine clears, and comes back when the engine is gone."""
+    server, prompt = process(), words(1, 100)
+    with ReferenceEngine(model, EngineArgs(prefix_cache=False), load_config(file)) as ending:
+        serve(ending, prompt)
+        manager = remote(ending)
+        until(lambda: saved(manager, 96))
+        server.kill()
+        until(lambda: manager.keeper.member is None)
+        assert manager.clear() == 0
+    process()
+    fresh = engine(load_config(file), prefix_cache=False)
+    assert serve(fresh, prompt) == (plain(prompt), {}), "what it had cleared is found again"
+    assert serve(fresh, prompt) == (plain(prompt), {"host": 96})
+    assert not list(Path(load_config(file).server.folder or "").glob("cleared-*")), "it is paid"

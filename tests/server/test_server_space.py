@@ -206,7 +206,7 @@ def test_keys_that_are_no_chain_are_not_stored_and_harm_nobody(
     with pytest.raises(FormatError, match="no chain"):
         space.save(m.Save(1, SAVER, m.join(names), namespace), 1)
     space.check_integrity()
-    assert space.clear(m.Clear(1, SAVER, HERE)) == 4
+    assert space.clear(HERE) == 4
     assert space.manager.in_flight == 0
 
 
@@ -237,7 +237,7 @@ def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_p
     segments = space._segments
     assert isinstance(segments, Segments)
     assert segments.num_tokens == 128
-    assert space.clear(m.Clear(1, SAVER, HERE)) == 4
+    assert space.clear(HERE) == 4
     assert segments.num_tokens == 64, "what was said is forgotten with what was stored of it"
     depths = [space.manager.index.match(names).depth for names in (NAMES, OTHER)]
     assert depths == [0, 4]

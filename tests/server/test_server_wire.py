@@ -6,6 +6,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from kvcore.schema import ServerConfig
 from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager, join_server
 from kvcore.server.keys import make_keys
+from kvcore.server.link import Link
+from kvcore.server.owed import OwedClears
 from kvcore.server.places import HeldSession
 from kvcore.testing.served import RunningServer, settings, until
 from kvcore.testing.servers import free_port
@@ -551,3 +554,90 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     naked = Raw(tcp["address"])
     naked.send(*m.frames(m.Ask(1)))
     assert not naked.socket.poll(500), "without keys there is no answer"
+
+
+@pytest.mark.parametrize("told", ["null", "one", "damaged"])
+def test_a_clear_that_was_written_down_is_paid_before_anyone_is_welcome(
+    start: Start, folder: Path, told: str
+) -> None:
+    """That of this model, and only of the namespaces it names, as far as it can be read."""
+    config = settings(folder)
+    server = start(config)
+    manager, _ = join(config)
+    other = b"o" * KEY_BYTES
+    save(manager, keys(4, 0))
+    save(manager, keys(4, 1), other)
+    foreign = OwedClears(folder, msgspec.structs.replace(MODEL, fingerprint=b"another"))
+    foreign.write(None)
+    owed = OwedClears(folder, MODEL)
+    owed.write(None if told == "null" else [SPACE])
+    if told == "damaged":
+        next(p for p in folder.glob("cleared-*") if p != foreign._path).write_text('["')
+    late, _ = join(config)
+    assert late.get_match(keys(4, 0), SPACE).depth == 0
+    assert late.get_match(keys(4, 1), other).depth == (4 if told == "one" else 0)
+    assert list(folder.glob("cleared-*")) == [foreign._path], "it waits for its model"
+    server.server.check_integrity()
+    manager.close()
+    late.close()
+
+
+def test_a_server_that_was_not_heard_in_time_pays_while_its_client_says_nothing(
+    start: Start, folder: Path
+) -> None:
+    """Others must not find meanwhile what the client wanted cleared."""
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    save(manager, keys(4))
+    del server.server._handlers[m.Clear]
+    assert manager.clear() == 0
+    [space] = server.server._spaces.values()
+    until(lambda: space.used["host"][0] == 0)
+    until(lambda: not list(folder.glob("cleared-*")))
+    manager.close()
+
+
+def test_a_clear_that_is_confirmed_leaves_no_note(start: Start, folder: Path) -> None:
+    start(settings(folder))
+    manager, _ = join(settings(folder))
+    save(manager, keys(4))
+    assert manager.clear() == 4
+    assert not list(folder.glob("*cleared-*"))
+    manager.close()
+
+
+def test_a_clear_that_cannot_be_written_down_is_named(
+    start: Start, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(settings(folder))
+    manager, _ = join(settings(folder))
+    save(manager, keys(4))
+    manager._note._path = folder / "no" / "folder" / "cleared-x-y"
+    assert manager.clear() == 4
+    assert "lost if this engine ends" in caplog.text
+    manager.close()
+
+
+@pytest.mark.parametrize("alive", [None, lambda: True], ids=["once", "in slices"])
+def test_a_link_that_closes_answers_those_who_wait_with_nothing(folder: Path, alive: Any) -> None:
+    """A read that hangs outlives its worker's close, and must not fail on a socket that is gone."""
+    link = Link(settings(folder).server)
+    asking = threading.Event()
+    send = link._send
+
+    def noting(request: m.Request) -> bool:
+        sent = send(request)
+        asking.set()
+        return sent
+
+    link._send = noting  # type: ignore[method-assign]
+    timeout = 0.5 if alive is None else 600.0  # who does not ask for slices has the link alone
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(link.ask, m.Beat(link.ref(), 1), timeout, alive=alive)
+        assert asking.wait(60)
+        link.close()
+        assert waiting.result(60) is None
+    assert link.ask(m.Beat(link.ref(), 1), 600.0) is None, "at once"
+    assert not link.tell(m.Beat(link.ref(), 1))
+    link.drain()
+    link.close()

@@ -11,6 +11,9 @@ from kvcore.cluster.base import KINDS
 from kvcore.cluster.static import StaticDirectory
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, FormatError
+from kvcore.schema_cluster import ClusterConfig
+from kvcore.testing.served import until
+from kvcore.tiers.remote.peer.roster import Roster
 
 A = Member("leader", "a", "tcp://a:1", "m", "g", {"events": "tcp://a:2"})
 B = Member("leader", "b", "tcp://b:1", "m", "g")
@@ -85,3 +88,29 @@ def test_an_endpoint_that_is_none_is_named() -> None:
     config = load_config(overrides={"cluster": {"etcd": ["nowhere"]}}, env={})
     with pytest.raises(ConfigError, match="2379"):
         open_directory(config)
+
+
+def test_a_node_whose_address_is_none_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not at every look."""
+    names = ["here:1", "nonsense"]
+
+    class Found(StaticDirectory):
+        def members(self, *_: object, **__: object) -> list[Member]:
+            return [Member("worker", name, details={"peer": name}) for name in names]
+
+    nodes: list[list[str]] = []
+    seldom = ClusterConfig(ttl_s=3600)  # its thread looks once
+    roster = Roster(
+        Found([]), seldom, None, lambda found: nodes.append(list(found)), lambda a: ":" in a
+    )
+    until(lambda: nodes)
+    for _ in range(3):
+        roster._look()
+    assert caplog.text.count("its address is 'nonsense'") == 1
+    names.remove("nonsense")
+    roster._look()
+    names.append("nonsense")
+    roster._look()
+    assert caplog.text.count("its address is 'nonsense'") == 2
+    assert {tuple(found) for found in nodes} == {("here:1",)}
+    roster.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.testing.served import serve, words
 from kvcore.tiers.base import BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk.debts import Stamps
 from kvcore.tiers.host import slot_bytes
 
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -40,6 +42,7 @@ class Run:
             DiskTier(
                 self.store.folder, geometry, shard=shard, num_slots=self.store.num_slots,
                 slot_nbytes=slot_bytes(geometry.shard_shape(shard)), foreign=self.store.foreign,
+                clock=self.store.options()["clock"],
             )
             for shard in range(len(geometry.heads))
         ]  # fmt: skip
@@ -123,6 +126,50 @@ def test_a_clock_that_was_ahead_takes_nothing_back(
     run = Run(tmp_path)
     assert run.found == set()
     run.end()
+
+
+def test_ranks_that_start_when_the_clock_is_ahead_take_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is stepped forth after the leader's start, and back after that of its ranks."""
+    right = time.time_ns
+    store = prepare_store(tmp_path, ONE, 1 << 20, wait_s=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "prepare_store", lambda *_, **__: store)
+        patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
+        run = Run(tmp_path)
+    run.write([1])
+    run.store.debts.add(None)
+    run.write([2])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {2}
+    run.end()
+
+
+def test_a_clock_that_was_set_back_between_two_lives_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored after a clear stays, though what was cleared seems to be younger."""
+    right = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
+        run = Run(tmp_path)
+        run.write([1])
+        run.end()
+    run = Run(tmp_path)
+    run.store.debts.add(None)
+    run.write([2])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {2}
+    run.end()
+
+
+def test_ranks_of_another_machine_have_its_clock() -> None:
+    told = Stamps().told
+    assert next(Stamps.of(told | {"ahead": 0})) < 10**18
+    assert next(Stamps.of({"boot": "another", "ahead": 0})) > 10**18
 
 
 @pytest.mark.parametrize(

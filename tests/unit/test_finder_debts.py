@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from kvcore.backing import PreparedBacking, prepare_backings
+from kvcore.config import Config, load_config
 from kvcore.errors import TierUnavailable
 from kvcore.layout import BlockShape
+from kvcore.plugins import PluginManager
+from kvcore.testing.served import until
+from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import Finder, Item, Shard, finder
 from kvcore.tiers.remote.memory import MemoryStore
+from kvcore.tiers.remote.owed import OwedKeys
 from kvcore.tiers.shards import Part
 
 SHAPE = BlockShape(1, 1, 16, 8, "float32")
@@ -86,3 +93,141 @@ def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(made) == 2
     assert list(made._owed) == KEYS[2:]
     made.close()
+
+
+# -- over lives of a leader ----------------------------------------------------------------------
+
+
+def note(folder: Path, *what: str) -> OwedKeys:
+    return OwedKeys([folder], *(what or ("far", "model")))
+
+
+def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> None:
+    """Without anyone's question: other hosts find it until then."""
+    store = Deaf()
+    fill(store, KEYS)
+    first = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    first.delete(KEYS[2:])
+    assert found(first) == 2
+    first.close()
+    second = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    assert found(second) == 2, "it knows, though the store is down still"
+    assert len(store.values) == 6
+    second.close()
+    store.deaf = False
+    third = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    until(lambda: len(store.values) == 2)
+    third.close()
+    assert not list(tmp_path.iterdir()), "nothing is owed"
+
+
+def test_a_leader_that_is_killed_owes_as_much(tmp_path: Path) -> None:
+    store = Deaf()
+    fill(store, KEYS)
+    killed = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    killed.delete(KEYS)
+    assert found(killed) == 0
+    assert killed._note is not None
+    killed._note.close()  # the kernel drops its lock
+    store.deaf = False
+    fresh = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    until(lambda: not store.values)
+    fresh.close()
+    killed.close()
+
+
+def test_a_store_that_is_back_is_paid_though_nobody_asks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finder, "OWED_RETRY_S", 0.05)
+    store = Deaf()
+    fill(store, KEYS)
+    made = Finder(store, [SHARD], name="far")
+    made.delete(KEYS)
+    until(lambda: store.asked >= 2)
+    store.deaf = False
+    until(lambda: not store.values)
+    made.close()
+
+
+def test_leaders_that_live_keep_their_notes_to_themselves(tmp_path: Path) -> None:
+    first, second = note(tmp_path), note(tmp_path)
+    first.add(KEYS[:2])
+    second.add(KEYS[2:4])
+    third, other = note(tmp_path), note(tmp_path, "far", "another model")
+    assert third.read() == other.read() == []
+    first.close()
+    second.close()
+    third.close()
+    other.close()
+    heir = note(tmp_path)
+    assert sorted(heir.read()) == KEYS[:4]
+    heir.replace(KEYS[5:])
+    heir.close()
+    again = note(tmp_path)
+    assert again.read() == KEYS[5:]
+    again.replace([])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_note_that_was_cut_says_what_it_can(tmp_path: Path) -> None:
+    first = note(tmp_path)
+    first.add(KEYS[:2])
+    first.close()
+    [file] = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-3])
+    second = note(tmp_path)
+    assert second.read() == KEYS[:1]
+    second.add(KEYS[3:4])
+    second.close()
+    assert note(tmp_path).read() == [KEYS[0], KEYS[3]], "and is written on where it broke off"
+
+
+def test_the_next_best_folder_takes_it_and_none_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    made = OwedKeys([tmp_path / "file", tmp_path / "new"], "far")
+    made.add(KEYS)
+    assert [path.parent for path, _ in made._held] == [tmp_path / "new"]
+    made.close()
+    assert not caplog.text
+    OwedKeys([tmp_path / "file"], "far").add(KEYS)
+    assert "6 blocks to be removed from a store are not written down" in caplog.text
+
+
+def test_a_note_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "OWED_KEPT", 4)
+    store = Deaf()
+    made = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    for number in range(40):
+        made.delete([bytes([number]) * 16])
+        assert found(made) == 0
+    assert made._note is not None
+    assert len(made._note) <= 9
+    made.close()
+    assert note(tmp_path).read()[-4:] == [bytes([n]) * 16 for n in range(36, 40)]
+
+
+def test_an_engine_leaves_its_note_beside_its_disk_tier_or_with_the_server(tmp_path: Path) -> None:
+    here = {"server": {"folder": str(tmp_path / "server")}}
+    far = {"far": {"plugin": "memory-store", "options": {"name": "debts"}}}
+    for tables in ({}, {"disk": {"path": str(tmp_path / "disk"), "capacity": "1MiB"}}):
+        config = load_config(None, here | tables | {"tiers": far})
+        prepared = {made.spec.name: made for made in backings(config)}
+        lookup = prepared["far"].prepared.finder
+        assert lookup is not None
+        assert lookup._note is not None
+        lookup._note.add(KEYS)
+        folder = tmp_path / ("disk" if tables else "server")
+        assert len(list(folder.glob("owed-*"))) == 1
+        for made in prepared.values():
+            made.prepared.release()
+        again = {made.spec.name: made for made in backings(config)}
+        until(lambda folder=folder: not list(folder.glob("owed-*")))
+        for made in again.values():
+            made.prepared.release()
+
+
+def backings(config: Config) -> list[PreparedBacking]:
+    return prepare_backings(config, Geometry(SHAPE, b"model", ((0, 1),)), PluginManager())

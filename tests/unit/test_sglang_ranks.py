@@ -194,3 +194,21 @@ def test_a_rank_that_has_closed_is_no_error_of_the_leader(line: Line) -> None:
     listener.join(WAIT_S)
     assert not listener.is_alive()
     assert line.leader.news() == []
+
+
+def test_a_rank_that_died_is_told_of_once_and_the_others_are_told_their_orders() -> None:
+    """Nothing is raised into the schedule, where the other ranks wait for this order."""
+    first, dying = Pipe()
+    second, living = Pipe()
+    worker: Any = Worker()
+    leader = ranks.SocketLines([first, second])
+    follower = ranks.Follower(living, worker, Metrics("rank-2"))
+    dying.close()
+    for number in range(3):
+        leader.tell(Order(cancel=[number]))
+        assert follower.next_order().cancel == [number]
+    with pytest.raises(TransferError, match="rank 1 of kvcore's takes no orders any more"):
+        leader.news()
+    assert leader.news() == []
+    follower.close()
+    leader.close()

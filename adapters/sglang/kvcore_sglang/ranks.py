@@ -50,7 +50,8 @@ class Lines(Protocol):
     """The leader's side."""
 
     def tell(self, order: Order) -> None:
-        """Send to every other rank. Does not wait for them."""
+        """Send to every other rank. Does not wait for them, and raises for none that is gone: the
+        others are told, and `news` says so."""
         ...
 
     def news(self) -> list[News]:
@@ -151,18 +152,29 @@ class SocketLines:
     def __init__(self, connections: list[Connection[bytes, bytes]]) -> None:
         self._news: deque[News] = deque()
         self._failed: deque[TransferError] = deque()
+        self._deaf: set[_Line] = set()  # whose rank takes nothing in any more
         self._lines = [_Line(connection, self._broken) for connection in connections]
         for line in self._lines:
             line.listen(lambda data: self._news.append(decode_news(data)), "kvcore-news")
 
     def tell(self, order: Order) -> None:
         data = encode(order)
-        for line in self._lines:
-            line.send(data)
+        for number, line in enumerate(self._lines, start=1):
+            if line in self._deaf:
+                continue
+            try:
+                line.send(data)
+            except OSError as error:
+                self._deaf.add(line)
+                why = (
+                    f"rank {number} of kvcore's takes no orders any more ({error}): look at its log"
+                )
+                self._failed.append(TransferError(why))
 
     def news(self) -> list[News]:
         """As `Lines.news`. Raises TransferError, once, when what a rank reports cannot be read any
-        more. One that has closed goes with the engine, and is no error here."""
+        more, or it was given an order and is gone. One that has closed goes with the engine, and is
+        no error here."""
         if self._failed:
             raise self._failed.popleft()
         return [self._news.popleft() for _ in range(len(self._news))]

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,16 +38,41 @@ _NEVER = (1 << 63) - 1
 
 
 class Stamps:
-    """Times of writes, nanoseconds: no step of the clock takes them back. Thread-safe."""
+    """Times of writes, nanoseconds: no step of the clock takes them back. Thread-safe.
 
-    def __init__(self) -> None:
-        self._ahead = time.time_ns() - time.monotonic_ns()
+    A leader's begin ``after`` those of all records that are there. Its ranks go on from the same
+    start, whatever the wall clock did before theirs; ranks on another machine have its clock.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        self._ahead = max(time.time_ns(), after) - time.monotonic_ns()
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any] | None) -> Stamps:
+        """Those of the leader that ``told`` so; of one's own clock without."""
+        made = cls()
+        if told is not None and told["boot"] == _boot():
+            made._ahead = told["ahead"]
+        return made
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the ranks need to go on from the same start, as plain data."""
+        return {"boot": _boot(), "ahead": self._ahead}
 
     def __iter__(self) -> Stamps:
         return self
 
     def __next__(self) -> int:
         return self._ahead + time.monotonic_ns()
+
+
+def _boot() -> str:
+    """Which monotonic clock this is: processes of one boot of a machine share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"process {os.getpid()}"
 
 
 class Debts:
@@ -56,7 +82,7 @@ class Debts:
     def __init__(self, folders: Iterable[Path], newest: int) -> None:
         self._folders = list(folders)
         self._newest = newest
-        self._stamps = Stamps()
+        self.stamps = Stamps(newest)
         self._owed: dict[str, int] = {}
         self._lock = threading.Lock()
         self._written = True
@@ -64,7 +90,7 @@ class Debts:
 
     def add(self, namespace: bytes | None) -> None:
         """What was written until now, of a namespace or of all, is void."""
-        stamp = max(next(self._stamps), time.time_ns(), self._newest)
+        stamp = max(next(self.stamps), time.time_ns(), self._newest)
         with self._lock:
             self._owed[EVERY if namespace is None else namespace.hex()] = stamp
             if namespace is None or len(self._owed) > MAX_NAMESPACES:

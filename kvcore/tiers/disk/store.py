@@ -67,6 +67,7 @@ class PreparedStore:
             "folder": str(self.folder),
             "num_slots": self.num_slots,
             "foreign": {str(number): str(path) for number, path in self.foreign.items()},
+            "clock": self.debts.stamps.told,
         }
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcore.errors import (
     CapacityError,
@@ -88,8 +88,11 @@ class DiskTier(Tier):
         sync_interval_s: float = 5.0,
         foreign: Mapping[int, Path] | None = None,
         cipher: BlockCipher | None = None,
+        clock: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises FormatError when the folder holds other blocks, TierUnavailable when it cannot
+        """``clock`` is that of the leader, as its store tells it.
+
+        Raises FormatError when the folder holds other blocks, TierUnavailable when it cannot
         be used."""
         shape = geometry.shard_shape(shard)
         if slot_nbytes != slot_bytes(shape):
@@ -113,7 +116,7 @@ class DiskTier(Tier):
         self._place = geometry.place(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
         self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
-        self._stamps = Stamps()
+        self._stamps = Stamps.of(clock)
         self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
         self._openers: ThreadPoolExecutor | None = None
         if cipher is not None and slot_nbytes >= _HANDED_ON:

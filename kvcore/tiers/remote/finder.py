@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvcore.errors import TierError
+from kvcore.errors import TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.names import Shard
+from kvcore.tiers.remote.owed import OwedKeys
 from kvcore.tiers.remote.splits import Splits
 
 _log = logging.getLogger("kvcore.tiers.remote")
@@ -29,6 +30,8 @@ _log = logging.getLogger("kvcore.tiers.remote")
 MAX_OPEN = 256
 OWED_KEPT = 1 << 20
 """Blocks that a store still is to remove, the oldest forgotten first."""
+OWED_RETRY_S = 5.0
+"""Seconds after which a store is asked again to remove them, though nobody asks it anything."""
 PROMISE_POLL_S = 0.02
 """How often a store is asked for what another engine has promised to put there."""
 _FIRST_WINDOW = 16
@@ -97,7 +100,8 @@ class Question:
 class Finder:
     """Questions to ``store``, which is closed with it. All ``shards`` of a block must be there, or
     all that ``splits`` knows of another deployment's. ``lookup_s`` and ``absent_s`` are for the
-    leader, who keeps time.
+    leader, who keeps time. ``note`` is where it is written down what the store is still to remove,
+    for the leader that comes after this one.
 
     Any thread may call; only `wait` and `close` block.
     """
@@ -111,6 +115,7 @@ class Finder:
         splits: Splits | None = None,
         lookup_s: float = 0.5,
         absent_s: float = 2.0,
+        note: OwedKeys | None = None,
     ) -> None:
         self.lookup_s = lookup_s
         self.absent_s = absent_s
@@ -121,7 +126,11 @@ class Finder:
         self._changed = threading.Condition()
         self._open: list[Question] = []
         self._unwanted: list[bytes] = []
+        self._note = note
         self._owed: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
+        if note is not None:
+            self._owed = dict.fromkeys(note.read()[-OWED_KEPT:])
+        self._retry_at = time.monotonic()
         self._answered = 0
         self._closed = False
         self._threads: dict[bool, threading.Thread] = {}
@@ -189,6 +198,8 @@ class Finder:
             )
         else:
             self._store.close()
+            if self._note is not None:
+                self._note.close()
 
     # -- the threads ------------------------------------------------------------------------
 
@@ -196,7 +207,7 @@ class Finder:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._due(apart) or (self._unwanted and not apart) or self._closed,
+                    lambda: self._due(apart) or (self._is_to_remove and not apart) or self._closed,
                     self._pause(apart),
                 )
                 unwanted: list[bytes] = []
@@ -205,7 +216,7 @@ class Finder:
                 if self._closed and not unwanted:
                     return
                 round_ = self._due(apart)[:_ROUND]
-            if unwanted:
+            if unwanted or (self._is_to_remove and not apart):
                 self._remove(unwanted)
             if round_:
                 self._ask(round_)
@@ -215,9 +226,15 @@ class Finder:
         now = time.monotonic()
         return [one for one in self._open if one.apart == apart and one.due_at <= now]
 
+    @property
+    def _is_to_remove(self) -> bool:
+        return bool(self._unwanted or (self._owed and time.monotonic() >= self._retry_at))
+
     def _pause(self, apart: bool) -> float | None:
-        """Seconds until one of those that wait is due; None where there is none."""
+        """Seconds until there is something to do; None where nothing waits."""
         waiting = [question.due_at for question in self._open if question.apart == apart]
+        if self._owed and not apart:
+            waiting.append(self._retry_at)
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
     def _ask(self, round_: Sequence[Question]) -> None:
@@ -283,14 +300,28 @@ class Finder:
 
     def _remove(self, keys: Sequence[bytes]) -> None:
         """Remove these, and what is owed."""
-        keys = list(dict.fromkeys([*self._owed, *keys]))
-        self._owed = dict.fromkeys(keys[-OWED_KEPT:])  # another thread may read the one before
-        shards = [shard for way in [self._shards, *self._others()] for shard in way]
-        names = [shard.name(key) for key in keys for shard in shards]
+        new = [key for key in dict.fromkeys(keys) if key not in self._owed]
+        if self._note is not None:
+            self._note.add(new)  # first: this process may end at any time
+        owed = [*self._owed, *new][-OWED_KEPT:]
+        self._owed = dict.fromkeys(owed)  # another thread may read the one before
         try:
-            self._store.delete(names)
-            self._owed = {}
+            self._store.delete(self._names_of(owed))
+            owed = []
         except TierError as error:
-            _log.warning("store %s keeps %d values: %s", self._name, len(names), error)
+            _log.warning("store %s keeps %d blocks: %s", self._name, len(owed), error)
         except Exception:  # noqa: BLE001 - thread boundary
             _log.exception("removing from store %s failed", self._name)
+        self._retry_at = time.monotonic() + OWED_RETRY_S
+        self._owed = dict.fromkeys(owed)
+        if self._note is not None and (not owed or len(self._note) > 2 * OWED_KEPT):
+            self._note.replace(owed)
+
+    def _names_of(self, keys: Sequence[bytes]) -> list[str]:
+        """Every value of these blocks, at whatever size it was written."""
+        if self._splits is not None and not self._store.has_nodes:
+            self._splits.refresh()
+            if not self._splits.known:
+                raise TierUnavailable("at which sizes others write is not known yet")
+        shards = [shard for way in [self._shards, *self._others()] for shard in way]
+        return [shard.name(key) for key in keys for shard in shards]

@@ -85,6 +85,8 @@ class Splits:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.others: tuple[Split, ...] = ()
+        self.known = False
+        """Whether they have been read at all."""
         self._store = store
         self._any = shards[0]
         self._own: Split = tuple(sorted(shard.part for shard in shards))
@@ -108,7 +110,7 @@ class Splits:
             before = set(self.others)
             try:
                 self._read()
-                self._fails = False
+                self._fails, self.known = False, True
             except TierError as error:
                 if not self._fails:
                     _log.warning("at which sizes others write is not known: %s", error)

@@ -30,6 +30,7 @@ from kvcore.tiers.remote.finder import Finder
 from kvcore.tiers.remote.frame import HEADER_NBYTES, Header, verify
 from kvcore.tiers.remote.names import Cut, Shard
 from kvcore.tiers.remote.options import StoreOptions, read_options
+from kvcore.tiers.remote.owed import OwedKeys
 from kvcore.tiers.remote.splits import Splits
 from kvcore.tiers.shards import places
 from kvcore.tiers.threads import started
@@ -96,6 +97,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         splits=Splits(store, shards, every_s=options.splits_s, announces=not store.has_nodes),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
+        note=_note(context, options) if context.notes else None,
     )
     return PreparedTier(
         max(context.num_slots, 1),
@@ -103,6 +105,13 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         finder=finder,
         node=store.node(len(context.geometry.heads)),
     )
+
+
+def _note(context: TierContext, options: StoreOptions) -> OwedKeys:
+    """What this store is still to remove of this model. Another store owes nothing of it."""
+    common = StoreOptions.model_fields.keys() - {"prefix"}
+    place = options.model_dump_json(exclude=set(common))
+    return OwedKeys(context.notes, context.name, context.geometry.base, place)
 
 
 class StoreTier(Tier):

@@ -49,6 +49,7 @@ class Roster:
         self._is_address = is_address
         self._every_s = cluster.ttl_s / _LOOKS
         self._fails = False
+        self._strange: set[str] = set()  # addresses of which it was said
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcore-roster", daemon=True)
         self._thread.start()
@@ -79,8 +80,10 @@ class Roster:
         """Raises ClusterError."""
         found = self._directory.members(_KIND, model=self._model, group=self._group)
         told = [member.details["peer"] for member in found if "peer" in member.details]
-        for strange in (address for address in told if not self._is_address(address)):
-            _log.warning("a node of the cluster is passed over: its address is %r", strange)
+        strange = {address for address in told if not self._is_address(address)}
+        for address in strange - self._strange:
+            _log.warning("a node of the cluster is passed over: its address is %r", address)
+        self._strange = strange
         self._update([address for address in told if self._is_address(address)])
 
     def _enters(self, own: str) -> Member:

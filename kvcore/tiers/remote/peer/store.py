@@ -72,6 +72,10 @@ _NOT_HERE = (BlockMissing, TierUnavailable)
 _EVERY_ADDRESS = ("0.0.0.0", "*", "[::]")
 
 
+class _Away(TierUnavailable):
+    """A node does not answer: that says nothing of the others."""
+
+
 def addresses(text: str) -> list[str]:
     """tcp://HOST:PORT of each rank of a node. Raises ConfigError."""
     found = _ADDRESS.fullmatch(text)
@@ -235,14 +239,20 @@ class PeerStore(BlockStore):
         return [self._put(item) for item in items]
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        """As `BlockStore.get`. What only nodes that are away could have had is missing: each of
+        them is left alone by itself, and the store works, unless no peer answers any more."""
         results = [self._own(item) for item in items]
         nodes = dict.fromkeys(node for item in items for node in item.nodes)
         first = self.peers.available(a for node in nodes for a in self._promised(node))
-        for at in (first, [a for a in self.peers.available() if a not in first]):
+        others = [a for a in self.peers.available() if a not in first]
+        heard: set[str] = set()
+        for at in (first, others):
             absent = [i for i, error in enumerate(results) if isinstance(error, _NOT_HERE)]
             for start in range(0, len(absent) if at else 0, MAX_NAMES):
-                self._fetch(items, absent[start : start + MAX_NAMES], results, at)
-        return results
+                heard |= self._fetch(items, absent[start : start + MAX_NAMES], results, at)
+        if not heard and others:
+            return results
+        return [BlockMissing(str(e)) if isinstance(e, _Away) else e for e in results]
 
     @property
     def has_nodes(self) -> bool:
@@ -402,9 +412,9 @@ class PeerStore(BlockStore):
         absent: Sequence[int],
         results: list[TierError | None],
         at: Sequence[str],
-    ) -> None:
+    ) -> set[str]:
         """Read the items at ``absent`` from those nodes ``at`` addresses that have them, under a
-        lease of each."""
+        lease of each. Returns those that answered all the time."""
         asked_at = time.monotonic()
         request = Lease([items[position].name for position in absent])
         asked = self.peers.ask(dict.fromkeys(at, request))
@@ -413,7 +423,7 @@ class PeerStore(BlockStore):
             if isinstance(answer, TierUnavailable):
                 for position in absent:  # it may be the one that has them
                     if isinstance(results[position], BlockMissing):
-                        results[position] = answer
+                        results[position] = _Away(str(answer))
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
                 finds = _fitting(items, absent, answer, results)
@@ -422,7 +432,9 @@ class PeerStore(BlockStore):
                 for find in finds:
                     results[find.position] = error
                 read[address] = [find.position for find in finds]
-        self._give_back({address: asked[address] for address in read}, items, read, results)
+        used = {address: asked[address] for address in read}
+        gone = self._give_back(used, items, read, results)
+        return {a for a, said in asked.items() if not isinstance(said, TierUnavailable)} - gone
 
     def _read(
         self, address: str, owner: str, items: Sequence[Item], finds: Sequence[_Find], until: float
@@ -456,11 +468,17 @@ class PeerStore(BlockStore):
         items: Sequence[Item],
         read: Mapping[str, Sequence[int]],
         results: list[TierError | None],
-    ) -> None:
+    ) -> set[str]:
         """End leases. What was read under one that had ended before may be anything. A node that
-        says nothing to that is gone, and what was read is judged by its checksum."""
+        says nothing to that is gone, and what was read is judged by its checksum. Returns those."""
+        gone: set[str] = set()
         used = {a: Done(leased.lease) for a, leased in asked.items() if isinstance(leased, Leased)}
         for address, answer in self.peers.ask(used).items():
+            if isinstance(answer, TierUnavailable):
+                gone.add(address)
+                for position in read[address]:
+                    if results[position] is not None:
+                        results[position] = _Away(str(results[position]))
             if isinstance(answer, Ended) and not answer.held:
                 for position in read[address]:
                     if results[position] is None:
@@ -468,6 +486,7 @@ class PeerStore(BlockStore):
                             f"{items[position].name} was lent by {address} for less time than "
                             "reading it took"
                         )
+        return gone
 
     def _tell_strangers(self, names: Sequence[str], folders: set[str]) -> None:
         """Say once of each model and layout that the other nodes hold nothing but others."""
