@@ -50,7 +50,9 @@ def main() -> int:
         return 0
     opening = msgspec.msgpack.decode(head.head, type=Opening)
     leader.pid = opening.parent
-    logging.basicConfig(level=opening.level, handlers=[_Lines(leader.lines)], force=True)
+    logging.basicConfig(
+        level=opening.level, format="%(message)s", handlers=[_Lines(leader.lines)], force=True
+    )
     try:
         _publish(leader, opening)
     except Exception:  # noqa: BLE001  the end of a process: the leader logs it

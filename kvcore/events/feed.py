@@ -148,6 +148,10 @@ class Feed:
             if self._closed:
                 return
             dropped = self._blocks
+            if not self._items and not self._renewing:  # somebody took it all meanwhile
+                self._items.extend(events)
+                self._blocks = sum(map(_blocks, events))
+                return
             earlier = sum(item.blocks for item in self._items if isinstance(item, Lost))
             self._items = deque([Lost(earlier + dropped, content), *events])
             self._blocks = 0
