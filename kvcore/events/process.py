@@ -285,6 +285,8 @@ class _Child:
 def _environment() -> dict[str, str]:
     """Modules are found where they are found here, and not in a folder that happens to be current;
     numpy needs no thread a core."""
+    from kvcore.config import engine_environment  # which the process itself has no use for
+
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **one, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    where = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return engine_environment({**where, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})

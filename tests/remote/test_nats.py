@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.block import ROOT_PARENT
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.events import Feed, Pacing, Publisher, Subscriber
+from kvcore.events import Feed, Pacing, Plan, Publisher, PublisherProcess, Subscriber
 from kvcore.events.wire import SNAPSHOT, Message
 from kvcore.index import Event
 from kvcore.testing.servers import Server, Start, nats, need_client
@@ -170,6 +170,19 @@ def test_a_publisher_does_not_wait_for_a_server_that_is_not_there(server: Server
     until(holds(consumer, set(range(40))), "what was published before the server came is unknown")
     consumer.close()
     telling.close()
+
+
+def test_a_process_publishes_what_it_is_told_over_nats(server: Server) -> None:
+    feed = Feed(1024, lambda: {"host": (key(1), ROOT_PARENT)})
+    pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
+    plan = Plan(nats=url(server), topic="four", block_tokens=16, pacing=pacing)
+    process = PublisherProcess(plan, feed, lambda _outcome, _blocks: None)
+    assert process.start()
+    consumer = Subscriber(source(server, "four"), retry_s=0.2)
+    feed.note(stored(2, 3))
+    until(holds(consumer, {1, 2, 3}), "not told")
+    consumer.close()
+    process.close()
 
 
 def test_no_server_is_named() -> None:
