@@ -308,21 +308,30 @@ def test_a_queue_gives_some_of_what_it_has_and_keeps_count() -> None:
 
 def test_a_leader_renews_what_is_known_with_its_next_call() -> None:
     dropped: list[int] = []
-    feed = Feed(8, lambda: {"host": (key(1), ROOT_PARENT)}, told=lambda _, n: dropped.append(n))
+    looks: list[int] = []
+    held = {"host": (key(1), ROOT_PARENT)}
+
+    def content() -> Content:
+        looks.append(1)
+        return held
+
+    feed = Feed(8, content, told=lambda _, blocks: dropped.append(blocks))
     feed.note(stored(1, 2))
     feed.tick()
+    assert not looks
     feed.renew()
     assert not feed.renewed
     feed.note(stored(3))
     assert feed.renewed
-    assert feed.take() == [Lost(2, {"host": (key(1), ROOT_PARENT)}), stored(3)]
+    assert feed.take() == [Lost(2, held), stored(3)]
     feed.renew()
     feed.tick()
     assert feed.renewed
-    assert [type(item) for item in feed.take()] == [Lost]
+    assert feed.take() == [Lost(0, held)]
     feed.note(stored(4))
     assert feed.take() == [stored(4)]
     assert dropped == [2]
+    assert len(looks) == 2, "the index is looked at again and again"
 
 
 def test_a_queue_that_nobody_takes_from_any_more_counts_all_as_dropped() -> None:

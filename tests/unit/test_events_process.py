@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -375,7 +377,11 @@ def test_what_is_queued_is_sent_when_it_is_closed_and_nothing_stays(rig: Rig) ->
     consumer = rig.consumer()
     rig.store(1)
     rig.agree(consumer, "not told")
-    pid = rig.pid
+    pid, plan = rig.pid, rig.process._plan
+    long = dataclasses.replace(plan.pacing, interval_s=LIMIT_S)
+    rig.store(2)
+    rig.process._plan = msgspec.structs.replace(plan, pacing=long)  # after this nothing goes
+    rig.agree(consumer, "not told")
     for n in range(10, 400):
         rig.store(n, n + 1000)
     rig.process.close()
