@@ -413,6 +413,13 @@ from tests_rig import Rig, key
 
 def main():
     rig = Rig(Path(sys.argv[1]))
+    rounds, ship = [0], rig.process._ship_queued
+
+    def shipping(child):
+        ship(child)
+        rounds[0] += 1
+
+    rig.process._ship_queued = shipping
     assert rig.process.start()
     print(rig.pid, flush=True)
     forked = os.fork() if sys.argv[2] == "fork" else 0
@@ -421,9 +428,9 @@ def main():
     print(forked, flush=True)
     for line in sys.stdin:
         rig.store(*map(int, line.split()))
-        while rig.feed._items:
+        before = rounds[0]
+        while rounds[0] < before + 2:
             time.sleep(0.001)
-        time.sleep(0.05)
         print("stored", flush=True)
 
 main()
