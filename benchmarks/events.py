@@ -1,14 +1,20 @@
 """What block events cost the thread that stores: the same work with and without a publisher.
 
-    python -m benchmarks.events [--blocks 200000] [--rate 100000] [--out results]
+    python -m benchmarks.events [--blocks 50000] [--rate 100000] [--rounds 9] [--out results]
 
 One thread plays the leader: it reserves and commits prompts of 16 blocks in a full index, so that
 each evicts as many, at ``rate`` blocks a second (stored and removed together) or as fast as it can.
 What is measured is the time that thread is at work, by the clock and on a core (other work on the
-machine is in the first and not in the second), waits between two prompts left out: without events,
-with a publisher (ZMQ) that nobody listens to, and with a consumer in this process. Rounds of all
-three are taken in turn, the best of each counts. "more" is in microseconds on a core a block beyond
-no events: at 100,000 blocks a second, 0.1 of it is one hundredth of the thread.
+machine is in the first and not in the second), waits between two prompts left out:
+
+    none                      without events
+    published by a process    by a publisher (ZMQ) in a process of its own, as is the default
+    published                 by one in a thread of this process
+    followed                  by one in a thread, with a consumer in this process too
+
+All four are taken in turn on one index, in other orders each round; medians of the rounds. "more"
+is in microseconds on a core a block beyond no events in the same round: at 100,000 blocks a second,
+0.1 of it is one hundredth of the thread.
 """
 
 from __future__ import annotations
@@ -21,18 +27,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from benchmarks._report import Report
-from kvcore.events import Pacing, Publisher, Subscriber
-from kvcore.events.zmq_bus import ZmqOutlet, ZmqSource
+from kvcore.config import load_config
+from kvcore.events import Subscriber
+from kvcore.events.build import open_events
+from kvcore.events.zmq_bus import ZmqSource
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.metrics import Metrics
 
 CHAIN = 16
 HELD = 65536
 NAMESPACE = b"n" * 16
-KINDS = ("none", "published", "followed")
+KINDS = ("none", "published by a process", "published", "followed")
 
 
 def prompts(count: int, seed: int) -> list[list[bytes]]:
@@ -44,26 +53,27 @@ def prompts(count: int, seed: int) -> list[list[bytes]]:
 
 
 @contextmanager
-def publishing(kind: str, index: BlockIndex, metrics: Metrics) -> Iterator[Subscriber | None]:
+def publishing(kind: str, index: BlockIndex, metrics: Metrics) -> Iterator[None]:
     """Events of ``index`` as ``kind`` has it."""
     if kind == "none":
-        yield None
+        yield
         return
     with tempfile.TemporaryDirectory() as folder:
-        outlet = ZmqOutlet(f"ipc://{folder}/pub", f"ipc://{folder}/ask", "bench")
-        publisher = Publisher(
-            lambda: {tier: index.published(tier) for tier in index.tiers},
-            [outlet],
-            16,
-            pacing=Pacing(),
-            metrics=metrics,
-        )
-        index.watch(publisher.note)
-        publisher.start()
-        with following(outlet) if kind == "followed" else nothing() as consumer:
-            yield consumer
+        ends = f"ipc://{folder}/pub", f"ipc://{folder}/ask"
+        who = "process" if kind == "published by a process" else "thread"
+        events = {
+            "endpoint": ends[0],
+            "replay_endpoint": ends[1],
+            "topic": "bench",
+            "publisher": who,
+        }
+        telling = open_events(load_config(overrides={"events": events}, env={}), index, metrics)
+        assert telling is not None
+        index.watch(telling.feed.note)
+        with following(*ends) if kind == "followed" else nothing():
+            yield
         index.watch(None)
-        publisher.close()
+        telling.close()
 
 
 @contextmanager
@@ -72,10 +82,9 @@ def nothing() -> Iterator[None]:
 
 
 @contextmanager
-def following(outlet: ZmqOutlet) -> Iterator[Subscriber]:
+def following(endpoint: str, replay_endpoint: str) -> Iterator[None]:
     """A consumer in a thread of this process: its work is on the same interpreter's lock."""
-    assert outlet.replay_endpoint is not None
-    consumer = Subscriber(ZmqSource(outlet.endpoint, outlet.replay_endpoint, "bench"))
+    consumer = Subscriber(ZmqSource(endpoint, replay_endpoint, "bench"))
     ended = threading.Event()
 
     def follow() -> None:
@@ -85,7 +94,7 @@ def following(outlet: ZmqOutlet) -> Iterator[Subscriber]:
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        yield consumer
+        yield
     finally:
         ended.set()
         thread.join()
@@ -118,9 +127,8 @@ def store(index: BlockIndex, work: Sequence[list[bytes]], rate: float) -> Times:
     return Times(busy, core, time.perf_counter() - started)
 
 
-def measure(kind: str, blocks: int, rate: float, seed: int) -> Times:
-    index, metrics = BlockIndex([TierSpec("host", HELD)]), Metrics()
-    store(index, prompts(HELD // CHAIN, 0), 0)
+def measure(kind: str, index: BlockIndex, blocks: int, rate: float, seed: int) -> Times:
+    metrics = Metrics()
     work = prompts(blocks // (2 * CHAIN), seed)
     with publishing(kind, index, metrics):
         times = store(index, work, rate)
@@ -128,32 +136,42 @@ def measure(kind: str, blocks: int, rate: float, seed: int) -> Times:
     return times._replace(dropped=int(told.get("dropped", 0)))
 
 
+def rounds(count: int, blocks: int, rate: float) -> dict[str, list[Times]]:
+    """Of each kind, one of each round."""
+    index = BlockIndex([TierSpec("host", HELD)])
+    store(index, prompts(HELD // CHAIN, 0), 0)
+    found: dict[str, list[Times]] = {kind: [] for kind in KINDS}
+    for n in range(count):
+        turn = n % len(KINDS)
+        for m, kind in enumerate([*KINDS[turn:], *KINDS[:turn]]):
+            seed = 1 + n * len(KINDS) + m
+            found[kind].append(measure(kind, index, blocks, rate, seed))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", type=int, default=200_000)
+    parser.add_argument("--blocks", type=int, default=50_000)
     parser.add_argument("--rate", type=float, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     columns = ["pace", "events", "blocks/s", "us a block", "on a core", "more", "dropped"]
     report = Report("events", columns, "the same work without events", {"blocks": options.blocks})
     for pace, rate in (("as fast as can be", 0.0), (f"{options.rate:,.0f} a second", options.rate)):
-        best: dict[str, Times] = {}
-        for seed in range(1, options.rounds + 1):
-            for kind in KINDS:
-                found = measure(kind, options.blocks, rate, seed)
-                best[kind] = min(found, best.get(kind, found), key=lambda times: times.core)
+        found = rounds(options.rounds, options.blocks, rate)
         for kind in KINDS:
-            times = best[kind]
+            taken = found[kind]
+            pairs = zip(taken, found["none"], strict=True)
             report.add(
                 **{
                     "pace": pace,
                     "events": kind,
-                    "blocks/s": options.blocks / times.total,
-                    "us a block": times.busy / options.blocks * 1e6,
-                    "on a core": times.core / options.blocks * 1e6,
-                    "more": (times.core - best["none"].core) / options.blocks * 1e6,
-                    "dropped": times.dropped,
+                    "blocks/s": options.blocks / median(times.total for times in taken),
+                    "us a block": median(times.busy for times in taken) / options.blocks * 1e6,
+                    "on a core": median(times.core for times in taken) / options.blocks * 1e6,
+                    "more": median(t.core - none.core for t, none in pairs) / options.blocks * 1e6,
+                    "dropped": sum(times.dropped for times in taken),
                 }
             )
     report.finish(options.out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from kvcore._tables import (
 )
 from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.errors import ConfigError
+
+_key_of = itemgetter(Evicted._fields.index("key"))
 
 
 def _nowhere(_key: bytes) -> None:
@@ -57,8 +59,8 @@ class BlockStates:
             self._observer(Event(stored, table.name, tuple(keys), parent))
 
     def _tell_gone(self, table: TierTable, blocks: Sequence[Evicted]) -> None:
-        if blocks:
-            self._tell(False, table, (block.key for block in blocks), ROOT_PARENT)
+        if blocks and self._observer is not None:
+            self._tell(False, table, map(_key_of, blocks), ROOT_PARENT)
 
     def _evicted(self, table: TierTable, node: int) -> Evicted:
         namespace = self._nodes.space_names[self._nodes.space[node]]

@@ -590,6 +590,31 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Correct `events.endpoint`, or free the port.",
         ),
         Trouble(
+            "a thread tells block events, as no process can be started: %s",
+            "Python could not be started once more; events are told, at some cost to the engine.",
+            'Look at the reason (limits, a sandbox), or set `events.publisher = "thread"`.',
+        ),
+        Trouble(
+            "the process that tells block events is started anew: %s",
+            "It was killed or failed. Consumers see a gap and catch up by a snapshot.",
+            "Where it is out of memory, give the container more: it keeps a copy of what is held.",
+        ),
+        Trouble(
+            "block events are told no more, their process ends too often: %s",
+            "It was started anew some times and ended each time. The engine serves without events.",
+            "Look at the lines before; restart the engine when the cause is gone.",
+        ),
+        Trouble(
+            "block events are told no more: what ships them to their process failed",
+            "A defect in kvcore; the engine serves without events.",
+            "Report it with the traceback; restart the engine.",
+        ),
+        Trouble(
+            "the process that tells block events failed",
+            "A defect in kvcore; it is started anew.",
+            "Report it with the traceback.",
+        ),
+        Trouble(
             "stream %s is not made or changed: %s",
             "NATS does not let kvcore make its stream.",
             "Make it by hand, or give the account the right to.",

@@ -25,8 +25,8 @@ from kvcore.control.audit import AuditLog
 from kvcore.control.build import make_control, open_endpoint
 from kvcore.control.tenants import Tenants
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
-from kvcore.events import Publisher
-from kvcore.events.build import endpoints, open_publisher
+from kvcore.events import Feed
+from kvcore.events.build import Telling, endpoints, open_events
 from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.layout import KVView
@@ -110,7 +110,7 @@ class LeaderParts:
     backings: Sequence[PreparedBacking]
     plugins: PluginManager
     releases: list[Callable[[], None]]
-    publisher: Publisher | None = None
+    events: Telling | None = None
     directory: Directory | None = None
     tenants: Tenants | None = None
 
@@ -160,7 +160,7 @@ def enter_directory(
     """``parts`` with this process in the directory of ``[cluster]``, where there is one, and where
     its events are had. Raises ConfigError, and has released them then."""
     told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
-    if parts.publisher is not None:
+    if parts.events is not None:
         told |= endpoints(config, data_parallel_rank)
     try:
         directory = enter(config, kind, told, data_parallel_rank)
@@ -223,7 +223,7 @@ def build_manager(
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
 
-    ``on_event`` is told beside the publisher of ``[events]``; see `BlockIndex.watch`.
+    ``on_event`` is told beside the feed of ``[events]``; see `BlockIndex.watch`.
     ``data_parallel_rank`` tells leaders of one engine apart where there are several.
     """
     plugins = load_plugins(config)
@@ -236,7 +236,8 @@ def build_manager(
     index = BlockIndex([host, *(found.spec for found in backings)])
     not_taken = {found.spec.name: _restore(index, found) for found in backings}
     metrics = Metrics("leader", enabled=config.metrics.enabled)
-    publisher = open_publisher(config, index, metrics, data_parallel_rank)
+    events = open_events(config, index, metrics, data_parallel_rank)
+    feed = None if events is None else events.feed
     manager = KVManager(
         index,
         transport,
@@ -244,13 +245,15 @@ def build_manager(
         staging_slots=range(slots.indexed, slots.total),
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
-        on_event=_both(on_event, publisher),
-        spell=_speller(publisher, config.block.tokens),
+        on_event=_both(on_event, feed),
+        spell=_speller(feed, config.block.tokens),
         ids=ids,
         sink_saves=sink_saves,
     )
     manager.removals.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
+    if feed is not None:
+        manager.upkeep.append(feed.tick)
     if config.tenants:
         manager.upkeep.append(tenants.tick)
     _log.info(
@@ -261,15 +264,15 @@ def build_manager(
         slots.indexed,
         ",".join(index.tiers),
     )
-    outside = [] if publisher is None else [publisher.close]
+    outside = [] if events is None else [events.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
-    return LeaderParts(manager, metrics, backings, plugins, releases, publisher, tenants=tenants)
+    return LeaderParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
 
 
-def _speller(publisher: Publisher | None, block_tokens: int) -> Spell | None:
-    if publisher is None or not publisher.tells_tokens:
+def _speller(feed: Feed | None, block_tokens: int) -> Spell | None:
+    if feed is None or not feed.tells_tokens:
         return None
-    tell = publisher.spell
+    tell = feed.spell
 
     def spell(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
         tell(keys[start:stop], pack_tokens(tokens[start * block_tokens : stop * block_tokens]))
@@ -278,11 +281,11 @@ def _speller(publisher: Publisher | None, block_tokens: int) -> Spell | None:
 
 
 def _both(
-    on_event: Callable[[Event], None] | None, publisher: Publisher | None
+    on_event: Callable[[Event], None] | None, feed: Feed | None
 ) -> Callable[[Event], None] | None:
-    if on_event is None or publisher is None:
-        return on_event if publisher is None else publisher.note
-    tell, note = on_event, publisher.note
+    if on_event is None or feed is None:
+        return on_event if feed is None else feed.note
+    tell, note = on_event, feed.note
 
     def both(event: Event) -> None:
         tell(event)

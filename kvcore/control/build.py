@@ -9,7 +9,7 @@ from kvcore.config import Config
 from kvcore.control.audit import AuditLog
 from kvcore.control.operations import Control
 from kvcore.control.tenants import Tenants
-from kvcore.events.build import rank_endpoint
+from kvcore.events.plan import rank_endpoint
 from kvcore.manager import KVManager
 from kvcore.metrics import Metrics
 

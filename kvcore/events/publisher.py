@@ -1,6 +1,6 @@
 """Numbers batches of events, sends them, and answers those that missed some.
 
-    leader ── note ──▶ Feed ── take ──▶ ┌ publisher's thread ──────────────────────┐
+    leader ── note ──▶ Feed ── take ──▶ ┌ a thread, or a process ──────────────────┐
                                         │ mirror: what the batches so far add up to│──▶ outlets
                                         │ history: the last batches, by number     │◀── requests
                                         └──────────────────────────────────────────┘
@@ -19,11 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from kvcore._tables import Event
 from kvcore.block import KEY_BYTES, TOKEN_BYTES
 from kvcore.errors import FormatError
-from kvcore.events.feed import Content, Feed, Lost, Spelled
+from kvcore.events.feed import Content, Item, Lost, Spelled, Told, untold
 from kvcore.events.texts import Texts
 from kvcore.events.wire import (
     SNAPSHOT,
@@ -34,8 +36,6 @@ from kvcore.events.wire import (
     number,
     wire_events,
 )
-from kvcore.index import Event
-from kvcore.metrics import Metrics
 
 __all__ = ["Outlet", "Pacing", "Publisher", "Request"]
 
@@ -80,35 +80,36 @@ class Pacing:
 
 
 class Publisher:
-    """Tells the outlets of everything that is noted.
+    """Tells the outlets of everything that it takes.
 
-    `note` is for the leader's thread; after `start` all else happens on a thread of its own.
+    `run` does so until it is over; `start` has a thread of this process run it, until `close`.
     """
 
     def __init__(
         self,
-        content: Callable[[], Content],
+        content: Content,
+        take: Callable[[], Sequence[Item]],
         outlets: Sequence[Outlet],
         block_tokens: int,
         *,
         pacing: Pacing | None = None,
         rank: int | None = None,
         token_ids: bool = False,
-        metrics: Metrics | None = None,
+        told: Told = untold,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``content`` gives what the index publishes now; it is called here, and on the thread that
-        notes. ``rank`` is the data-parallel rank that batches bear. With ``token_ids`` the tokens
-        of `spell` are told."""
+        """``content`` is what the tiers held before the first of what ``take`` gives. ``rank`` is
+        the data-parallel rank that batches bear. With ``token_ids`` the tokens that are `Spelled`
+        are told."""
         self._pacing = pacing or Pacing()
-        self._feed = Feed(self._pacing.queue_blocks, content)
+        self._take = take
         self._outlets = list(outlets)
         self._block_tokens = block_tokens
         self._rank = rank
-        self._metrics = metrics or Metrics(enabled=False)
+        self._told = told
         self._clock = clock
         self._number = (int(clock() * 1000) << 12) - 1
-        self._mirror = _unpack(content())
+        self._mirror = _unpack(content)
         self._texts = Texts(block_tokens * TOKEN_BYTES) if token_ids else None
         self._history: deque[Message] = deque()
         self._history_bytes = 0
@@ -116,30 +117,12 @@ class Publisher:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # -- leader's thread --------------------------------------------------------------------
-
-    def note(self, event: Event) -> None:
-        """Queue an event. Does no I/O and waits for nobody."""
-        dropped = self._feed.note(event)
-        if dropped:
-            self._metrics.told("dropped", dropped)
-
-    @property
-    def tells_tokens(self) -> bool:
-        """Whether `spell` is of any use."""
-        return self._texts is not None
-
-    def spell(self, keys: Sequence[bytes], tokens: bytes) -> None:
-        """The packed tokens of blocks that will be told as stored. As `note` does, it waits for
-        nobody."""
-        if self._texts is not None and keys:
-            dropped = self._feed.note(Spelled(tuple(keys), tokens))
-            if dropped:
-                self._metrics.told("dropped", dropped)
-
     def start(self) -> None:
-        """Publish from now on."""
-        self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
+        """Publish from now on, on a thread of its own."""
+        over = partial(self._stop.wait, self._pacing.interval_s)
+        self._thread = threading.Thread(
+            target=self.run, args=(over,), name="kvcore-events", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -150,13 +133,19 @@ class Publisher:
         else:
             self._close_outlets()
 
-    # -- publisher's thread -----------------------------------------------------------------
+    def run(self, over: Callable[[], bool]) -> None:
+        """Publish until ``over``, which waits for a while or for news, is true; then what is left,
+        and let go of the outlets."""
+        while not over():
+            self.step()
+        self.step()
+        self._close_outlets()
 
     def step(self) -> None:
         """Publish what is queued, then answer what was asked."""
         batch: list[Event] = []
         blocks = 0
-        for item in self._feed.take():
+        for item in self._take():
             if isinstance(item, Lost):
                 self._publish(batch, blocks)
                 batch, blocks = [], 0
@@ -177,12 +166,6 @@ class Publisher:
             for request in outlet.requests():
                 self._answer(request)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._pacing.interval_s):
-            self.step()
-        self.step()
-        self._close_outlets()
-
     def _close_outlets(self) -> None:
         for outlet in self._outlets:
             outlet.close()
@@ -194,11 +177,12 @@ class Publisher:
         told = self._wire(events)
         for event in events:
             self._apply(event)
-        self._metrics.told("published", blocks)
+        self._told("published", blocks)
         self._send(told)
 
     def _learn(self, spelled: Spelled) -> None:
-        assert self._texts is not None
+        if self._texts is None:
+            return
         try:
             self._texts.spell(spelled.keys, spelled.tokens)
         except FormatError as error:
@@ -242,7 +226,7 @@ class Publisher:
         self._keep(message)
         for outlet in self._outlets:
             if not outlet.send(message):
-                self._metrics.told("unsent", sum(map(_blocks, events)))
+                self._told("unsent", sum(map(_blocks, events)))
 
     def _keep(self, message: Message) -> None:
         self._history.append(message)

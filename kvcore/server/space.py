@@ -207,7 +207,7 @@ class Space:
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
         self._awaited = Awaited(parts.manager.index)
-        self._metrics, self._publisher = parts.metrics, parts.publisher
+        self._metrics, self._events = parts.metrics, parts.events
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
         self.control = make_control(
@@ -319,12 +319,12 @@ class Space:
     @property
     def spells(self) -> bool:
         """Whether events tell tokens."""
-        return self._publisher is not None and self._publisher.tells_tokens
+        return self._events is not None and self._events.feed.tells_tokens
 
     def spell(self, told: Spell) -> None:
         """Raises FormatError for what are no keys."""
-        if self._publisher is not None:
-            self._publisher.spell(split(told.keys), told.tokens)
+        if self._events is not None:
+            self._events.feed.spell(split(told.keys), told.tokens)
 
     def search(self, asked: Search) -> Reuses:
         """Raises FormatError for what are no tokens."""

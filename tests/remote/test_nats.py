@@ -11,7 +11,7 @@ import pytest
 
 from kvcore.block import ROOT_PARENT
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.events import Pacing, Publisher, Subscriber
+from kvcore.events import Feed, Pacing, Plan, Publisher, PublisherProcess, Subscriber
 from kvcore.events.wire import SNAPSHOT, Message
 from kvcore.index import Event
 from kvcore.testing.servers import Server, Start, nats, need_client
@@ -32,11 +32,13 @@ def stored(*numbers: int) -> Event:
     return Event(True, "host", tuple(map(key, numbers)), ROOT_PARENT)
 
 
-def publisher(outlet: NatsOutlet) -> Publisher:
-    pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
-    made = Publisher(lambda: {"host": (b"", b"")}, [outlet], 16, pacing=pacing)
-    made.start()
-    return made
+class Telling:
+    def __init__(self, outlet: NatsOutlet) -> None:
+        pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
+        feed = Feed(pacing.queue_blocks, lambda: {"host": (b"", b"")})
+        publisher = Publisher(feed.content(), feed.take, [outlet], 16, pacing=pacing)
+        publisher.start()
+        self.note, self.close = feed.note, publisher.close
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def holds(consumer: Subscriber, numbers: set[int]) -> Callable[[], bool]:
 
 
 def test_a_consumer_follows_catches_up_and_survives_the_server(server: Server) -> None:
-    telling = publisher(NatsOutlet(url(server), "KVCORE", "one"))
+    telling = Telling(NatsOutlet(url(server), "KVCORE", "one"))
     telling.note(stored(1, 2, 3, 4, 5))
     consumer = Subscriber(source(server, "one"), retry_s=0.2, silence_s=2)
     until(holds(consumer, {1, 2, 3, 4, 5}), "a late consumer was not told what is held")
@@ -99,7 +101,7 @@ def test_the_stream_keeps_batches_in_order_for_who_was_away(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nats_bus, "_CLOSE_S", LIMIT_S)  # all of it goes out, however long it takes
-    telling = publisher(NatsOutlet(url(server), "KVCORE", "two"))
+    telling = Telling(NatsOutlet(url(server), "KVCORE", "two"))
     for n in range(20):
         telling.note(stored(n))
     telling.close()
@@ -129,7 +131,7 @@ async def nats_connect(address: str):  # type: ignore[no-untyped-def]
 
 def test_an_answer_that_is_not_whole_is_none(server: Server) -> None:
     outlet = NatsOutlet(url(server), "KVCORE", "short")
-    made = publisher(outlet)
+    made = Telling(outlet)
     consumer = source(server, "short")
     until(lambda: bool(consumer.ask(SNAPSHOT, LIMIT_S)), "no answer came")
     answer = nats_bus.NatsRequest._answer
@@ -157,7 +159,7 @@ def test_an_answer_that_is_not_whole_is_none(server: Server) -> None:
 
 def test_a_publisher_does_not_wait_for_a_server_that_is_not_there(server: Server) -> None:
     server.kill()
-    telling = publisher(NatsOutlet(url(server), "KVCORE", "three", queue_batches=3))
+    telling = Telling(NatsOutlet(url(server), "KVCORE", "three", queue_batches=3))
     began = time.monotonic()
     for n in range(40):
         telling.note(stored(n))
@@ -168,6 +170,19 @@ def test_a_publisher_does_not_wait_for_a_server_that_is_not_there(server: Server
     until(holds(consumer, set(range(40))), "what was published before the server came is unknown")
     consumer.close()
     telling.close()
+
+
+def test_a_process_publishes_what_it_is_told_over_nats(server: Server) -> None:
+    feed = Feed(1024, lambda: {"host": (key(1), ROOT_PARENT)})
+    pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
+    plan = Plan(nats=url(server), topic="four", block_tokens=16, pacing=pacing)
+    process = PublisherProcess(plan, feed, lambda _outcome, _blocks: None)
+    assert process.start()
+    consumer = Subscriber(source(server, "four"), retry_s=0.2)
+    feed.note(stored(2, 3))
+    until(holds(consumer, {1, 2, 3}), "not told")
+    consumer.close()
+    process.close()
 
 
 def test_no_server_is_named() -> None:

@@ -240,13 +240,15 @@ def test_settings_that_name_no_plugin_are_refused() -> None:
         build_leader(settings(host={"policy": "nobody"}), model(), Outbox())
 
 
-def test_events_of_the_settings_are_published_beside_the_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["process", "thread"])
+def test_events_of_the_settings_are_published_beside_the_engines(tmp_path: Path, who: str) -> None:
     pytest.importorskip("zmq")
     from kvcore.events import Subscriber
     from kvcore.events.zmq_bus import ZmqSource
 
     ends = {"endpoint": f"ipc://{tmp_path}/pub", "replay_endpoint": f"ipc://{tmp_path}/ask"}
-    config = load_config(overrides={"host": {"capacity": "1MiB"}, "events": ends})
+    events = {**ends, "publisher": who}
+    config = load_config(overrides={"host": {"capacity": "1MiB"}, "events": events})
     told: list[Event] = []
     parts = build_leader(config, model(), Outbox(2), on_event=told.append)
     index = parts.manager.index
@@ -263,13 +265,17 @@ def test_events_of_the_settings_are_published_beside_the_engines(tmp_path: Path)
         release()
 
 
+@pytest.mark.parametrize("who", ["process", "thread"])
 def test_a_bus_that_cannot_be_had_is_no_reason_not_to_serve(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, who: str
 ) -> None:
     config = load_config(
-        overrides={"host": {"capacity": "1MiB"}, "events": {"endpoint": "tcp://*:nowhere"}}
+        overrides={
+            "host": {"capacity": "1MiB"},
+            "events": {"endpoint": "tcp://*:nowhere", "publisher": who},
+        }
     )
-    assert build_leader(config, model(), Outbox(2)).publisher is None
+    assert build_leader(config, model(), Outbox(2)).events is None
     assert "no block events" in caplog.text
 
 
@@ -280,14 +286,17 @@ def test_a_bus_whose_client_is_missing_is_left_out_by_name(
     for name in ("kvcore.events.zmq_bus", "kvcore.server.sockets"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     config = load_config(
-        overrides={"host": {"capacity": "1MiB"}, "events": {"endpoint": "tcp://*:5557"}}
+        overrides={
+            "host": {"capacity": "1MiB"},
+            "events": {"endpoint": "tcp://*:5557", "publisher": "thread"},
+        }
     )
-    assert build_leader(config, model(), Outbox(2)).publisher is None
+    assert build_leader(config, model(), Outbox(2)).events is None
     assert "pip install pyzmq" in caplog.text
 
 
 def test_each_data_parallel_rank_has_an_endpoint_of_its_own() -> None:
-    from kvcore.events.build import rank_endpoint
+    from kvcore.events.plan import rank_endpoint
 
     assert rank_endpoint("tcp://*:5557", None) == rank_endpoint("tcp://*:5557", 0) == "tcp://*:5557"
     assert rank_endpoint("tcp://*:5557", 3) == "tcp://*:5560"

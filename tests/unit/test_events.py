@@ -68,14 +68,17 @@ class Bus:
     def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
         if not self.up:
             return None
-        assert self.publisher is not None
         ask = Ask(body)
         self.asked.append(ask)
-        self.publisher.step()
+        self.step()
         return ask.messages
 
     def close(self) -> None:
         self.queue.clear()
+
+    def step(self) -> None:
+        assert self.publisher is not None
+        self.publisher.step()
 
 
 def content_of(index: BlockIndex) -> Content:
@@ -165,10 +168,11 @@ class EventMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """Another publisher takes over; what the first had queued is gone."""
         pacing = Pacing(batch_blocks=3, queue_blocks=6, history_bytes=200, heartbeat_s=60)
+        feed = Feed(pacing.queue_blocks, lambda: content_of(self.index))
         self.publisher = Publisher(
-            lambda: content_of(self.index), [self.bus], 16, pacing=pacing, clock=self.clock
+            feed.content(), feed.take, [self.bus], 16, pacing=pacing, clock=self.clock
         )
-        self.index.watch(self.publisher.note)
+        self.index.watch(feed.note)
         self.bus.publisher = self.publisher
 
     @rule()
@@ -211,12 +215,15 @@ class Rig:
         self.bus = Bus()
         self.metrics = Metrics()
         self.now = now
+        kept = Pacing(**pacing)
+        self.feed = Feed(kept.queue_blocks, lambda: self.held, told=self.metrics.told)
         self.publisher = Publisher(
-            lambda: self.held,
+            self.held,
+            self.feed.take,
             [self.bus],
             16,
-            pacing=Pacing(**pacing),
-            metrics=self.metrics,
+            pacing=kept,
+            told=self.metrics.told,
             clock=lambda: self.now,
         )
         self.bus.publisher = self.publisher
@@ -240,12 +247,12 @@ def removed(*numbers: int, tier: str = "host") -> Event:
 
 def test_a_full_queue_drops_what_is_in_it_counts_it_and_leaves_a_gap() -> None:
     rig = Rig(queue_blocks=4)
-    rig.publisher.note(stored(9))
+    rig.feed.note(stored(9))
     rig.publisher.step()
     [first] = rig.numbers
-    rig.publisher.note(stored(1, 2, 3))
+    rig.feed.note(stored(1, 2, 3))
     rig.held = {"host": (key(1) + key(2), ROOT_PARENT + key(1))}
-    rig.publisher.note(removed(3, 9))
+    rig.feed.note(removed(3, 9))
     rig.publisher.step()
     assert rig.numbers[1] == first + 2, "no gap where events were dropped"
     assert rig.metrics.snapshot()["kvcore_event_blocks_total"]["dropped"] == 3
@@ -257,13 +264,25 @@ def test_a_full_queue_drops_what_is_in_it_counts_it_and_leaves_a_gap() -> None:
 
 def test_events_that_fit_are_not_dropped_and_a_queue_is_bounded() -> None:
     looks: list[int] = []
-    feed = Feed(3, lambda: looks.append(1) or {})  # type: ignore[func-returns-value]
-    assert feed.note(stored(1, 2)) == 0
-    assert feed.note(stored(3)) == 0
-    assert feed.note(stored(4)) == 3
+    metrics = Metrics()
+
+    def content() -> Content:
+        looks.append(1)
+        return {}
+
+    def dropped() -> int:
+        return int(metrics.snapshot().get("kvcore_event_blocks_total", {}).get("dropped", 0))
+
+    feed = Feed(3, content, told=metrics.told)
+    feed.note(stored(1, 2))
+    feed.note(stored(3))
+    assert dropped() == 0
+    feed.note(stored(4))
+    assert dropped() == 3
     for n in range(5, 8):
         feed.note(stored(n))
-    assert feed.note(stored(8)) == 3, "dropped blocks are counted once"
+    feed.note(stored(8))
+    assert dropped() == 6, "dropped blocks are counted once"
     [lost, last] = feed.take()
     assert isinstance(lost, Lost)
     assert lost.blocks == 6
@@ -272,16 +291,70 @@ def test_events_that_fit_are_not_dropped_and_a_queue_is_bounded() -> None:
     assert feed.take() == []
 
 
+def test_a_queue_gives_some_of_what_it_has_and_keeps_count() -> None:
+    dropped: list[int] = []
+    feed = Feed(8, dict, told=lambda _, blocks: dropped.append(blocks))
+    for n in range(0, 8, 2):
+        feed.note(stored(n, n + 1))
+    assert feed.take(3) == [stored(0, 1), stored(2, 3)]
+    feed.note(stored(9, 10, 11, 12))
+    assert not dropped
+    feed.note(stored(13))
+    assert dropped == [8]
+    [lost, last] = feed.take(1)
+    assert isinstance(lost, Lost)
+    assert last == stored(13)
+
+
+def test_a_leader_renews_what_is_known_with_its_next_call() -> None:
+    dropped: list[int] = []
+    looks: list[int] = []
+    held = {"host": (key(1), ROOT_PARENT)}
+
+    def content() -> Content:
+        looks.append(1)
+        return held
+
+    feed = Feed(8, content, told=lambda _, blocks: dropped.append(blocks))
+    feed.note(stored(1, 2))
+    feed.tick()
+    assert not looks
+    feed.renew()
+    assert not feed.renewed
+    feed.note(stored(3))
+    assert feed.renewed
+    assert feed.take() == [Lost(2, held), stored(3)]
+    feed.renew()
+    feed.tick()
+    assert feed.renewed
+    assert feed.take() == [Lost(0, held)]
+    feed.note(stored(4))
+    assert feed.take() == [stored(4)]
+    assert dropped == [2]
+    assert len(looks) == 2, "the index is looked at again and again"
+
+
+def test_a_queue_that_nobody_takes_from_any_more_counts_all_as_dropped() -> None:
+    dropped: list[int] = []
+    feed = Feed(8, dict, told=lambda _, blocks: dropped.append(blocks))
+    feed.note(stored(1, 2))
+    feed.close()
+    feed.note(stored(3, 4, 5))
+    feed.tick()
+    assert dropped == [2, 3]
+    assert feed.take() == []
+
+
 def test_a_consumer_that_missed_little_is_told_that_alone() -> None:
     rig = Rig(batch_blocks=1)
     consumer = Subscriber(rig.bus)
-    rig.publisher.note(stored(1))
+    rig.feed.note(stored(1))
     rig.publisher.step()
     assert consumer.poll(0)
     assert consumer.resyncs == 1
     rig.bus.losing = 2
     for n in (2, 3, 4):
-        rig.publisher.note(stored(n))
+        rig.feed.note(stored(n))
     rig.publisher.step()
     assert consumer.poll(0)
     assert consumer.resyncs == 1, "everything was asked for where two batches would do"
@@ -296,7 +369,7 @@ def test_an_idle_publisher_lets_a_consumer_find_that_it_missed_the_last_batch() 
     rig.publisher.step()
     assert consumer.poll(0), "no heartbeat"
     rig.bus.losing = 1
-    rig.publisher.note(stored(1))
+    rig.feed.note(stored(1))
     rig.publisher.step()
     assert not consumer.poll(0)
     rig.now += 5
@@ -309,7 +382,7 @@ def test_a_publisher_that_falls_silent_is_asked() -> None:
     rig = Rig()
     now = [0.0]
     consumer = Subscriber(rig.bus, silence_s=30, clock=lambda: now[0])
-    rig.publisher.note(stored(1))
+    rig.feed.note(stored(1))
     rig.publisher.step()
     consumer.poll(0)
     rig.bus.up = False
@@ -327,7 +400,7 @@ def test_a_restarted_publisher_never_goes_on_where_a_consumer_left_off() -> None
     rig, later = Rig(), Rig(now=100.002)
     for each in (rig, later):
         for n in range(3):
-            each.publisher.note(stored(n))
+            each.feed.note(stored(n))
             each.publisher.step()
     assert not set(rig.numbers) & set(later.numbers)
     assert max(rig.numbers) - min(rig.numbers) == 2
@@ -338,7 +411,7 @@ def test_a_publisher_that_comes_back_with_an_earlier_clock_is_asked_for_everythi
     consumer = Subscriber(rig.bus, retry_s=0)
     for each, first in ((rig, 1), (back, 10)):
         consumer._source = each.bus  # one address, then another process behind it
-        each.publisher.note(stored(first))
+        each.feed.note(stored(first))
         each.publisher.step()
         while consumer.poll(0):
             pass
@@ -349,7 +422,7 @@ def test_a_publisher_that_comes_back_with_an_earlier_clock_is_asked_for_everythi
 def test_history_is_bounded_in_bytes() -> None:
     rig = Rig(batch_blocks=1, history_bytes=2000)
     for n in range(200):
-        rig.publisher.note(stored(n))
+        rig.feed.note(stored(n))
     rig.publisher.step()
     kept = rig.bus.ask(number_bytes(0), 1)
     assert kept
@@ -360,8 +433,8 @@ def test_history_is_bounded_in_bytes() -> None:
 def test_a_large_snapshot_comes_in_batches_of_one_number() -> None:
     rig = Rig(batch_blocks=10, queue_blocks=1000)
     chain = stored(*range(95))
-    rig.publisher.note(chain)
-    rig.publisher.note(stored(*range(200, 203), tier="disk"))
+    rig.feed.note(chain)
+    rig.feed.note(stored(*range(200, 203), tier="disk"))
     rig.publisher.step()
     messages = rig.bus.ask(SNAPSHOT, 1)
     assert messages is not None
@@ -386,7 +459,7 @@ def test_a_payload_that_is_none_is_refused_and_asked_for_again(payload: bytes) -
         decode(payload)
     rig = Rig()
     consumer = Subscriber(rig.bus, retry_s=0)
-    rig.publisher.note(stored(1))
+    rig.feed.note(stored(1))
     rig.publisher.step()
     consumer.poll(0)
     rig.bus.queue.append(Message(rig.publisher._number + 1, payload))
@@ -457,10 +530,10 @@ def text(n: int) -> bytes:
     return pack_tokens([10 * n, 10 * n + 1])
 
 
-def telling(bus: Bus) -> Publisher:
-    made = Publisher(lambda: {"host": (b"", b"")}, [bus], 2, token_ids=True)
-    bus.publisher = made
-    return made
+def telling(bus: Bus, queue_blocks: int = 64, content: Content | None = None) -> Feed:
+    feed = Feed(queue_blocks, lambda: content or {"host": (b"", b"")}, token_ids=True)
+    bus.publisher = Publisher(feed.content(), feed.take, [bus], 2, token_ids=True)
+    return feed
 
 
 def said(bus: Bus) -> list[tuple[list[Any], Any, list[int]]]:
@@ -473,21 +546,21 @@ def said(bus: Bus) -> list[tuple[list[Any], Any, list[int]]]:
 
 def test_tokens_are_told_of_the_blocks_whose_tokens_are_known() -> None:
     bus = Bus()
-    publisher = telling(bus)
-    publisher.spell([key(1), key(2)], text(1) + text(2))
-    publisher.note(stored(1, 2, 3))
-    publisher.spell([key(4)], text(4))
-    publisher.note(stored(4, parent=key(3)))
-    publisher.step()
+    feed = telling(bus)
+    feed.spell([key(1), key(2)], text(1) + text(2))
+    feed.note(stored(1, 2, 3))
+    feed.spell([key(4)], text(4))
+    feed.note(stored(4, parent=key(3)))
+    bus.step()
     assert said(bus) == [
         ([key(1), key(2)], None, [10, 11, 20, 21]),
         ([key(3)], key(2), []),
         ([key(4)], key(3), [40, 41]),
     ]
-    publisher.note(removed(2))
-    publisher.step()
-    publisher.note(stored(2, parent=key(1), tier="disk"))
-    publisher.step()
+    feed.note(removed(2))
+    bus.step()
+    feed.note(stored(2, parent=key(1), tier="disk"))
+    bus.step()
     assert said(bus) == [([key(2)], key(1), [20, 21])], "on its way to the next tier it is kept"
     [one, *_] = bus.ask(SNAPSHOT, 1.0) or []
     told = {
@@ -501,20 +574,21 @@ def test_tokens_are_told_of_the_blocks_whose_tokens_are_known() -> None:
 
 def test_a_publisher_that_tells_no_tokens_keeps_none() -> None:
     bus = Bus()
-    publisher = Publisher(lambda: {"host": (b"", b"")}, [bus], 2)
-    publisher.spell([key(1)], text(1))
-    publisher.note(stored(1))
-    publisher.step()
-    assert not publisher.tells_tokens
+    feed = Feed(64, lambda: {"host": (b"", b"")})
+    bus.publisher = Publisher(feed.content(), feed.take, [bus], 2)
+    feed.spell([key(1)], text(1))
+    feed.note(stored(1))
+    bus.step()
+    assert not feed.tells_tokens
     assert said(bus) == [([key(1)], None, [])]
 
 
 def test_tokens_that_do_not_fit_their_blocks_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     bus = Bus()
-    publisher = telling(bus)
-    publisher.spell([key(1), key(2)], text(1))
-    publisher.note(stored(1, 2))
-    publisher.step()
+    feed = telling(bus)
+    feed.spell([key(1), key(2)], text(1))
+    feed.note(stored(1, 2))
+    bus.step()
     assert said(bus) == [([key(1), key(2)], None, [])]
     assert "left out of events" in caplog.text
 
@@ -522,19 +596,12 @@ def test_tokens_that_do_not_fit_their_blocks_are_left_out(caplog: pytest.LogCapt
 def test_tokens_outlive_a_full_queue_where_their_blocks_are_held() -> None:
     bus = Bus()
     held = b"".join(map(key, (1, 2)))
-    publisher = Publisher(
-        lambda: {"host": (held, bytes(16) + key(1))},
-        [bus],
-        2,
-        pacing=Pacing(queue_blocks=2),
-        token_ids=True,
-    )
-    bus.publisher = publisher
-    publisher.spell([key(1)], text(1))
-    publisher.step()
-    publisher.note(stored(1, 2))
-    publisher.note(stored(3))
-    publisher.step()
+    feed = telling(bus, 2, {"host": (held, bytes(16) + key(1))})
+    feed.spell([key(1)], text(1))
+    bus.step()
+    feed.note(stored(1, 2))
+    feed.note(stored(3))
+    bus.step()
     bus.queue.clear()
     answer = bus.ask(SNAPSHOT, 1.0)
     assert answer is not None

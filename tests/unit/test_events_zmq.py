@@ -16,7 +16,7 @@ zmq = pytest.importorskip("zmq")
 
 from kvcore.block import ROOT_PARENT  # noqa: E402
 from kvcore.errors import ConfigError  # noqa: E402
-from kvcore.events import Pacing, Publisher, Subscriber  # noqa: E402
+from kvcore.events import Feed, Pacing, Publisher, Subscriber  # noqa: E402
 from kvcore.events.wire import END, number, number_bytes  # noqa: E402
 from kvcore.events.zmq_bus import ZmqOutlet, ZmqSource  # noqa: E402
 from kvcore.index import Event  # noqa: E402
@@ -43,7 +43,10 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.outlet = ZmqOutlet(f"ipc://{folder}/pub", f"ipc://{folder}/ask", "kvcore")
         pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.2)
-        self.publisher = Publisher(lambda: {"host": (b"", b"")}, [self.outlet], 16, pacing=pacing)
+        self.feed = Feed(pacing.queue_blocks, lambda: {"host": (b"", b"")})
+        self.publisher = Publisher(
+            self.feed.content(), self.feed.take, [self.outlet], 16, pacing=pacing
+        )
         self.publisher.start()
 
     def source(self) -> ZmqSource:
@@ -67,10 +70,10 @@ def holds(consumer: Subscriber, numbers: set[int]) -> Callable[[], bool]:
 
 
 def test_a_consumer_follows_and_catches_up(rig: Rig) -> None:
-    rig.publisher.note(stored(1, 2, 3, 4, 5))
+    rig.feed.note(stored(1, 2, 3, 4, 5))
     consumer = Subscriber(rig.source(), answer_s=LIMIT_S)
     until(holds(consumer, {1, 2, 3, 4, 5}), "a late consumer was not told what is held")
-    rig.publisher.note(Event(False, "host", (key(2),)))
+    rig.feed.note(Event(False, "host", (key(2),)))
     until(holds(consumer, {1, 3, 4, 5}), "a removal did not come")
     consumer.close()
 
@@ -78,13 +81,13 @@ def test_a_consumer_follows_and_catches_up(rig: Rig) -> None:
 def test_one_that_lost_its_connection_for_a_while(rig: Rig) -> None:
     source = rig.source()
     consumer = Subscriber(source, answer_s=LIMIT_S)
-    rig.publisher.note(stored(1))
+    rig.feed.note(stored(1))
     until(holds(consumer, {1}), "not told")
     source._sub.disconnect(rig.outlet.endpoint)
     while source.receive(0.3):
         pass
     for n in range(2, 40):
-        rig.publisher.note(stored(n))
+        rig.feed.note(stored(n))
     time.sleep(0.1)
     source._sub.connect(rig.outlet.endpoint)
     until(holds(consumer, set(range(1, 40))), "what was missed was not asked for")
@@ -96,7 +99,7 @@ def test_a_publisher_that_went_and_one_that_came(tmp_path: Path) -> None:
     first = Rig(tmp_path)
     source = first.source()
     consumer = Subscriber(source, answer_s=1, retry_s=0.1, silence_s=0.5)
-    first.publisher.note(stored(1))
+    first.feed.note(stored(1))
     until(holds(consumer, {1}), "not told")
     first.publisher.close()
 
@@ -106,7 +109,7 @@ def test_a_publisher_that_went_and_one_that_came(tmp_path: Path) -> None:
 
     until(knows, "the publisher is gone and this is not known")
     second = Rig(tmp_path)
-    second.publisher.note(stored(7))
+    second.feed.note(stored(7))
     until(holds(consumer, {7}), "what the second holds is not known")
     consumer.close()
     second.publisher.close()
@@ -148,7 +151,7 @@ def test_a_consumer_of_vllm_reads_it_and_asks_again_as_it_does(rig: Rig) -> None
     subscriber.subscribe(b"kvcore")
     subscriber.connect(rig.outlet.endpoint)
     assert subscriber.poll(LIMIT_S * 1000), "no heartbeat came"
-    rig.publisher.note(stored(1, 2))
+    rig.feed.note(stored(1, 2))
     hashes: list[bytes] = []
     while not hashes:
         assert subscriber.poll(LIMIT_S * 1000)

@@ -55,6 +55,11 @@ def test_the_control_plane_needs_no_torch() -> None:
     assert not loaded_after(code) & (ENGINES | {"torch", "transformers"})
 
 
+def test_the_process_that_publishes_events_is_light() -> None:
+    code = "import kvcore.events.child, kvcore.events.zmq_bus, kvcore.events.nats_bus"
+    assert not loaded_after(code) & HEAVY
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_kvcore_imports_no_engine(path: Path) -> None:
     assert not imported(path.read_text()) & ENGINES

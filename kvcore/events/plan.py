@@ -1,0 +1,103 @@
+"""What is published where, as data: a thread makes its publisher of it, or a process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.events.feed import Content, Item, Told
+from kvcore.events.publisher import Outlet, Pacing, Publisher
+
+__all__ = ["Plan", "rank_endpoint"]
+
+_log = logging.getLogger("kvcore.events")
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """``rank`` is the data-parallel rank: each has a port of its own, counted up from ``endpoint``
+    and ``replay_endpoint``, and a NATS topic of its own. The other fields are as the settings of
+    ``[events]`` have them."""
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str = "kvcore"
+    nats: str | None = None
+    nats_stream: str = "KVCORE"
+    block_tokens: int
+    token_ids: bool = False
+    rank: int | None = None
+    pacing: Pacing = Pacing()
+
+    def outlets(self) -> list[Outlet]:
+        """The buses that can be had. One that cannot is named in the log: the engine serves without
+        its events."""
+        return list(self._outlets())
+
+    def publisher(
+        self,
+        content: Content,
+        take: Callable[[], Sequence[Item]],
+        outlets: Sequence[Outlet],
+        told: Told,
+    ) -> Publisher:
+        """See `Publisher`."""
+        return Publisher(
+            content,
+            take,
+            outlets,
+            self.block_tokens,
+            pacing=self.pacing,
+            rank=self.rank,
+            token_ids=self.token_ids,
+            told=told,
+        )
+
+    def _outlets(self) -> Iterator[Outlet]:
+        makers: list[tuple[str, str, Callable[[], Outlet]]] = []
+        if self.endpoint:
+            makers.append((self.endpoint, "pyzmq", self._zmq_outlet))
+        if self.nats:
+            makers.append((self.nats, "nats-py", self._nats_outlet))
+        for where, package, make in makers:
+            try:
+                yield make()
+            except (ImportError, UnsupportedError) as error:  # noqa: PERF203  one bus is no reason to lose the other
+                _log.warning("no block events to %s: pip install %s (%s)", where, package, error)
+            except ConfigError as error:
+                _log.warning("no block events: %s", error)
+
+    def _zmq_outlet(self) -> Outlet:
+        from kvcore.events.zmq_bus import ZmqOutlet
+
+        assert self.endpoint is not None
+        replay = self.replay_endpoint
+        return ZmqOutlet(
+            rank_endpoint(self.endpoint, self.rank),
+            rank_endpoint(replay, self.rank) if replay else None,
+            self.topic,
+        )
+
+    def _nats_outlet(self) -> Outlet:
+        from kvcore.events.nats_bus import NatsOutlet
+
+        assert self.nats is not None
+        topic = f"{self.topic}-dp{self.rank}" if self.rank else self.topic
+        return NatsOutlet(self.nats, self.nats_stream, topic)
+
+
+def rank_endpoint(endpoint: str, rank: int | None) -> str:
+    """``endpoint`` for a data-parallel rank, as vLLM counts: the port, or the file's name, goes on.
+
+    Raises ConfigError for a TCP endpoint without a port.
+    """
+    if not rank:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    address, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ConfigError(f"given the endpoint {endpoint!r}; supported is tcp://ADDRESS:PORT")
+    return f"{address}:{int(port) + rank}"

@@ -1,0 +1,292 @@
+"""A publisher in a process of its own, so that its work is not on the engine's interpreter.
+
+    leader's thread ── note ──▶ Feed                   process (`kvcore.events.child`)
+                                 │ take                 ┌──────────────────────────┐
+                     ┌ shipping thread ┐  keys, packed  │ Publisher: mirror,       │──▶ outlets
+                     │ joins, writes   │ ── socket ───▶ │ history, texts, numbers, │
+                     │ counts, logs    │ ◀── reports ── │ heartbeats               │◀── requests
+                     └─────────────────┘                └──────────────────────────┘
+
+The shipping thread holds the interpreter's lock for a `bytes.join` and a few words an event, 0.1 ms
+at a time, and writes without it.
+
+Bounded: the thread takes some blocks at a time and waits for the process to read them. While that
+does not, slow or stopped, `Feed` fills up and drops, and everything held is shipped after it.
+
+Of both ends one can go:
+
+    the process   its socket closes: it is reaped, named in the log and started anew after a while,
+                  with all that is published then (the leader's next call gives it); numbers begin
+                  elsewhere, so that consumers catch up by a snapshot. At most `RESTARTS` times in a
+                  row; then nothing more is published, and what is noted counts as dropped.
+    the leader    the socket closes, or, where a fork of the leader has it too, the parent is
+                  another one: the process sends what it has and ends.
+
+The process is a fresh interpreter, given its plan, and with it addresses that have passwords, over
+the socket. It has no other descriptor of the engine's, imports neither the engine nor torch, and
+leaves signals to the engine: it ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvcore.events.feed import Feed, Item, Lost, Told
+from kvcore.events.frames import Buffer, Opening, Report, framed, pack
+from kvcore.events.plan import Plan
+
+__all__ = ["PublisherProcess"]
+
+_log = logging.getLogger("kvcore.events")
+
+_BATCH_BLOCKS = 4096
+_RECEIVE_BYTES = 1 << 16
+_PARTS = 64
+_LOOK_S = 0.1
+_EXIT_S = 1.0
+_reports = msgspec.msgpack.Decoder(Report)
+
+
+class PublisherProcess:
+    """Ships what a feed holds to a process that publishes it."""
+
+    RESTARTS = 8
+    BACKOFF_S = 0.5
+    """Before the first restart; twice as long before each that follows, at most a minute."""
+    STEADY_S = 60.0
+    """A process that lived as long was well: the next restart is the first."""
+    READY_S = 30.0
+    CLOSE_S = 10.0
+
+    def __init__(self, plan: Plan, feed: Feed, told: Told) -> None:
+        """``told`` counts what the process reports."""
+        self._plan = plan
+        self._feed = feed
+        self._told = told
+        self._child: _Child | None = None
+        self._stop = threading.Event()
+        self._limit = float("inf")  # the time until which a process is waited for
+        self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that publishes now, or did last."""
+        return None if self._child is None else self._child.process.pid
+
+    def start(self) -> bool:
+        """Publish from now on; False, and nothing runs, where no bus can be had. On the thread that
+        notes. Waits for the process to be ready, which takes it a moment.
+
+        Raises OSError where no process can be started, or it ends at once.
+        """
+        self._child = self._open([Lost(0, self._feed.content())])
+        if self._child.outlets == 0:
+            self._child.end(time.monotonic() + self.CLOSE_S)
+            return False
+        self._thread.start()
+        return True
+
+    def close(self) -> None:
+        """Send what is queued, and wait for the process to end, some seconds; then it is killed."""
+        self._limit = time.monotonic() + self.CLOSE_S
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(2 * self.CLOSE_S)
+
+    # -- shipping thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._publish()
+        except _Late:
+            pass
+        except Exception:  # noqa: BLE001  the end of a thread
+            _log.exception("block events are told no more: what ships them to their process failed")
+        finally:
+            self._feed.close()
+            if self._child is not None:
+                self._child.end(self._limit if self._stop.is_set() else 0)
+
+    def _publish(self) -> None:
+        """By one process after another, until it is to stop or they fail too often."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                return self._ship()
+            except OSError as error:
+                why = error
+            steady = time.monotonic() - began > self.STEADY_S
+            failures = 1 if steady else failures + 1
+            if failures > self.RESTARTS:
+                _log.error("block events are told no more, their process ends too often: %s", why)
+                return None
+            _log.warning("the process that tells block events is started anew: %s", why)
+            if self._child is not None:
+                self._child.end(0)
+                self._child = None
+            self._feed.renew()
+            self._stop.wait(min(60.0, self.BACKOFF_S * 2 ** (failures - 1)))
+
+    def _ship(self) -> None:
+        """Ship what comes until it is to stop, then the rest. Raises OSError when the process is
+        gone, or none can be started."""
+        if self._child is None:
+            while not self._feed.renewed:
+                if self._stop.wait(self._plan.pacing.interval_s):
+                    return
+            self._child = self._open(self._feed.take(1))
+        while not self._stop.wait(self._plan.pacing.interval_s):
+            self._ship_queued(self._child)
+        self._ship_queued(self._child)
+
+    def _ship_queued(self, child: _Child) -> None:
+        child.look()
+        while items := self._feed.take(_BATCH_BLOCKS):
+            child.send(pack(items), self._late)
+
+    def _open(self, items: Sequence[Item]) -> _Child:
+        """A process that is ready, or nearly. The first item says what is published."""
+        child = _Child(self._told)
+        limit = time.monotonic() + self.READY_S
+        try:
+            opening = Opening(self._plan, os.getpid(), _log.getEffectiveLevel())
+            child.send([*framed(opening), *pack(items)], self._late)
+            while child.outlets is None and time.monotonic() < limit and not self._stop.is_set():
+                child.wait()
+        except ConnectionError:
+            if child.outlets is None:
+                child.end(0)
+                raise
+        except BaseException:
+            child.end(0)
+            raise
+        return child
+
+    def _late(self) -> bool:
+        return time.monotonic() > self._limit
+
+
+class _Late(Exception):
+    """There is no time left to send more."""
+
+
+class _Child:
+    """The process, and this end of its socket. Of one thread."""
+
+    def __init__(self, told: Told) -> None:
+        """Raises OSError where it cannot be started."""
+        self.outlets: int | None = None
+        """The buses it has; None until it is ready."""
+        self._told = told
+        self._counted: dict[str, int] = {}
+        self._buffer = Buffer()
+        self._socket, theirs = socket.socketpair()
+        try:
+            self._socket.setblocking(False)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvcore.events.child"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+
+    def send(self, parts: Sequence[bytes], late: Callable[[], bool]) -> None:
+        """Waits for the process to read. Raises _Late when ``late`` says so before it has, and
+        ConnectionError when it is gone."""
+        left = [memoryview(part) for part in parts]
+        while left:
+            try:
+                sent = self._socket.sendmsg(left[:_PARTS])
+            except BlockingIOError:
+                if late():
+                    raise _Late from None
+                self.wait(select.POLLIN | select.POLLOUT)
+                continue
+            except OSError as error:
+                raise self._gone() from error
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
+
+    def wait(self, mask: int = select.POLLIN) -> None:
+        """For what the mask says, or a moment; then `look`."""
+        poll = select.poll()
+        poll.register(self._socket, mask)
+        poll.poll(_LOOK_S * 1000)
+        self.look()
+
+    def look(self) -> None:
+        """Take in what it reports. Raises ConnectionError when it is gone."""
+        there = self._receive()
+        for frame in self._buffer.frames():
+            self._hear(_reports.decode(frame.head))
+        if not there or self.process.poll() is not None:
+            raise self._gone()
+
+    def end(self, limit: float) -> None:
+        """Let it send what it has until ``limit``, of the clock, then kill it. Reaps it, once."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while time.monotonic() < limit:
+                self.wait()
+        try:
+            self.process.wait(max(0.0, min(limit - time.monotonic(), _EXIT_S)))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._socket.close()
+
+    def _receive(self) -> bool:
+        """False at the end."""
+        try:
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                self._buffer.add(data)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def _hear(self, report: Report) -> None:
+        self.outlets = report.outlets
+        for outcome, blocks in report.told.items():
+            self._told(outcome, blocks - self._counted.get(outcome, 0))
+        self._counted = report.told
+        for level, name, text in report.lines:
+            logging.getLogger(name).log(level, "%s", text)
+
+    def _gone(self) -> ConnectionError:
+        try:
+            status = self.process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return ConnectionError(f"process {self.process.pid} has closed its socket")
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return ConnectionError(f"process {self.process.pid} ended {how}")
+
+
+def _environment() -> dict[str, str]:
+    """Modules are found where they are found here, and not in a folder that happens to be current;
+    numpy needs no thread a core."""
+    from kvcore.config import engine_environment  # which the process itself has no use for
+
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    where = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return engine_environment({**where, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
