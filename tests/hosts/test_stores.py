@@ -197,6 +197,11 @@ def until(what: Callable[[], Any]) -> None:
     raise AssertionError("it did not happen in time")
 
 
+def need_loss(network: Network) -> None:
+    if not (network.facts.netem or network.facts.tap):
+        pytest.skip(str(network.facts))
+
+
 def begin_to_load(network: Network, b: EngineProcess, prompt: Sequence[int]) -> Future[Generation]:
     """A request on host b whose KV is on its way, over a slow cable, when this returns."""
     b.wait_ready()
@@ -267,6 +272,49 @@ def test_a_load_that_is_late_on_a_slow_cable_is_computed(
     assert network["b"].received - before > 16384, "it was on its way"
     network["b"].heal()
     reuse_returns(a, b, plain)
+
+
+def test_a_cable_that_delays_and_loses_costs_time_alone(
+    store: Store, engines: Engines, plain: Plain, network: Network
+) -> None:
+    """What comes before its deadline is used, and what does not is computed."""
+    need_loss(network)
+    for name in ("a", "b"):  # before they connect
+        network[name].slow(delay_s=0.05, loss=0.02)
+    a, b = engines.pair(store, HURRIED)
+    reuse_returns(a, b, plain)
+    prompt, late = words(12, 300), words(13, 100)
+    assert share(a, prompt) == plain(prompt)
+    assert ask(b, prompt).token_ids == plain(prompt)
+    assert share(a, late) == plain(late)
+    network["b"].slow(delay_s=HURRIED.load_s)
+    got = ask(b, late)
+    assert (got.token_ids, far(got)) == (plain(late), 0)
+    network.heal()
+    reuse_returns(a, b, plain)
+
+
+def test_a_cable_that_loses_most_has_the_store_left_alone_until_it_is_good(
+    store: Store, engines: Engines, plain: Plain, network: Network
+) -> None:
+    need_loss(network)
+    a, b = engines.pair(store, HURRIED)
+    prompt = words(14)
+    share(a, prompt)
+    answer = begin_to_load(network, b, prompt)
+    network["b"].slow(SLOW, loss=0.6)
+    assert in_time(answer).token_ids == plain(prompt)
+    for seed in range(50, 50 + RETURNS):
+        if "tier left alone" in b.log.read_text():
+            break
+        prompt = words(seed, 200)
+        share(a, prompt)
+        assert ask(b, prompt).token_ids == plain(prompt)
+    else:
+        raise AssertionError("the store is asked again and again")
+    network["b"].heal()
+    reuse_returns(a, b, plain)
+    assert "tier works again" in b.log.read_text()
 
 
 def test_a_server_that_is_killed_in_the_middle_costs_recomputation(
