@@ -314,6 +314,7 @@ def test_a_cable_that_delays_and_loses_costs_time_alone(
     reuse_returns(a, b, plain)
 
 
+@pytest.mark.parametrize("shared", ["redis", "peer"], indirect=True)
 def test_a_cable_that_loses_most_has_the_store_left_alone_until_it_is_good(
     shared: Store, engines: Engines, plain: Plain, network: Network
 ) -> None:
