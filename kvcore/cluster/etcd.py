@@ -34,6 +34,9 @@ _log = logging.getLogger("kvcore.cluster")
 _PARTS = 3
 """Renewals in the time of a lease."""
 
+_PAUSE = 0.1
+"""Share of the time between renewals in which others may have the lock, however late one is."""
+
 _MARGIN = 0.1
 """Share of a lease's time that its holder gives up: clocks do not run alike."""
 
@@ -162,22 +165,21 @@ class EtcdDirectory:
         return held is not None and held.lease == lease and self._clock() < held.until
 
     def _run(self) -> None:
-        while not self._stop.wait(self._ttl / _PARTS):
+        """Renew every third of a lease, counted from when a renewal began: after one that etcd did
+        not answer there is time for another."""
+        every, wait = self._ttl / _PARTS, self._ttl / _PARTS
+        while not self._stop.wait(wait):
+            began = self._clock()
             with self._lock:
                 if not self._stop.is_set():
                     self._attempt(self._renew)
+            took = self._clock() - began
+            wait = max(every - took, every * _PAUSE)
 
     def _renew(self) -> None:
         """Keep the lease, or begin anew with another; then stand where nobody leads."""
         held = self._held
-        if held is not None and self._clock() < held.until:
-            began = self._clock()
-            left = self._call(lambda client: Lease(held.lease, client).refresh())
-            if left > 0:
-                self._held = _Held(held.lease, self._until(began))
-            else:
-                self._lose(held)
-        elif held is not None:
+        if held is not None and not self._refreshed(held):
             self._revoke(held.lease)  # what it promised goes at once, if it is still there
             self._lose(held)
         self._need_lease()
@@ -186,6 +188,18 @@ class EtcdDirectory:
                 self._enter(entry)
         for candidacy in self._candidacies:
             self._stand(candidacy)
+
+    def _refreshed(self, held: _Held) -> bool:
+        """Whether it goes on. Not when that is heard after its end: whoever has looked meanwhile
+        was told that it is lost, and its terms are over."""
+        began = self._clock()
+        if began >= held.until:
+            return False
+        left = self._call(lambda client: Lease(held.lease, client).refresh())
+        if left <= 0 or self._clock() >= held.until:
+            return False
+        self._held = _Held(held.lease, self._until(began))
+        return True
 
     def _lose(self, held: _Held) -> None:
         _log.warning("the lease %x is lost; what was entered is entered anew", held.lease)

@@ -244,13 +244,13 @@ def nats() -> Command:
     ]  # fmt: skip
 
 
-def etcd() -> Command:
+def etcd(bind: str = "127.0.0.1") -> Command:
     """Command line of a cluster of one; what it knows outlives it in its folder."""
     path, peer = program("etcd"), free_port()
     return lambda port: [
         path, "--data-dir", f"etcd-{port}", "--name", "one",
-        "--listen-client-urls", f"http://127.0.0.1:{port}",
-        "--advertise-client-urls", f"http://127.0.0.1:{port}",
+        "--listen-client-urls", f"http://{bind}:{port}",
+        "--advertise-client-urls", f"http://{bind}:{port}",
         "--listen-peer-urls", f"http://127.0.0.1:{peer}",
         "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
         "--initial-cluster", f"one=http://127.0.0.1:{peer}", "--log-level", "error",

@@ -1,5 +1,6 @@
-"""Two engines on two hosts share a store on a third, and what goes wrong between them costs
-recomputation: answers stay those of an engine without a cache, and nothing waits past its deadline.
+"""Two engines on two hosts share a store on a third, or each other's memory, and what goes wrong
+between them costs recomputation: answers stay those of an engine without a cache, and nothing waits
+past its deadline.
 
     host a: engine ──┐
                      ├── switch ── host store: Redis, or Mooncake's master and a client that lends
@@ -41,6 +42,7 @@ SLOW = 200_000
 RETURNS = 60
 """Seconds, and prompts, after which a store that is back is used: a breaker pauses for 5 s, which
 may have doubled."""
+PEER_PORT = 7801
 SLACK_S = 60.0
 """What a busy machine may take longer. A request that hangs waits for ever."""
 SLICE_S = 0.1
@@ -77,11 +79,12 @@ Plain = Callable[[Sequence[int]], list[int]]
 
 
 class Store(NamedTuple):
-    """``server`` answers questions; ``lender``, with Mooncake, has the blocks."""
+    """``server``, where there is one, answers questions; ``lender``, with Mooncake, has the
+    blocks."""
 
     plugin: str
     options: dict[str, Any]
-    server: Server
+    server: Server | None = None
     lender: Server | None = None
 
 
@@ -100,7 +103,15 @@ def mooncake(start: Start, network: Network, lent: int = 64 << 20) -> Store:
     return Store("mooncake", {"master": server.address, "lend": "0"}, server, lender)
 
 
+def peer(start: Start, network: Network) -> Store:
+    """No server: the engines lend each other memory."""
+    need_client("nixl_cu13")
+    nodes = [f"{network[name].address}:{PEER_PORT}" for name in ("a", "b")]
+    return Store("peer", {"peers": nodes, "lend": "16MiB"})
+
+
 STORES = {"redis": redis, "mooncake": mooncake}
+SHARED = {**STORES, "peer": peer}
 
 
 def words(seed: int, count: int = LONG) -> list[int]:
@@ -129,12 +140,15 @@ class Engines:
         options = {**store.options, **pace.options}
         if store.plugin == "mooncake":
             options["host"] = host.address
+        if store.plugin == "peer":
+            options["listen"] = f"{host.address}:{PEER_PORT}"
         far = {"plugin": store.plugin, "capacity": "16MiB", "options": options}
         self.made.append(
             EngineProcess(
                 "random",
                 engine="reference",
                 within=host.command,
+                env={"UCX_TLS": "tcp"},  # hosts of one machine would share memory
                 log=self._folder / f"engine-{name}.log",
                 kvcore={
                     "host": {"capacity": "16MiB", "huge_pages": False},
@@ -162,6 +176,12 @@ def engines(network: Network, tmp_path: Path) -> Iterator[Engines]:
 @pytest.fixture(params=sorted(STORES))
 def store(request: pytest.FixtureRequest, start_server: Start, network: Network) -> Store:
     return STORES[request.param](start_server, network)
+
+
+@pytest.fixture(params=sorted(SHARED))
+def shared(request: pytest.FixtureRequest, start_server: Start, network: Network) -> Store:
+    """A store, or the engines' own memory."""
+    return SHARED[request.param](start_server, network)
 
 
 def ask(engine: EngineProcess, prompt: Sequence[int], pace: Pace = HURRIED) -> Generation:
@@ -197,6 +217,11 @@ def until(what: Callable[[], Any]) -> None:
     raise AssertionError("it did not happen in time")
 
 
+def need_loss(network: Network) -> None:
+    if not (network.facts.netem or network.facts.tap):
+        pytest.skip(str(network.facts))
+
+
 def begin_to_load(network: Network, b: EngineProcess, prompt: Sequence[int]) -> Future[Generation]:
     """A request on host b whose KV is on its way, over a slow cable, when this returns."""
     b.wait_ready()
@@ -222,9 +247,9 @@ def reuse_returns(a: EngineProcess, b: EngineProcess, plain: Plain) -> None:
 
 
 def test_what_one_host_computes_the_other_loads(
-    store: Store, engines: Engines, plain: Plain, network: Network
+    shared: Store, engines: Engines, plain: Plain, network: Network
 ) -> None:
-    a, b = engines.pair(store, PATIENT)
+    a, b = engines.pair(shared, PATIENT)
     prompt = words(1, 100)
     assert share(a, prompt) == plain(prompt)
     before = network["b"].received
@@ -237,9 +262,9 @@ def test_what_one_host_computes_the_other_loads(
 
 
 def test_a_host_that_is_cut_off_in_the_middle_computes(
-    store: Store, engines: Engines, plain: Plain, network: Network
+    shared: Store, engines: Engines, plain: Plain, network: Network
 ) -> None:
-    a, b = engines.pair(store, HURRIED)
+    a, b = engines.pair(shared, HURRIED)
     first, second = words(3), words(4)
     share(a, first)
     share(a, second)
@@ -269,6 +294,50 @@ def test_a_load_that_is_late_on_a_slow_cable_is_computed(
     reuse_returns(a, b, plain)
 
 
+def test_a_cable_that_delays_and_loses_costs_time_alone(
+    shared: Store, engines: Engines, plain: Plain, network: Network
+) -> None:
+    """What comes before its deadline is used, and what does not is computed."""
+    need_loss(network)
+    for name in ("a", "b"):  # before they connect
+        network[name].slow(delay_s=0.05, loss=0.02)
+    a, b = engines.pair(shared, HURRIED)
+    reuse_returns(a, b, plain)
+    prompt, late = words(12, 300), words(13, 100)
+    assert share(a, prompt) == plain(prompt)
+    assert ask(b, prompt).token_ids == plain(prompt)
+    assert share(a, late) == plain(late)
+    network["b"].slow(delay_s=HURRIED.load_s)
+    got = ask(b, late)
+    assert (got.token_ids, far(got)) == (plain(late), 0)
+    network.heal()
+    reuse_returns(a, b, plain)
+
+
+@pytest.mark.parametrize("shared", ["redis", "peer"], indirect=True)
+def test_a_cable_that_loses_most_has_the_store_left_alone_until_it_is_good(
+    shared: Store, engines: Engines, plain: Plain, network: Network
+) -> None:
+    need_loss(network)
+    a, b = engines.pair(shared, HURRIED)
+    prompt = words(14)
+    share(a, prompt)
+    answer = begin_to_load(network, b, prompt)
+    network["b"].slow(SLOW, loss=0.6)
+    assert in_time(answer).token_ids == plain(prompt)
+    for seed in range(50, 50 + RETURNS):
+        if "tier left alone" in b.log.read_text():
+            break
+        prompt = words(seed, 200)
+        share(a, prompt)
+        assert ask(b, prompt).token_ids == plain(prompt)
+    else:
+        raise AssertionError("the store is asked again and again")
+    network["b"].heal()
+    reuse_returns(a, b, plain)
+    assert "tier works again" in b.log.read_text()
+
+
 def test_a_server_that_is_killed_in_the_middle_costs_recomputation(
     store: Store, engines: Engines, plain: Plain, network: Network
 ) -> None:
@@ -277,6 +346,7 @@ def test_a_server_that_is_killed_in_the_middle_costs_recomputation(
     prompt = words(7)
     share(a, prompt)
     answer = begin_to_load(network, b, prompt)
+    assert store.server is not None
     store.server.kill()
     assert in_time(answer).token_ids == plain(prompt)
     network["b"].heal()

@@ -23,7 +23,7 @@ from kvcore.testing.servers import Server, Start, etcd, need_client
 
 need_client("etcd3gw")
 
-from kvcore.cluster.etcd import EtcdDirectory  # noqa: E402
+from kvcore.cluster.etcd import EtcdDirectory, _Held  # noqa: E402
 
 TTL_S = 5
 LIMIT_S = 120
@@ -326,6 +326,65 @@ def test_a_renewal_that_fails_is_not_the_last(
     monkeypatch.undo()
     until(lambda: entry.held, "nothing is renewed any more")
     assert mine.members() == [ALICE]
+
+
+class Time:
+    """Of a test alone: it passes while somebody waits, or asks etcd. As an event, it is set after
+    a few waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        self.waits += 1
+        return self.waits > 12
+
+    is_set = staticmethod(lambda: False)
+
+
+def renewing(monkeypatch: pytest.MonkeyPatch, ask: Callable[[Time, int], int]) -> list[_Held]:
+    """Renew a lease a few times; the leases that were lost. ``ask`` is each request."""
+    directory = EtcdDirectory(["http://127.0.0.1:1"], ttl_s=600)  # its own thread waits long
+    own, requests, lost = Time(), itertools.count(), []
+    monkeypatch.setattr(directory, "_call", lambda _: ask(own, next(requests)))
+    monkeypatch.setattr(directory, "_clock", own.clock)
+    monkeypatch.setattr(directory, "_stop", own)
+    monkeypatch.setattr(directory, "_lose", lost.append)
+    directory._ttl = TTL_S
+    directory._held = _Held(7, 0.9 * TTL_S)
+    directory._run()
+    assert next(requests) > 10
+    return lost
+
+
+@pytest.mark.parametrize("unanswered", [(), (0,), (0, 2, 4)])
+def test_a_request_that_is_lost_does_not_cost_the_lease(
+    monkeypatch: pytest.MonkeyPatch, unanswered: tuple[int, ...]
+) -> None:
+    """It is given up after a third of the lease's time, and there is time for another."""
+
+    def ask(own: Time, number: int) -> int:
+        if number in unanswered:
+            own.now += TTL_S / 3
+            raise ClusterError("no answer")
+        return TTL_S
+
+    assert renewing(monkeypatch, ask) == []
+
+
+def test_a_renewal_that_is_heard_of_too_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has looked meanwhile was told that nobody leads: that term is over."""
+
+    def ask(own: Time, number: int) -> int:
+        own.now += 0.0 if number else TTL_S
+        return TTL_S
+
+    assert renewing(monkeypatch, ask)[0] == _Held(7, 0.9 * TTL_S)
 
 
 def test_a_holder_knows_by_the_time_alone(server: Server) -> None:

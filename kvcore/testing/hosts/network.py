@@ -8,6 +8,13 @@
 Nothing of it has a name on the machine: each namespace is held by a process (`keeper`) whose
 standard input is a pipe from this one. However this process ends, the keepers see the pipe close,
 end what runs on their hosts, and the kernel removes the rest. There is nothing to sweep.
+
+A host's frames are delayed and lost by netem, at both ends of its cable; where the kernel has none,
+by a process (`cable`) between its port and the switch:
+
+    bridge ── far1 ──▶ cable ──▶ near1 ── bridge ── port1 ── eth0
+
+The host keeps its interface, its address and its connections when that is put in and taken out.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
 from kvcore.testing.closing import Closing
-from kvcore.testing.hosts import keeper
+from kvcore.testing.hosts import cable, keeper
 
 __all__ = ["Facts", "Host", "Network", "why_not"]
 
@@ -39,6 +46,8 @@ _COMMAND_S = 60.0
 _QUEUE_MS = 200
 _BURST_NBYTES = 16384
 """What a slow cable lets through at once; above any frame."""
+_FRAME_NBYTES = 1514
+_TUN = "/dev/net/tun"
 _LISTENING = "0A"
 _DISABLED, _FORWARDING = 0, 3
 
@@ -46,19 +55,62 @@ _DISABLED, _FORWARDING = 0, 3
 class Facts(NamedTuple):
     """What this machine lets a `Network` do. ``privileges`` says how it was made; ``rate`` and
     ``netem`` whether the kernel can make a cable slow, and whether it can make it lose and delay
-    packets as well."""
+    packets as well; ``tap`` whether a process can do that in its place."""
 
     privileges: str
     rate: bool
     netem: bool
+    tap: bool
 
     def __str__(self) -> str:
         lacks = []
         if not (self.rate or self.netem):
             lacks.append("cables cannot be made slow: no sch_tbf")
-        if not self.netem:
-            lacks.append("packets cannot be delayed or lost: no sch_netem")
+        if not (self.netem or self.tap):
+            lacks.append("packets cannot be delayed or lost: no sch_netem, nor a usable " + _TUN)
+        elif not self.netem:
+            lacks.append("packets are delayed and lost by a process: no sch_netem")
         return "; ".join([f"network namespaces, {self.privileges}", *lacks])
+
+
+class _Helper:
+    """A process of Python alone that says "ready", and ends when its standard input does."""
+
+    def __init__(self, within: Sequence[str], script: str, *arguments: str) -> None:
+        """Raises UnsupportedError, with the end of what it says, where it cannot start."""
+        self._process = subprocess.Popen(
+            [*within, sys.executable, "-I", "-S", script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # an interrupt from the terminal is this process's affair
+        )
+        self.pid = self._process.pid
+        self._hear()
+
+    def tell(self, line: str) -> None:
+        """Blocks until it has done so. Raises UnsupportedError where it has ended."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+        self._hear()
+
+    def _hear(self) -> None:
+        assert self._process.stdout is not None
+        if self._process.stdout.closed or self._process.stdout.readline() != b"ready\n":
+            raise UnsupportedError(self._why())
+
+    def _why(self) -> str:
+        """The end of what it had to say. Reaps it."""
+        _, errors = self._process.communicate(timeout=_READY_S)
+        lines = errors.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+    def close(self) -> None:
+        """Blocks; idempotent."""
+        self._process.communicate()  # closes its standard input and waits
 
 
 class _Namespace:
@@ -67,17 +119,8 @@ class _Namespace:
     def __init__(self, unshare: Sequence[str], user: bool) -> None:
         """``unshare`` makes the namespace. Raises UnsupportedError where it may not."""
         own = keeper.namespace_of("self")
-        self._keeper = subprocess.Popen(
-            [*unshare, sys.executable, "-I", "-S", keeper.__file__, str(own)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # an interrupt from the terminal is this process's affair
-        )
+        self._keeper = _Helper(unshare, keeper.__file__, str(own))
         self.pid = self._keeper.pid
-        assert self._keeper.stdout is not None
-        if self._keeper.stdout.readline() != b"ready\n":
-            raise UnsupportedError(self._why())
         number = keeper.namespace_of(self.pid)
         if own is None or number is None:
             self.close()
@@ -88,15 +131,9 @@ class _Namespace:
             self.enter += [f"--user=/proc/{self.pid}/ns/user", "--preserve-credentials"]
         self.enter.append("--")
 
-    def _why(self) -> str:
-        """The end of what a keeper that did not start had to say. Reaps it."""
-        _, errors = self._keeper.communicate(timeout=_READY_S)
-        lines = errors.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {self._keeper.returncode}"
-
     def close(self) -> None:
         """End all that runs in it. Blocks; idempotent."""
-        self._keeper.communicate()  # closes its standard input and waits
+        self._keeper.close()
 
 
 class Host:
@@ -111,7 +148,10 @@ class Host:
         self.address = f"10.93.0.{number}"
         self._network = network
         self._port = f"port{number}"
+        self._line, self._taps = f"line{number}", (f"near{number}", f"far{number}")
         self._namespace = network._unshare()
+        self._cable: _Helper | None = None
+        self._whole = True
         self._started: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -184,33 +224,86 @@ class Host:
         cable that is plugged in, and silence."""
         self._forward(False)
 
-    def slow(self, bytes_s: float, *, delay_s: float = 0.0, loss: float = 0.0) -> None:
-        """Let ``bytes_s`` through, each way; what does not fit a queue of a fifth of a second is
-        lost, as on a real one. ``delay_s`` is added each way; ``loss`` is the share of packets that
-        is lost beside. Replaces what was said before.
+    def slow(
+        self,
+        bytes_s: float | None = None,
+        *,
+        delay_s: float = 0.0,
+        jitter_s: float = 0.0,
+        loss: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Make the cable worse, each way: it lets ``bytes_s`` through (None: all), and what does
+        not fit a queue of a fifth of a second is lost, as on a real one; ``delay_s`` is added, give
+        or take ``jitter_s``; ``loss`` is the share of packets that is lost beside. Replaces what
+        was said before. Takes hold before it returns; connections stay.
 
-        Raises UnsupportedError where this kernel cannot.
+        Where it is not the kernel that loses packets but a process (`Facts.netem`), ``seed`` says
+        which, counted from here, and some hundred Mbit/s come through.
+
+        Raises UnsupportedError where this machine cannot.
         """
-        shape = self._shape(bytes_s, delay_s, loss)
-        for enter, device in self._ends:
-            _run(enter, "tc", f"qdisc replace dev {device} root {shape}")
-
-    def _shape(self, bytes_s: float, delay_s: float, loss: float) -> str:
-        facts, bits = self._network.facts, max(int(bytes_s * 8), 8000)
-        if facts.netem:
-            return f"netem rate {bits}bit delay {delay_s * 1000:g}ms loss {loss * 100:g}%"
-        if delay_s or loss or not facts.rate:
-            raise UnsupportedError(
-                f"given a delay of {delay_s} s and a loss of {loss:.0%}, at {bytes_s:g} bytes/s; "
-                f"supported here: {facts}. Ask for less, or run a kernel with sch_netem"
+        if not (0 <= loss <= 1 and 0 <= jitter_s <= delay_s and (bytes_s is None or bytes_s > 0)):
+            raise ValueError(
+                f"given {bytes_s} bytes/s, a delay of {delay_s} s, give or take {jitter_s} s, and "
+                f"a loss of {loss}; supported are more than 0 bytes/s or None, a jitter of 0 to "
+                "the delay, and a loss of 0 to 1"
             )
-        return f"tbf rate {bits}bit burst {_BURST_NBYTES} latency {_QUEUE_MS}ms"
+        facts, far = self._network.facts, bool(delay_s or loss)
+        can_rate, can_far = facts.rate or facts.netem, facts.tap or facts.netem
+        if (bytes_s and not can_rate) or (far and not can_far):
+            raise UnsupportedError(
+                f"given a delay of {delay_s} s and a loss of {loss:.0%}, at {bytes_s} bytes/s; "
+                f"supported here: {facts}. Ask for less, run a kernel with sch_netem, or have a "
+                f"{_TUN} that may be opened"
+            )
+        if facts.netem:
+            self._queue_with(_netem(bytes_s, delay_s, jitter_s, loss) if bytes_s or far else None)
+            return
+        self._queue_with(_tbf(bytes_s) if bytes_s else None)
+        if far and self._cable is None:
+            self._cable = self._put_in()
+        if self._cable is not None:
+            self._cable.tell(f"{delay_s} {jitter_s} {loss} {seed}")
 
     def heal(self) -> None:
-        """The cable is whole, and as fast as the machine."""
+        """The cable is whole, and as fast as the machine. Raises UnsupportedError where the process
+        that delayed packets has ended by itself, and lost them all."""
+        process, self._cable = self._cable, None
+        if process is not None:
+            enter = self._network._switch.enter
+            _ip(enter, f"link set {self._port} master hub", f"link del {self._line}")
         self._forward(True)
+        self._queue_with(None)
+        if process is not None:
+            process.tell("0 0 0 0")  # it says why it has ended, if it has
+            process.close()
+
+    def _queue_with(self, kind: str | None) -> None:
+        """Have both ends of the cable send as this kind of queue does; None: at once."""
         for enter, device in self._ends:
-            _run(enter, "tc", f"qdisc del dev {device} root", check=False)  # there may be none
+            if kind is None:  # there may be none to remove
+                _run(enter, "tc", f"qdisc del dev {device} root", check=False)
+            else:
+                _run(enter, "tc", f"qdisc replace dev {device} root {kind}")
+
+    def _put_in(self) -> _Helper:
+        """A process between the port and the switch, which does nothing yet."""
+        enter = self._network._switch.enter
+        process = _Helper(enter, cable.__file__, *self._taps)
+        near, far = self._taps
+        _ip(
+            enter,
+            f"link add {self._line} type bridge",
+            f"link set {self._line} up",
+            *(f"link set {tap} txqueuelen {cable.MAX_FRAMES} up" for tap in self._taps),
+            f"link set {near} master {self._line}",
+            f"link set {self._port} master {self._line}",
+        )
+        if not self._whole:  # a port forwards when it has changed its bridge
+            self._forward(False)
+        _ip(enter, f"link set {far} master hub")
+        return process
 
     @property
     def _ends(self) -> list[tuple[Sequence[str], str]]:
@@ -219,6 +312,7 @@ class Host:
 
     def _forward(self, whether: bool) -> None:
         """Have the switch pass frames on at this host's port, or drop them."""
+        self._whole = whether
         state = _FORWARDING if whether else _DISABLED
         _run(self._network._switch.enter, "bridge", f"link set dev {self._port} state {state}")
 
@@ -237,6 +331,8 @@ class Host:
         )
 
     def _close(self) -> None:
+        if self._cable is not None:
+            self._cable.close()
         self._namespace.close()
         for process in self._started:
             process.wait()
@@ -296,8 +392,11 @@ class Network(Closing, Mapping[str, Host]):
             line = f"qdisc add dev lo root {kind}"
             has[kind.split()[0]] = _run(self._switch.enter, "tc", line, check=False)
             _run(self._switch.enter, "tc", "qdisc del dev lo root", check=False)
+        tap = _run(self._switch.enter, "ip", "tuntap add probe mode tap", check=False)
+        if tap:
+            _run(self._switch.enter, "ip", "tuntap del probe mode tap")
         how = "in a user namespace" if self._rootless else "as root"
-        return Facts(how, has["tbf"], has["netem"])
+        return Facts(how, has["tbf"], has["netem"], tap)
 
     def _unshare(self) -> _Namespace:
         command = [*self._switch.enter, _tool("unshare"), "--net", "--"]
@@ -328,6 +427,25 @@ def _switch() -> tuple[_Namespace, bool]:
         f"no network namespaces here ({'; '.join(refused)}); supported: root with CAP_SYS_ADMIN, "
         "or a system that lets users make namespaces. In a container, give it that capability"
     )
+
+
+def _tbf(bytes_s: float) -> str:
+    return f"tbf rate {_bits(bytes_s)} burst {_BURST_NBYTES} latency {_QUEUE_MS}ms"
+
+
+def _netem(bytes_s: float | None, delay_s: float, jitter_s: float, loss: float) -> str:
+    """Its queue has to hold what is on its way too."""
+    frames = cable.MAX_FRAMES
+    rate = ""
+    if bytes_s is not None:
+        frames = 16 + int(bytes_s * (delay_s + _QUEUE_MS / 1000) / _FRAME_NBYTES)
+        rate = f" rate {_bits(bytes_s)}"
+    delay = f" delay {delay_s * 1000:g}ms" + (f" {jitter_s * 1000:g}ms" if jitter_s else "")
+    return f"netem limit {frames}{rate}{delay} loss {loss * 100:g}%"
+
+
+def _bits(bytes_s: float) -> str:
+    return f"{max(int(bytes_s * 8), 8000)}bit"
 
 
 def _tool(name: str) -> str:
