@@ -15,16 +15,15 @@ from kvcore.pool import SlotPool, slot_runs
 
 
 def test_pool_budget_is_hard_and_double_free_asserts() -> None:
-    pool = SlotPool.from_budget(1000, 300)
-    assert pool.num_slots == 3
+    pool = SlotPool(3)
     slots = pool.allocate(3).tolist()
     with pytest.raises(CapacityError, match="1 slots asked for, 0 of 3"):
         pool.allocate(1)
     pool.free(slots[0])
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(slots[0])
-    with pytest.raises(ConfigError, match="cannot hold one block"):
-        SlotPool.from_budget(10, 11)
+    with pytest.raises(ConfigError, match="at least 1 slot"):
+        SlotPool(0)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from kvcore_sglang.fusing import (  # noqa: E402  (needs torch)
-    MAX_FAILURES,
     Asking,
     FusionLeader,
     Held,
@@ -32,6 +31,7 @@ from kvcore_sglang.fusing import (  # noqa: E402  (needs torch)
 from kvcore_sglang.fusion import lent  # noqa: E402
 from kvcore_sglang.gate import LayerGate  # noqa: E402
 
+from kvcore.adapting.chunks import MAX_FAILURES  # noqa: E402
 from kvcore.adapting.orders import BlendOrder, BlendReport  # noqa: E402
 from kvcore.adapting.pacing import make_pace  # noqa: E402
 from kvcore.block import KeyChain, Namespace  # noqa: E402
