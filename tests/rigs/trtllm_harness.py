@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from kvcore.testing.prompts import words
 from kvcore.testing.trtllm import Harness
 
 ANSWER = 6
@@ -19,9 +19,7 @@ Make = Callable[..., Harness]
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    """Random ids: prompts of different seeds share nothing."""
-    picks = random.Random(seed)
-    return [picks.randrange(1, 49152) for _ in range(count)]
+    return words(seed, count, range(1, 49152))
 
 
 def leader(harness: Harness) -> Any:
