@@ -5,7 +5,6 @@ The manager is in the leader's process, or behind a server: the leader does not 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -345,16 +344,5 @@ class Manager(ABC):
             if left <= 0:
                 return False
             self.transport.wait_report(min(left, 1.0))
-            self.pump()
-        return True
-
-    async def wait_async(self, graph_id: int, timeout: float | None = None) -> bool:
-        """``wait`` for a caller in an event loop: other tasks run while the graph does."""
-        limit = None if timeout is None else time.monotonic() + timeout
-        self.pump()
-        while self.is_in_flight(graph_id):
-            if limit is not None and time.monotonic() >= limit:
-                return False
-            await asyncio.sleep(0.001)
             self.pump()
         return True

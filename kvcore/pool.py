@@ -56,15 +56,6 @@ class SlotPool:
         self._num_used = 0
         self._foreign: set[int] | None = set() if foreign else None
 
-    @classmethod
-    def from_budget(cls, budget: int, slot_nbytes: int, *, foreign: bool = False) -> SlotPool:
-        """As many slots of ``slot_nbytes`` as fit ``budget`` bytes, never more."""
-        if slot_nbytes < 1 or budget < slot_nbytes:
-            raise ConfigError(
-                f"{budget} bytes cannot hold one block of {slot_nbytes} bytes: raise the capacity"
-            )
-        return cls(budget // slot_nbytes, foreign=foreign)
-
     @property
     def num_free(self) -> int:
         """Own slots that `allocate` can hand out now."""

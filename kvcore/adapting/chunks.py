@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvcore.adapting.orders import ChunkLoad
+from kvcore.adapting.orders import BlendReport, ChunkLoad
 from kvcore.block import KeyChain, Namespace
 from kvcore.errors import BlockMissing, KVCoreError
 from kvcore.fusion.options import FusionOptions
@@ -24,9 +24,12 @@ from kvcore.manager import HOST, Hit, Manager
 from kvcore.schema import FusionConfig
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 
-__all__ = ["BlendPlan", "Chunks"]
+__all__ = ["MAX_FAILURES", "BlendPlan", "Chunks"]
 
 _log = logging.getLogger("kvcore.fusion")
+
+MAX_FAILURES = 3
+"""Blends that fail one after another before no more are made."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,26 @@ class Chunks:
         self._nbytes = block_nbytes
         self._manager = manager
         self._segments = segments
+        self._failures = 0
+
+    # -- what became of blends --------------------------------------------------------------
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no more blends are to be made: too many have failed one after another."""
+        return self._failures >= MAX_FAILURES
+
+    def judge(self, report: BlendReport) -> None:
+        """Take in what became of a blend. One whose chunks did not arrive tells nothing: the next
+        one's may."""
+        if not report.arrived:
+            return
+        self._failures = 0 if report.ok else self._failures + 1
+        if self._failures == MAX_FAILURES:
+            _log.error(
+                "%d blends failed one after another: exact prefixes only until the engine restarts",
+                MAX_FAILURES,
+            )
 
     # -- what is stored ---------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ ranks made one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
@@ -36,6 +37,14 @@ class Quorum:
         return len(self._partial)
 
 
+class Outgoing(NamedTuple):
+    """What a leader has for its workers: graphs, ids of graphs to cancel, slots of tiers."""
+
+    graphs: list[TransferGraph]
+    cancelled: list[int]
+    forgotten: list[tuple[str, list[SlotRun]]]
+
+
 class Outbox:
     """`kvcore.manager.Transport` of a leader that speaks to its workers once a step.
 
@@ -52,6 +61,12 @@ class Outbox:
         self.cancelled: list[int] = []
         self.forgotten: list[tuple[str, list[SlotRun]]] = []
         self._ready: list[OpReport] = []
+
+    def take(self) -> Outgoing:
+        """All that waits; nothing does any more."""
+        taken = Outgoing(self.graphs, self.cancelled, self.forgotten)
+        self.graphs, self.cancelled, self.forgotten = [], [], []
+        return taken
 
     def submit(self, graph: TransferGraph) -> None:
         self.graphs.append(graph)

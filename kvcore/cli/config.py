@@ -72,15 +72,14 @@ capacity = "200GiB"
 def reference() -> str:
     """The page docs/configuration.md."""
     top = [f for f in Config.model_fields.items() if field_node(f[1]).type and not _model(f[1])]
-    lines = [_HEAD, "## Top level", "", *_rows(top, "")]
+    lines = [_HEAD, "## Top level", "", *_rows(top)]
     for name, field in Config.model_fields.items():
         if model := _model(field):
             many = field_node(field).members is not None
             title = f"{name}.NAME" if many else name
             doc = " ".join((model.__doc__ or "").split())
-            prefix = f"KVCORE__{title.upper().replace('.', '__')}__"
             lines += ["", f"## [{title}]", "", doc, ""]
-            lines += _rows(model.model_fields.items(), prefix)
+            lines += _rows(model.model_fields.items())
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +88,7 @@ def _model(field: FieldInfo) -> type[SchemaModel] | None:
     return node.model or node.members
 
 
-def _rows(fields: Any, prefix: str) -> Iterator[str]:
+def _rows(fields: Any) -> Iterator[str]:
     yield "| setting | default | takes | |"
     yield "|---|---|---|---|"
     for name, field in fields:

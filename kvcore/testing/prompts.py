@@ -1,4 +1,4 @@
-"""Prompts of real text: windows of the standard library's sources, as token ids."""
+"""Prompts as token ids: made up, or of real text, windows of the standard library's sources."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ SOURCES = (
     "uuid",
     "zipfile",
 )
+
+
+def words(seed: int, count: int, ids: range = range(1, 512)) -> list[int]:
+    """Random ids: prompts of different seeds share nothing. 0 is none of them: it is padding."""
+    picks = random.Random(seed)
+    return [picks.randrange(ids.start, ids.stop) for _ in range(count)]
 
 
 @cache

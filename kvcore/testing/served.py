@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from kvcore.server.keeper import Keeper
 from kvcore.server.messages import Reply, Request
 from kvcore.server.server import Server
 from kvcore.testing.engine import ReferenceEngine
+from kvcore.testing.prompts import words
 
 __all__ = [
     "PATIENCE_S",
@@ -36,14 +36,8 @@ __all__ = [
     "words",
 ]
 
-VOCABULARY = 512
 PATIENCE_S = 60.0
 """For what ends in milliseconds on a machine that is not held."""
-
-
-def words(seed: int, count: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(1, VOCABULARY) for _ in range(count)]
 
 
 def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:

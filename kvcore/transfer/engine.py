@@ -174,11 +174,6 @@ class TransferEngine:
             if run := self._runs.get(graph_id):
                 self._cancel(run, RowError.CANCELLED)
 
-    def expire(self) -> None:
-        """Cancel what has not started of graphs past their deadline."""
-        with self._lock:
-            self._expire(self._clock())
-
     # -- waiting ----------------------------------------------------------------------------
 
     def wait(self, graph_id: int, timeout: float | None = None) -> bool:
@@ -238,11 +233,6 @@ class TransferEngine:
                 for run in self._runs.values()
                 for op, state in zip(run.graph.ops, run.states, strict=True)
             )
-
-    def queue_depths(self) -> dict[Path, int]:
-        """Ready ops waiting for a thread, by path."""
-        with self._lock:
-            return {path: len(queue) for path, queue in self._queues.items()}
 
     def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
         """Stop the threads. With ``drain``, saves and spills in flight are finished first.

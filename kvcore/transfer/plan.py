@@ -86,6 +86,34 @@ class _Ops:
         self.ops.append(TransferOp(op_id, path, rows, layers, tier, deps))
         return op_id
 
+    def graph(
+        self,
+        graph_id: int,
+        priority: Priority,
+        chain: Chain,
+        host_slots: Sequence[int],
+        tier_slots: Sequence[int],
+        units: Sequence[UnitTable] = (),
+        deadline_s: float | None = None,
+        nodes: tuple[str, ...] = (),
+    ) -> TransferGraph:
+        """A graph of the ops so far, checked."""
+        graph = TransferGraph(
+            graph_id,
+            priority,
+            chain.namespace,
+            chain.parent,
+            chain.keys,
+            tuple(host_slots),
+            tuple(tier_slots),
+            tuple(units),
+            tuple(self.ops),
+            deadline_s,
+            nodes,
+        )
+        graph.check()
+        return graph
+
 
 def build_load(
     graph_id: int,
@@ -120,21 +148,16 @@ def build_load(
             read = ops.add(source.path, rows, tier=source.tier, deps=after)
             copy = ops.add(Path.H2D, rows, deps=(read,))
             reader_of.update(dict.fromkeys(slots, copy))
-    graph = TransferGraph(
+    return ops.graph(
         graph_id,
         Priority.LOAD,
-        chain.namespace,
-        chain.parent,
-        chain.keys,
-        tuple(host_slots),
-        tuple(tier_slots),
-        tuple(units),
-        tuple(ops.ops),
-        deadline_s,
-        nodes,
+        chain,
+        host_slots,
+        tier_slots,
+        units,
+        deadline_s=deadline_s,
+        nodes=nodes,
     )
-    graph.check()
-    return graph
 
 
 def build_fetch(
@@ -154,20 +177,7 @@ def build_fetch(
         tier_slots[source.rows.start : source.rows.stop] = source.slots
         for rows in batches(source.rows, batch_rows):
             ops.add(source.path, rows, tier=source.tier)
-    graph = TransferGraph(
-        graph_id,
-        Priority.SPILL,
-        chain.namespace,
-        chain.parent,
-        chain.keys,
-        tuple(host_slots),
-        tuple(tier_slots),
-        (),
-        tuple(ops.ops),
-        deadline_s,
-    )
-    graph.check()
-    return graph
+    return ops.graph(graph_id, Priority.SPILL, chain, host_slots, tier_slots, deadline_s=deadline_s)
 
 
 def build_save(
@@ -218,16 +228,4 @@ def _with_sink(
         tier_slots[sink.rows.start : sink.rows.stop] = sink.slots
         for rows in batches(sink.rows, batch_rows):
             ops.add(sink.path, rows, tier=sink.tier, deps=deps)
-    graph = TransferGraph(
-        graph_id,
-        priority,
-        chain.namespace,
-        chain.parent,
-        chain.keys,
-        tuple(host_slots),
-        tuple(tier_slots),
-        tuple(units),
-        tuple(ops.ops),
-    )
-    graph.check()
-    return graph
+    return ops.graph(graph_id, priority, chain, host_slots, tier_slots, units)

@@ -24,6 +24,7 @@ from kvcore_trtllm.describe import ModelFacts
 from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
 from kvcore_trtllm.salt import PREFIX, fusion_salt, read_salt
 
+import trtllm_parts
 from kvcore import worker as kvcore_worker
 from kvcore.adapting.blending import Blends
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
@@ -291,20 +292,9 @@ CONFIG = {
 
 
 def facts(**changes: Any) -> ModelFacts:
-    values: dict[str, Any] = {
-        "layers": 2,
-        "kv_heads": 1,
-        "head_dim": 8,
-        "kv_factor": 2,
-        "order": "HND",
-        "world_size": 1,
-        "page_tokens": 32,
-        "kv_dtype": "bfloat16",
-        "identity": CONFIG,
-        "weights": b"w",
-    }
-    identity = {**values["identity"], **changes.pop("config", {})}
-    return ModelFacts(**{**values, "identity": identity, **changes})
+    identity = {**CONFIG, **changes.pop("config", {})}
+    shape = {"layers": 2, "kv_heads": 1, "kv_dtype": "bfloat16"}
+    return trtllm_parts.facts(**{**shape, "identity": identity, **changes})
 
 
 def test_a_llama_is_served() -> None:

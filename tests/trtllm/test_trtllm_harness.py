@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,33 +16,16 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from kvcore.errors import ConfigError, UnsupportedError  # after the skip
-from kvcore.testing.models import tiny_model
 from kvcore.testing.page_table import PageTable
 from kvcore.testing.trtllm import Harness, HarnessArgs, Limits, State, installed
-from kvcore.testing.trtllm.model import load
 from kvcore.testing.trtllm.standins import (
     MODULES,
     KvCacheConnectorScheduler,
     KvCacheConnectorWorker,
 )
+from trtllm_harness import tokens
 
 ANSWER = 8
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    """Random ids: prompts of different seeds share nothing."""
-    picks = random.Random(seed)
-    return [picks.randrange(1, 49152) for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return load(folder)
 
 
 def greedy(model: Any, prompt: list[int], count: int = ANSWER) -> list[int]:

@@ -221,6 +221,16 @@ def test_what_is_to_be_forgotten_is_copied() -> None:
     assert (outbox.forgotten, outbox.cancelled) == ([("disk", [(1, 3)])], [7])
 
 
+def test_what_was_taken_waits_no_more() -> None:
+    outbox = Outbox()
+    graph: Any = object()
+    outbox.submit(graph)
+    outbox.cancel(7)
+    outbox.forget("disk", slot_runs([1]))
+    assert outbox.take() == ([graph], [7], [("disk", [(1, 2)])])
+    assert outbox.take() == ([], [], [])
+
+
 # --- a rank's tiers ---------------------------------------------------------------------------
 
 

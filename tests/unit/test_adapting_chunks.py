@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,12 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import HOST, Backing, KVManager
 from kvcore.policy import BUILTIN_POLICIES
 from kvcore.schema import FusionConfig
+from kvcore.testing.prompts import words as words_of
 
+words = functools.partial(words_of, ids=range(100, 50_000))
 BLOCK = 16
 NAMESPACE = Namespace(b"model")
 ANY = FusionOptions()
-
-
-def words(seed: int, count: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(100, 50_000) for _ in range(count)]
 
 
 class Store:

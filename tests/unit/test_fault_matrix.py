@@ -3,7 +3,6 @@ kvcore, come in time, and nothing is left over."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,12 +14,12 @@ from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
 from kvcore.testing.faults import FITS, Fault, Faults, FaultyStore, Rule, Seam
 from kvcore.testing.faults.engine import faulty_engine, held, nothing_left
+from kvcore.testing.prompts import words
 from kvcore.tiers.remote import memory
 from kvcore.tiers.remote.memory import MemoryStore
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY = 512
 ANSWER = 4
 IN_TIME_S = 50.0
 """Hangs end at 60 s: what took less did not wait for one. The machine may be busy."""
@@ -46,11 +45,6 @@ IN_STEP = {Seam.LOAD, Seam.SAVE, Seam.DEVICE, Seam.SUBMIT, Seam.REPORT}
 def cells() -> list[tuple[Seam, Fault]]:
     every = [(seam, fault) for seam in Seam for fault in Fault if fault in FITS[seam]]
     return [cell for cell in every if cell not in CANNOT and cell[1] is not Fault.KILL]
-
-
-def words(seed: int, count: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(1, VOCABULARY) for _ in range(count)]
 
 
 def prompts() -> list[list[int]]:

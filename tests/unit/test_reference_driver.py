@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +11,9 @@ pytest.importorskip("transformers")
 from kvcore.testing.asking import counted
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.testing.engine_process import EngineFailed, EngineProcess
+from kvcore.testing.prompts import words
 
 KVCORE = {"host": {"capacity": "4MiB", "huge_pages": False}}
-
-
-def words(seed: int, count: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(1, 512) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,16 +33,11 @@ from kvcore.testing.engine import (
 from kvcore.testing.engine import engine as reference_engine
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.testing.models import smollm2, tiny_model
+from kvcore.testing.prompts import words
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
 from kvcore.transfer.graph import Path as Direction
 
 ANSWER = 6
-VOCABULARY = 512
-
-
-def words(seed: int, count: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(1, VOCABULARY) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

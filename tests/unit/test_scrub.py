@@ -12,20 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from disk_rig import GEOMETRY as ONE
+from disk_rig import ROOM, SHAPE, flip, open_tier
 from kvcore.cli.app import app
 from kvcore.errors import ConfigError
 from kvcore.fusion.segments import Segments
-from kvcore.layout import BlockShape
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
-from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.disk.format import RECORD_NBYTES
 from kvcore.tiers.disk.scrub import State, StoreReport, scrub
 from kvcore.tiers.host import slot_bytes
 
-SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
-ONE = Geometry(SHAPE, b"model", ((0, 2),))
 TWO = Geometry(SHAPE, b"model", ((0, 1), (1, 2)))
-ROOM = 1 << 20
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
 
@@ -34,23 +32,12 @@ def fill(path: Path, geometry: Geometry, count: int) -> tuple[Path, list[Block]]
     store = prepare_store(path, geometry, ROOM, wait_s=0)
     shards = []
     for shard in range(len(geometry.heads)):
-        size = slot_bytes(geometry.shard_shape(shard))
-        tier = DiskTier(
-            store.folder, geometry, shard=shard, num_slots=store.num_slots, slot_nbytes=size
-        )
-        shards.append([Block(slot, slot, size) for slot in range(count)])
+        tier = open_tier(store, geometry, shard)
+        shards.append([Block(slot, slot, tier.slot_nbytes) for slot in range(count)])
         write_blocks(tier, shards[-1])
         tier.close()
     store.close()
     return store.folder, shards[0]
-
-
-def flip(file: Path, offset: int, mask: int = 0x10) -> None:
-    with file.open("r+b") as data:
-        data.seek(offset)
-        (byte,) = data.read(1)
-        data.seek(offset)
-        data.write(bytes([byte ^ mask]))
 
 
 def contents(path: Path) -> dict[Path, bytes]:
@@ -94,7 +81,7 @@ def test_every_damaged_block_and_no_other_is_taken_out(
     assert (again.state, again.blocks) == (State.WHOLE, 7 - len(slots))
     store = prepare_store(path, ONE, ROOM, wait_s=0)
     assert {record.slot for record in store.records} == set(range(7)) - slots
-    tier = DiskTier(store.folder, ONE, shard=0, num_slots=store.num_slots, slot_nbytes=slot)
+    tier = open_tier(store, ONE)
     for number in set(range(7)) - slots:
         assert read_back(tier, blocks[number]) == blocks[number].data
     tier.close()

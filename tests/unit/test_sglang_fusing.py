@@ -6,8 +6,8 @@ and a blend must begin and end at pages' borders behind the exact prefix.
 
 from __future__ import annotations
 
+import functools
 import json
-import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from kvcore_sglang.fusing import (  # noqa: E402  (needs torch)
-    MAX_FAILURES,
     Asking,
     FusionLeader,
     Held,
@@ -32,6 +31,7 @@ from kvcore_sglang.fusing import (  # noqa: E402  (needs torch)
 from kvcore_sglang.fusion import lent  # noqa: E402
 from kvcore_sglang.gate import LayerGate  # noqa: E402
 
+from kvcore.adapting.chunks import MAX_FAILURES  # noqa: E402
 from kvcore.adapting.orders import BlendOrder, BlendReport  # noqa: E402
 from kvcore.adapting.pacing import make_pace  # noqa: E402
 from kvcore.block import KeyChain, Namespace  # noqa: E402
@@ -44,15 +44,12 @@ from kvcore.layout import BlockShape  # noqa: E402
 from kvcore.manager import HOST, KVManager  # noqa: E402
 from kvcore.metrics import Metrics  # noqa: E402
 from kvcore.policy import BUILTIN_POLICIES  # noqa: E402
+from kvcore.testing.prompts import words as words_of  # noqa: E402
 
+words = functools.partial(words_of, ids=range(100, 50_000))
 BLOCK = 16
 NAMESPACE = Namespace(b"model")
 SHAPE = BlockShape(2, 1, 4, BLOCK, "float32")
-
-
-def words(seed: int, count: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(100, 50_000) for _ in range(count)]
 
 
 class Rig:

@@ -69,6 +69,19 @@ def line() -> Iterator[Line]:
     made.leader.close()
 
 
+def next_order(line: Line) -> Order:
+    """What the rank hears at a point of the schedule. Fails as soon as it can hear no more: its
+    thread has ended, and left it nothing."""
+    listener, limit = line.follower._line._threads[0], time.monotonic() + WAIT_S
+    while True:
+        hopeless = not listener.is_alive()
+        if not line.follower._orders.empty():
+            return line.follower.next_order()
+        assert not hopeless, "the line has ended, and nobody was told"
+        assert time.monotonic() < limit, "no order came"
+        time.sleep(0.005)
+
+
 def threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("kvcore-")}
 
@@ -76,7 +89,7 @@ def threads() -> set[threading.Thread]:
 def test_orders_of_a_point_wait_for_it_and_come_in_order(line: Line) -> None:
     for number in (1, 2, 3):
         line.leader.tell(Order(cancel=[number]))
-    assert [line.follower.next_order().cancel for _ in range(3)] == [[1], [2], [3]]
+    assert [next_order(line).cancel for _ in range(3)] == [[1], [2], [3]]
     assert not line.worker.orders, "the schedule carries these out, not the line"
 
 
@@ -86,7 +99,7 @@ def test_an_order_for_now_is_carried_out_at_once(line: Line) -> None:
     assert line.worker.carried.wait(WAIT_S)
     assert line.worker.orders == [Order(now=True, forget=[("disk", [SlotRun(4, 6)])])]
     line.leader.tell(Order(cancel=[9]))
-    assert line.follower.next_order().cancel == [9]
+    assert next_order(line).cancel == [9]
 
 
 def test_reports_and_counts_reach_the_leader(line: Line) -> None:
@@ -152,10 +165,10 @@ def test_an_order_that_cannot_be_read_is_an_error_of_the_next_point(
 ) -> None:
     line.leader.tell(Order(cancel=[1]))
     line.leader._lines[0].send(data)
-    assert line.follower.next_order().cancel == [1], "what came before it holds"
+    assert next_order(line).cancel == [1], "what came before it holds"
     for _ in range(2):
         with pytest.raises(TransferError, match="line between two ranks has failed"):
-            line.follower.next_order()
+            next_order(line)
 
 
 def test_an_order_that_cannot_be_carried_out_is_an_error_of_the_next_point(
@@ -167,15 +180,15 @@ def test_an_order_that_cannot_be_carried_out_is_an_error_of_the_next_point(
     monkeypatch.setattr(line.worker, "carry_out", fail)
     line.leader.tell(Order(now=True, cancel=[3]))
     with pytest.raises(TransferError, match="no such tier"):
-        line.follower.next_order()
+        next_order(line)
 
 
 def test_a_leader_that_has_closed_is_named_at_once(line: Line) -> None:
     line.leader.tell(Order(cancel=[1]))
     line.leader.close()
-    assert line.follower.next_order().cancel == [1]
+    assert next_order(line).cancel == [1]
     with pytest.raises(TransferError, match="the other rank has closed its line"):
-        line.follower.next_order()
+        next_order(line)
 
 
 def test_news_that_cannot_be_read_are_told_once(line: Line) -> None:

@@ -18,14 +18,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disk_rig import open_tier
 from kvcore.adapting.model import LayerGroup, ModelDescription, even_stages
 from kvcore.errors import BlockMissing, CorruptBlock, LayoutError, TierError, TierUnavailable
 from kvcore.layout import BlockShape
 from kvcore.plugins import TierContext
 from kvcore.testing.tier_contract import NAMESPACE
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
-from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
-from kvcore.tiers.host import slot_bytes
+from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.splits import NBYTES, PLACES, Splits, pack, unpack
@@ -174,20 +174,6 @@ def test_stages_that_do_not_share_the_layers_are_refused(stages: Any) -> None:
 ROOM = 1 << 20
 
 
-def disk_tier(store: Any, geometry: Geometry, rank: int) -> DiskTier:
-    told = store.options()
-    return DiskTier(
-        Path(told["folder"]),
-        geometry,
-        shard=rank,
-        num_slots=told["num_slots"],
-        slot_nbytes=slot_bytes(geometry.shard_shape(rank)),
-        foreign={int(n): Path(p) for n, p in told["foreign"].items()},
-        direct_io="off",
-        io_threads=1,
-    )
-
-
 def to_write(slot: int, seed: int, part: Part) -> BlockWrite:
     data = memoryview(taken(block_of(seed), part))
     return BlockWrite(slot, key_of(seed), bytes(16), NAMESPACE, [data])
@@ -196,7 +182,7 @@ def to_write(slot: int, seed: int, part: Part) -> BlockWrite:
 def write_to_disk(folder: Path, geometry: Geometry, seeds: Sequence[int]) -> None:
     store = prepare_store(folder, geometry, ROOM)
     for rank, part in enumerate(geometry.parts):
-        tier = disk_tier(store, geometry, rank)
+        tier = open_tier(store, geometry, rank)
         writes = [to_write(slot, seed, part) for slot, seed in enumerate(seeds)]
         assert tier.write(writes) == [None] * len(seeds)
         tier.close()
@@ -211,7 +197,7 @@ def test_any_split_on_disk_is_read_at_any_other(written: Geometry, read: Geometr
         store = prepare_store(Path(folder), read, ROOM)
         assert sorted(record.key for record in store.records) == [key_of(1), key_of(2)]
         for rank, part in enumerate(read.parts):
-            tier = disk_tier(store, read, rank)
+            tier = open_tier(store, read, rank)
             for record in store.records:
                 into = bytearray(part.shape(SHAPE).nbytes)
                 assert tier.read([BlockRead(record.slot, record.key, [memoryview(into)])]) == [None]

@@ -39,8 +39,6 @@ from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.sglang.fusion")
 
-MAX_FAILURES = 3
-"""Blends that fail one after another before no more are made."""
 
 TOLD_KEPT = 1024
 """Requests of which it can be asked what was blended."""
@@ -134,7 +132,6 @@ class FusionLeader:
         self.chunks = Chunks(config.fusion, config.block.tokens, shape.nbytes, manager, segments)
         self._nbytes = shape.nbytes
         self._staged = 0
-        self._failures = 0
         self._plans: OrderedDict[str, BlendPlan] = OrderedDict()
         self._void: set[str] = set()  # of these, requests that are computed from the start
         self._told: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -157,7 +154,7 @@ class FusionLeader:
     ) -> BlendPlan | None:
         """What to blend of a prompt of which ``held`` is held exactly; None where it is not worth
         it."""
-        if not wanted.options.enabled or self._failures >= MAX_FAILURES:
+        if not wanted.options.enabled or self.chunks.given_up:
             return None
         if wanted.found is None:
             prompt = asking.tokens.tolist()
@@ -242,7 +239,7 @@ class FusionLeader:
         self._staged = 0
 
     def judge(self, report: BlendReport) -> None:
-        """Take in what became of a blend: when they fail one after another, no more are made."""
+        """Take in what became of a blend."""
         plan = self._plans.pop(report.request_id, None)
         if plan is None:
             return
@@ -263,14 +260,7 @@ class FusionLeader:
         if report.ok:
             seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
             self._metrics.blended(plan.reused, report.ratio, seconds)
-        if not report.arrived:
-            return
-        self._failures = 0 if report.ok else self._failures + 1
-        if self._failures == MAX_FAILURES:
-            _log.error(
-                "%d blends failed one after another: exact prefixes only until the engine restarts",
-                MAX_FAILURES,
-            )
+        self.chunks.judge(report)
 
     def refuse(self, rid: str) -> None:
         """The request is computed from the start, whatever its blend came to on this rank."""

@@ -467,10 +467,8 @@ class Leader:
 
     def _now(self) -> Order:
         """What waits in the outbox, of which nothing touches a page of the engine's."""
-        outbox = self._outbox
-        order = Order(True, {}, outbox.forgotten, outbox.cancelled, outbox.graphs)
-        outbox.forgotten, outbox.cancelled, outbox.graphs = [], [], []
-        return order
+        graphs, cancelled, forgotten = self._outbox.take()
+        return Order(True, {}, forgotten, cancelled, graphs)
 
     def _tell(self, order: Order) -> None:
         """Have every rank carry out a `now` order."""

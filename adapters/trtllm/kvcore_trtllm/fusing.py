@@ -30,9 +30,6 @@ _log = logging.getLogger("kvcore.trtllm.fusion")
 MAX_FETCH = 8
 """Blocks brought to host memory for one block of a chunk, at most."""
 
-MAX_FAILURES = 3
-"""Blends that fail one after another before no more are made."""
-
 
 class FusionLeader:
     """One per engine, on rank 0. Called from the executor's thread only; only `in_host` waits."""
@@ -52,14 +49,13 @@ class FusionLeader:
         self._layer_steps = tuple(layer_steps)
         self._metrics = metrics
         self._staged = 0
-        self._failures = 0
         self._ordered: dict[str, int] = {}  # tokens of chunks by request, until it is reported
 
     def plan(
         self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
     ) -> BlendPlan | None:
         """What to blend of a prompt whose first ``exact`` tokens are held exactly."""
-        if not options.enabled or self._failures >= MAX_FAILURES:
+        if not options.enabled or self.chunks.given_up:
             return None
         found = self.chunks.find(tokens, options, namespace, exact)
         ratio = self._settings.ratio if options.ratio is None else options.ratio
@@ -118,21 +114,12 @@ class FusionLeader:
         )
 
     def hear(self, report: BlendReport) -> None:
-        """Take in what became of a blend: when they fail one after another, no more are made."""
+        """Take in what became of a blend."""
         tokens = self._ordered.pop(report.request_id, 0)
         self._metrics.blend("blended" if report.ok else "failed")
         for verdict in report.verdicts:
             self._metrics.judged(verdict)
         if report.ok:
-            self._failures = 0
             seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
             self._metrics.blended(tokens, report.ratio, seconds)
-            return
-        if not report.arrived:
-            return
-        self._failures += 1
-        if self._failures == MAX_FAILURES:
-            _log.error(
-                "%d blends failed one after another: exact prefixes only until the engine restarts",
-                MAX_FAILURES,
-            )
+        self.chunks.judge(report)

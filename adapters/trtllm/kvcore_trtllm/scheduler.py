@@ -340,11 +340,9 @@ class Leader:
                 self._fresh.update(places(group, pages))
             self._go_on(data)
         plan, self._plan = self._plan, StepPlan()
-        for graph in self._outbox.graphs:
+        graphs, plan.cancel, plan.forget = self._outbox.take()
+        for graph in graphs:
             self._sort(graph, plan)
-        self._outbox.graphs.clear()
-        plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
-        plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
         self._fence(plan)
         plan.broken = self._why_broken(output)
         self._fresh.clear()

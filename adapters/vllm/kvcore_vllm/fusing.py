@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.vllm.fusion")
 
-MAX_FAILURES = 3
-"""Blends that fail one after another before no more are made."""
 
 MAX_FETCH = 8
 """Blocks brought to host memory for one block of a chunk, at most."""
@@ -122,23 +120,15 @@ class FusionLeader:
         self._page_tokens = page_tokens
         self._pace = pace
         self._staged = 0
-        self._failures = 0
         self._marked: list[tuple[Request, Fusing]] = []
 
     # -- what was measured ------------------------------------------------------------------
 
     def judge(self, report: BlendReport, plan: BlendPlan | None) -> None:
-        """Take in what became of a blend: when they fail one after another, no more are made."""
+        """Take in what became of a blend."""
         if self._pace is not None and plan is not None:
             self._pace.blended(report, plan.exact)
-        if not report.arrived:
-            return
-        self._failures = 0 if report.ok else self._failures + 1
-        if self._failures == MAX_FAILURES:
-            _log.error(
-                "%d blends failed one after another: exact prefixes only until the engine restarts",
-                MAX_FAILURES,
-            )
+        self.chunks.judge(report)
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -159,7 +149,7 @@ class FusionLeader:
     ) -> BlendPlan | None:
         """What to blend of a prompt whose first ``exact`` tokens are held exactly, and of them
         those of ``hit`` by the tiers; None where it is not worth it."""
-        if not fusing.options.enabled or self._failures >= MAX_FAILURES:
+        if not fusing.options.enabled or self.chunks.given_up:
             return None
         if fusing.report is not None and not fusing.report.ok:
             return None

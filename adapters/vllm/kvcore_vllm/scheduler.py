@@ -337,11 +337,9 @@ class SchedulerSide:
             if tracked is not None and tracked.may_save and not self._aside:
                 self._save_computed(tracked, scheduled, output)
         plan, self._plan = self._plan, StepPlan()
-        for graph in self._outbox.graphs:
+        graphs, plan.cancel, plan.forget = self._outbox.take()
+        for graph in graphs:
             self._sort(graph, plan)
-        self._outbox.graphs.clear()
-        plan.cancel, self._outbox.cancelled = self._outbox.cancelled, []
-        plan.forget, self._outbox.forgotten = self._outbox.forgotten, []
         plan.fence = self._fences(output)
         if self._fusion is not None:
             page_tokens = self._model.groups[0].page_tokens

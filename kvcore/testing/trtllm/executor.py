@@ -19,13 +19,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcore.errors import CapacityError, ConfigError
+from kvcore.testing.engine.model import Rows
 from kvcore.testing.page_table import PageTable
 from kvcore.testing.ranks import Ranks
 from kvcore.testing.trtllm import standins
-from kvcore.testing.trtllm.model import PagedModel, Rows
+from kvcore.testing.trtllm.model import PagedModel
 from kvcore.testing.trtllm.requests import LlmRequest, State
 
 __all__ = ["Call", "Executor", "Limits"]
@@ -330,7 +332,8 @@ class Executor:
             count = self._chunk(request) if request.state is State.CONTEXT else 1
             start = request.computed
             tokens = request.everything[start : start + count]
-            rows.append(Rows(tokens, start, request.pages, request.py_lora_path))
+            lora = None if request.py_lora_path is None else Path(request.py_lora_path)
+            rows.append(Rows(tokens, start, request.pages, lora))
         sampled = self._model.forward(rows, self._before_layer, self._after_layer)
         self._forward_ended()
         if self._workers:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from kvcore.errors import ConfigError
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.reference import Decoder
 from kvcore.testing.engine.lora import read_lora
+from kvcore.testing.engine.model import Rows
 
-__all__ = ["PagedModel", "Rows", "load", "merged"]
+__all__ = ["PagedModel", "load", "merged"]
 
 Hook = Callable[[int], None]
 
@@ -48,19 +48,6 @@ def merged(model: Any, lora: Path) -> Any:
     return made
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ...
-
-    ``lora`` is the folder of the weights they are computed with.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    pages: Sequence[int]
-    lora: str | None = None
-
-
 class PagedModel:
     """``model`` (Hugging Face) with its KV in ``num_pages`` pages, split by heads over ``ranks``.
 
@@ -75,7 +62,7 @@ class PagedModel:
         if heads % ranks:
             raise ConfigError(f"{heads} KV heads over {ranks} ranks; supported is a divisor")
         self.decoder = Decoder(model)
-        self._adapted: dict[str | None, Decoder] = {None: self.decoder}
+        self._adapted: dict[Path | None, Decoder] = {None: self.decoder}
         self.page_tokens = page_tokens
         own = heads // ranks
         shape = (num_pages, config.num_hidden_layers, 2, own * page_tokens * dim)
@@ -87,8 +74,8 @@ class PagedModel:
 
     def _decoder(self, rows: Rows) -> Decoder:
         """The model as a request wants it; made the first time that its LoRA weights are named."""
-        if rows.lora not in self._adapted:
-            self._adapted[rows.lora] = Decoder(merged(self.decoder.model, Path(str(rows.lora))))
+        if rows.lora is not None and rows.lora not in self._adapted:
+            self._adapted[rows.lora] = Decoder(merged(self.decoder.model, rows.lora))
         return self._adapted[rows.lora]
 
     @torch.inference_mode()

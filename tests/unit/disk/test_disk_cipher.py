@@ -7,8 +7,7 @@ import base64
 import hmac
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
+import disk_rig
 from kvcore.adapting.build import build_segments
 from kvcore.backing import BackingOpener, prepare_backings
 from kvcore.config import load_config, read_key
@@ -43,30 +43,10 @@ GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),), CIPHER.name)
 ROOM = 2 << 20
 
 
-@contextmanager
 def opened(
-    path: Path,
-    geometry: Geometry = GEOMETRY,
-    cipher: BlockCipher | None = CIPHER,
-    shard: int = 0,
-    **options: Any,
-) -> Iterator[tuple[PreparedStore, DiskTier]]:
-    store = prepare_store(path, geometry, ROOM, wait_s=0)
-    tier = DiskTier(
-        store.folder,
-        geometry,
-        shard=shard,
-        num_slots=store.num_slots,
-        slot_nbytes=slot_bytes(geometry.shard_shape(shard)),
-        foreign=store.foreign,
-        cipher=cipher,
-        **options,
-    )
-    try:
-        yield store, tier
-    finally:
-        tier.close()
-        store.close()
+    path: Path, geometry: Geometry = GEOMETRY, cipher: BlockCipher | None = CIPHER, **options: Any
+) -> AbstractContextManager[tuple[PreparedStore, DiskTier]]:
+    return disk_rig.opened(path, geometry, ROOM, cipher=cipher, **options)
 
 
 def some_blocks(count: int) -> list[Block]:
@@ -276,10 +256,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     key, parent, space = Block(0, 0, SLOT).key, bytes(16), b"n" * 16
     store = prepare_store(tmp_path, two, ROOM, wait_s=0)
     for shard in (0, 1):
-        size = slot_bytes(two.shard_shape(shard))
-        tier = DiskTier(
-            store.folder, two, shard=shard, num_slots=4, slot_nbytes=size, cipher=CIPHER
-        )
+        tier = disk_rig.open_tier(store, two, shard, cipher=CIPHER)
         part = memoryview(heads[:, shard].tobytes())
         assert tier.write([BlockWrite(0, key, parent, space, [part])]) == [None]
         tier.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from disk_rig import open_tier
 from kvcore.block import KEY_BYTES
 from kvcore.config import load_config
 from kvcore.errors import TierUnavailable
@@ -21,7 +22,6 @@ from kvcore.testing.served import serve, words
 from kvcore.tiers.base import BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.disk.debts import Stamps
-from kvcore.tiers.host import slot_bytes
 
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 ONE = Geometry(SHAPE, b"model", ((0, 2),))
@@ -38,14 +38,8 @@ class Run:
 
     def __init__(self, path: Path, geometry: Geometry = ONE) -> None:
         self.store = prepare_store(path, geometry, 1 << 20, wait_s=0)
-        self.tiers = [
-            DiskTier(
-                self.store.folder, geometry, shard=shard, num_slots=self.store.num_slots,
-                slot_nbytes=slot_bytes(geometry.shard_shape(shard)), foreign=self.store.foreign,
-                clock=self.store.options()["clock"],
-            )
-            for shard in range(len(geometry.heads))
-        ]  # fmt: skip
+        shards = range(len(geometry.heads))
+        self.tiers = [open_tier(self.store, geometry, shard) for shard in shards]
 
     @property
     def found(self) -> set[int]:
