@@ -111,12 +111,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=int, default=4, help="questions asked (4)")
     add("--gate", type=float, help="also with this bound of the quality gate (fusion.gate)")
     add("--attention", help="the engine's attention backend (its own choice)")
+    add("--no-overlap", action="store_true", help="SGLang without its overlap schedule")
     add("--answer-tokens", type=int, default=24, help="length of an answer (24)")
     add("--results", type=Path, default=Path("results"), help="for table, plot and JSON (results)")
     options = parser.parse_args(arguments)
     for name in ("chunks", "tokens", "prompts", "answer_tokens"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.no_overlap and options.engine != "sglang":
+        parser.error(f"--no-overlap is a setting of sglang's, and the engine is {options.engine}")
     return options
 
 
@@ -163,6 +166,8 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
     )
     if options.attention:
         args["attention_backend"] = options.attention
+    if options.no_overlap:
+        args["disable_overlap_schedule"] = True
     engines = 1 if options.gate is None else 2
     steps = (1 + len(RATIOS) + engines) * len(asked) + engines * len(pages)
     with Progress(console=console) as progress:

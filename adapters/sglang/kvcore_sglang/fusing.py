@@ -39,7 +39,6 @@ from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.sglang.fusion")
 
-
 TOLD_KEPT = 1024
 """Requests of which it can be asked what was blended."""
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.vllm.fusion")
 
-
 MAX_FETCH = 8
 """Blocks brought to host memory for one block of a chunk, at most."""
 
