@@ -56,7 +56,8 @@ class BlockStates:
     def _tell(self, stored: bool, table: TierTable, keys: Iterable[bytes], parent: bytes) -> None:
         """Blocks became PUBLISHED, or are that no longer. One call a change, in order."""
         if self._observer is not None:
-            self._observer(Event(stored, table.name, tuple(keys), parent))
+            change = (stored, table.name, tuple(keys), parent)
+            self._observer(tuple.__new__(Event, change))  # as `Event(*change)`, in half the time
 
     def _tell_gone(self, table: TierTable, blocks: Sequence[Evicted]) -> None:
         if blocks and self._observer is not None:

@@ -74,7 +74,7 @@ def _thread(plan: Plan, feed: Feed, metrics: Metrics) -> Telling | None:
     outlets = plan.outlets()
     if not outlets:
         return None
-    publisher = plan.publisher(feed.content(), feed.take, outlets, metrics.told)
+    publisher = plan.publisher(feed.content(), feed.items, outlets, metrics.told)
     publisher.start()
     return Telling(feed, publisher.close)
 

@@ -1,12 +1,16 @@
 """The bounded queue between the leader, which must not wait, and who publishes.
 
-    leader's thread    note ──▶ [event, event, ...] ──▶ take    publisher's thread, or the one that
-                         │ full: the queue is emptied,          ships to its process
+    leader's thread    note ──▶ [record, record, ..] ──▶ take    publisher's thread, or the one that
+                         │ full: the queue is emptied,           ships to its process
                          │ and in place of what was in it
                          └─────▶ [everything that is published now]
 
 So the publisher always catches up by what it takes, and the leader pays for a look at the whole
 index (about 20 ms for a million blocks) once in as many blocks as the queue holds.
+
+A note takes no lock: one thread adds to the queue and to ``_noted``, another takes from the one
+and adds to ``_taken``. What touches both ends is done under the lock, on the leader's thread, while
+the other does not take.
 """
 
 from __future__ import annotations
@@ -17,14 +21,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcore._tables import Event
+from kvcore.events.record import blocks_of, head_of, unpack_event
 
-__all__ = ["Content", "Feed", "Item", "Lost", "Spelled", "Told", "untold"]
+__all__ = ["Content", "Feed", "Item", "Lost", "Queued", "Spelled", "Told", "untold"]
 
 Content = dict[str, tuple[bytes, bytes]]
 """Packed keys and packed parent keys of every tier's blocks, as `BlockIndex.published` gives."""
 
 Told = Callable[[str, int], object]
 """Counts blocks by what became of their events, as `Metrics.told` does."""
+
+
+_JOIN = b"".join
 
 
 class Lost(NamedTuple):
@@ -42,6 +50,8 @@ class Spelled(NamedTuple):
 
 
 Item = Event | Spelled | Lost
+Queued = bytes | Spelled | Lost
+"""An event waits as a record (`kvcore.events.record`)."""
 
 
 def untold(_outcome: str, _blocks: int) -> None:
@@ -49,7 +59,7 @@ def untold(_outcome: str, _blocks: int) -> None:
 
 
 class Feed:
-    """One thread notes, another takes. Nothing blocks but a lock held for a few instructions."""
+    """One thread notes, another takes. Neither waits for the other."""
 
     def __init__(
         self,
@@ -67,50 +77,52 @@ class Feed:
         """Whether `spell` is of any use."""
         self._told = told
         self._limit = self._room = limit
+        self._heads: dict[tuple[bool, str], bytes] = {}
+        self._items: deque[Queued] = deque()
+        self._noted = self._taken = 0  # blocks, ever; see the module for who writes which
         self._lock = threading.Lock()
-        self._items: deque[Item] = deque()
-        self._blocks = 0
         self._renewing = self._closed = False
 
     # -- leader's thread ------------------------------------------------------------------------
 
-    def note(self, event: Event | Spelled) -> None:
+    def note(self, event: Event) -> None:
         """Queue an event. Does no I/O and waits for nobody."""
-        count = len(event.keys)
-        with self._lock:
-            if self._blocks + count <= self._room:
-                self._blocks += count
-                self._items.append(event)
-                return
-        self._overflow(event, count)
+        stored, tier, keys, parent = event
+        noted = self._noted + len(keys)
+        if noted - self._taken > self._room or (stored, tier) not in self._heads:
+            self._add_event(event)
+            return
+        self._noted = noted
+        self._items.append(_JOIN((self._heads[stored, tier], parent, *keys)))
 
     def spell(self, keys: Sequence[bytes], tokens: bytes) -> None:
         """The packed tokens of blocks that will be told as stored. As `note` does, it waits for
         nobody."""
         if self.tells_tokens and keys:
-            self.note(Spelled(tuple(keys), tokens))
+            self._add(Spelled(tuple(keys), tokens), len(keys))
 
     def tick(self) -> None:
         """Do what `renew` asked for, if nothing was noted since. To be called now and then."""
         if self._renewing:
-            self._begin_anew([])
+            self._begin_anew()
 
     # -- the thread that takes ------------------------------------------------------------------
 
-    def take(self, most: int | None = None) -> list[Item]:
+    def take(self, most: int | None = None) -> list[Queued]:
         """What is queued, in order: all of it, or until it is ``most`` blocks or a few more."""
+        taken: list[Queued] = []
+        count = 0
         with self._lock:
-            if most is None or self._blocks <= most:
-                items, self._items = self._items, deque()
-                self._blocks = 0
-                return list(items)
-            taken: list[Item] = []
-            count = 0
-            while count < most:
+            while self._items and (most is None or count < most):
                 taken.append(self._items.popleft())
                 count += _blocks(taken[-1])
-            self._blocks -= count
-            return taken
+            self._taken += count
+        return taken
+
+    def items(self, most: int | None = None) -> list[Item]:
+        """What `take` gives, with events as they were noted."""
+        queued = self.take(most)
+        return [unpack_event(item) if isinstance(item, bytes) else item for item in queued]
 
     def renew(self) -> None:
         """Whoever took knows nothing any more: have the leader queue everything that is published,
@@ -127,7 +139,8 @@ class Feed:
     def close(self) -> None:
         """Nobody takes any more: what is queued, or is noted from now on, is dropped."""
         with self._lock:
-            dropped, self._blocks = self._blocks, 0
+            dropped = self._noted - self._taken
+            self._taken += dropped
             self._closed = True
             self._room = -1
             self._items.clear()
@@ -136,30 +149,42 @@ class Feed:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _overflow(self, event: Event | Spelled, count: int) -> None:
-        if self._closed:
-            self._told("dropped", count)
-        else:
-            self._begin_anew([event])  # it is part of the content, or told twice: both are harmless
+    def _add_event(self, event: Event) -> None:
+        stored, tier, keys, parent = event
+        head = self._heads[stored, tier] = head_of(stored, tier)
+        self._add(_JOIN((head, parent, *keys)), len(keys))
 
-    def _begin_anew(self, events: Sequence[Event | Spelled]) -> None:
+    def _add(self, item: bytes | Spelled, count: int) -> None:
+        if self._noted + count - self._taken <= self._room:
+            self._noted += count
+            self._items.append(item)
+        elif self._closed:
+            late, self._taken = self._noted - self._taken, self._noted  # noted while it was closed
+            self._told("dropped", count + late)
+        else:
+            self._begin_anew(item)  # it is part of the content, or told twice: both are harmless
+
+    def _begin_anew(self, *items: bytes | Spelled) -> None:
         content = self.content()
         with self._lock:
             if self._closed:
                 return
-            dropped = self._blocks
+            dropped = self._noted - self._taken
+            self._noted += sum(map(_blocks, items))
             if not self._items and not self._renewing:  # somebody took it all meanwhile
-                self._items.extend(events)
-                self._blocks = sum(map(_blocks, events))
+                self._items.extend(items)
                 return
             earlier = sum(item.blocks for item in self._items if isinstance(item, Lost))
-            self._items = deque([Lost(earlier + dropped, content), *events])
-            self._blocks = 0
+            self._items.clear()
+            self._items.extend([Lost(earlier + dropped, content), *items])
+            self._taken += dropped
             self._room = self._limit
             self._renewing = False
         if dropped:
             self._told("dropped", dropped)
 
 
-def _blocks(item: Item) -> int:
-    return 0 if isinstance(item, Lost) else len(item.keys)
+def _blocks(item: Queued) -> int:
+    if isinstance(item, bytes):
+        return blocks_of(item)
+    return len(item.keys) if isinstance(item, Spelled) else 0

@@ -4,7 +4,7 @@
     leader     Plan of what is published, then batches without end: heads say how the body is cut
     process    Report, now and then, without a body
 
-Keys go as they are in memory, one after another: a batch of 2,000 blocks is one `bytes.join`.
+Events go as they waited (`kvcore.events.record`), one after another: a batch is one `bytes.join`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvcore._tables import Event
 from kvcore.block import KEY_BYTES
-from kvcore.events.feed import Content, Item, Lost, Spelled
+from kvcore.events.feed import Content, Item, Lost, Queued, Spelled
 from kvcore.events.plan import Plan
+from kvcore.events.record import unpack_event
 
 __all__ = ["Buffer", "Frame", "Opening", "Report", "framed", "pack", "unpack"]
 
@@ -44,13 +44,10 @@ class Report(msgspec.Struct, frozen=True):
     lines: list[tuple[int, str, str]]
 
 
-class _Run(msgspec.Struct, frozen=True, tag="run", array_like=True):
-    """An event: so many keys in the body."""
+class _Records(msgspec.Struct, frozen=True, tag="records", array_like=True):
+    """Events: records of these lengths in the body."""
 
-    stored: bool
-    tier: str
-    parent: bytes
-    blocks: int
+    nbytes: list[int]
 
 
 class _Text(msgspec.Struct, frozen=True, tag="text", array_like=True):
@@ -67,7 +64,7 @@ class _Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
     tiers: list[tuple[str, int]]
 
 
-_heads = msgspec.msgpack.Decoder(list[_Run | _Text | _Held])
+_heads = msgspec.msgpack.Decoder(list[_Records | _Text | _Held])
 
 
 class Frame(NamedTuple):
@@ -107,28 +104,35 @@ def framed(head: Any, body: Sequence[bytes] = ()) -> list[bytes]:
     return [_LENGTHS.pack(len(packed), sum(map(len, body))) + packed, *body]
 
 
-def pack(items: Iterable[Item]) -> list[bytes]:
-    """Bytes to send for ``items``. Touches each key once: see the module."""
-    heads: list[_Run | _Text | _Held] = []
+def pack(items: Iterable[Queued]) -> list[bytes]:
+    """Bytes to send for ``items``. Looks at no key of an event."""
+    heads: list[_Records | _Text | _Held] = []
     body: list[bytes] = []
-    keys: list[Sequence[bytes]] = []
+    run: list[bytes] = []
+    lengths: list[int] | None = None  # of the events that came last
     for item in items:
-        if isinstance(item, Event):
-            heads.append(_Run(item.stored, item.tier, item.parent, len(item.keys)))
-            keys.append(item.keys)
-        elif isinstance(item, Spelled):
+        if isinstance(item, bytes):
+            if lengths is None:
+                lengths = []
+                heads.append(_Records(lengths))
+            lengths.append(len(item))
+            run.append(item)
+            continue
+        lengths = None
+        if isinstance(item, Spelled):
             heads.append(_Text(len(item.keys), len(item.tokens)))
-            keys += item.keys, (item.tokens,)
+            run += *item.keys, item.tokens
         else:
             tiers = [(tier, len(held)) for tier, (held, _) in item.content.items()]
             heads.append(_Held(item.blocks, tiers))
-            body += b"".join(chain.from_iterable(keys)), *chain.from_iterable(item.content.values())
-            keys = []
-    return framed(heads, [*body, b"".join(chain.from_iterable(keys))])
+            body += b"".join(run), *chain.from_iterable(item.content.values())
+            run = []
+    return framed(heads, [*body, b"".join(run)])
 
 
 def unpack(frame: Frame) -> list[Item]:
-    """The items that were packed. Raises msgspec.DecodeError for what is no batch."""
+    """The items that were packed. Raises msgspec.DecodeError, or ValueError, for what is no
+    batch."""
     items: list[Item] = []
     body, at = frame.body, 0
 
@@ -142,8 +146,8 @@ def unpack(frame: Frame) -> list[Item]:
         return tuple([run[i : i + KEY_BYTES] for i in range(0, len(run), KEY_BYTES)])
 
     for head in _heads.decode(frame.head):
-        if isinstance(head, _Run):
-            items.append(Event(head.stored, head.tier, keys(head.blocks), head.parent))
+        if isinstance(head, _Records):
+            items += [unpack_event(cut(nbytes)) for nbytes in head.nbytes]
         elif isinstance(head, _Text):
             items.append(Spelled(keys(head.blocks), cut(head.nbytes)))
         else:

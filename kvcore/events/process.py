@@ -15,10 +15,11 @@ does not, slow or stopped, `Feed` fills up and drops, and everything held is shi
 
 Of both ends one can go:
 
-    the process   its socket closes: it is reaped, named in the log and started anew after a while,
-                  with all that is published then (the leader's next call gives it); numbers begin
-                  elsewhere, so that consumers catch up by a snapshot. At most `RESTARTS` times in a
-                  row; then nothing more is published, and what is noted counts as dropped.
+    the process   its socket closes, or it reads no more: it is killed, reaped, named in the log and
+                  started anew after a while, with all that is published then (the leader's next
+                  call gives it); numbers begin elsewhere, so that consumers catch up by a snapshot.
+                  At most `RESTARTS` times in a row; then nothing more is published, and what is
+                  noted counts as dropped.
     the leader    the socket closes, or, where a fork of the leader has it too, the parent is
                   another one: the process sends what it has and ends.
 
@@ -42,7 +43,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvcore.events.feed import Feed, Item, Lost, Told
+from kvcore.events.feed import Feed, Lost, Queued, Told
 from kvcore.events.frames import Buffer, Opening, Report, framed, pack
 from kvcore.events.plan import Plan
 
@@ -66,6 +67,8 @@ class PublisherProcess:
     """Before the first restart; twice as long before each that follows, at most a minute."""
     STEADY_S = 60.0
     """A process that lived as long was well: the next restart is the first."""
+    STALL_S = 60.0
+    """A process that reads nothing for so long, while there is something to read, is killed."""
     READY_S = 30.0
     CLOSE_S = 10.0
 
@@ -154,15 +157,15 @@ class PublisherProcess:
     def _ship_queued(self, child: _Child) -> None:
         child.look()
         while items := self._feed.take(_BATCH_BLOCKS):
-            child.send(pack(items), self._late)
+            child.send(pack(items), self._late, self.STALL_S)
 
-    def _open(self, items: Sequence[Item]) -> _Child:
+    def _open(self, items: Sequence[Queued]) -> _Child:
         """A process that is ready, or nearly. The first item says what is published."""
         child = _Child(self._told)
         limit = time.monotonic() + self.READY_S
         try:
             opening = Opening(self._plan, os.getpid(), _log.getEffectiveLevel())
-            child.send([*framed(opening), *pack(items)], self._late)
+            child.send([*framed(opening), *pack(items)], self._late, self.STALL_S)
             while child.outlets is None and time.monotonic() < limit and not self._stop.is_set():
                 child.wait()
         except ConnectionError:
@@ -207,20 +210,25 @@ class _Child:
         finally:
             theirs.close()
 
-    def send(self, parts: Sequence[bytes], late: Callable[[], bool]) -> None:
+    def send(self, parts: Sequence[bytes], late: Callable[[], bool], stall_s: float) -> None:
         """Waits for the process to read. Raises _Late when ``late`` says so before it has, and
-        ConnectionError when it is gone."""
+        ConnectionError when it is gone, or has read nothing for ``stall_s`` seconds."""
         left = [memoryview(part) for part in parts]
+        limit = time.monotonic() + stall_s
         while left:
             try:
                 sent = self._socket.sendmsg(left[:_PARTS])
             except BlockingIOError:
                 if late():
                     raise _Late from None
+                if time.monotonic() > limit:
+                    what = f"process {self.process.pid} has read nothing for {stall_s:.0f} s"
+                    raise ConnectionError(what) from None
                 self.wait(select.POLLIN | select.POLLOUT)
                 continue
             except OSError as error:
                 raise self._gone() from error
+            limit = time.monotonic() + stall_s
             while left and sent >= len(left[0]):
                 sent -= len(left.pop(0))
             if sent:

@@ -26,8 +26,9 @@ from kvcore.block import ROOT_PARENT, pack_tokens  # noqa: E402
 from kvcore.config import load_config  # noqa: E402
 from kvcore.events import Feed, Pacing, Plan, PublisherProcess, Subscriber  # noqa: E402
 from kvcore.events.build import open_events  # noqa: E402
-from kvcore.events.feed import Item, Lost, Spelled  # noqa: E402
+from kvcore.events.feed import Item, Lost, Queued, Spelled  # noqa: E402
 from kvcore.events.frames import Buffer, pack, unpack  # noqa: E402
+from kvcore.events.record import head_of  # noqa: E402
 from kvcore.events.view import Hash  # noqa: E402
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode  # noqa: E402
 from kvcore.events.zmq_bus import ZmqSource  # noqa: E402
@@ -266,7 +267,12 @@ lost_of = st.builds(
     step=st.integers(1, 200),
 )
 def test_what_is_packed_is_what_was_queued(batches: list[list[Item]], step: int) -> None:
-    sent = b"".join(part for batch in batches for part in pack(batch))
+    def waiting(item: Item) -> Queued:
+        if not isinstance(item, Event):
+            return item
+        return head_of(item.stored, item.tier) + item.parent + b"".join(item.keys)
+
+    sent = b"".join(part for batch in batches for part in pack(map(waiting, batch)))
     buffer = Buffer()
     found = []
     for at in range(0, len(sent), step):
@@ -300,6 +306,30 @@ def test_a_stopped_process_holds_nobody_up_and_resumes_from_all_that_is_held(
     assert consumer.resyncs > before
     rig.store(1, 2, 3)
     rig.agree(consumer, "live news come no more")
+
+
+def test_a_process_that_hangs_is_killed_and_started_anew(
+    rigged: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigged(queue_blocks=256)
+    rig.process.STALL_S, rig.process.BACKOFF_S = 3.0, 0.1
+    consumer = rig.consumer()
+    rig.store(1, 2, 3)
+    rig.agree(consumer, "not told")
+    pid = rig.pid
+    stop(pid)
+    n = 10
+
+    def replaced() -> bool:
+        nonlocal n
+        rig.store(*range(n, n + 10))
+        n += 10
+        return rig.process.pid not in (None, pid)
+
+    until(replaced, "it is waited for")
+    assert state(pid) == ""
+    rig.agree(consumer, "the second tells nothing")
+    assert lines(caplog, f"process {pid} has read nothing") == 1
 
 
 def lines(caplog: pytest.LogCaptureFixture, text: str) -> int:

@@ -170,7 +170,7 @@ class EventMachine(RuleBasedStateMachine):
         pacing = Pacing(batch_blocks=3, queue_blocks=6, history_bytes=200, heartbeat_s=60)
         feed = Feed(pacing.queue_blocks, lambda: content_of(self.index))
         self.publisher = Publisher(
-            feed.content(), feed.take, [self.bus], 16, pacing=pacing, clock=self.clock
+            feed.content(), feed.items, [self.bus], 16, pacing=pacing, clock=self.clock
         )
         self.index.watch(feed.note)
         self.bus.publisher = self.publisher
@@ -219,7 +219,7 @@ class Rig:
         self.feed = Feed(kept.queue_blocks, lambda: self.held, told=self.metrics.told)
         self.publisher = Publisher(
             self.held,
-            self.feed.take,
+            self.feed.items,
             [self.bus],
             16,
             pacing=kept,
@@ -279,16 +279,17 @@ def test_events_that_fit_are_not_dropped_and_a_queue_is_bounded() -> None:
     assert dropped() == 0
     feed.note(stored(4))
     assert dropped() == 3
-    for n in range(5, 8):
+    for n in range(5, 7):
         feed.note(stored(n))
+    assert dropped() == 3, "the one that did not fit is in the queue with two more"
     feed.note(stored(8))
     assert dropped() == 6, "dropped blocks are counted once"
-    [lost, last] = feed.take()
+    [lost, last] = feed.items()
     assert isinstance(lost, Lost)
     assert lost.blocks == 6
     assert last == stored(8)
     assert len(looks) == 2
-    assert feed.take() == []
+    assert feed.items() == []
 
 
 def test_a_queue_gives_some_of_what_it_has_and_keeps_count() -> None:
@@ -296,12 +297,12 @@ def test_a_queue_gives_some_of_what_it_has_and_keeps_count() -> None:
     feed = Feed(8, dict, told=lambda _, blocks: dropped.append(blocks))
     for n in range(0, 8, 2):
         feed.note(stored(n, n + 1))
-    assert feed.take(3) == [stored(0, 1), stored(2, 3)]
+    assert feed.items(3) == [stored(0, 1), stored(2, 3)]
     feed.note(stored(9, 10, 11, 12))
     assert not dropped
     feed.note(stored(13))
     assert dropped == [8]
-    [lost, last] = feed.take(1)
+    [lost, last] = feed.items(1)
     assert isinstance(lost, Lost)
     assert last == stored(13)
 
@@ -323,13 +324,13 @@ def test_a_leader_renews_what_is_known_with_its_next_call() -> None:
     assert not feed.renewed
     feed.note(stored(3))
     assert feed.renewed
-    assert feed.take() == [Lost(2, held), stored(3)]
+    assert feed.items() == [Lost(2, held), stored(3)]
     feed.renew()
     feed.tick()
     assert feed.renewed
-    assert feed.take() == [Lost(0, held)]
+    assert feed.items() == [Lost(0, held)]
     feed.note(stored(4))
-    assert feed.take() == [stored(4)]
+    assert feed.items() == [stored(4)]
     assert dropped == [2]
     assert len(looks) == 2, "the index is looked at again and again"
 
@@ -342,7 +343,7 @@ def test_a_queue_that_nobody_takes_from_any_more_counts_all_as_dropped() -> None
     feed.note(stored(3, 4, 5))
     feed.tick()
     assert dropped == [2, 3]
-    assert feed.take() == []
+    assert feed.items() == []
 
 
 def test_a_consumer_that_missed_little_is_told_that_alone() -> None:
@@ -532,7 +533,7 @@ def text(n: int) -> bytes:
 
 def telling(bus: Bus, queue_blocks: int = 64, content: Content | None = None) -> Feed:
     feed = Feed(queue_blocks, lambda: content or {"host": (b"", b"")}, token_ids=True)
-    bus.publisher = Publisher(feed.content(), feed.take, [bus], 2, token_ids=True)
+    bus.publisher = Publisher(feed.content(), feed.items, [bus], 2, token_ids=True)
     return feed
 
 
@@ -575,7 +576,7 @@ def test_tokens_are_told_of_the_blocks_whose_tokens_are_known() -> None:
 def test_a_publisher_that_tells_no_tokens_keeps_none() -> None:
     bus = Bus()
     feed = Feed(64, lambda: {"host": (b"", b"")})
-    bus.publisher = Publisher(feed.content(), feed.take, [bus], 2)
+    bus.publisher = Publisher(feed.content(), feed.items, [bus], 2)
     feed.spell([key(1)], text(1))
     feed.note(stored(1))
     bus.step()

@@ -45,7 +45,7 @@ class Rig:
         pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.2)
         self.feed = Feed(pacing.queue_blocks, lambda: {"host": (b"", b"")})
         self.publisher = Publisher(
-            self.feed.content(), self.feed.take, [self.outlet], 16, pacing=pacing
+            self.feed.content(), self.feed.items, [self.outlet], 16, pacing=pacing
         )
         self.publisher.start()
 
