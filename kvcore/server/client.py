@@ -98,6 +98,9 @@ class RemoteManager(Manager):
         self._note = OwedClears(keeper.folder, keeper.model)
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
+        self._host: dict[int, tuple[bytes, int]] = {}
+        """By load that is on its way: the last of the blocks that it keeps in host memory, and how
+        many they are from the prompt's start on."""
         self._mapped = 0  # the session whose memory every worker is known to have
         self._on_end: dict[int, Callable[[], object]] = {}
 
@@ -204,14 +207,11 @@ class RemoteManager(Manager):
         reply = self._ask_load(hit, start, stop, layers, deadline_s)
         if isinstance(reply, Refused) and reply.kind == "capacity":
             raise CapacityError(reply.message)
-        if isinstance(reply, Launched) and reply.graph is not None:
-            graph = msgspec.structs.replace(reply.graph, units=tuple(units))
-        else:
+        if not isinstance(reply, Launched) or reply.graph is None:
             graph = self._failing(hit, start, stop, units, layers)
-        if on_end is not None:
-            self._on_end[graph.graph_id] = on_end
-        self._launch(graph)
-        return graph
+            self._launch(graph, on_end)
+            return graph
+        return self._launch_planned(reply.graph, hit, stop, units, on_end)
 
     @property
     def certain(self) -> bool:
@@ -241,11 +241,7 @@ class RemoteManager(Manager):
         on_end: Callable[[], object] | None = None,
     ) -> TransferGraph:
         assert prepared.graph is not None
-        graph = msgspec.structs.replace(prepared.graph, units=tuple(units))
-        if on_end is not None:
-            self._on_end[graph.graph_id] = on_end
-        self._launch(graph)
-        return graph
+        return self._launch_planned(prepared.graph, prepared.hit, prepared.stop, units, on_end)
 
     def drop_prepared(self, prepared: PreparedLoad) -> None:
         assert prepared.graph is not None
@@ -295,9 +291,13 @@ class RemoteManager(Manager):
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
-        """As `KVManager.launch_save`; nothing is saved while the server does not answer."""
+        """As `KVManager.launch_save`; nothing is saved while the server does not answer.
+
+        What a load on its way reads from host memory needs no save, and the server is not asked:
+        a request that waits for its first token is spared the question.
+        """
         member = self.keeper.member
-        if member is None or not stop:
+        if member is None or not stop or self._is_kept(keys, stop):
             return None
         reply = self.keeper.ask(
             Save(self._ref(), member.number, join(keys[:stop]), namespace), Launched
@@ -338,9 +338,33 @@ class RemoteManager(Manager):
             text = pack_tokens(tokens[first * block : last * block])
             self.keeper.link.tell(Spell(self._ref(), member.number, join(keys[first:last]), text))
 
-    def _launch(self, graph: TransferGraph) -> None:
+    def _launch_planned(
+        self,
+        planned: TransferGraph,
+        hit: Hit,
+        stop: int,
+        units: Sequence[UnitTable],
+        on_end: Callable[[], object] | None,
+    ) -> TransferGraph:
+        """A load of the first ``stop`` blocks of ``hit``, or the last of them."""
+        graph = msgspec.structs.replace(planned, units=tuple(units))
+        if kept := min(hit.in_host, stop):
+            self._host[graph.graph_id] = hit.keys[kept - 1], kept
+        self._launch(graph, on_end)
+        return graph
+
+    def _launch(self, graph: TransferGraph, on_end: Callable[[], object] | None = None) -> None:
+        if on_end is not None:
+            self._on_end[graph.graph_id] = on_end
         self._left[graph.graph_id] = {op.op_id for op in graph.ops}
         self.transport.submit(graph)
+
+    def _is_kept(self, keys: Sequence[bytes], stop: int) -> bool:
+        """Whether a load that has not ended, nor failed, keeps these blocks in host memory."""
+        return any(
+            stop <= kept <= len(keys) and keys[kept - 1] == last and self._member_of(graph_id)
+            for graph_id, (last, kept) in self._host.items()
+        )
 
     def cancel(self, graph_id: int) -> None:
         if graph_id in self._left:
@@ -358,6 +382,8 @@ class RemoteManager(Manager):
         left.discard(report.op_id)
         if not report.failed:
             self._mapped = session_of(report.graph_id)
+        if report.failed or not left:
+            self._host.pop(report.graph_id, None)
         self._tell_done(report.graph_id, [report])
         if not left:
             del self._left[report.graph_id]

@@ -34,7 +34,7 @@ from kvcore.server.owed import OwedClears
 from kvcore.server.places import HeldSession
 from kvcore.testing.served import RunningServer, settings, until
 from kvcore.testing.servers import free_port
-from kvcore.transfer.graph import OpReport, RowError, Span, UnitTable
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, UnitTable
 
 Start = Callable[[Config], RunningServer]
 
@@ -400,6 +400,51 @@ def test_ends_of_many_ops_are_told_in_several_messages(start: Start, folder: Pat
     manager.keeper.tell_done(member, [OpReport(1, n) for n in range(2 * m.MAX_REPORTS + 1)])
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert server.server._refusals == refusals
+    manager.close()
+
+
+def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
+    start: Start, folder: Path
+) -> None:
+    """While the load is on its way; not when one of its ops failed, nor of more than it reads."""
+    server = start(settings(folder))
+    manager, _ = join(settings(folder))
+    chain, asked = keys(6), 0
+    graph = manager.launch_save(chain, SPACE, 4, units)
+    assert graph is not None
+    manager.complete(OpReport(graph.graph_id, 0))
+    save = server.server._handlers[m.Save]
+
+    def counted(*given: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return save(*given)
+
+    server.server._handlers[m.Save] = counted
+
+    def questions(stop: int) -> int:
+        before = asked
+        saved = manager.launch_save(chain, SPACE, stop, units)
+        assert (saved is not None) == (stop > 4), "only what is not held is saved"
+        for op in () if saved is None else saved.ops:
+            manager.complete(OpReport(saved.graph_id, op.op_id, {0: RowError.IO, 1: RowError.IO}))
+        return asked - before
+
+    def load() -> TransferGraph:
+        hit = manager.get_match(chain, SPACE)
+        return manager.launch_load(hit, 1, 4, units(1, 4), layers=[Span(0, 1), Span(1, 2)])
+
+    first = load()
+    assert [questions(stop) for stop in (4, 3, 6)] == [0, 0, 1]
+    assert manager.launch_save(keys(6, seed=1), SPACE, 3, units) is not None, "another prompt"
+    manager.complete(OpReport(first.graph_id, 0))
+    assert questions(4) == 0
+    manager.complete(OpReport(first.graph_id, 1))
+    assert questions(4) == 1, "nothing keeps them any more"
+    second = load()
+    manager.complete(OpReport(second.graph_id, 0, {0: RowError.IO}))
+    assert questions(4) == 1, "what failed is not there"
+    manager.complete(OpReport(second.graph_id, 1))
     manager.close()
 
 
