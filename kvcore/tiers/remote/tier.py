@@ -94,7 +94,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         store,
         shards,
         name=context.name,
-        splits=Splits(store, shards, every_s=options.splits_s, announces=not store.has_nodes),
+        splits=Splits(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
         note=_note(context, options) if context.notes else None,
