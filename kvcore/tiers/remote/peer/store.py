@@ -100,6 +100,8 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
 class PeerOptions(StoreOptions):
     """Where this node is, where the others are, and what it lends."""
 
+    known_by = ()  # whichever nodes there are
+
     listen: str = Field(
         default="0.0.0.0:7801",
         description="HOST:PORT on which rank 0 is asked by other nodes; a further rank has the "
