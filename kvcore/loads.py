@@ -95,6 +95,7 @@ class Loads:
             _split_rows(rows, [r.stop - start for r in promoted]),
             batch_rows=self._flights.batch,
             deadline_s=deadline_s,
+            nodes=self._nodes(hit, blocks),
         )
         _assign(flight, graph, promoted)
         self._flights.launch(flight, graph)

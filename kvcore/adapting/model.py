@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from kvcore.errors import LayoutError
 from kvcore.layout import BlockShape
-from kvcore.tiers.shards import Part
+from kvcore.tiers.shards import Part, evenly
 
 __all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
 
@@ -29,8 +29,7 @@ def head_range(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def even_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
     """Layers [start, stop) of each of ``stages`` pipeline stages, shared as evenly as can be."""
-    borders = [stage * layers // stages for stage in range(stages + 1)]
-    return tuple(pairwise(borders))
+    return evenly(layers, stages)
 
 
 @dataclass(frozen=True)

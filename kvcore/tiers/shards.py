@@ -14,14 +14,14 @@ run of bytes in each layer. Disk and remote stores take this one way.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from kvcore.layout import BlockShape
 from kvcore.tiers.base import Buffers, SlotError
 
-__all__ = ["Part", "Run", "cover", "is_tiling", "places", "runs"]
+__all__ = ["Part", "Run", "cover", "evenly", "is_tiling", "places", "runs", "splits_of"]
 
 
 class Part(NamedTuple):
@@ -88,6 +88,44 @@ def is_tiling(parts: Sequence[Part], shape: BlockShape) -> bool:
     """Whether ``parts`` hold each element of a block of ``shape`` once."""
     whole = shape.layers * shape.kv_heads
     return all(part.within(shape) for part in parts) and _tile(parts, whole)
+
+
+def evenly(size: int, shares: int) -> tuple[tuple[int, int], ...]:
+    """[0, size) in so many pieces, as equal as can be: heads among ranks, layers among stages."""
+    return tuple(pairwise(share * size // shares for share in range(shares + 1)))
+
+
+def splits_of(parts: Iterable[Part], shape: BlockShape, most: int) -> Iterator[tuple[Part, ...]]:
+    """How deployments may share blocks of ``shape`` that keep ``parts`` of them: stages one behind
+    the other, whose ranks have the heads `evenly`. Those of few ranks first, ``most`` at most."""
+    there = set(parts)
+    stages = sorted({part.layers for part in there}, key=lambda layers: -layers[1])
+
+    def every() -> Iterator[tuple[Part, ...]]:
+        for ranks in range(1, shape.kv_heads + 1):
+            heads = evenly(shape.kv_heads, ranks)
+            whole = [n for n in stages if all(Part(h, n) in there for h in heads)]
+            for way in _chains(whole, shape.layers):
+                yield tuple(sorted(Part(h, n) for n in way for h in heads))
+
+    return islice(every(), most)
+
+
+def _chains(pieces: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every way to put [0, size) together from ``pieces``. No way is begun that has no end."""
+    led = {size}  # from these one comes to the end
+    for start, stop in sorted(pieces, reverse=True):
+        if start < stop and stop in led:
+            led.add(start)
+
+    def onwards(at: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        if at == size:
+            yield ()
+        for start, stop in pieces:
+            if start == at and start < stop and stop in led:
+                yield from (((start, stop), *rest) for rest in onwards(stop))
+
+    return onwards(0)
 
 
 def _tile(parts: Sequence[Part], size: int) -> bool:

@@ -168,16 +168,25 @@ def build_fetch(
     *,
     batch_rows: int,
     deadline_s: float | None = None,
+    nodes: tuple[str, ...] = (),
 ) -> TransferGraph:
     """Plan reads of ``chain`` into the host arena and no further, behind everything that a request
-    waits for. Every row is in one of the sources."""
+    waits for. Every row is in one of the sources. ``nodes`` as in `TransferGraph`."""
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
     for source in sources:
         tier_slots[source.rows.start : source.rows.stop] = source.slots
         for rows in batches(source.rows, batch_rows):
             ops.add(source.path, rows, tier=source.tier)
-    return ops.graph(graph_id, Priority.SPILL, chain, host_slots, tier_slots, deadline_s=deadline_s)
+    return ops.graph(
+        graph_id,
+        Priority.SPILL,
+        chain,
+        host_slots,
+        tier_slots,
+        deadline_s=deadline_s,
+        nodes=nodes,
+    )
 
 
 def build_save(

@@ -16,6 +16,7 @@ from kvcore.adapting.model import LayerGroup, ModelDescription
 from kvcore.adapting.outbox import Outbox
 from kvcore.block import KeyChain
 from kvcore.config import load_config
+from kvcore.errors import FormatError
 from kvcore.layout import BlockShape
 from kvcore.tiers.remote import Shard
 from kvcore.tiers.remote.memory import shared_store
@@ -151,3 +152,16 @@ def test_as_much_is_promised_as_is_saved(
     told = side.request_finished(one, [list(range(1, 8))])
     promise = {} if told is None else told["kvcore"]["promise"]
     assert promise.get("blocks", 0) == blocks
+
+
+def test_messages_that_are_none_are_refused_by_name() -> None:
+    """As everything between an adapter's parts: of lists in lists, too."""
+    messages = pytest.importorskip("kvcore_vllm.messages")
+    deep = b"\x81\xa1x\x81\xa1y" + b"\x91" * 100_000
+    plan = messages.StepPlan(open_tiers={"far": {"a": 1}})
+    assert messages.KVCoreMetadata.of(plan).plan() == plan
+    for wrong in (b"\xc1", b"\x91\xa2\xff\xff", deep, b"\x91" + deep, b"\x92\x90" + deep):
+        with pytest.raises(FormatError, match="not a step plan of this version"):
+            messages.KVCoreMetadata(wrong).plan()
+        with pytest.raises(FormatError, match="not step news of this version"):
+            messages.KVCoreWorkerMetadata(wrong).news()

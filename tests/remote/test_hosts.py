@@ -78,15 +78,17 @@ def _peer(start: Start, folder: Path) -> Store:
     return Store(_tier("peer", peers=[str(free_port()) for _ in range(2)], lend="4MiB"))
 
 
-def _as_node(tier: dict[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Of a `peer` tier, its settings on one of its hosts."""
-    nodes = [f"127.0.0.1:{port}-{int(port) + ranks - 1}" for port in tier["options"]["peers"]]
+def _as_node(tier: dict[str, Any], number: int, ranks: Sequence[int]) -> dict[str, Any]:
+    """Of a `peer` tier, its settings on one of its hosts, which have so many ranks."""
+    ports = zip(map(int, tier["options"]["peers"]), ranks, strict=True)
+    nodes = [f"127.0.0.1:{port}-{port + count - 1}" for port, count in ports]
     own = {"listen": nodes[number].partition("-")[0], "peers": nodes}
     return {**tier, "options": {**tier["options"], **own}}
 
 
 def _tier(plugin: str, **options: Any) -> dict[str, Any]:
     patient = {"timeout_s": PATIENT_S, "lookup_s": PATIENT_S, "deadline_s": PATIENT_S}
+    patient["splits_s"] = 0.001  # what the other writes is known at once
     return {"plugin": plugin, "capacity": "16MiB", "options": {**patient, **options}}
 
 
@@ -119,14 +121,18 @@ def plain(model: Llama) -> Iterator[Callable[[Sequence[int]], list[int]]]:
 
 @pytest.fixture
 def host(model: Llama) -> Iterator[Callable[..., ReferenceEngine]]:
+    """Starts one host after the other; ``ranks`` are those of the first and of the second."""
     made: list[ReferenceEngine] = []
 
-    def start(tier: dict[str, Any], ranks: int = 1, **options: Any) -> ReferenceEngine:
-        tier = {**tier, "options": {**tier["options"], **options}}
+    def start(
+        tier: dict[str, Any], ranks: Sequence[int] = (1, 1), **options: Any
+    ) -> ReferenceEngine:
+        tier, number = {**tier, "options": {**tier["options"], **options}}, len(made)
         if tier["plugin"] == "peer":
-            tier = _as_node(tier, len(made), ranks)
+            tier = _as_node(tier, number, ranks)
         tables = {"host": {"capacity": "16MiB", "huge_pages": False}, "tiers": {"far": tier}}
-        engine = ReferenceEngine(model, EngineArgs(ranks=ranks), load_config(None, tables))
+        args = EngineArgs(ranks=ranks[number % len(ranks)])
+        engine = ReferenceEngine(model, args, load_config(None, tables))
         made.append(engine)
         serve(engine, words(0, 8))  # its ranks open their tiers with the first step
         return engine
@@ -156,11 +162,14 @@ def store(request: pytest.FixtureRequest, start_server: Start, tmp_path: Path) -
     return STORES[request.param](start_server, tmp_path / "shared")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (1, 2), (2, 1)], ids=str)
 def test_what_one_host_computes_the_other_loads(
-    store: Store, host: Callable[..., ReferenceEngine], plain: Any, ranks: int
+    store: Store, host: Callable[..., ReferenceEngine], plain: Any, ranks: tuple[int, int]
 ) -> None:
+    """Whatever numbers of ranks they have."""
     first, second = host(store.tier, ranks), host(store.tier, ranks)
+    for seed, engine in enumerate((first, second), 100):
+        serve(engine, words(seed, 20))  # a rank that lends memory does so from its first block on
     prompt = words(1, 100)
     assert serve(first, prompt) == (plain(prompt), 0)
     assert serve(second, prompt) == (plain(prompt), 96)

@@ -157,8 +157,16 @@ def test_another_model_is_told_of_once_and_not_read(
         assert reader.exists(names) == [False] * 3
         assert reader.exists(names) == [False] * 3
     [record] = [r for r in caplog.records if "no other node holds" in r.msg]
-    assert "kvcore/other/h0-2.l0-4" in record.getMessage()
-    assert FOLDER in record.getMessage()
+    assert record.getMessage().endswith("KV of kvcore/other, only of kvcore/model")
+
+
+def test_other_heads_of_a_model_are_nothing_strange(
+    owner: PeerNode, open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = open_store(owner.listen, rank=None)
+    assert reader.exists([f"kvcore/model/h0-4.l0-4/{'a' * 32}"]) == [False]
+    assert "no other node holds" not in caplog.text
+    assert reader.folders == {FOLDER}
 
 
 # -- nodes of a promise ------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,6 +229,69 @@ def test_an_engine_leaves_its_note_beside_its_disk_tier_or_with_the_server(tmp_p
         until(lambda folder=folder: not list(folder.glob("owed-*")))
         for made in again.values():
             made.prepared.release()
+
+
+def left_to(folder: Path, far: dict[str, Any]) -> list[bytes]:
+    """What a leader with this store finds owed; it ends at once."""
+    tables = {"server": {"folder": str(folder)}, "tiers": {"far": far}}
+    [made] = backings(load_config(None, tables))
+    lookup = made.prepared.finder
+    assert lookup is not None
+    assert lookup._note is not None
+    owed = list(lookup._owed)
+    if not owed:
+        lookup._note.add(KEYS)
+    made.prepared.release()
+    return owed
+
+
+@pytest.mark.parametrize(
+    ("plugin", "store", "used", "other"),
+    [
+        ("objects", {"url": "s3://one"}, {"requests": 5}, {"url": "s3://other"}),
+        ("redis", {"url": "redis://127.0.0.1:1"}, {"ttl_s": 60}, {"url": "redis://127.0.0.1:2"}),
+    ],
+)
+def test_a_store_is_known_by_what_it_is_and_not_by_how_it_is_used(
+    tmp_path: Path, plugin: str, store: dict[str, Any], used: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Nobody answers there: what is owed stays so."""
+    pytest.importorskip({"objects": "obstore"}.get(plugin, plugin))
+    nowhere = {"config": {"endpoint": "http://127.0.0.1:1", "region": "x"}}
+
+    def far(**options: Any) -> dict[str, Any]:
+        more = nowhere if plugin == "objects" else {}
+        told = {**more, "timeout_s": 0.1, **options}
+        return {"plugin": plugin, "capacity": "1MiB", "options": told}
+
+    notes = tmp_path / "notes"
+    assert left_to(notes, far(**store)) == []
+    assert left_to(notes, far(**store, **used, retries=0, timeout_s=0.2)) == KEYS
+    assert left_to(notes, far(**store | other)) == []
+    assert left_to(notes, far(**store, prefix="another")) == []
+
+
+def test_a_debt_to_a_store_that_nobody_uses_ends_some_day(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = {what: note(tmp_path, what, "model") for what in ("gone", "far", "held", "young")}
+    paths = {}
+    for what, made in notes.items():
+        made.add(KEYS)
+        [(paths[what], _)] = made._held
+    for what in ("gone", "far", "held"):
+        os.utime(paths[what], (0, 0))
+    for what in ("gone", "far", "young"):
+        notes[what].close()
+    made = note(tmp_path)
+    assert made.read() == KEYS
+    assert [what for what, path in paths.items() if not path.exists()] == ["gone"]
+    assert str(paths["gone"]) in caplog.text
+    made.close()
+    notes["held"].close()
+    assert note(tmp_path, "another").read() == []
+    assert paths["far"].exists(), "its store is used"
+    assert not paths["held"].exists()
 
 
 def backings(config: Config) -> list[PreparedBacking]:

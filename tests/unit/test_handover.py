@@ -284,7 +284,9 @@ def test_where_all_look_in_one_place_a_promise_that_fails_counts() -> None:
     leader.finder.close()
 
 
-def test_the_node_of_a_promise_goes_to_the_ranks_with_the_load() -> None:
+@pytest.mark.parametrize("how", ["load", "prefetch"])
+def test_the_node_of_a_promise_goes_to_the_ranks(how: str) -> None:
+    """A prefetch is of no request: who promised the blocks is known of them."""
     store, graphs, reads = Elsewhere(), list[TransferGraph](), list[BlockRead]()
     finder = Finder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
     manager = KVManager(
@@ -298,7 +300,10 @@ def test_the_node_of_a_promise_goes_to_the_ranks_with_the_load() -> None:
     assert manager.ask_stores(hit, promise=Promise(4, 60.0, "here:1"))
     while manager.ask_stores(hit := manager.get_match(keys, b"n" * 16)):
         manager.wait_stores(1.0)
-    manager.launch_load(hit, 0, 4, [UnitTable(1, 1, bytes(8 * 4))])
+    if how == "load":
+        manager.launch_load(hit, 0, 4, [UnitTable(1, 1, bytes(8 * 4))])
+    else:
+        assert manager.loads.fetch(hit, on_end=lambda: None)
     [graph] = graphs
     assert graph.nodes == ("here:1",)
     tier = SimpleNamespace(read=lambda given: reads.extend(given) or [None] * len(given))

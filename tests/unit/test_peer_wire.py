@@ -79,10 +79,13 @@ def test_every_question_has_its_answer(node: Node, peers: Peers) -> None:
     assert isinstance(leased, Leased)
     assert (leased.agent, leased.places) == ("me", [None, (BASE + 128, 100)])
     assert node.lending.leased == 1
-    assert ask(Remove(["kvcore/m/b"])) == Removed()
+    assert (leased.folders, peers.folders) == (["kvcore/m"], {"kvcore/m"})
+    assert ask(Remove(["kvcore/m/b"])) == Removed(["kvcore/m"])
     assert ask(Done(leased.lease)) == Ended(True)
     assert ask(Done(leased.lease)) == Ended(False)
     assert ask(Find(["kvcore/m/b"])) == Found(b"\0", ["kvcore/m"])
+    assert ask(Remove(["kvcore/m/a"])) == Removed([])
+    assert peers.folders == set(), "what it said last"
     assert node.lending.leased == 0
 
 

@@ -30,7 +30,7 @@ from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.splits import NBYTES, PLACES, Splits, pack, unpack
 from kvcore.tiers.remote.tier import StoreKind, prepare
-from kvcore.tiers.shards import Part, cover, is_tiling, places, runs
+from kvcore.tiers.shards import Part, cover, evenly, is_tiling, places, runs, splits_of
 
 SHAPE = BlockShape(layers=5, kv_heads=4, head_dim=6, block_tokens=4, dtype="bfloat16")
 HEAD = SHAPE.head_nbytes
@@ -228,17 +228,17 @@ def shards_of(geometry: Geometry) -> list[Shard]:
     return Shard.all_of(geometry, "kvcore")
 
 
-def splits_of(store: MemoryStore, geometry: Geometry, *, announces: bool = False) -> Splits:
+def splits_of_store(store: MemoryStore, geometry: Geometry, *, announces: bool = False) -> Splits:
     return Splits(store, shards_of(geometry), every_s=1e-9, announces=announces)
 
 
 def store_tier(store: MemoryStore, geometry: Geometry, rank: int) -> StoreTier:
-    splits = splits_of(store, geometry)
+    splits = splits_of_store(store, geometry)
     return StoreTier(store, Shard.of(geometry, rank, "kvcore"), OPTIONS, splits=splits)
 
 
 def write_to_store(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> None:
-    splits_of(store, geometry, announces=True).refresh()
+    splits_of_store(store, geometry, announces=True).refresh()
     for rank, part in enumerate(geometry.parts):
         tier = store_tier(store, geometry, rank)
         assert tier.write([to_write(0, seed, part) for seed in seeds]) == [None] * len(seeds)
@@ -265,7 +265,7 @@ def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int
 
 def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
     """How many blocks, from the first on, its leader is told of."""
-    splits = splits_of(store, geometry)
+    splits = splits_of_store(store, geometry)
     finder = Finder(store, shards_of(geometry), name="far", splits=splits)
     question = finder.ask([key_of(seed) for seed in seeds])
     assert question is not None
@@ -349,7 +349,7 @@ def test_blocks_are_removed_in_all_their_parts() -> None:
     store = MemoryStore()
     write_to_store(store, TWO, [1])
     write_to_store(store, ONE, [1])
-    splits = splits_of(store, ONE)
+    splits = splits_of_store(store, ONE)
     splits.refresh()
     finder = Finder(store, shards_of(ONE), name="far", splits=splits)
     finder.delete([key_of(1)])
@@ -394,9 +394,9 @@ def test_what_is_no_split_of_these_blocks_is_not_taken() -> None:
 def test_splits_are_put_once_and_again_when_they_are_gone() -> None:
     store = MemoryStore()
     for geometry in (ONE, TWO, ONE, STAGED, TWO):
-        splits_of(store, geometry, announces=True).refresh()
+        splits_of_store(store, geometry, announces=True).refresh()
     assert len(store.values) == 3
-    one = splits_of(store, ONE, announces=True)
+    one = splits_of_store(store, ONE, announces=True)
     assert one.refresh()
     assert len(one.others) == 2
     store.values.clear()
@@ -420,7 +420,7 @@ def test_that_they_are_not_known_is_said_once_until_they_are(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
-    splits = splits_of(store, ONE)
+    splits = splits_of_store(store, ONE)
 
     def down(items: Sequence[Item]) -> list[TierError | None]:
         return [TierUnavailable("down")] * len(items)
@@ -438,14 +438,35 @@ def test_that_they_are_not_known_is_said_once_until_they_are(
 
 
 class Lent(MemoryStore):
-    """What a leader sees of a store of nodes, or a rank, which keeps values."""
+    """What a leader sees of a store of nodes, or a rank, which keeps values. Nodes tell what they
+    hold with an answer."""
 
     has_nodes = True
 
-    def __init__(self, shared: MemoryStore, rank: int | None) -> None:
+    def __init__(self, shared: MemoryStore, rank: int | None = 0) -> None:
         super().__init__()
         self.values = shared.values
         self.rank = rank
+        self.told: set[str] = set()
+
+    @property
+    def folders(self) -> set[str]:
+        return self.told
+
+    def _tell(self) -> None:
+        self.told = {name.rpartition("/")[0] for name in self.values}
+
+    def get(self, items: Sequence[Item]) -> list[TierError | None]:
+        self._tell()
+        return super().get(items)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._tell()
+        return super().exists(names)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._tell()
+        super().delete(names)
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         if self.rank is None:
@@ -471,6 +492,82 @@ def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
     assert not shared.values
 
 
+@st.composite
+def deployments(draw: st.DrawFn) -> Geometry:
+    """Ranks and stages as engines have them."""
+    heads = evenly(SHAPE.kv_heads, draw(st.integers(1, SHAPE.kv_heads)))
+    places = [(h, layers) for layers in draw(spans(SHAPE.layers)) for h in heads]
+    return Geometry(
+        SHAPE, b"model", tuple(h for h, _ in places), layers=tuple(n for _, n in places)
+    )
+
+
+@settings(max_examples=40)
+@given(written=deployments(), read=deployments(), gone=st.integers(0, 99))
+def test_any_size_at_nodes_is_read_at_any_other(
+    written: Geometry, read: Geometry, gone: int
+) -> None:
+    """By what the nodes say they hold; half a block is none."""
+    shared = MemoryStore()
+    write_to_store(Lent(shared), written, [1, 2])
+    assert not [name for name in shared.values if "/splits/" in name]
+    assert found(Lent(shared, None), read, [1, 2, 3]) == 2
+    for rank, part in enumerate(read.parts):
+        for seed in (1, 2):
+            assert read_from_store(Lent(shared), read, rank, seed) == taken(block_of(seed), part)
+        with pytest.raises(BlockMissing):
+            read_from_store(Lent(shared), read, rank, 3)
+    shards = shards_of(written)
+    dropped = shards[gone % len(shards)]
+    del shared.values[dropped.name(key_of(2))]
+    assert found(Lent(shared, None), read, [1, 2]) == 1
+    for rank, part in enumerate(read.parts):
+        if part.overlap(dropped.part) is not None:
+            with pytest.raises(BlockMissing):
+                read_from_store(Lent(shared), read, rank, 2)
+
+
+@given(st.lists(deployments(), min_size=1, max_size=3), st.lists(PARTS, max_size=3))
+def test_a_split_is_made_of_parts_that_are_a_block(
+    deployed: list[Geometry], more: list[Part]
+) -> None:
+    parts = {part for geometry in deployed for part in geometry.parts} | set(more)
+    made = list(splits_of(parts, SHAPE, 1000))
+    assert len(made) == len(set(made))
+    assert {tuple(sorted(geometry.parts)) for geometry in deployed} <= set(made)
+    for split in made:
+        assert is_tiling(split, SHAPE)
+        assert set(split) <= parts
+
+
+def test_how_many_splits_are_made_is_bounded_whatever_nodes_say() -> None:
+    """Of pieces that lead nowhere too."""
+    deep = SHAPE.with_layers(60)
+    dead = {Part((0, 4), (a, b)) for a in range(59) for b in range(a + 1, 60)}
+    assert not list(splits_of(dead, deep, PLACES))
+    every = dead | {Part((0, 4), (a, 60)) for a in range(60)}
+    assert len(list(splits_of(every, deep, PLACES))) == PLACES
+    store = Lent(MemoryStore())
+    folder = shards_of(TWO)[0].folder.rpartition("/")[0]
+    store.told = {
+        f"{folder}/{place}"
+        for place in ("h0-9.l0-5", "h0-0.l0-5", "h00-4.l0-5", "h0-4.l0-99999999", "x", "h0-2.l0-5")
+    } | {"kvcore/other/h0-4.l0-5"}
+    splits = splits_of_store(store, TWO)
+    assert not splits.refresh()
+    assert splits.others == ()
+
+
+def test_blocks_are_removed_from_nodes_of_other_sizes_that_had_not_been_heard_of() -> None:
+    shared = MemoryStore()
+    write_to_store(Lent(shared), TWO, [1])
+    leader = Lent(shared, None)
+    finder = Finder(leader, shards_of(ONE), name="far", splits=splits_of_store(leader, ONE))
+    finder.delete([key_of(1)])
+    finder.close()
+    assert not shared.values
+
+
 def test_places_that_are_taken_or_damaged_are_let_be(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     folder = f"kvcore/{ONE.base}/splits"
@@ -479,7 +576,7 @@ def test_places_that_are_taken_or_damaged_are_let_be(caplog: pytest.LogCaptureFi
     write_to_store(store, TWO, [1])
     assert read_from_store(store, ONE, 0, 1) == block_of(1).tobytes()
     assert taken_places.items() <= store.values.items()
-    splits_of(store, STAGED, announces=True).refresh()
+    splits_of_store(store, STAGED, announces=True).refresh()
     assert "engines of its size only" in caplog.text
 
 
@@ -494,6 +591,6 @@ def test_a_store_that_is_down_is_named_and_nothing_else(
         raise TierUnavailable("told to be down")
 
     monkeypatch.setattr(store, "get", down)
-    assert not splits_of(store, ONE, announces=True).refresh()
+    assert not splits_of_store(store, ONE, announces=True).refresh()
     assert "told to be down" in caplog.text
     assert not store.values

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvcore.adapting.orders import BlendOrder
+from kvcore.adapting.wire import decoder
 from kvcore.metrics import Data
 from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
@@ -50,17 +51,9 @@ class News(msgspec.Struct, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_order_decoder = msgspec.msgpack.Decoder(Order)
-_news_decoder = msgspec.msgpack.Decoder(News)
+decode_order = decoder(Order, "an order")
+decode_news = decoder(News, "a rank's news")
 
 
 def encode(message: Order | News) -> bytes:
     return _encoder.encode(message)
-
-
-def decode_order(data: bytes) -> Order:
-    return _order_decoder.decode(data)
-
-
-def decode_news(data: bytes) -> News:
-    return _news_decoder.decode(data)

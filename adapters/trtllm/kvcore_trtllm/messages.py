@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvcore.adapting.orders import BlendOrder
-from kvcore.errors import FormatError
+from kvcore.adapting.wire import decoder
 from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 
@@ -53,7 +53,8 @@ class StepNews(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_decode_plan = decoder(StepPlan, "a step plan")
+decode_news = decoder(StepNews, "step news")
 _IDLE = _encode(StepPlan())
 
 
@@ -72,7 +73,4 @@ class KVCoreMetadata:
         """Raises FormatError when the payload is not a step plan."""
         if not self.payload:
             return StepPlan()
-        try:
-            return _plan_decoder.decode(self.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FormatError(f"not a step plan of this version of kvcore: {error}") from error
+        return _decode_plan(self.payload)

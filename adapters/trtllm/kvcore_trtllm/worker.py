@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from kvcore_trtllm.blending import SureBlends
-from kvcore_trtllm.messages import StepNews, StepPlan
+from kvcore_trtllm.messages import StepNews, StepPlan, decode_news
 
 from kvcore.adapting.orders import BlendOrder, BlendReport
 from kvcore.adapting.outbox import Quorum
@@ -68,14 +68,11 @@ class Tally:
         ended: list[OpReport] = []
         counted: list[Data] = []
         for payload in everyone:
-            theirs = _news_decoder.decode(payload)
+            theirs = decode_news(payload)
             counted.append(theirs.counted)
             ended += [whole for report in theirs.reports if (whole := self._quorum.add(report))]
         self._open.difference_update((report.graph_id, report.op_id) for report in ended)
         return ended, counted
-
-
-_news_decoder = msgspec.msgpack.Decoder(StepNews)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcore.adapting.orders import BlendOrder, BlendReport
-from kvcore.errors import FormatError
+from kvcore.adapting.wire import decoder
 from kvcore.metrics import merge
 from kvcore.pool import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
@@ -130,8 +130,8 @@ def _add(a: RankReport, b: RankReport) -> RankReport:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
-_news_decoder = msgspec.msgpack.Decoder(StepNews)
+_decode_plan = decoder(StepPlan, "a step plan")
+_decode_news = decoder(StepNews, "step news")
 
 
 class KVCoreMetadata(KVConnectorMetadata):
@@ -148,10 +148,7 @@ class KVCoreMetadata(KVConnectorMetadata):
         """Raises FormatError when the payload is not a step plan."""
         if not self.payload:
             return StepPlan()
-        try:
-            return _plan_decoder.decode(self.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FormatError(f"not a step plan of this version of kvcore: {error}") from error
+        return _decode_plan(self.payload)
 
 
 class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
@@ -166,10 +163,7 @@ class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
 
     def news(self) -> StepNews:
         """Raises FormatError when the payload is not step news."""
-        try:
-            return _news_decoder.decode(self.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FormatError(f"not step news of this version of kvcore: {error}") from error
+        return _decode_news(self.payload)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVCoreWorkerMetadata:
         assert isinstance(other, KVCoreWorkerMetadata)

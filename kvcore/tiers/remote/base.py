@@ -7,7 +7,7 @@ the business of `kvcore.tiers.remote.tier`; who is believed to hold what, of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,12 @@ class BlockStore(ABC):
         a node that is away says nothing of the others. Such a store leaves alone by itself what
         does not answer."""
         return False
+
+    @property
+    def folders(self) -> Collection[str]:
+        """Of a store of nodes: in which folders the names lie that its nodes hold, as far as they
+        have said so with their answers. No I/O."""
+        return ()
 
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
         """As `exists`, of values that another engine has promised, at what `node` told it. A store

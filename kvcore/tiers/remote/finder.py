@@ -306,7 +306,10 @@ class Finder:
         owed = [*self._owed, *new][-OWED_KEPT:]
         self._owed = dict.fromkeys(owed)  # another thread may read the one before
         try:
-            self._store.delete(self._names_of(owed))
+            shards = self._every_shard()
+            self._store.delete(_names(owed, shards))
+            if more := [shard for shard in self._every_shard() if shard not in shards]:
+                self._store.delete(_names(owed, more))  # nodes have said so with their answers
             owed = []
         except TierError as error:
             _log.warning("store %s keeps %d blocks: %s", self._name, len(owed), error)
@@ -317,11 +320,15 @@ class Finder:
         if self._note is not None and (not owed or len(self._note) > 2 * OWED_KEPT):
             self._note.replace(owed)
 
-    def _names_of(self, keys: Sequence[bytes]) -> list[str]:
-        """Every value of these blocks, at whatever size it was written."""
-        if self._splits is not None and not self._store.has_nodes:
+    def _every_shard(self) -> list[Shard]:
+        """Of which every value of a block is one, at whatever size it was written."""
+        if self._splits is not None:
             self._splits.refresh()
             if not self._splits.known:
                 raise TierUnavailable("at which sizes others write is not known yet")
-        shards = [shard for way in [self._shards, *self._others()] for shard in way]
-        return [shard.name(key) for key in keys for shard in shards]
+        ways = [self._shards, *self._others()]
+        return list(dict.fromkeys(shard for way in ways for shard in way))
+
+
+def _names(keys: Sequence[bytes], shards: Sequence[Shard]) -> list[str]:
+    return [shard.name(key) for key in keys for shard in shards]

@@ -38,6 +38,8 @@ _OK, _FULL, _NOT_FOUND = 0, -200, -704
 class MooncakeOptions(StoreOptions):
     """Where the master is, and what each rank brings."""
 
+    known_by = ("master",)
+
     master: Annotated[str, Field(pattern=r"^[^:]+:[0-9]+$")] = Field(
         description="HOST:PORT of `mooncake_master`."
     )

@@ -8,6 +8,7 @@ nothing in a name can be guessed from a prompt where a secret is set.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,8 @@ import xxhash
 from kvcore.layout import BlockShape
 from kvcore.tiers.disk.format import Geometry
 from kvcore.tiers.shards import Part, Run, cover, runs
+
+_PLACE = re.compile(r"h([0-9]{1,6})-([0-9]{1,6})\.l([0-9]{1,6})-([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,15 @@ class Shard:
     def beside(self, part: Part) -> Shard:
         """The shard of the same blocks that is ``part``."""
         return Shard(self.prefix, self.base, part, self.shape)
+
+    def beside_in(self, folder: str) -> Shard | None:
+        """The shard of the same blocks whose values lie in ``folder``; None where none's do."""
+        found = _PLACE.fullmatch(folder.rpartition("/")[2])
+        if found is None:
+            return None
+        first, last, top, bottom = map(int, found.groups())
+        shard = self.beside(Part((first, last), (top, bottom)))
+        return shard if shard.part.within(self.shape) and shard.folder == folder else None
 
     @cached_property
     def block_nbytes(self) -> int:

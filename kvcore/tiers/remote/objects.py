@@ -32,6 +32,8 @@ class ObjectOptions(StoreOptions):
     """Where the objects are. Credentials come from the environment, as that kind of store has
     them (AWS_ACCESS_KEY_ID and so on)."""
 
+    known_by = ("url", "config")
+
     url: Annotated[str, Field(min_length=1)] = Field(
         description="s3://BUCKET/PATH, gs://, az://, or file:///FOLDER that every host mounts."
     )

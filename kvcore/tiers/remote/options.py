@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 class StoreOptions(SchemaModel):
     """What ``[tiers.NAME.options]`` of every store takes."""
+
+    known_by: ClassVar[tuple[str, ...] | None] = None
+    """Options that tell one store from another; the others say how it is used. None: all that its
+    kind adds to these."""
 
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] = Field(
         default="kvcore", description="First part of every name: keeps deployments apart."
@@ -47,6 +52,15 @@ class StoreOptions(SchemaModel):
         description="Seconds after which it is asked again at which numbers of ranks and stages "
         "others write. It is asked when a block is not there.",
     )
+
+    @property
+    def place(self) -> str:
+        """Which store it is, and where in it: what is written down about it is of no other."""
+        known = self.known_by
+        if known is None:
+            known = tuple(type(self).model_fields.keys() - StoreOptions.model_fields.keys())
+        told = self.model_dump(mode="json", include={*known, "prefix"})
+        return json.dumps(told, sort_keys=True)
 
 
 Options = TypeVar("Options", bound=StoreOptions)

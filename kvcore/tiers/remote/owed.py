@@ -4,6 +4,8 @@
 
 A file is there while something is owed, and locked by whoever owes it: the kernel drops the lock of
 a process that is gone, however it went. A piece of a key at its end was never told to be owed.
+
+What is owed to a store that nobody has used for `KEPT_S` seconds is let go, whoever comes by.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import hashlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,6 +24,10 @@ from kvcore.block import KEY_BYTES
 __all__ = ["OwedKeys"]
 
 _log = logging.getLogger("kvcore.tiers.remote")
+
+KEPT_S = 30 * 24 * 3600
+"""Seconds after which a store that has not been used is not believed to come back."""
+_ANY = "owed-"
 
 
 class OwedKeys:
@@ -34,11 +41,12 @@ class OwedKeys:
         that can be used; what was left in any of them is taken over. Does I/O."""
         digest = hashlib.blake2b("\0".join(what).encode(), digest_size=8).hexdigest()
         self._folders = list(folders)
-        self._stem = f"owed-{digest}-"
+        self._stem = f"{_ANY}{digest}-"
         self._held: list[tuple[Path, int]] = []
         self._size = 0
         for folder in self._folders:
             self._adopt(folder)
+            self._tidy(folder)
 
     def read(self) -> list[bytes]:
         """What is owed, the oldest first."""
@@ -99,8 +107,25 @@ class OwedKeys:
                 continue
             if _locked(file) and os.fstat(file).st_nlink:
                 self._held.append((path, file))
+                os.utime(file)  # this store is used
             else:
                 os.close(file)
+
+    def _tidy(self, folder: Path) -> None:
+        """Remove what has been owed to other stores for too long, by leaders that are gone."""
+        for path in folder.glob(f"{_ANY}*"):
+            try:
+                if path.name.startswith(self._stem) or time.time() - path.stat().st_mtime < KEPT_S:
+                    continue
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    if _locked(file):
+                        path.unlink()
+                        _log.warning("%s is let go: nobody has used its store for long", path)
+                finally:
+                    os.close(file)
+            except OSError as error:
+                _log.debug("%s stays: %s", path, error)
 
     def _make(self) -> tuple[Path, int]:
         """A file of one's own. Raises OSError, that of the last folder."""

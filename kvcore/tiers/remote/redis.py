@@ -32,6 +32,8 @@ _UNLINK = 1000
 class RedisOptions(StoreOptions):
     """Where the server is. A password belongs in ``password_file``, not in the URL."""
 
+    known_by = ("url",)
+
     url: Annotated[str, Field(min_length=1)] = Field(
         default="redis://localhost:6379/0",
         description="redis://HOST:PORT/DB, rediss:// with TLS, or unix:///path/of/socket.",

@@ -2,10 +2,14 @@
 
     <prefix>/<base>/splits/0 .. 15       a value each: the parts that the ranks of a deployment keep
 
-A leader puts its own split there, if nobody has, and reads what the others put; in a store of nodes
-nobody does, since a leader keeps nothing there. A store may drop these values like any other: they
-are put again. What they say decides where blocks are looked for, nothing else; each value that is
-found there is verified by its own header.
+A leader puts its own split there, if nobody has, and reads what the others put. A store may drop
+these values like any other: they are put again.
+
+In a store of nodes a leader keeps nothing, and nothing is put there: each answer of a node says in
+which folders its values lie, which are the parts that it keeps, and splits are made of these.
+
+Splits decide where blocks are looked for, nothing else; each value that is found is verified by its
+own header.
 
     0      4        6      8                                   4088  4096
     magic  version  flags  text: {"base": ..., "parts": ...}, zeros  seal
@@ -18,14 +22,14 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import xxhash
 
 from kvcore.errors import BlockMissing, TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.names import Shard
-from kvcore.tiers.shards import Part, is_tiling
+from kvcore.tiers.shards import Part, is_tiling, splits_of
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
@@ -72,7 +76,8 @@ class Splits:
     """The splits of the blocks that ``shards``, a deployment's own, are of.
 
     ``others`` are those of other deployments, as of the last `refresh`, which reads them at most
-    every ``every_s`` seconds, and where this one ``announces`` puts its own. Any thread may call.
+    every ``every_s`` seconds, and where this one ``announces`` puts its own. Of a store of nodes
+    they are what the nodes have said last. Any thread may call.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Splits:
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at: float | None = None
+        self._heard: Collection[str] = ()
         self._fails = False
         folder = f"{self._any.prefix}/{self._any.base}/splits"
         self._names = [f"{folder}/{i}" for i in range(PLACES)]
@@ -103,6 +109,8 @@ class Splits:
         """Read the splits again if that is due; whether there are any that were not known. Blocks;
         a store that fails is named in the log, once until it works again."""
         with self._lock:
+            if self._store.has_nodes:
+                return self._listen()
             now = self._clock()
             if self._read_at is not None and now - self._read_at < self._every_s:
                 return False
@@ -116,6 +124,18 @@ class Splits:
                     _log.warning("at which sizes others write is not known: %s", error)
                 self._fails = True
             return not set(self.others) <= before
+
+    def _listen(self) -> bool:
+        """Make them of what nodes say they hold."""
+        heard, before = self._store.folders, set(self.others)
+        self.known = True
+        if heard != self._heard:
+            self._heard = heard
+            shards = map(self._any.beside_in, heard)
+            parts = {shard.part for shard in shards if shard is not None}
+            made = splits_of(parts, self._any.shape, PLACES)
+            self.others = tuple(split for split in made if split != self._own)
+        return not set(self.others) <= before
 
     def _read(self) -> None:
         values = [bytearray(NBYTES) for _ in self._names]

@@ -94,7 +94,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         store,
         shards,
         name=context.name,
-        splits=Splits(store, shards, every_s=options.splits_s, announces=not store.has_nodes),
+        splits=Splits(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
         note=_note(context, options) if context.notes else None,
@@ -109,9 +109,8 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
 
 def _note(context: TierContext, options: StoreOptions) -> OwedKeys:
     """What this store is still to remove of this model. Another store owes nothing of it."""
-    common = StoreOptions.model_fields.keys() - {"prefix"}
-    place = options.model_dump_json(exclude=set(common))
-    return OwedKeys(context.notes, context.name, context.geometry.base, place)
+    kind = f"{type(options).__module__}.{type(options).__qualname__}"
+    return OwedKeys(context.notes, kind, context.geometry.base, options.place)
 
 
 class StoreTier(Tier):

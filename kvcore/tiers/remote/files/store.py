@@ -53,6 +53,8 @@ _BACKENDS = ("GDS_MT", "GDS", "POSIX")
 class FileOptions(StoreOptions):
     """Which folder, and what moves the bytes."""
 
+    known_by = ("path",)
+
     path: FolderPath = Field(
         description="Folder for the blocks: of this host, or one that every host mounts."
     )

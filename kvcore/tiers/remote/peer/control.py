@@ -124,15 +124,14 @@ class Answerer:
     def _answer(self, request: Request) -> Reply:
         lending = self._lending
         if isinstance(request, Find):
-            held = bytes(lending.exists(request.names))
-            return Found(held, lending.folders[:MAX_FOLDERS])
+            return Found(bytes(lending.exists(request.names)), self._folders)
         if isinstance(request, Lease):
             return self._lease(request)
         if isinstance(request, Done):
             return Ended(lending.end(request.lease))
         if isinstance(request, Remove):
             lending.remove(request.names)
-            return Removed()
+            return Removed(self._folders)
         assert isinstance(request, Meet)
         return Met(*self._meet())
 
@@ -140,14 +139,20 @@ class Answerer:
         agent, _ = self._meet()
         number, spans = self._lending.lease(request.names)
         places = [span and (self._base + span.start, span.nbytes) for span in spans]
-        return Leased(number, self._lending.lease_s, agent, places)
+        return Leased(number, self._lending.lease_s, agent, places, self._folders)
+
+    @property
+    def _folders(self) -> list[str]:
+        return self._lending.folders[:MAX_FOLDERS]
 
 
 @dataclass(eq=False)
 class _Node:
-    """``gone``: its connections are closed as soon as they are idle."""
+    """``gone``: its connections are closed as soon as they are idle. ``folders``: what it holds
+    lies in these, it said last."""
 
     breaker: Breaker
+    folders: Collection[str] = ()
     idle: list[Any] = field(default_factory=list)
     gone: bool = False
 
@@ -194,6 +199,13 @@ class Peers:
                 return [a for a, node in self._nodes.items() if node.breaker.allows()]
             chosen = [address for address in addresses if address not in self.own]
             return [address for address in chosen if self._at(address).breaker.allows()]
+
+    @property
+    def folders(self) -> set[str]:
+        """What nodes and guests hold lies in these, as each has said last."""
+        with self._lock:
+            nodes = [*self._nodes.values(), *self._guests.values()]
+        return {folder for node in nodes for folder in node.folders}
 
     def ask(self, requests: Mapping[str, Request]) -> dict[str, Reply | TierUnavailable]:
         """Ask nodes, one question each, all at once. Blocks until every one has answered, for the
@@ -263,6 +275,8 @@ class Peers:
             socket.close()
             return TierUnavailable(f"the node at {address} is not understood: {error}")
         with self._lock:
+            if isinstance(reply, Found | Leased | Removed):
+                node.folders = reply.folders
             if not node.gone and len(node.idle) < _IDLE_SOCKETS:
                 node.idle.append(socket)
                 return reply

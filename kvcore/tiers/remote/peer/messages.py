@@ -76,17 +76,19 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):
     all that is held."""
 
     held: Annotated[bytes, Meta(max_length=MAX_NAMES)]
-    folders: Folders
+    folders: Folders = []
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     """The answer to `Lease`: a place for each name, None where it is not there. They stay for
-    ``seconds`` from when it was sent. ``agent`` is the owner's name in NIXL."""
+    ``seconds`` from when it was sent. ``agent`` is the owner's name in NIXL. ``folders`` as in
+    `Found`."""
 
     lease: Number
     seconds: Annotated[float, Meta(gt=0)]
     agent: Text
     places: Annotated[list[Place | None], Meta(max_length=MAX_NAMES)]
+    folders: Folders = []
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
@@ -97,7 +99,9 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """The answer to `Remove`."""
+    """The answer to `Remove`. ``folders`` as in `Found`."""
+
+    folders: Folders = []
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):

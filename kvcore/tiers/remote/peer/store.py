@@ -100,6 +100,8 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
 class PeerOptions(StoreOptions):
     """Where this node is, where the others are, and what it lends."""
 
+    known_by = ()  # whichever nodes there are
+
     listen: str = Field(
         default="0.0.0.0:7801",
         description="HOST:PORT on which rank 0 is asked by other nodes; a further rank has the "
@@ -258,6 +260,11 @@ class PeerStore(BlockStore):
     def has_nodes(self) -> bool:
         return True
 
+    @property
+    def folders(self) -> set[str]:
+        own = self.lending.folders if self.lending is not None else ()
+        return self.peers.folders.union(own)
+
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
         """What the node has not is asked of the others. Raises TierUnavailable where neither it nor
         one of them answers."""
@@ -266,7 +273,7 @@ class PeerStore(BlockStore):
         away: TierUnavailable | None = None
         if promised:
             try:
-                there, _ = self._find(names, self.peers.available(promised))
+                there = self._find(names, self.peers.available(promised))
             except TierUnavailable as error:
                 away = error
                 if not self.peers.available():
@@ -290,8 +297,8 @@ class PeerStore(BlockStore):
         here = self.lending.exists(names) if self.lending is not None else [False] * len(names)
         held = {name for name, is_here in zip(names, here, strict=True) if is_here}
         rest = [name for name in names if name not in held]
-        there, folders = self._find(rest)
-        self._tell_strangers(rest, folders)
+        there = self._find(rest)
+        self._tell_strangers(rest)
         return [name in held or name in there for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
@@ -380,18 +387,15 @@ class PeerStore(BlockStore):
             _log.warning("a promise names %s, which is not asked: no peer, nor of `guests`", node)
         return welcome
 
-    def _find(
-        self, names: Sequence[str], at: Sequence[str] | None = None
-    ) -> tuple[set[str], set[str]]:
-        """Names that nodes hold, and the folders of all they hold. Raises as `_ask_all` does."""
-        held, folders = set[str](), set[str]()
+    def _find(self, names: Sequence[str], at: Sequence[str] | None = None) -> set[str]:
+        """Names that nodes hold. Raises as `_ask_all` does."""
+        held = set[str]()
         for start in range(0, len(names), MAX_NAMES):
             part = list(names[start : start + MAX_NAMES])
             for answer in self._ask_all(Find(part), at):
                 if isinstance(answer, Found) and len(answer.held) == len(part):
                     held.update(n for n, there in zip(part, answer.held, strict=True) if there)
-                    folders.update(answer.folders)
-        return held, folders
+        return held
 
     def _ask_all(self, request: Request, at: Sequence[str] | None = None) -> list[Reply]:
         """What the nodes answer that may be asked now, all of them or those ``at`` addresses.
@@ -488,16 +492,20 @@ class PeerStore(BlockStore):
                         )
         return gone
 
-    def _tell_strangers(self, names: Sequence[str], folders: set[str]) -> None:
-        """Say once of each model and layout that the other nodes hold nothing but others."""
-        wanted = {folder_of(name) for name in names}
-        if not folders or wanted & folders:
+    def _tell_strangers(self, names: Sequence[str]) -> None:
+        """Say once of each model and block shape that the other nodes hold nothing but others."""
+        wanted = {_model_of(folder_of(name)) for name in names}
+        held = {_model_of(folder) for folder in self.peers.folders}
+        if not held or wanted & held:
             return
-        for folder in wanted - self._told:
-            self._told.add(folder)
-            _log.warning(
-                "no other node holds KV of %s, only of %s", folder, ", ".join(sorted(folders))
-            )
+        for model in wanted - self._told:
+            self._told.add(model)
+            _log.warning("no other node holds KV of %s, only of %s", model, ", ".join(sorted(held)))
+
+
+def _model_of(folder: str) -> str:
+    """What a folder's values are of, whichever heads and layers: a model and a block shape."""
+    return folder.rpartition("/")[0]
 
 
 def _is_address(text: str) -> bool:
