@@ -91,9 +91,8 @@ that kvcore raises on purpose, and every warning and error line of its log. `...
 """
 
 
-def page() -> str:
-    """docs/troubleshooting.md."""
-    lines = logged()
+def page(lines: list[Line]) -> str:
+    """docs/troubleshooting.md, of what `logged` found."""
     levels = {line.text: line.level for line in lines}
     rows = [HEAD, "## Errors", "", "| error | means | do |", "|---|---|---|"]
     for name in error_names():
@@ -115,6 +114,7 @@ def _row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    if problems := missing(logged()):
+    found = logged()
+    if problems := missing(found):
         sys.exit("\n".join(problems))
-    sys.stdout.write(page())
+    sys.stdout.write(page(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +27,15 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stdout.split())
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def imported(source: str) -> set[str]:
     """Top-level modules that ``source`` imports anywhere, also inside functions."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -84,7 +90,7 @@ def test_only_the_config_reads_the_environment() -> None:
         str(path.relative_to(PACKAGE))
         for path in SOURCES
         if "testing" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
     }
     assert readers - {"ops/build.py"} == {"config.py"}

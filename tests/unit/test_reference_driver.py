@@ -55,12 +55,12 @@ def test_what_it_cannot_do_is_refused(process: EngineProcess) -> None:
         process.generate(["text"])
 
 
-def test_another_engine_starts_where_one_was_stopped() -> None:
-    with EngineProcess("random", engine="reference") as engine:
-        [first] = engine.generate([words(1, 40)], 4)
-        engine.stop()
+def test_another_engine_starts_where_one_was_stopped(process: EngineProcess) -> None:
+    [first] = process.generate([words(1, 40)], 4)
+    for settings in ({}, {"kvcore": KVCORE, "ranks": 2}):  # the last is as the others have it
+        process.stop()
         with pytest.raises(EngineFailed, match="no engine is started"):
-            engine.generate([words(1, 40)], 4)
-        engine.restart("random", kvcore=KVCORE)
-        [second] = engine.generate([words(1, 40)], 4)
-        assert first.token_ids == second.token_ids
+            process.generate([words(1, 40)], 4)
+        process.restart("random", **settings)
+        [again] = process.generate([words(1, 40)], 4)
+        assert first.token_ids == again.token_ids

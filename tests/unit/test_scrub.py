@@ -60,6 +60,7 @@ def test_a_whole_store_is_left_as_it_is(tmp_path: Path, geometry: Geometry) -> N
     assert contents(tmp_path) == before
 
 
+@pytest.mark.usefixtures("kept_queues")
 @settings(max_examples=30)
 @given(slots=st.sets(st.integers(0, 6)), seed=st.integers(0, 1 << 20))
 def test_every_damaged_block_and_no_other_is_taken_out(

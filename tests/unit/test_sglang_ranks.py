@@ -120,8 +120,11 @@ def test_a_silent_leader_is_named(line: Line, monkeypatch: pytest.MonkeyPatch) -
         line.follower.next_order()
 
 
-def test_what_is_opened_next_loses_no_byte_to_a_line_that_was_closed() -> None:
+def test_what_is_opened_next_loses_no_byte_to_a_line_that_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A closed connection's number is given out again at once, and its thread was in read()."""
+    monkeypatch.setattr(ranks, "REPORT_WAIT_S", 0.002)  # a close waits for the thread of reports
     before = threads()
     for _ in range(50):
         made = make_line()

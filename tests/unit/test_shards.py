@@ -189,6 +189,7 @@ def write_to_disk(folder: Path, geometry: Geometry, seeds: Sequence[int]) -> Non
     store.close()
 
 
+@pytest.mark.usefixtures("kept_queues")
 @settings(max_examples=25)
 @given(written=geometries(), read=geometries())
 def test_any_split_on_disk_is_read_at_any_other(written: Geometry, read: Geometry) -> None:

@@ -117,7 +117,7 @@ class TwoTiers(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-TestTwoTiers = TwoTiers.TestCase
+TestTwoTiers = pytest.mark.usefixtures("kept_queues")(TwoTiers.TestCase)
 TestTwoTiers.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 

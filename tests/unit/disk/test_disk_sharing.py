@@ -159,6 +159,7 @@ def save_at(path: Path, geometry: Geometry, seeds: range) -> Path:
     return store.folder
 
 
+@pytest.mark.usefixtures("kept_queues")
 @pytest.mark.parametrize("readers", [1, 2, 4, 8])
 @pytest.mark.parametrize("writers", [1, 2, 4, 8])
 @pytest.mark.usefixtures("either_way")
