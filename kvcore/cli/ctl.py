@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvcore.cli.listening import Listening
 from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
@@ -180,20 +181,27 @@ def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: 
 
 def ask(target: Target, order: Order) -> dict[str, Any]:
     """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
-    answers in time, KVCoreError for what is refused."""
+    listens, any more, or answers in time, KVCoreError for what is refused."""
     from kvcore.server.link import Link
     from kvcore.server.messages import Control, Controlled
+    from kvcore.server.places import address_of
 
     link = Link(target.config.server)
+    listening = Listening(address_of(target.config.server))
     try:
         reply = link.ask(
             Control(link.ref(), order, _hex(target.model, "--model")),
             target.timeout,
-            alive=lambda: link.refused is None,
+            alive=lambda: link.refused is None and listening.holds(),
         )
         reply = reply or link.refused
     finally:
         link.close()
+    if reply is None and listening.why:
+        raise TierUnavailable(
+            f"nobody listens at {target.config.server.address!r} ({listening.why}): start it, or "
+            "name another by -c or --address"
+        )
     if reply is None:
         raise TierUnavailable(
             f"nobody answers at {target.config.server.address!r} in {target.timeout:g} s. An idle "
