@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "as_tables", "ask", "parse_where"]
 
+ANSWER_S = 10.0
+"""Longest time, in seconds, that a server takes to say that it is there."""
+
 TERMS = ("tenant", "salt", "namespace", "key", "tokens", "prompt", "tier")
 
 app = typer.Typer(no_args_is_help=True, help="Look at and change what a running kvcore holds.")
@@ -183,16 +186,29 @@ def ask(target: Target, order: Order) -> dict[str, Any]:
     """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
     listens, any more, or answers in time, KVCoreError for what is refused."""
     from kvcore.server.link import Link
-    from kvcore.server.messages import Control, Controlled
+    from kvcore.server.messages import Ask, Control, Controlled
     from kvcore.server.places import address_of
 
     link = Link(target.config.server)
-    listening = Listening(address_of(target.config.server))
+    address = address_of(target.config.server)
+    listening = Listening(address)
+
+    def alive() -> bool:
+        return link.refused is None and listening.holds()
+
     try:
+        if address.startswith("tcp://"):
+            # Only a server listens there, and it answers this whatever else it does.
+            seconds = min(target.timeout, ANSWER_S)
+            if link.ask(Ask(link.ref()), seconds, alive=alive) is None and alive():
+                raise TierUnavailable(
+                    f"what listens at {address!r} does not answer: it hangs, or has other keys "
+                    f"than {target.config.server.keys}"
+                )
         reply = link.ask(
             Control(link.ref(), order, _hex(target.model, "--model")),
             target.timeout,
-            alive=lambda: link.refused is None and listening.holds(),
+            alive=alive,
         )
         reply = reply or link.refused
     finally:

@@ -50,7 +50,7 @@ def check(config: Config) -> None:
     manager(config).check(config)
     check_quotas(config)
     path = folder_of(config.server)
-    while not os.path.exists(path):  # noqa: PTH110 - a folder that is not ours is no error here
+    while not os.path.exists(path):
         path = path.parent
     whole = shutil.disk_usage(path).total
     if config.host.capacity > whole:

@@ -19,6 +19,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from kvcore.cli import ctl as ctl_module
 from kvcore.cli import listening
 from kvcore.cli.app import app
 from kvcore.cli.ctl import Target, ask, parse_where
@@ -32,6 +33,7 @@ from kvcore.testing.served import RunningServer, settings, until, words
 from kvcore.testing.servers import free_port
 
 Start = Callable[[Config], RunningServer]
+LONG_S = 60.0
 ME = f"uid {os.getuid()} pid {os.getpid()}"
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
@@ -184,6 +186,19 @@ def test_over_tcp_the_audit_names_the_clients_key(
     assert f'"{public}"' in key
 
 
+def test_other_keys_are_named_and_not_waited_for(
+    start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctl_module, "ANSWER_S", 0.5)
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "others")
+    tcp = {"address": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
+    start(settings(folder, server=tcp))
+    stranger = settings(folder, server=tcp | {"keys": str(tmp_path / "others")})
+    with pytest.raises(TierUnavailable, match="does not answer: it hangs, or has other keys"):
+        ask(Target(stranger, "", None, LONG_S), o.ShowQuotas())
+
+
 def test_who_does_not_answer_is_given_up_in_time(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -191,9 +206,6 @@ def test_who_does_not_answer_is_given_up_in_time(folder: Path) -> None:
         silent.listen()
         with pytest.raises(TierUnavailable, match=r"in 0\.2 s"):
             ask(Target(settings(folder), "", None, 0.2), o.ShowQuotas())
-
-
-LONG_S = 60.0
 
 
 def test_where_nobody_listens_that_is_said_and_not_waited_for(folder: Path, tmp_path: Path) -> None:
