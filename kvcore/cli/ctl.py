@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvcore.cli.listening import Listening
 from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from kvcore.control.orders import Order, Where
 
 __all__ = ["app", "as_tables", "ask", "parse_where"]
+
+ANSWER_S = 10.0
+"""Longest time, in seconds, that a server takes to say that it is there."""
 
 TERMS = ("tenant", "salt", "namespace", "key", "tokens", "prompt", "tier")
 
@@ -180,20 +184,40 @@ def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: 
 
 def ask(target: Target, order: Order) -> dict[str, Any]:
     """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
-    answers in time, KVCoreError for what is refused."""
+    listens, any more, or answers in time, KVCoreError for what is refused."""
     from kvcore.server.link import Link
-    from kvcore.server.messages import Control, Controlled
+    from kvcore.server.messages import Ask, Control, Controlled
+    from kvcore.server.places import address_of
 
     link = Link(target.config.server)
+    address = address_of(target.config.server)
+    listening = Listening(address)
+
+    def alive() -> bool:
+        return link.refused is None and listening.holds()
+
     try:
+        if address.startswith("tcp://"):
+            # Only a server listens there, and it answers this whatever else it does.
+            seconds = min(target.timeout, ANSWER_S)
+            if link.ask(Ask(link.ref()), seconds, alive=alive) is None and alive():
+                raise TierUnavailable(
+                    f"what listens at {address!r} does not answer: it hangs, or has other keys "
+                    f"than {target.config.server.keys}"
+                )
         reply = link.ask(
             Control(link.ref(), order, _hex(target.model, "--model")),
             target.timeout,
-            alive=lambda: link.refused is None,
+            alive=alive,
         )
         reply = reply or link.refused
     finally:
         link.close()
+    if reply is None and listening.why:
+        raise TierUnavailable(
+            f"nobody listens at {target.config.server.address!r} ({listening.why}): start it, or "
+            "name another by -c or --address"
+        )
     if reply is None:
         raise TierUnavailable(
             f"nobody answers at {target.config.server.address!r} in {target.timeout:g} s. An idle "

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from collections.abc import Callable
 
 from kvcore import log
-from kvcore.config import Config
-from kvcore.errors import TierUnavailable
+from kvcore.cli.plugins import manager
+from kvcore.config import Config, format_size
+from kvcore.control.tenants import check_quotas
+from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.server.keys import make_keys
 from kvcore.server.link import Link
 from kvcore.server.messages import Ask, Status
+from kvcore.server.places import folder_of
 from kvcore.server.server import Server
 
 __all__ = ["make_keys", "run", "status", "with_address"]
@@ -31,12 +36,29 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` is told the address. Raises ConfigError when the
     settings do not do, or another server has the folder."""
     log.configure(config.log.level, config.log.format)
+    check(config)
     server = Server(config)
     address = server.open()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     ready(address)
     server.run()
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for settings with which the first engine would be refused."""
+    manager(config).check(config)
+    check_quotas(config)
+    path = folder_of(config.server)
+    while not os.path.exists(path):
+        path = path.parent
+    whole = shutil.disk_usage(path).total
+    if config.host.capacity > whole:
+        raise ConfigError(
+            f"host.capacity is {format_size(config.host.capacity)} and {path} has "
+            f"{format_size(whole, exact=False)} in all: lower it, or give server.folder on a "
+            "larger tmpfs"
+        )
 
 
 def status(config: Config) -> str:

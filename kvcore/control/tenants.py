@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvcore.adapting.identity import Namespaces, lora_identity
@@ -41,6 +41,17 @@ class Usage(NamedTuple):
     limit: int | None
 
 
+def check_quotas(config: Config, tiers: Iterable[str] = ()) -> None:
+    """Raises ConfigError for a quota of a tier that neither the settings nor ``tiers`` have."""
+    known = {"host", "disk", *config.tiers, *tiers}
+    for name, tenant in config.tenants.items():
+        if unknown := tenant.quota.keys() - known:
+            raise ConfigError(
+                f"tenants.{name}.quota names the tiers {', '.join(sorted(unknown))}; there "
+                f"are {', '.join(sorted(known))}"
+            )
+
+
 class Tenants:
     """The tenants of one model. Leader thread only, no I/O but at the start."""
 
@@ -66,16 +77,11 @@ class Tenants:
         self._spaces = Namespaces(config.namespace, fingerprint)
         self._names: dict[str, list[Namespace]] = {}
         self._owners: dict[bytes, str] = {}
-        tiers = {"host", "disk", *config.tiers, *index.tiers}
+        check_quotas(config, index.tiers)
         for name, tenant in config.tenants.items():
             salt = name if tenant.salt is None else tenant.salt
             loras = [lora_identity(lora, path) for lora, path in tenant.loras.items()]
             self._name(name, [self._spaces.of(lora, salt) for lora in ("", *loras)])
-            if unknown := tenant.quota.keys() - tiers:
-                raise ConfigError(
-                    f"tenants.{name}.quota names the tiers {', '.join(sorted(unknown))}; there "
-                    f"are {', '.join(sorted(tiers))}"
-                )
             for tier in index.tiers:
                 blocks = self.blocks(tier, tenant.quota.get(tier))
                 self._set(name, tier, blocks)

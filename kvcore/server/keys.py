@@ -20,10 +20,13 @@ CLIENTS = "clients"
 def make_keys(folder: Path, client: str = "client") -> list[Path]:
     """Write a pair for the server, unless there is one, and one for ``client``; returns the files.
 
-    Raises ConfigError where the folder cannot be written or the client has keys already.
+    Raises ConfigError where the folder cannot be written, the client has keys already, or its name
+    is no file's.
     """
     from zmq.auth import create_certificates
 
+    if Path(client).name != client or client in ("", ".."):
+        raise ConfigError(f"given the client {client!r}; supported are names of files in {folder}")
     try:
         (folder / CLIENTS).mkdir(mode=0o700, parents=True, exist_ok=True)
         if (folder / CLIENTS / f"{client}.key").exists():

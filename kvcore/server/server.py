@@ -435,6 +435,8 @@ class Server:
             quiet = now - session.heard
             if session.joined or quiet > self._config.server.lease_s:
                 self._end_if_left(session)
+            if session.number not in self._sessions:
+                continue
             if quiet > self._config.server.lease_s and not session.silent:
                 session.silent = True
                 _log.warning("session is silent session=%d seconds=%.1f", session.number, quiet)

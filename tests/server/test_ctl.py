@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from kvcore.cli import ctl as ctl_module
+from kvcore.cli import listening
 from kvcore.cli.app import app
 from kvcore.cli.ctl import Target, ask, parse_where
 from kvcore.config import Config, load_config
@@ -30,6 +33,7 @@ from kvcore.testing.served import RunningServer, settings, until, words
 from kvcore.testing.servers import free_port
 
 Start = Callable[[Config], RunningServer]
+LONG_S = 60.0
 ME = f"uid {os.getuid()} pid {os.getpid()}"
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
@@ -182,10 +186,60 @@ def test_over_tcp_the_audit_names_the_clients_key(
     assert f'"{public}"' in key
 
 
-def test_nobody_there_is_said_in_time(folder: Path) -> None:
+def test_other_keys_are_named_and_not_waited_for(
+    start: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctl_module, "ANSWER_S", 0.5)
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "others")
+    tcp = {"address": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
+    start(settings(folder, server=tcp))
+    stranger = settings(folder, server=tcp | {"keys": str(tmp_path / "others")})
+    with pytest.raises(TierUnavailable, match="does not answer: it hangs, or has other keys"):
+        ask(Target(stranger, "", None, LONG_S), o.ShowQuotas())
+
+
+def test_who_does_not_answer_is_given_up_in_time(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    with pytest.raises(TierUnavailable, match=r"in 0\.2 s"):
-        ask(Target(settings(folder), "", None, 0.2), o.ShowQuotas())
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(folder / "server.sock"))
+        silent.listen()
+        with pytest.raises(TierUnavailable, match=r"in 0\.2 s"):
+            ask(Target(settings(folder), "", None, 0.2), o.ShowQuotas())
+
+
+def test_where_nobody_listens_that_is_said_and_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    tcp = {"address": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
+    config = settings(folder)
+    with pytest.raises(TierUnavailable, match=r"'local' \(No such file or directory\)"):
+        ask(Target(config, "", None, LONG_S), o.ShowQuotas())
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(folder / "server.sock"))
+    for left in (config, settings(folder, server=tcp)):
+        with pytest.raises(TierUnavailable, match="Connection refused"):
+            ask(Target(left, "", None, LONG_S), o.ShowQuotas())
+
+
+def test_a_server_that_is_killed_during_an_order_is_missed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "AGAIN_S", 0.01)
+    folder.mkdir(mode=0o700)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(folder / "server.sock"))
+    server.listen()
+
+    def take_one_and_end() -> None:
+        server.accept()[0].close()
+        server.close()
+
+    thread = threading.Thread(target=take_one_and_end)
+    thread.start()
+    with pytest.raises(TierUnavailable, match="Connection refused"):
+        ask(Target(settings(folder), "", None, LONG_S), o.ShowQuotas())
+    thread.join()
 
 
 # -- an engine with tiers of its own --------------------------------------------------------------

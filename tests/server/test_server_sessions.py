@@ -92,12 +92,13 @@ def later(server: Server, clock: Clock, seconds: float) -> list[dict[str, Any]]:
 
 
 def test_who_was_welcomed_has_a_lease_to_come_in_and_no_longer(
-    serving: Asked, clock: Clock, folder: Path
+    serving: Asked, clock: Clock, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, ask = serving
     first = welcome(ask)
     assert len(later(server, clock, LEASE_S / 2)) == 1, "nobody holds it yet"
     assert not later(server, clock, LEASE_S), "nobody came"
+    assert "silent" not in caplog.text, "an engine whose hello was answered late is well"
     with pytest.raises(TierUnavailable, match="is over"):
         HeldSession(folder, first.file)
     refused = ask(m.Beat(2, first.session))

@@ -503,6 +503,13 @@ def test_a_folder_that_others_may_enter_is_refused(folder: Path) -> None:
         RunningServer(settings(folder, server={"address": f"ipc://{long}"}))
 
 
+@pytest.mark.parametrize("name", ["", "..", "../engine-a", "a/b"])
+def test_a_clients_keys_lie_in_the_folder_of_keys(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names of files"):
+        make_keys(tmp_path / "keys", name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) -> None:
     tcp: dict[str, Any] = {"address": "tcp://127.0.0.1:0", "deadline_s": 0.5}
     with pytest.raises(ConfigError, match="--keygen"):

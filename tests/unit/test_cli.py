@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcore import __version__
+from kvcore.cli import server as server_module
 from kvcore.cli.app import app
 from kvcore.errors import ConfigError
 from kvcore.plugins import manager as manager_module
@@ -187,3 +188,29 @@ def test_the_console_script_runs() -> None:
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("kvcore: error: x (overrides --set)")
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("tiers.far.plugin=rediss", "no tier called 'rediss'; did you mean 'redis'?"),
+        ("host.policy=lruu", "no policy called 'lruu'; did you mean 'lru'?"),
+        ('tenants.ann.quota={hots="1%"}', "tenants.ann.quota names the tiers hots; there are"),
+        ("host.capacity=4096TiB", "host.capacity is 4096TiB and {path} has"),
+    ],
+)
+def test_a_server_that_could_serve_nobody_does_not_start(
+    setting: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(config: object) -> None:
+        pytest.fail("it was started")
+
+    monkeypatch.setattr(server_module, "Server", nothing)
+    name, _, value = setting.partition("=")
+    *tables, key = name.split(".")
+    line = f"{key} = {value if value[0] == '{' else json.dumps(value)}"
+    file = tmp_path / "kvcore.toml"
+    file.write_text(f"[server]\nfolder = '{tmp_path}/run'\n[{'.'.join(tables)}]\n{line}\n")
+    refused = runner.invoke(app, ["server", "-c", str(file)])
+    assert refused.exit_code == 2
+    assert told.format(path=tmp_path) in refused.output

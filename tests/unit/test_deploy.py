@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from kvcore.cli import app as app_module
+from kvcore.cli import serve
+from kvcore.cli.app import app
 from kvcore.config import load_config
 from kvcore.layout import BlockShape
 from kvcore.metrics import SPECS, Kind, MissReason, SaveSkip
@@ -24,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 SETTINGS = sorted(DEPLOY.rglob("kvcore.toml"))
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 KUBERNETES = "1.34"
 
 ADDED_LABELS = {"instance", "job", "model_name", "engine", "le"}
@@ -424,6 +429,29 @@ def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -
         lines = told["kvcore.toml"].replace("kvcore-valkey", "valkey")
         told_once = [line for line in SETTINGS[0].read_text().splitlines() if line[:1] != "#"]
         assert lines.split() == "\n".join(told_once).split()
+
+
+@variants
+def test_engines_of_the_chart_start_with_their_arguments(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [entry] = [line for line in DOCKERFILE.splitlines() if line.startswith("ENTRYPOINT")]
+    [container] = [
+        container
+        for resource in rendered(values)
+        if resource["kind"] == "StatefulSet" and resource["metadata"]["name"] == "kvcore-engine"
+        for container in resource["spec"]["template"]["spec"]["containers"]
+    ]
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(app_module, "_load", lambda file, assignments: None)
+    monkeypatch.setattr(serve, "run", lambda command: None)
+    monkeypatch.setattr(
+        serve, "command", lambda model, config, engine, args: asked.append((model, args))
+    )
+    program, *line = [*json.loads(entry.removeprefix("ENTRYPOINT")), *container["args"]]
+    told = CliRunner().invoke(app, line)
+    assert (program, told.exit_code, told.output) == ("kvcore", 0, "")
+    assert asked == [("$(MODEL)", values.get("engine", {}).get("args", []))]
 
 
 def leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
