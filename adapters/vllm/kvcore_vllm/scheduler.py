@@ -18,7 +18,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +25,7 @@ from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
+from kvcore_vllm.tracked import Tracked
 
 from kvcore.adapting.identity import Namespaces, lora_identity
 from kvcore.adapting.model import ModelDescription
@@ -57,32 +57,6 @@ NULL_PAGE = 0
 """vLLM's block 0 stands for a page that a sliding-window group has dropped."""
 
 
-@dataclass
-class _Tracked:
-    """A request the scheduler knows. ``hit`` is the last lookup, valid until the next one."""
-
-    request: Request
-    chain: KeyChain
-    extras: tuple[Extra, ...]
-    hit: Hit | None = None
-    matched_tokens: int = 0
-    load: int | None = None
-    load_attempts: int = 0
-    may_load: bool = True
-    may_save: bool = True
-    reused: dict[str, int] = field(default_factory=dict)
-    saved_blocks: int = 0
-    fusing: Fusing | None = None
-    memo: Memo = field(default_factory=Memo)
-    new: bool = True
-    join_until: float | None = None
-
-    def exact_blocks(self, tokens: int, block_tokens: int) -> int:
-        """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
-        exact = tokens if self.fusing is None else self.fusing.exact_tokens(tokens)
-        return exact // block_tokens
-
-
 class SchedulerSide:
     """One per engine core. Called from vLLM's scheduling loop only; no call does I/O."""
 
@@ -108,7 +82,7 @@ class SchedulerSide:
         self._metrics = metrics
         self._block = config.block.tokens
         self._events: list[Event] = []
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
         self._namespaces = Namespaces(config.namespace, model.fingerprint)
         self._paging = Paging(model.groups, self._block, no_page=NULL_PAGE)
         self._plan = StepPlan(open_tiers=open_tiers)
@@ -124,7 +98,7 @@ class SchedulerSide:
         self._planning = planning
         self._watch = watch or Watch()
         self._handover = handover or Handover(None, config.vllm.promise_s, manager)
-        self._learning: dict[int, tuple[_Tracked, int, int]] = {}  # save -> blocks of a request
+        self._learning: dict[int, tuple[Tracked, int, int]] = {}  # save -> blocks of a request
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -173,7 +147,7 @@ class SchedulerSide:
             return 0, False
         return gain, not self._loads_in_step(hit, first, last)
 
-    def _readiness(self, tracked: _Tracked, hit: Hit, first: int, last: int) -> Readiness:
+    def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
         """Whether to load now. What another request has on its way to host memory is not read a
         second time: it is waited for, as long as a load may take. Should it not come, this request
         reads it itself."""
@@ -187,7 +161,7 @@ class SchedulerSide:
         return self._manager.can_load(hit, first, last)
 
     def _plan_blend(
-        self, fusion: FusionLeader, tracked: _Tracked, fusing: Fusing, computed: int
+        self, fusion: FusionLeader, tracked: Tracked, fusing: Fusing, computed: int
     ) -> int | Literal[False] | None:
         """Tokens beyond ``computed`` that a blend makes; None to be asked again, False for none."""
         assert tracked.hit is not None
@@ -228,7 +202,7 @@ class SchedulerSide:
         nbytes = (last - first) * self._model.shape.nbytes
         return from_host and nbytes <= self._config.transfer.sync_load_max
 
-    def _count_miss(self, tracked: _Tracked, hit: Hit, gain: int) -> None:
+    def _count_miss(self, tracked: Tracked, hit: Hit, gain: int) -> None:
         """Count a lookup that brought nothing, unless the engine holds all there is itself."""
         tokens = tracked.request.num_tokens
         if gain > 0 or tokens <= self._block:
@@ -279,7 +253,7 @@ class SchedulerSide:
         self._count_hit(tracked, tracked.hit, start_token)
 
     def _launch_blend(
-        self, tracked: _Tracked, fusing: Fusing, blocks: KVCacheBlocks, external: int
+        self, tracked: Tracked, fusing: Fusing, blocks: KVCacheBlocks, external: int
     ) -> None:
         """Order the blend, and the load of the exact tokens before it."""
         [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
@@ -304,7 +278,7 @@ class SchedulerSide:
         self._metrics.looked_up(tracked.reused, missed)
         self._watch.loaded(tracked.request.request_id, tracked.reused)
 
-    def _count_hit(self, tracked: _Tracked, hit: Hit, start_token: int) -> None:
+    def _count_hit(self, tracked: Tracked, hit: Hit, start_token: int) -> None:
         tracked.reused = {}
         for source in hit.sources:
             a = max(source.start * self._block, start_token)
@@ -357,7 +331,7 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 yield tokens, tracked.request
 
-    def _save_computed(self, tracked: _Tracked, scheduled: int, output: SchedulerOutput) -> None:
+    def _save_computed(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> None:
         request = tracked.request
         # Positions computed when this step ends, of tokens whose ids are known: under
         # speculation and async scheduling the ids trail the positions.
@@ -375,7 +349,7 @@ class SchedulerSide:
                 self._late.add(graph.graph_id)
 
     def _save(
-        self, tracked: _Tracked, blocks: int, pages: Sequence[Sequence[int]]
+        self, tracked: Tracked, blocks: int, pages: Sequence[Sequence[int]]
     ) -> TransferGraph | None:
         self._hash(tracked)
         keys = tracked.chain.keys
@@ -395,7 +369,7 @@ class SchedulerSide:
             self._saving.add(graph.graph_id, self._paging.pages_of(graph.units))
         return graph
 
-    def _learn(self, tracked: _Tracked, start: int, stop: int) -> None:
+    def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
         """Remember which tokens blocks of a request hold, for fusion."""
         assert self._fusion is not None
         tokens = tracked.request._all_token_ids
@@ -577,7 +551,7 @@ class SchedulerSide:
 
     # -- identity ---------------------------------------------------------------------------
 
-    def _track(self, request: Request) -> _Tracked | None:
+    def _track(self, request: Request) -> Tracked | None:
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
@@ -592,12 +566,12 @@ class SchedulerSide:
             Extra(f.mm_position.offset, f.mm_position.length, str(f.identifier).encode())
             for f in request.mm_features
         )
-        tracked = self._requests[request.request_id] = _Tracked(request, chain, extras)
+        tracked = self._requests[request.request_id] = Tracked(request, chain, extras)
         if self._fusion is not None:
             tracked.fusing = self._fusion.track(request)
         return tracked
 
-    def _hash(self, tracked: _Tracked) -> None:
+    def _hash(self, tracked: Tracked) -> None:
         known = tracked.request.num_tokens
         done = tracked.chain.num_tokens
         if known > done:

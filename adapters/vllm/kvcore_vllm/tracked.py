@@ -1,0 +1,43 @@
+"""What the scheduler's side remembers of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcore_vllm.fusing import Fusing
+
+from kvcore.adapting.planning import Memo
+from kvcore.block import Extra, KeyChain
+from kvcore.manager import Hit
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Tracked"]
+
+
+@dataclass
+class Tracked:
+    """A request the scheduler knows. ``hit`` is the last lookup, valid until the next one."""
+
+    request: Request
+    chain: KeyChain
+    extras: tuple[Extra, ...]
+    hit: Hit | None = None
+    matched_tokens: int = 0
+    load: int | None = None
+    load_attempts: int = 0
+    may_load: bool = True
+    may_save: bool = True
+    reused: dict[str, int] = field(default_factory=dict)
+    saved_blocks: int = 0
+    fusing: Fusing | None = None
+    memo: Memo = field(default_factory=Memo)
+    new: bool = True
+    join_until: float | None = None
+
+    def exact_blocks(self, tokens: int, block_tokens: int) -> int:
+        """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
+        exact = tokens if self.fusing is None else self.fusing.exact_tokens(tokens)
+        return exact // block_tokens
