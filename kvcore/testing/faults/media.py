@@ -10,7 +10,16 @@ from typing import TypeVar
 
 from kvcore.errors import CorruptBlock, TierError, TierUnavailable
 from kvcore.testing.faults.plan import Fault, Faults, Seam, Strike, die
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Buffers, Tier, nbytes_of
+from kvcore.tiers.base import (
+    BlockRead,
+    BlockRecord,
+    BlockWrite,
+    Buffers,
+    DeviceRead,
+    Tier,
+    nbytes_of,
+)
+from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.disk import DiskTier
 from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.files import IndexFile
@@ -21,7 +30,7 @@ from kvcore.tiers.remote.base import BlockStore, Item
 
 __all__ = ["FaultyStore", "FaultyTier", "into_disk"]
 
-_Request = TypeVar("_Request", BlockRead, BlockWrite)
+_Request = TypeVar("_Request", BlockRead, BlockWrite, DeviceRead)
 _SAID = {Fault.ERROR: errno.EIO, Fault.FULL: errno.ENOSPC}
 _OTHERS = tuple(set(Fault) - set(_SAID))
 _ORDER = (Fault.REORDER,)
@@ -52,6 +61,12 @@ class FaultyTier(Tier):
 
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
         return self._some(Seam.TIER_READ, requests, self.inner.read)
+
+    def attach_device(self, region: DeviceRegion) -> str:
+        return self.inner.attach_device(region)
+
+    def read_device(self, requests: Sequence[DeviceRead]) -> list[TierError | None]:
+        return self._some(Seam.TIER_READ, requests, self.inner.read_device)
 
     def invalidate(self, slots: Iterable[int]) -> None:
         self.inner.invalidate(slots)
