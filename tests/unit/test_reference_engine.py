@@ -441,6 +441,7 @@ def test_straight_from_disk_to_the_pages(
     first.close()
     second = make(kvcore, **args)
     assert second.generate(prompts, ANSWER) == [plain(prompt) for prompt in prompts]
-    counts = second.metrics.snapshot()["kvcore_transfer_bytes_total"]
-    assert counts["disk2d"] == counts["d2d"] > 0
-    assert "disk2h" not in counts
+    for worker in second.workers:
+        counts = worker.metrics.snapshot()["kvcore_transfer_bytes_total"]
+        assert counts["disk2d"] == counts["d2d"] > 0
+        assert "disk2h" not in counts
