@@ -197,8 +197,11 @@ def test_rates(rig) -> None:  # type: ignore[no-untyped-def]
     assert hit.depth == 200
 
 
-def test_sums_of_device_memory_are_those_of_host_memory() -> None:
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_sums_of_device_memory_are_those_of_host_memory(kind: str) -> None:
     ops = builtin_ops()[0]
+    if kind == "triton":
+        ops = pytest.importorskip("kvcore_kernels.ops").TritonOps()
     region = DeviceRegion(SHAPE, 3, ops, torch.device("cuda", 0))
     assert region.memory.kind == "VRAM"
     assert region.memory.address % 4096 == 0
