@@ -33,14 +33,14 @@ class Pick(NamedTuple):
 
 
 class DirectReader:
-    """Thread-safe. ``agent`` is the first, of ``backend``."""
+    """Thread-safe. ``agent`` is the first, of ``backend``, over ``region``."""
 
     def __init__(
         self, data: DataFile, region: DeviceRegion, backend: str, agent: FileAgent
     ) -> None:
         self.backend = backend
         self._data = data
-        self._region = region
+        self.region = region
         self._lock = threading.Lock()
         self._idle = [agent]
 
@@ -61,11 +61,11 @@ class DirectReader:
             self._idle.clear()
 
     def _read(self, fd: int, picks: Sequence[Pick]) -> list[str | None]:
-        size = self._region.slot_nbytes
+        size = self.region.slot_nbytes
         spans = [Span(fd, pick.place * size, size, pick.slot * size) for pick in picks]
         with self._lock:
             agent = self._idle.pop() if self._idle else None
-        agent = agent or start_agent(self.backend, self._data, self._region)
+        agent = agent or start_agent(self.backend, self._data, self.region)
         state = agent.move("READ", spans)
         if state == DONE:
             with self._lock:
