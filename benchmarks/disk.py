@@ -30,7 +30,9 @@ import numpy as np
 
 from benchmarks._report import Report, Row
 from kvcore.layout import BlockShape
-from kvcore.tiers.base import BlockRead, BlockWrite
+from kvcore.ops import builtin_ops
+from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead
+from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import shard_files
@@ -43,6 +45,8 @@ BAR = 0.9
 COLUMNS = ("block", "KiB", "way", "read GB/s", "of raw read", "write GB/s", "of raw write")
 KVCORE = "kvcore disk tier"
 ENCRYPTED = "kvcore disk tier, AES-256-GCM"
+STRAIGHT = "kvcore disk tier, to_device"
+STAGING_NBYTES = 64 << 20
 SHAPES = {
     "SmolLM2, 16 tokens": BlockShape(30, 3, 64, 16, "bfloat16"),
     "Llama-3-8B, 16 tokens": BlockShape(32, 8, 128, 16, "bfloat16"),
@@ -176,7 +180,11 @@ def nixl_posix(setting: Setting, module: Any, queue: str) -> Iterator[Way]:
 
 @contextmanager
 def tier(
-    setting: Setting, geometry: Geometry, io_threads: int, cipher: BlockCipher | None = None
+    setting: Setting,
+    geometry: Geometry,
+    io_threads: int,
+    cipher: BlockCipher | None = None,
+    region: DeviceRegion | None = None,
 ) -> Iterator[Way]:
     """The disk tier as a worker has it. Has written all blocks once: what is measured is neither
     the first write, which allocates, nor a file that has to grow."""
@@ -188,7 +196,10 @@ def tier(
         slot_nbytes=setting.arena.slot_nbytes,
         io_threads=io_threads,
         cipher=cipher,
+        device_sums=region is not None,
     )
+    if region is not None:
+        disk.attach_device(region)
     key = {slot: slot.to_bytes(16, "little") for slot in setting.order}
 
     def write() -> None:
@@ -198,6 +209,12 @@ def tier(
         assert not any(disk.write(requests))
 
     def read() -> None:
+        if region is not None:
+            for first in range(0, len(setting.order), region.num_slots):
+                some = setting.order[first : first + region.num_slots]
+                reads = [DeviceRead(slot, key[slot], place) for place, slot in enumerate(some)]
+                assert not any(disk.read_device(reads))
+            return
         assert not any(
             disk.read([BlockRead(s, key[s], [setting.buffer(s)]) for s in setting.order])
         )
@@ -222,11 +239,30 @@ def encrypted(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator
         yield way
 
 
+def straight(
+    setting: Setting, geometry: Geometry, io_threads: int, stack: ExitStack
+) -> dict[str, Way]:
+    """Reads past host memory into a staging on the device (the host's memory here), each block
+    verified there; in one thread, batch by batch. None without NIXL."""
+    if nixl() is None:
+        return {}
+    arena, slots = setting.arena, max(1, STAGING_NBYTES // setting.arena.slot_nbytes)
+    ops = max(builtin_ops(), key=lambda one: one.priority)
+    region = DeviceRegion(arena.shape, min(slots, arena.num_slots), ops)
+    stack.callback(region.close)
+    store = setting.folder / "straight"
+    store.mkdir()
+    geometry.save(store)
+    apart = setting._replace(store=store)
+    return {STRAIGHT: stack.enter_context(tier(apart, geometry, io_threads, region=region))}
+
+
 def all_ways(
     setting: Setting, geometry: Geometry, io_threads: int, stack: ExitStack
 ) -> dict[str, Way]:
     ways = {
         KVCORE: stack.enter_context(tier(setting, geometry, io_threads)),
+        **straight(setting, geometry, io_threads, stack),
         ENCRYPTED: stack.enter_context(encrypted(setting, geometry, io_threads)),
         "4 threads, preadv": stack.enter_context(threads(setting, 4)),
         "8 threads, preadv": stack.enter_context(threads(setting, 8)),
@@ -251,7 +287,7 @@ def timed(act: Callable[[], None], nbytes: int) -> float:
 
 
 def is_raw(name: str) -> bool:
-    return name not in (KVCORE, ENCRYPTED, "a file a block")
+    return name not in (KVCORE, ENCRYPTED, STRAIGHT, "a file a block")
 
 
 def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[float, ...]]:

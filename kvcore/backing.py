@@ -20,6 +20,7 @@ from kvcore.index import TierSpec
 from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
 from kvcore.policy.admission import Always, OnNthUse
+from kvcore.schema import DiskConfig
 from kvcore.server.places import folder_of
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk.format import Geometry
@@ -47,6 +48,7 @@ def _settings(config: Config) -> Iterator[tuple[str, _Settings]]:
             "sync_interval_s": disk.sync_interval_s,
             "key_env": disk.key_env,
             "key_file": disk.key_file,
+            "device_sums": disk.to_device == "on",
         }
         yield DISK, _Settings(DISK, disk, options)
     for name, tier in sorted(config.tiers.items()):
@@ -135,6 +137,7 @@ def _backing(
         prepared.finder,
         prepared.node,
         prepared.void,
+        isinstance(common, DiskConfig) and common.to_device == "on",
     )
 
 

@@ -149,7 +149,26 @@ def load_config(
         lines = [_explain(item, sources) for item in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
     config._sources.update(sources)
+    if problems := list(_conflicts(config)):
+        raise ConfigError("\n".join(problems))
     return config
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """Settings that are valid one by one and cannot be had together."""
+    if config.disk.to_device == "off":
+        return
+    place = f"disk.to_device ({config.source(('disk', 'to_device'))})"
+    if config.disk.encrypted:
+        yield (
+            f"{place}: on with disk.key_env or disk.key_file, and blocks are decrypted in host "
+            "memory: set it to off, or leave the key out"
+        )
+    if config.server.address is not None:
+        yield (
+            f"{place}: on with server.address, and the disk tier is in the server's process: set "
+            "it to off, or leave server.address out"
+        )
 
 
 def forwarded_config(env: Mapping[str, str] = os.environ) -> Config:

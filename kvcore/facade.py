@@ -85,7 +85,9 @@ class Backing:
     """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
     store that other hosts write to: it is asked what it holds, and the index only believes it.
     ``node`` is where other engines find what this one has written to it, and ``void`` writes down
-    that it was cleared (`kvcore.plugins.PreparedTier`)."""
+    that it was cleared (`kvcore.plugins.PreparedTier`). With ``to_device`` its loads go past host
+    memory (DISK2D) while the staging on the device has room; what is to be kept in host memory
+    takes ``read_path``."""
 
     name: str
     read_path: Path = Path.DISK2H
@@ -95,6 +97,12 @@ class Backing:
     finder: Finder | None = None
     node: str = ""
     void: Callable[[bytes | None], None] | None = None
+    to_device: bool = False
+
+    @property
+    def load_path(self) -> Path:
+        """The path of reads for a load to the device."""
+        return Path.DISK2D if self.to_device else self.read_path
 
 
 class Source(NamedTuple):

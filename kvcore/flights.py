@@ -45,6 +45,7 @@ class Flight:
     pins: list[Pin] = field(default_factory=list)
     holds: list[Reservation] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
+    staged: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     given_up: RowError | None = None
     on_end: list[Callable[[], object]] = field(default_factory=list)
@@ -54,7 +55,8 @@ class Flight:
 class Flights:
     """The graphs of one manager; its thread only. No call waits.
 
-    ``staging_slots``, ``batch_blocks``, ``max_in_flight`` and ``ids`` are as `KVManager` has them.
+    ``staging_slots``, ``device_slots``, ``batch_blocks``, ``max_in_flight`` and ``ids`` are as
+    `KVManager` has them.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Flights:
         metrics: Metrics,
         *,
         staging_slots: Iterable[int] = (),
+        device_slots: int = 0,
         batch_blocks: int = 16,
         max_in_flight: int = 256,
         ids: Iterator[int] | None = None,
@@ -78,6 +81,9 @@ class Flights:
         self._metrics = metrics
         self.staging = list(staging_slots)
         """Those that no flight has."""
+        self.device = list(range(device_slots))
+        """Places of the staging on the device that no flight has."""
+        self._share = -(-device_slots // 2)
         # A read op must not name one staging slot twice.
         self.batch = min(batch_blocks, len(self.staging) or batch_blocks)
         """Blocks of one op."""
@@ -126,6 +132,19 @@ class Flights:
             )
         flight.staging, self.staging = self.staging, []
         return [slot for slot, _ in zip(itertools.cycle(flight.staging), range(rows), strict=False)]
+
+    def stage_on_device(self, flight: Flight, rows: int) -> list[int]:
+        """Places on the device for rows that go past host memory, in a ring, until it ends; none
+        where there are none. A flight has half of them at most, so that another finds some."""
+        count = min(rows, self._share, len(self.device))
+        flight.staged, self.device = self.device[:count], self.device[count:]
+        return [slot for slot, _ in zip(itertools.cycle(flight.staged), range(rows), strict=False)]
+
+    def staged_batch(self, flight: Flight, rows: int) -> int:
+        """Blocks of one op of a flight of ``rows`` that has places on the device: fewer where it
+        uses them again, so that it reads into some while it copies out of others."""
+        places = len(flight.staged)
+        return max(1, min(self.batch, places if rows <= places else places // 2))
 
     def launch(self, flight: Flight, graph: TransferGraph) -> None:
         """Send it off. From here on the flight's reservations and pins are its own affair."""
@@ -181,6 +200,8 @@ class Flights:
             self._index.let_go(reservation)
         self.staging += flight.staging
         flight.staging = []
+        self.device += flight.staged
+        flight.staged = []
         for call in flight.on_end:
             call()
 

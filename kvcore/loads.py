@@ -1,10 +1,11 @@
 """Loads: what tiers hold of a prompt, up to the device, or to host memory alone.
 
-    tiers below ──▶ host slots ──▶ device          launch
-    tiers below ──▶ host slots                     fetch
+    tiers below ──▶ host slots ──▶ device             launch
+    one of them ──▶ staging on the device ──▶ device  launch, where the tier is set up so
+    tiers below ──▶ host slots                        fetch
 
 A block from below is kept in the host tier where there is room and it continues what is there;
-else it passes through the staging slots.
+else it passes through the staging slots. What goes past host memory is not kept there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvcore.flights import Flight, Flights
 from kvcore.index import BlockIndex, Reservation
 from kvcore.removals import Removals
 from kvcore.stores import StoreLookup
-from kvcore.transfer.graph import Span, TransferGraph, UnitTable
+from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
 
 __all__ = ["Loads"]
@@ -122,7 +123,17 @@ class Loads:
             else:
                 rows.append(self._rows(hit, tier, Span(a, b), blocks.start))
         below = blocks.start + len(host_slots)
-        promoted = self._promote(hit, below, blocks.stop) if rows else []
+        missing = blocks.stop - below
+        staged = self._past_host(flight, rows, units)
+        promoted: list[Reservation] = []
+        batch = self._flights.batch
+        if staged:
+            rows = [source._replace(path=self._backing[source.tier].load_path) for source in rows]
+            batch = self._flights.staged_batch(flight, missing)
+            staged = [-1] * len(host_slots) + staged
+            host_slots += [-1] * missing
+        elif rows:
+            promoted = self._promote(hit, below, blocks.stop)
         for reservation in promoted:
             host_slots += reservation.slots.tolist()
         missing = blocks.size - len(host_slots)
@@ -134,13 +145,35 @@ class Loads:
             host_slots,
             _split_rows(rows, [r.stop - blocks.start for r in promoted]),
             units,
-            batch_rows=self._flights.batch,
+            batch_rows=batch,
             layers=layers,
             deadline_s=deadline_s,
             nodes=self._nodes(hit, blocks),
+            staged=staged,
         )
         _assign(flight, graph, promoted)
         return graph
+
+    def _past_host(
+        self, flight: Flight, rows: Sequence[TierRows], units: Sequence[UnitTable]
+    ) -> list[int]:
+        """Places on the device for ``rows``; none where they go through host memory.
+
+        That is the way of what comes from several tiers, for a remote one's blocks are worth
+        keeping; of what another engine's store holds; of rows without a place in the engine's
+        pages, which are loaded to be kept; and of all when other loads have the places.
+        """
+        if len(rows) != 1:
+            return []
+        [source] = rows
+        if not self._backing[source.tier].to_device:
+            return []
+        if max(source.slots) >= self._index.num_slots(source.tier):
+            return []
+        wanted = [table.array()[slice(*source.rows)] for table in units]
+        if not any((table != SKIP).any() for table in wanted):
+            return []
+        return self._flights.stage_on_device(flight, source.rows.size)
 
     def _nodes(self, hit: Hit, blocks: Span) -> tuple[str, ...]:
         """Who promised what a load reads of stores."""

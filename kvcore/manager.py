@@ -63,9 +63,10 @@ class KVManager(Manager):
     """Index, slots and plans of one leader.
 
     ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
-    be kept in the host tier. ``on_event`` is told what each tier begins and ceases to hold, in the
-    middle of calls: it must not call back (see `BlockIndex.watch`). ``spell`` is told the tokens of
-    blocks that are being saved.
+    be kept in the host tier; ``device_slots`` is how many blocks every worker's staging on the
+    device holds, for those that go past it. ``on_event`` is told what each tier begins and ceases
+    to hold, in the middle of calls: it must not call back (see `BlockIndex.watch`). ``spell`` is
+    told the tokens of blocks that are being saved.
 
     ``ids`` number the graphs. With ``sink_saves`` off a save ends in host memory, and what tiers
     below get of it is written by graphs of their own: for workers that have no such tiers.
@@ -80,6 +81,7 @@ class KVManager(Manager):
         *,
         backing: Sequence[Backing] = (),
         staging_slots: Iterable[int] = (),
+        device_slots: int = 0,
         batch_blocks: int = 16,
         max_in_flight: int = 256,
         metrics: Metrics | None = None,
@@ -120,6 +122,7 @@ class KVManager(Manager):
             breakers,
             self._metrics,
             staging_slots=staging_slots,
+            device_slots=device_slots,
             batch_blocks=batch_blocks,
             max_in_flight=max_in_flight,
             ids=ids,
@@ -211,7 +214,8 @@ class KVManager(Manager):
         """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
 
         ``units`` has a row for each of the blocks. Blocks that come from a backing tier are kept
-        in the host tier where there is room, else they pass through the staging slots.
+        in the host tier where there is room, else they pass through the staging slots; or they go
+        past host memory, where their tier is set up so.
 
         Raises CapacityError when there are neither, and another KVCoreError when ``hit`` is no
         longer true; nothing is pinned or reserved then.

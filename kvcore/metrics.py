@@ -149,6 +149,12 @@ SPECS = (
         ("tier", "outcome"),
     ),
     MetricSpec(
+        "kvcore_bounced_blocks_total",
+        Kind.COUNTER,
+        "Blocks that were to go from a tier straight to the device, and went through host memory",
+        ("tier",),
+    ),
+    MetricSpec(
         "kvcore_failures_total",
         Kind.COUNTER,
         "Blocks whose transfer failed, by the error's class",
@@ -270,6 +276,10 @@ class Metrics:
     def asked_store(self, tier: str, outcome: str) -> None:
         """A remote store was asked what it holds: "found", "absent", "late" or "failed"."""
         self._add("kvcore_store_lookups_total", 1, tier, outcome)
+
+    def bounced(self, tier: str, blocks: int) -> None:
+        """Blocks of a tier went through host memory on their way to the device."""
+        self._add("kvcore_bounced_blocks_total", blocks, tier)
 
     def failed(self, path: str, error: BaseException | str, blocks: int = 1) -> None:
         """``error`` is counted by its class, so that the number of series stays bounded."""

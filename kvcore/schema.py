@@ -200,6 +200,18 @@ class DiskConfig(BackingConfig):
         default=None,
         description="Encrypt blocks on disk with the key in this file, as for `key_env`.",
     )
+    to_device: Literal["off", "on"] = Field(
+        default="off",
+        description="Read blocks straight into device memory (GPUDirect Storage, through NIXL) "
+        "where a load goes from disk to the engine's pages, past host memory, which then does not "
+        "keep them. Not with encryption, nor with a `kvcore server`. Used by vLLM's adapter: the "
+        "others bring blocks to host memory before they know the pages.",
+    )
+    device_staging: Size = Field(
+        default=parse_size("64MiB"),
+        gt=0,
+        description="Bytes of device memory, a rank, that `to_device` reads into.",
+    )
 
     @property
     def encrypted(self) -> bool:

@@ -28,7 +28,9 @@ from kvcore.layout import KVView
 from kvcore.metrics import Metrics
 from kvcore.ops.base import DeviceOps
 from kvcore.pool import SlotRun
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
+from kvcore.staged import StagedReads
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, DeviceRead, Tier
+from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.host import HostArena
 from kvcore.trace import Tracer
 from kvcore.transfer.engine import Executor, OpTiming, TransferEngine
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcore.worker")
 
 _MARKS_KEPT = 65536
+_UNMARKED = -1
+"""No graph's id."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class DeviceGroup:
 
 
 class _DeviceCopy:
-    """Executor of H2D and D2H: arena blocks to and from the engine's pages."""
+    """Executor of H2D, D2H and D2D: blocks of the arena, or of the staging on the device, to and
+    from the engine's pages."""
 
     def __init__(
         self,
@@ -89,7 +94,8 @@ class _DeviceCopy:
         ]
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        slots = np.array([graph.host_slots[row] for row in rows], dtype=np.int64)
+        places = graph.staged if op.path.is_staged else graph.host_slots
+        slots = np.array([places[row] for row in rows], dtype=np.int64)
         groups = self._elsewhere.get(graph.graph_id, self._groups)
         with self._sync.copying(graph.graph_id):
             for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
@@ -135,6 +141,24 @@ class _TierRead:
             for row in rows
         ]
         return _errors(op, rows, _tier(self._tiers, op).read(requests))
+
+
+class _StagedRead:
+    """Executor of reads from a backing tier into the staging on the device, where they are
+    verified. It waits for no compute of the engine: it touches none of its pages."""
+
+    def __init__(self, tiers: Mapping[str, Tier], reads: StagedReads, sync: _Stream) -> None:
+        self._tiers = tiers
+        self._reads = reads
+        self._sync = sync
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        requests = [
+            DeviceRead(graph.tier_slots[row], graph.keys[row], graph.staged[row]) for row in rows
+        ]
+        with self._sync.copying(_UNMARKED):
+            results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
+        return _errors(op, rows, results)
 
 
 class _TierWrite:
@@ -260,7 +284,9 @@ class KVWorker:
     ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads and layers, the
     first of which is ``first_layer`` of the model. ``groups`` are the engine's layer groups in the
     order of a graph's unit tables, with this rank's layers. Tiers are opened when the leader
-    names them; with ``reads``, that carries out reads from tiers, whatever their name.
+    names them; with ``reads``, that carries out reads from tiers, whatever their name. With
+    ``device_slots`` it has a staging of so many blocks on the device, for DISK2D; raises
+    UnsupportedError where the device has no room for it.
     """
 
     def __init__(
@@ -276,6 +302,7 @@ class KVWorker:
         io_queues: int = 2,
         queue_depth: int = 16384,
         reads: Executor | None = None,
+        device_slots: int = 0,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -291,21 +318,24 @@ class KVWorker:
         cuda = device is not None and device.type == "cuda"
         self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
         read, write = reads or _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
-        self._copies = {
-            path: _DeviceCopy(
-                ops,
-                groups,
-                arena_view,
-                path is Path.H2D,
-                self._stream,
-                self._elsewhere,
-                first_layer,
+
+        def copier(memory: KVView, *, to_device: bool) -> _DeviceCopy:
+            return _DeviceCopy(
+                ops, groups, memory, to_device, self._stream, self._elsewhere, first_layer
             )
-            for path in Path
-            if path.touches_device
+
+        self._copies = {
+            Path.H2D: copier(arena_view, to_device=True),
+            Path.D2H: copier(arena_view, to_device=False),
         }
         executors: dict[Path, Any] = {**self._copies}
-        executors |= {path: read for path in Path if path.reads_tier}
+        executors |= dict.fromkeys((Path.DISK2H, Path.REMOTE2H), read)
+        self._staging: StagedReads | None = None
+        if device_slots:
+            region = DeviceRegion(arena.shape, device_slots, ops, device)
+            self._staging = StagedReads(region, self._metrics)
+            executors[Path.DISK2D] = _StagedRead(self.tiers, self._staging, self._stream)
+            executors[Path.D2D] = copier(region.view(), to_device=True)
         executors |= {path: write for path in Path if path.writes_tier}
         threads = {path: io_queues for path in executors if path.reads_tier}
         threads |= {path: copy_threads for path in executors if path.touches_device}
@@ -316,6 +346,9 @@ class KVWorker:
     def open_tier(self, name: str, tier: Tier) -> None:
         """Serve ops to and from ``tier`` from now on; it is closed with the worker."""
         tier.attach(self.arena.memory)
+        if self._staging is not None:
+            how = tier.attach_device(self._staging.region)
+            _log.info("tier %s to the device: %s", name, how or "through host memory")
         self.tiers[name] = tier
 
     def use_arena(self, arena: HostArena, arena_view: KVView) -> None:
@@ -417,6 +450,8 @@ class KVWorker:
         if ended:
             for name, tier in self.tiers.items():
                 _close_tier(name, tier)
+            if self._staging is not None:
+                self._staging.close()
             self.arena.close()
         self.tracer.close()
         return ended

@@ -358,6 +358,24 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Raise `fs.aio-max-nr`, or allow io_submit in the container.",
         ),
         Trouble(
+            "disk.to_device: blocks go through host memory all the same, for %s",
+            "NIXL, or its backend for this memory (GDS_MT, GDS; POSIX on a CPU), does not start.",
+            "What it names: `pip install nixl-cu13`, GPUDirect Storage; or `disk.to_device = off`.",
+        ),
+        Trouble(
+            "tier %s: blocks on their way to the device go through host memory; the first, "
+            "for %s; kvcore_bounced_blocks_total counts them",
+            "`disk.to_device` is on, and these cannot be read so: they were written before it was, "
+            "or a read by NIXL failed. They come all the same.",
+            "Nothing, for older blocks; else look at the disk, or set `disk.to_device = off`.",
+        ),
+        Trouble(
+            "disk.device_staging of %d bytes does not hold one block of %d: raise it; until then "
+            "loads from disk go through host memory",
+            "A block is larger than what is to be set aside for it in device memory.",
+            "Raise `disk.device_staging`, lower `block.tokens`, or set `disk.to_device = off`.",
+        ),
+        Trouble(
             "no direct I/O in %s: reads and writes go through the page cache",
             "The file system refuses it.",
             "Give `disk.path` on a local file system, or leave it.",

@@ -9,6 +9,7 @@ from kvcore_kernels.deviation.kernel import deviation_kernel
 from kvcore_kernels.merge.kernel import merge_kernel
 from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
 from kvcore_kernels.shift.kernel import shift_kernel
+from kvcore_kernels.sums.kernel import sum_kernel
 
 __all__ = ["KERNELS"]
 
@@ -20,5 +21,6 @@ KERNELS = (
     merge_kernel,
     pack_kernel,
     shift_kernel,
+    sum_kernel,
     unpack_kernel,
 )

@@ -22,6 +22,8 @@ from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
 from kvcore_kernels.planes import Words
 from kvcore_kernels.shift import launch as shifts
 from kvcore_kernels.shift.kernel import shift_kernel
+from kvcore_kernels.sums import launch as summing
+from kvcore_kernels.sums.kernel import sum_kernel
 
 __all__ = ["Build", "shipped"]
 
@@ -75,6 +77,7 @@ def shipped() -> Iterator[Build]:
     yield from _choices()
     yield from _merges()
     yield from _packs()
+    yield from _sums()
 
 
 def _tables(*names: str) -> dict[str, str]:
@@ -147,6 +150,11 @@ def _choices() -> Iterator[Build]:
     for size in (512, 1 << 14):
         block = {"BLOCK": choices.block_for(size)}
         yield _build(f"choose {block['BLOCK']}", choose_kernel, types, block, warps=choices.WARPS)
+
+
+def _sums() -> Iterator[Build]:
+    types = _tables("data", "offsets", "out") | {"last": "i64"}
+    yield _build("sums", sum_kernel, types, summing.constants(), multiples=("words",))
 
 
 def _merges() -> Iterator[Build]:

@@ -11,6 +11,7 @@ from kvcore.layout import KVView
 from kvcore.ops.base import DeviceOps, HeadRange, Units
 from kvcore_kernels.copy.launch import copy_units
 from kvcore_kernels.fusion import TritonFusion
+from kvcore_kernels.sums.launch import sums
 
 __all__ = ["TritonOps"]
 
@@ -33,6 +34,10 @@ class TritonOps(DeviceOps):
 
     def fusion(self) -> TritonFusion:
         return TritonFusion()
+
+    def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
+        """In one launch; offsets are multiples of 16."""
+        return sums(data, offsets, nbytes)
 
     def copy(
         self,

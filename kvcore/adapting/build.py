@@ -48,6 +48,7 @@ __all__ = [
     "build_manager",
     "build_segments",
     "build_worker",
+    "device_slots",
     "enter_directory",
     "geometry",
     "host_slots",
@@ -82,6 +83,23 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
         )
     staging = min(2 * config.transfer.batch_blocks, total // 4)
     return HostSlots(total - staging, staging)
+
+
+def device_slots(config: Config, model: ModelDescription) -> int:
+    """How many blocks every rank's staging on the device holds; none where nothing is read so."""
+    disk = config.disk
+    if disk.path is None or disk.to_device == "off" or config.server.address is not None:
+        return 0
+    largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
+    slots = disk.device_staging // largest
+    if not slots:
+        _log.warning(
+            "disk.device_staging of %d bytes does not hold one block of %d: raise it; until then "
+            "loads from disk go through host memory",
+            disk.device_staging,
+            largest,
+        )
+    return slots
 
 
 def geometry(model: ModelDescription) -> Geometry:
@@ -122,7 +140,7 @@ class LeaderParts:
     @property
     def read_paths(self) -> dict[str, str]:
         """The transfer path of each tier's reads, by tier."""
-        backing = {tier.name: tier.read_path.value for tier in self.manager.backings}
+        backing = {tier.name: tier.load_path.value for tier in self.manager.backings}
         return {HOST: Path.H2D.value, **backing}
 
 
@@ -243,6 +261,7 @@ def build_manager(
         transport,
         backing=[found.backing for found in backings],
         staging_slots=range(slots.indexed, slots.total),
+        device_slots=device_slots(config, model),
         batch_blocks=config.transfer.batch_blocks,
         metrics=metrics,
         on_event=_both(on_event, feed),
@@ -366,6 +385,7 @@ def build_worker(
             first_layer=model.layer_range(rank)[0],
             ops=ops,
             device=device,
+            device_slots=device_slots(config, model),
             copy_threads=config.transfer.copy_threads,
             queue_depth=config.transfer.queue_depth,
             metrics=metrics,

@@ -24,7 +24,9 @@ from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import installed, reason
 from kvcore.server.places import folder_of, mount_of
+from kvcore.tiers.disk.direct import BACKENDS
 from kvcore.tiers.disk.files import DataFile, Piece
+from kvcore.tiers.nixl import FileAgent
 from kvcore.tiers.pages import PAGE, Pages, gives_huge_pages
 
 __all__ = ["Finding", "Level", "as_json", "as_table", "examine", "exit_code"]
@@ -193,10 +195,27 @@ def _disk(config: Config, probe: bool) -> Iterator[Finding]:
         yield Finding("disk", Level.GOOD, found)
     if path.stat().st_mode & 0o077:
         yield Finding("disk", Level.WARNING, f"others may enter {path}", f"chmod 700 {path}")
+    if config.disk.to_device == "on":
+        yield _to_device()
     if speed is not None:
         level = Level.GOOD if speed >= SLOW_BYTES_S else Level.WARNING
         change = "" if level is Level.GOOD else "use a faster disk, or planner.enabled = true"
         yield Finding("disk speed", level, f"reads {speed / 1e9:.2f} GB/s (a quick probe)", change)
+
+
+def _to_device() -> Finding:
+    """Which of NIXL's backends starts. Which memory the engine's is, only the engine knows: where
+    there is a GPU, that."""
+    kind = "VRAM" if _DRIVER.exists() else "DRAM"
+    reasons = []
+    for backend in BACKENDS[kind]:
+        try:
+            FileAgent(backend)
+            return Finding("disk to device", Level.GOOD, f"NIXL's backend {backend} starts")
+        except KVCoreError as error:  # noqa: PERF203 - two tries
+            reasons.append(str(error))
+    change = 'or set disk.to_device = "off": blocks go through host memory all the same'
+    return Finding("disk to device", Level.WARNING, "; ".join(reasons), change)
 
 
 def _speed(folder: Path) -> float:

@@ -13,6 +13,8 @@ from kvcore.errors import LayoutError
 from kvcore.layout import KVView
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcore.ops.fusion import FusionOps
 
 Units = npt.NDArray[np.int64]
@@ -40,6 +42,14 @@ class DeviceOps(ABC):
     def fusion(self) -> FusionOps | None:
         """What these operations bring for blends; None: they only copy, and torch blends."""
         return None
+
+    def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
+        """Sums (`kvcore.ops.sums`) of blocks of ``nbytes`` bytes at ``offsets`` of ``data``, flat
+        bytes on a device; offsets are multiples of 8, and behind a block lies as much as fills its
+        last word. Blocks until they are known, on a GPU on the current stream."""
+        from kvcore.ops.sums import tensor_sums
+
+        return tensor_sums(data, offsets, nbytes)
 
     @abstractmethod
     def copy(

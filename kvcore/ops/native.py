@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from kvcore.errors import UnsupportedError
 from kvcore.layout import KVView
 from kvcore.ops.base import DeviceOps, HeadRange, Units, plane_rows
 
+if TYPE_CHECKING:
+    import torch
+
 LIBRARY = Path(__file__).with_name("_copy.so")
-_ABI = 2
+_ABI = 3
 """Version of the structures that ``_copy.c`` reads."""
 _STREAM_BYTES = 1 << 20
 """Copies of at least this many bytes write around the cache. Below it the destination may still be
@@ -43,6 +46,8 @@ def prepare_library(path: Path) -> ctypes.CDLL:
         )
     library.kvcore_copy.argtypes = [ctypes.c_void_p]
     library.kvcore_copy.restype = None
+    library.kvcore_sum.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    library.kvcore_sum.restype = ctypes.c_uint64
     return library
 
 
@@ -93,3 +98,8 @@ class NativeOps(DeviceOps):
             dtype=np.int64,
         )
         self._library.kvcore_copy(request.ctypes.data)
+
+    def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
+        if data.device.type != "cpu":
+            return super().sums(data, offsets, nbytes)
+        return [self._library.kvcore_sum(data.data_ptr() + offset, nbytes, 0) for offset in offsets]

@@ -110,7 +110,7 @@ def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
     options = dict(context.options)
     path = options.pop("path", None)
     keys = [options.pop(name, None) for name in ("key_env", "key_file")]
-    unknown = options.keys() - {"direct_io", "io_threads", "sync_interval_s"}
+    unknown = options.keys() - {"direct_io", "io_threads", "sync_interval_s", "device_sums"}
     if path is None or unknown:
         raise ConfigError(
             f"tier {context.name!r}: given options {sorted(context.options)}; `path`, the folder "

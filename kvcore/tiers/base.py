@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore.errors import CapacityError, TierError
+
+if TYPE_CHECKING:
+    from kvcore.tiers.device import DeviceRegion
 
 Buffers = Sequence[memoryview]
 """The bytes of one block in order, in one piece or several (a layerwise arena): as many as the
@@ -35,6 +38,19 @@ class BlockRead(NamedTuple):
     key: bytes
     buffers: Buffers
     nodes: tuple[str, ...] = ()
+
+
+class DeviceRead(NamedTuple):
+    """Read ``slot`` into slot ``place`` of the region on the device; what is there must be the
+    block ``key``."""
+
+    slot: int
+    key: bytes
+    place: int
+
+
+class NotDirect(TierError):
+    """This block does not go straight to the device: read it into host memory."""
 
 
 class BlockRecord(NamedTuple):
@@ -70,6 +86,17 @@ class Tier(ABC):
     def attach(self, memory: memoryview) -> None:  # noqa: B027 - few media care
         """Buffers will lie in ``memory``, the host arena, which outlives the tier. Called once, or
         never, before the first operation."""
+
+    def attach_device(self, region: DeviceRegion) -> str:
+        """`read_device` will be asked for blocks in ``region``, which outlives the tier. Called
+        once, or never, before it. Returns by what, or nothing where this tier reads none so."""
+        return ""
+
+    def read_device(self, requests: Sequence[DeviceRead]) -> list[TierError | None]:
+        """`read` into the region, past host memory: None for each block whose bytes *there* were
+        verified. NotDirect for those that are to be read the other way, whatever the reason.
+        Blocks until all have ended, also those that failed: nothing writes to the region then."""
+        return [NotDirect("this tier reads into host memory")] * len(requests)
 
     @abstractmethod
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:

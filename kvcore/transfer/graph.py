@@ -1,6 +1,7 @@
 """Transfer graphs: which blocks move where, in what order. A graph is a value.
 
     load   tier_slot ──DISK2H──▶ host_slot ──H2D──▶ device units
+           tier_slot ──DISK2D──▶ staging ────D2D──▶ device units
     save   device units ──D2H──▶ host_slot ──H2DISK──▶ tier_slot
     spill                        host_slot ──H2DISK──▶ tier_slot
 
@@ -38,10 +39,21 @@ class Path(str, Enum):
     DISK2H = "disk2h"
     H2REMOTE = "h2remote"
     REMOTE2H = "remote2h"
+    DISK2D = "disk2d"
+    """Into the worker's staging on the device, past host memory. It touches no page of the engine:
+    a read may hang, and the pages may be another request's by the time it ends."""
+    D2D = "d2d"
+    """From that staging to the engine's pages."""
 
     @property
     def touches_device(self) -> bool:
-        return self in (Path.H2D, Path.D2H)
+        """Whether it reads or writes pages of the engine."""
+        return self in (Path.H2D, Path.D2H, Path.D2D)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether its rows lie in the worker's staging on the device, not in host memory."""
+        return self in (Path.DISK2D, Path.D2D)
 
     @property
     def writes_tier(self) -> bool:
@@ -49,7 +61,7 @@ class Path(str, Enum):
 
     @property
     def reads_tier(self) -> bool:
-        return self in (Path.DISK2H, Path.REMOTE2H)
+        return self in (Path.DISK2H, Path.REMOTE2H, Path.DISK2D)
 
 
 class Priority(int, Enum):
@@ -117,10 +129,11 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
 
     ``keys[i]`` is the prefix key of row i and ``parent`` the key before the first row
     (``NO_PARENT`` at the root). ``host_slots`` and ``tier_slots`` are slots of the host arena and
-    of the backing tier (-1 where the row does not touch it). ``units`` has one table per group of
-    layers, in the order in which the worker registered its groups; a graph that does not touch the
-    device has none. ``deadline_s`` is seconds from submission; None waits for ever. ``nodes`` have
-    been promised to hold what is read of a store.
+    of the backing tier (-1 where the row does not touch it); ``staged`` are slots of the worker's
+    staging on the device, likewise, and empty where no row is read into it. ``units`` has one table
+    per group of layers, in the order in which the worker registered its groups; a graph that does
+    not touch the device has none. ``deadline_s`` is seconds from submission; None waits for ever.
+    ``nodes`` have been promised to hold what is read of a store.
     """
 
     graph_id: int
@@ -134,6 +147,7 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
     ops: tuple[TransferOp, ...]
     deadline_s: float | None = None
     nodes: tuple[str, ...] = ()
+    staged: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -154,6 +168,11 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError(
                 f"graph {self.graph_id}: {rows} keys but {len(self.host_slots)} host slots "
                 f"and {len(self.tier_slots)} tier slots; every row needs one of each"
+            )
+        if len(self.staged) not in (0, rows):
+            raise TransferError(
+                f"graph {self.graph_id}: {rows} keys but {len(self.staged)} places in the staging; "
+                "every row needs one, or none"
             )
         for table in self.units:
             sized = table.unit_tokens > 0 and table.units_per_block > 0
@@ -182,9 +201,17 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError(f"{where}: touches the device but the graph has no unit table")
         if (op.path.writes_tier or op.path.reads_tier) and not op.tier:
             raise TransferError(f"{where}: names no backing tier")
-        if any(self.host_slots[row] < 0 for row in range(start, stop)):
-            raise TransferError(f"{where}: a row without a host slot")
-        if op.tier and any(self.tier_slots[row] < 0 for row in range(start, stop)):
+        self._check_places(op, where)
+
+    def _check_places(self, op: TransferOp, where: str) -> None:
+        slots, medium = self.host_slots, "a host slot"
+        if op.path.is_staged:
+            slots, medium = self.staged or (-1,) * self.num_rows, "a place in the staging"
+        if any(slots[row] < 0 for row in range(*op.rows)):
+            raise TransferError(f"{where}: a row without {medium}")
+        if op.path.is_staged and op.layers is not None:
+            raise TransferError(f"{where}: layers {op.layers}; it moves all layers at once")
+        if op.tier and any(self.tier_slots[row] < 0 for row in range(*op.rows)):
             raise TransferError(f"{where}: a row without a slot in tier {op.tier!r}")
 
 

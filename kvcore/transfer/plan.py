@@ -7,6 +7,8 @@ because every tier holds a prefix-closed set:
            host       first tier     second tier
     ops    H2D by     DISK2H+H2D     REMOTE2H+H2D
            layer      by batch       by batch
+
+A tier whose blocks go past host memory is read by DISK2D instead, and copied on by D2D.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ class _Ops:
         units: Sequence[UnitTable] = (),
         deadline_s: float | None = None,
         nodes: tuple[str, ...] = (),
+        staged: Sequence[int] = (),
     ) -> TransferGraph:
         """A graph of the ops so far, checked."""
         graph = TransferGraph(
@@ -110,6 +113,7 @@ class _Ops:
             tuple(self.ops),
             deadline_s,
             nodes,
+            tuple(staged),
         )
         graph.check()
         return graph
@@ -126,12 +130,14 @@ def build_load(
     layers: Sequence[Span] = (),
     deadline_s: float | None = None,
     nodes: tuple[str, ...] = (),
+    staged: Sequence[int] = (),
 ) -> TransferGraph:
     """Plan a load of ``chain`` to the device.
 
     Rows in no source are in the host arena already; ``layers`` cuts their copy into layer steps
     (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the
-    sources (staging): a read into a slot then waits until the copy out of it is done.
+    sources (staging): a read into a slot then waits until the copy out of it is done. So may
+    ``staged``, the places on the device for rows of sources that are read past host memory.
     """
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
@@ -139,15 +145,18 @@ def build_load(
     if host_rows.size:
         for step in layers or (None,):
             ops.add(Path.H2D, host_rows, layers=step)
-    reader_of: dict[int, int] = {}  # host slot -> the H2D that last read it
+    reader_of: dict[tuple[Path, int], int] = {}  # way and place -> the copy that last read it
     for source in sources:
         tier_slots[source.rows.start : source.rows.stop] = source.slots
         for rows in batches(source.rows, batch_rows):
-            slots = host_slots[rows.start : rows.stop]
-            after = tuple(sorted({reader_of[s] for s in slots if s in reader_of}))
+            places, onward = host_slots, Path.H2D
+            if source.path.is_staged:
+                places, onward = staged, Path.D2D
+            taken = [(onward, place) for place in places[rows.start : rows.stop]]
+            after = tuple(sorted({reader_of[place] for place in taken if place in reader_of}))
             read = ops.add(source.path, rows, tier=source.tier, deps=after)
-            copy = ops.add(Path.H2D, rows, deps=(read,))
-            reader_of.update(dict.fromkeys(slots, copy))
+            copy = ops.add(onward, rows, deps=(read,))
+            reader_of.update(dict.fromkeys(taken, copy))
     return ops.graph(
         graph_id,
         Priority.LOAD,
@@ -157,6 +166,7 @@ def build_load(
         units,
         deadline_s=deadline_s,
         nodes=nodes,
+        staged=staged,
     )
 
 

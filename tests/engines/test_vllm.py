@@ -11,6 +11,7 @@ the check against vLLM's write kernel at every start are for.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -228,6 +229,54 @@ def test_a_rotten_disk_costs_time_not_correctness(
         healed = answers(process, asked)
         same(healed, reference(asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
+
+
+@pytest.mark.parametrize("nixl", [True, False])
+def test_straight_from_disk_to_the_pages(
+    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path, nixl: bool
+) -> None:
+    """`disk.to_device`: past host memory with NIXL, and through it all the same without; what
+    rotted is computed."""
+    kvcore = {
+        "host": {"capacity": "256MiB"},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB", "to_device": "on"},
+    }
+    env = {} if nixl else _without_nixl(tmp_path)
+    asked = documents[:16]
+    with engine(model, kvcore) as process:
+        answers(process, asked)
+    with engine(model, kvcore, env) as process:
+        got = answers(process, asked, batch=4)
+        same(got, reference(asked))
+        assert all(answer.tiers.get("disk", 0) >= 128 for answer in got)
+        moved = "kvcore_transfer_bytes_total"
+        straight = counted(process, moved, path="disk2d")
+        assert straight == counted(process, moved, path="d2d") > 0
+        bounced = counted(process, "kvcore_bounced_blocks_total", tier="disk")
+        assert bounced == (0 if nixl else straight / BLOCK_NBYTES)
+        assert counted(process, "kvcore_failures_total") == 0
+    [data] = (tmp_path / "kv").rglob("shard-0.data")
+    with data.open("r+b") as file:
+        for block in range(0, 60, 7):
+            file.seek(block * BLOCK_NBYTES + 64)
+            file.write(b"\xa5" * 64)
+    with engine(model, kvcore, env) as process:
+        got = answers(process, asked, batch=4)
+        same(got, reference(asked))
+        assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
+        assert counted(process, moved, path="disk2d") > 0
+        settled(process)
+        healed = answers(process, asked)
+        same(healed, reference(asked))
+        assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
+
+
+def _without_nixl(folder: Path) -> dict[str, str]:
+    """The environment of a process that cannot import it."""
+    for name in ("nixl_cu13", "nixl_cu12", "nixl"):
+        (folder / "none" / name).mkdir(parents=True)
+        (folder / "none" / name / "__init__.py").write_text("raise ImportError('none here')")
+    return {"PYTHONPATH": f"{folder / 'none'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def test_a_killed_engine_leaves_only_whole_blocks(

@@ -18,7 +18,9 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.layout import BlockShape, KVView, from_strides
 from kvcore.manager import HOST, Backing, KVManager
 from kvcore.ops import builtin_ops, select_ops
+from kvcore.ops.sums import naive_sum
 from kvcore.pool import SlotRun
+from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.host import HostArena, slot_bytes
 from kvcore.transfer.graph import OpReport, UnitTable
@@ -56,8 +58,13 @@ class Local:
         return refused + self.worker.poll()
 
 
+@pytest.fixture(params=[False, True], ids=["host", "straight"])
+def to_device(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(params=["LBNHC", "LBHNC"])
-def rig(request: pytest.FixtureRequest, tmp_path: Path):  # type: ignore[no-untyped-def]
+def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # type: ignore[no-untyped-def]
     content = 2 * SHAPE.head_dim
     size = {"LBNHC": (PAGES, PAGE, 8, content), "LBHNC": (PAGES, 8, PAGE, content)}[request.param]
     pages = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(SHAPE.layers)]
@@ -73,6 +80,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path):  # type: ignore[no-unty
         groups=[DeviceGroup(tuple(range(SHAPE.layers)), device)],
         ops=select_ops(device, flat, builtin_ops()),
         device=torch.device("cuda", 0),
+        device_slots=64,
     )
     geometry = Geometry(SHAPE, b"m" * 16, ((0, 8),))
     store = prepare_store(tmp_path, geometry, 2 << 30)
@@ -84,11 +92,18 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path):  # type: ignore[no-unty
             shard=0,
             num_slots=store.num_slots,
             slot_nbytes=slot_bytes(SHAPE),
+            device_sums=True,
         ),
     )
     index = BlockIndex([TierSpec(HOST, 256), TierSpec("disk", store.num_slots, foreign=True)])
     local = Local(worker)
-    manager = KVManager(index, local, backing=[Backing("disk")], staging_slots=range(256, 288))
+    manager = KVManager(
+        index,
+        local,
+        backing=[Backing("disk", to_device=to_device)],
+        staging_slots=range(256, 288),
+        device_slots=64 if to_device else 0,
+    )
     yield pages, manager
     assert worker.close()
     store.close()
@@ -180,3 +195,20 @@ def test_rates(rig) -> None:  # type: ignore[no-untyped-def]
         f"plain {nbytes / plain / 1e9:.1f} GB/s"
     )
     assert hit.depth == 200
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_sums_of_device_memory_are_those_of_host_memory(kind: str) -> None:
+    ops = builtin_ops()[0]
+    if kind == "triton":
+        ops = pytest.importorskip("kvcore_kernels.ops").TritonOps()
+    region = DeviceRegion(SHAPE, 3, ops, torch.device("cuda", 0))
+    assert region.memory.kind == "VRAM"
+    assert region.memory.address % 4096 == 0
+    blocks = [np.random.default_rng(i).bytes(region.slot_nbytes) for i in range(3)]
+    for place, block in enumerate(blocks):
+        region.put(place, memoryview(bytearray(block)))
+    torch.cuda.synchronize()
+    want = [naive_sum([memoryview(block)], SHAPE.nbytes) for block in blocks]
+    assert region.sums(range(3)) == want
+    region.close()

@@ -27,11 +27,11 @@ from kvcore.testing.servers import need_client
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import Geometry
+from kvcore.tiers.nixl import LANE_NBYTES, FileAgent, Span
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreTier
 from kvcore.tiers.remote.files import store as module
-from kvcore.tiers.remote.files.lane import FileAgent, Lane, Span
+from kvcore.tiers.remote.files.lane import Lane
 from kvcore.tiers.remote.files.store import FileOptions, FileStore, open_store
-from kvcore.tiers.remote.nixl import LANE_NBYTES
 
 need_client("nixl_cu13")
 

@@ -20,8 +20,8 @@ from kvcore.testing.servers import need_client
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
+from kvcore.tiers.nixl import LANE_NBYTES
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
-from kvcore.tiers.remote.nixl import LANE_NBYTES
 from kvcore.tiers.remote.peer.control import MAX_GUESTS
 from kvcore.tiers.remote.peer.messages import Found
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore

@@ -46,6 +46,7 @@ class Media:
     def __init__(self) -> None:
         self.device: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
+        self.staging: dict[int, bytes] = {}
         self.tiers: dict[str, dict[int, tuple[bytes, bytes]]] = {"disk": {}, "far": {}}
         self.todo: list[tuple[TransferGraph, TransferOp]] = []
         self.done: set[tuple[int, int]] = set()
@@ -117,12 +118,15 @@ class Media:
 
     def _move(self, graph: TransferGraph, op: TransferOp, row: int) -> RowError | None:
         key, slot = graph.keys[row], graph.host_slots[row]
+        memory = self.host
+        if op.path.is_staged:
+            memory, slot = self.staging, graph.staged[row]
         if op.path is Path.D2H:
             self.host[slot] = self.device[int(graph.units[0].array()[row, 0])]
-        elif op.path is Path.H2D:
+        elif op.path in (Path.H2D, Path.D2D):
             unit = int(graph.units[0].array()[row, 0])
             if unit != SKIP and (op.layers is None or op.layers.start == 0):
-                self.device[unit] = self.host[slot]
+                self.device[unit] = memory[slot]
                 assert self.device[unit] == key, "wrong KV on the device"
         elif op.path.writes_tier:
             self.tiers[op.tier][graph.tier_slots[row]] = (key, self.host[slot])
@@ -131,7 +135,7 @@ class Media:
             named, content = self.tiers[op.tier].get(graph.tier_slots[row], (b"", b""))
             if named != key or content != key:
                 return RowError.CORRUPT
-            self.host[slot] = content
+            memory[slot] = content
         return None
 
 
@@ -148,6 +152,7 @@ class Rig:
         staging: int = 3,
         batch: int = 3,
         admit: int = 1,
+        device: int = 0,
     ) -> None:
         self.now = 0.0
         self.media = Media()
@@ -158,7 +163,8 @@ class Rig:
         if disk:
             specs.append(TierSpec("disk", disk))
             admission = OnNthUse(admit, width=256)
-            backing.append(Backing("disk", write=write, admission=admission))
+            to_device = device > 0
+            backing.append(Backing("disk", write=write, admission=admission, to_device=to_device))
         if far:
             specs.append(TierSpec("far", far))
             backing.append(Backing("far", Path.REMOTE2H, Path.H2REMOTE, WritePolicy.WRITE_THROUGH))
@@ -167,6 +173,7 @@ class Rig:
             self.media,
             backing=backing,
             staging_slots=range(host, host + staging),
+            device_slots=device,
             batch_blocks=batch,
             metrics=self.metrics,
             on_event=self.events.append,

@@ -367,3 +367,20 @@ def test_adapters_share_their_settings(table: str, engine: str) -> None:
     )
     with pytest.raises(ConfigError, match=f"{table}.min_load_tokens"):
         load_config(overrides={table: {"min_load_tokens": -1}}, env={})
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"disk": {"key_file": "key"}}, "decrypted in host"),
+        ({"server": {"address": "ipc:///tmp/kvcore"}}, "in the server's process"),
+    ],
+)
+def test_reading_to_the_device_is_refused_where_it_cannot_be(
+    more: dict[str, dict[str, str]], why: str
+) -> None:
+    disk = {"path": "kv", "to_device": "on"}
+    assert load_config(overrides={"disk": disk}, env={}).disk.to_device == "on"
+    with pytest.raises(ConfigError, match=why) as refused:
+        load_config(overrides={**more, "disk": {**disk, **more.get("disk", {})}}, env={})
+    assert str(refused.value).startswith("disk.to_device (overrides")

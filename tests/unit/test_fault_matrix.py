@@ -64,10 +64,15 @@ def right(model: Llama) -> list[list[int]]:
         return engine.generate(prompts(), ANSWER)
 
 
-def settings(folder: Path, seam: Seam, in_step: bool) -> dict[str, Any]:
+def settings(folder: Path, seam: Seam, in_step: bool, to_device: str = "off") -> dict[str, Any]:
     """Host memory for some of the prompts only, a tier below it, and short deadlines."""
     below: dict[str, Any] = {
-        "disk": {"path": str(folder), "capacity": "16MiB", "sync_interval_s": 0.01}
+        "disk": {
+            "path": str(folder),
+            "capacity": "16MiB",
+            "sync_interval_s": 0.01,
+            "to_device": to_device,
+        }
     }
     if seam in STORE_SEAMS:
         options = {"name": str(folder), "lookup_s": 0.3, "deadline_s": 0.3, "retries": 1}
@@ -102,8 +107,8 @@ def start(
     """Engines over the folder; nothing may be left of them."""
     made: list[tuple[ReferenceEngine, Faults]] = []
 
-    def build(faults: Faults, seam: Seam, in_step: bool) -> ReferenceEngine:
-        config = load_config(None, settings(tmp_path / "kv", seam, in_step))
+    def build(faults: Faults, seam: Seam, in_step: bool, to_device: str = "off") -> ReferenceEngine:
+        config = load_config(None, settings(tmp_path / "kv", seam, in_step, to_device))
         engine = faulty_engine(model, EngineArgs(num_pages=64), config, faults)
         made.append((engine, faults))
         return engine
@@ -135,8 +140,11 @@ def test_cell(
     faults = Faults(seed=len(seam.value) + len(fault.value))
     store = FaultyStore(MemoryStore(), faults)
     monkeypatch.setitem(memory._stores, str(tmp_path / "kv"), store)  # type: ignore[arg-type]
-    for in_step in (False, True) if seam in IN_STEP else (False,):
-        engine = start(faults, seam, in_step)
+    ways = [(in_step, "off") for in_step in ((False, True) if seam in IN_STEP else (False,))]
+    if seam in (Seam.TIER_READ, Seam.FILE_READ):
+        ways.append((False, "on"))
+    for in_step, to_device in ways:
+        engine = start(faults, seam, in_step, to_device)
         faults.set(rule(seam, fault))
         for rounds in range(12):  # what is read was written before: how soon depends on the disk
             if rounds >= 3 and faults.struck[seam, fault]:

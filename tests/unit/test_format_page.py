@@ -18,6 +18,7 @@ from kvcore.errors import FormatError
 from kvcore.fusion import _segment_file as segment_file
 from kvcore.fusion._chains import Piece
 from kvcore.layout import BlockShape
+from kvcore.ops import sums
 from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import (
     MAGIC,
@@ -35,7 +36,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 DIGEST = st.binary(min_size=16, max_size=16)
 NUMBER = st.integers(0, 2**64 - 1)
 PLAIN = st.just(b"")
-RECORD = st.builds(Record, DIGEST, DIGEST, DIGEST, DIGEST, NUMBER, NUMBER, PLAIN, PLAIN)
+RECORD = st.builds(Record, DIGEST, DIGEST, DIGEST, DIGEST, NUMBER, NUMBER, PLAIN, PLAIN, NUMBER)
 
 
 def table(title: str) -> list[tuple[int, int, str, str]]:
@@ -83,6 +84,18 @@ def test_a_record_is_what_the_page_says(record: Record) -> None:
     assert str(int.from_bytes(fields["version"], "little")) == constant(
         "Record of shard-N.index", "version"
     )
+    assert fields["nonce"] == record.sum.to_bytes(8, "little") + bytes(8)
+
+
+def test_sums_are_what_the_page_says() -> None:
+    names = dict(re.findall(r"^\| `(\w+)` \| `(0x[0-9A-F]{16})` \|$", PAGE, re.MULTILINE))
+    assert {name: int(value, 16) for name, value in names.items()} == {
+        "KEY": sums.KEY,
+        "FIRST": sums.FIRST,
+        "SECOND": sums.SECOND,
+    }
+    key = bytes(range(16))
+    assert sums.bound_to(key, 5) == 5 ^ xxhash.xxh3_64_intdigest(key)
 
 
 @given(
@@ -92,10 +105,11 @@ def test_a_record_is_what_the_page_says(record: Record) -> None:
 def test_an_encrypted_record_is_what_the_page_says(record: Record, seal: Any) -> None:
     """Also what its block is bound to, put together here from the words of the page."""
     if seal is not None:
-        record = record._replace(nonce=seal[0], tag=seal[1])
+        record = record._replace(nonce=seal[0], tag=seal[1], sum=0)
     fields = decode("Record of shard-N.index", record.pack())
     assert int.from_bytes(fields["flags"], "little") == (seal is not None)
-    assert (fields["nonce"], fields["tag"]) == (seal or (bytes(16), bytes(16)))
+    plain = record.sum.to_bytes(16, "little"), bytes(16)
+    assert (fields["nonce"], fields["tag"]) == (seal or plain)
     assert Record.unpack(record.pack()) == record
     if seal is not None:
         packed = record.pack()

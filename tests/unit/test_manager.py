@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.manager import HOST, Event, Readiness, WritePolicy
-from kvcore.transfer.graph import Path
+from kvcore.transfer.graph import SKIP, Path, Span, TransferGraph, UnitTable
 from manager_rig import NAMESPACE, Rig, chain
 
 
@@ -339,3 +340,99 @@ def test_hit_counts_blocks_by_tier(host: int, disk: int) -> None:
     rig.drain()
     hit = rig.manager.get_match(keys, NAMESPACE)
     assert sum(hit.blocks_by_tier(1, host).values()) == host - 1
+
+
+def paths(graph: TransferGraph) -> set[Path]:
+    return {op.path for op in graph.ops}
+
+
+def on_disk(rig: Rig, keys: list[bytes]) -> None:
+    """Blocks that the disk tier alone holds."""
+    rig.save(keys)
+    rig.drain()
+    rig.manager.removals.discard(HOST, keys)
+    assert rig.manager.get_match(keys, NAMESPACE).blocks_by_tier() == {"disk": len(keys)}
+
+
+def test_a_load_goes_past_host_memory_and_leaves_nothing_there() -> None:
+    rig, keys = Rig(host=8, disk=16, batch=4, device=4), chain(1, 2, 3, 4, 5)
+    on_disk(rig, keys)
+    graph = rig.load(keys)
+    assert graph is not None
+    assert paths(graph) == {Path.DISK2D, Path.D2D}
+    assert set(graph.host_slots) == {-1}
+    assert set(graph.staged) == {0, 1}, "half of the places are left for another load"
+    rig.drain()
+    assert rig.loaded(graph) == keys
+    assert rig.manager.index.held(HOST, keys) == 0
+    assert sorted(rig.manager.flights.device) == [0, 1, 2, 3]
+
+
+def test_what_host_memory_holds_is_loaded_from_there() -> None:
+    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3, 4)
+    on_disk(rig, keys)
+    rig.save(keys[:2])
+    rig.drain()
+    graph = rig.load(keys)
+    assert graph is not None
+    copied = {(op.path, op.rows) for op in graph.ops if op.path.touches_device}
+    assert copied == {(Path.H2D, Span(0, 2)), (Path.D2D, Span(2, 4))}
+    assert graph.staged[:2] == graph.host_slots[2:] == (-1, -1)
+    rig.drain()
+    assert rig.loaded(graph) == keys
+
+
+def test_loads_beyond_the_places_on_the_device_go_through_host_memory() -> None:
+    rig = Rig(host=8, disk=16, device=2)
+    chains = [chain(i, 9) for i in range(3)]
+    for keys in chains:
+        on_disk(rig, keys)
+    graphs = [rig.load(keys) for keys in chains]
+    ways = [paths(graph) for graph in graphs if graph is not None]
+    assert ways == [{Path.DISK2D, Path.D2D}] * 2 + [{Path.DISK2H, Path.H2D}]
+    rig.drain()
+    assert [rig.loaded(graph) for graph in graphs if graph is not None] == chains
+
+
+def test_what_is_brought_to_be_kept_goes_to_host_memory() -> None:
+    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3)
+    on_disk(rig, keys)
+    nowhere = UnitTable.of(np.full((3, 1), SKIP), 16)
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    graph = rig.manager.launch_load(hit, 0, 3, [nowhere])
+    assert Path.DISK2D not in paths(graph)
+    rig.drain()
+    assert rig.manager.index.held(HOST, keys) == 3
+    other = chain(7, 8)
+    on_disk(rig, other)
+    assert rig.fetch(other, lambda: None)
+    rig.drain()
+    assert rig.manager.index.held(HOST, other) == 2
+
+
+def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
+    rig, keys = Rig(host=8, disk=16, far=16, device=4), chain(1, 2, 3, 4)
+    on_disk(rig, keys[:2])
+    rig.save(keys)
+    rig.drain()
+    rig.manager.removals.discard(HOST, keys)
+    rig.manager.removals.discard("disk", keys[2:])
+    found = rig.manager.get_match(keys, NAMESPACE).blocks_by_tier()
+    assert found == {"disk": 2, "far": 2}
+    graph = rig.load(keys)
+    assert graph is not None
+    assert not any(op.path.is_staged for op in graph.ops)
+    rig.drain()
+    assert rig.manager.index.held(HOST, keys) == 4
+
+
+def test_a_block_that_rotted_on_its_way_past_host_memory_is_forgotten() -> None:
+    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3)
+    on_disk(rig, keys)
+    [slot] = rig.manager.index.slots("disk", keys, 1, 2).tolist()
+    rig.media.tiers["disk"][slot] = (keys[1], b"rot")
+    graph = rig.load(keys)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == [keys[0], None, keys[2]]
+    assert rig.manager.get_match(keys, NAMESPACE).depth == 1

@@ -20,10 +20,14 @@ class ManagerMachine(RuleBasedStateMachine):
     """Random traffic over chains that share prefixes; the media check every byte moved."""
 
     write = WritePolicy.WRITE_THROUGH
+    device = 0
+    """Places of the staging on the device; with some, loads from disk go past host memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(host=6, disk=10, write=self.write, staging=3, batch=3, admit=2)
+        self.rig = Rig(
+            host=6, disk=10, write=self.write, staging=3, batch=3, admit=2, device=self.device
+        )
 
     names = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 
@@ -115,6 +119,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.rig.drain(1)
         assert self.rig.manager.in_flight == 0
         assert len(self.rig.manager.flights.staging) == 3, "a staging slot leaked"
+        places = sorted(self.rig.manager.flights.device)
+        assert places == list(range(self.device)), "a place on the device leaked"
         self.rig.manager.clear()
         self.rig.manager.check_integrity()
         assert self.rig.manager.index.num_used(HOST) == 0, "a pin or a reservation leaked"
@@ -128,6 +134,15 @@ class SelectiveMachine(ManagerMachine):
     write = WritePolicy.SELECTIVE
 
 
+class ToDeviceMachine(ManagerMachine):
+    device = 5
+
+
+class NarrowMachine(ManagerMachine):
+    write = WritePolicy.WRITE_BACK
+    device = 1
+
+
 _budget = settings(
     max_examples=40,
     stateful_step_count=40,
@@ -137,5 +152,7 @@ _budget = settings(
 TestWriteThrough = ManagerMachine.TestCase
 TestWriteBack = WriteBackMachine.TestCase
 TestSelective = SelectiveMachine.TestCase
-for case in (TestWriteThrough, TestWriteBack, TestSelective):
+TestToDevice = ToDeviceMachine.TestCase
+TestNarrow = NarrowMachine.TestCase
+for case in (TestWriteThrough, TestWriteBack, TestSelective, TestToDevice, TestNarrow):
     case.settings = _budget

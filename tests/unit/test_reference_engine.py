@@ -424,3 +424,24 @@ def test_what_goes_no_further_than_host_memory_is_not_copied_to_the_device(
         manager.launch_load(hit, 0, len(keys), [UnitTable.of(units, 16)])
         engine.settle()
         assert bool(copied) == bool((units != SKIP).any())
+
+
+@pytest.mark.parametrize("args", [{}, {"ranks": 2}, {"stages": 2}])
+def test_straight_from_disk_to_the_pages(
+    make: Make, plain: Ask, tmp_path: Path, args: dict[str, int]
+) -> None:
+    """The whole path with each rank's own staging, on a second engine that finds the first's KV."""
+    kvcore = {
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB", "to_device": "on"},
+    }
+    prompts = [words(seed, 160) for seed in range(4)]
+    first = make(kvcore, **args)
+    first.generate(prompts, 1)
+    first.settle()
+    first.close()
+    second = make(kvcore, **args)
+    assert second.generate(prompts, ANSWER) == [plain(prompt) for prompt in prompts]
+    for worker in second.workers:
+        counts = worker.metrics.snapshot()["kvcore_transfer_bytes_total"]
+        assert counts["disk2d"] == counts["d2d"] > 0
+        assert "disk2h" not in counts

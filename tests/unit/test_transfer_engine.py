@@ -132,6 +132,7 @@ def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
                 tuple(range(6)),
                 units(6),
                 tuple(ops),
+                staged=tuple(range(6)),
             )
         )
     bad_row = data.draw(st.integers(0, 5))

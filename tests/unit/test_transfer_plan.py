@@ -87,6 +87,36 @@ def test_a_load_brings_every_row_once_from_its_own_slot(
                 assert reachable(graph, op.op_id, earlier.op_id)
 
 
+@given(st.integers(0, 20), st.integers(1, 40), st.integers(1, 9), st.data())
+def test_what_goes_past_host_memory_is_copied_out_of_its_own_place(
+    host: int, disk: int, ring: int, data: st.DataObject
+) -> None:
+    rows, batch = host + disk, data.draw(st.integers(1, ring))
+    staged = [-1] * host + [i % ring for i in range(disk)]
+    source = TierRows("disk", Path.DISK2D, Span(host, rows), range(disk))
+    slots = [*range(host), *[-1] * disk]
+    graph = build_load(
+        7, chain(rows), slots, [source], units(rows), batch_rows=batch, staged=staged
+    )
+    assert decode_graph(encode(graph)) == graph
+    place_row: dict[int, int] = {}
+    arrived = {row for op in graph.ops if op.path is Path.H2D for row in range(*op.rows)}
+    for position, op in enumerate(graph.ops):
+        mine = {staged[row] for row in range(*op.rows)}
+        if op.path is Path.DISK2D:
+            place_row.update((staged[row], row) for row in range(*op.rows))
+            for earlier in graph.ops[:position]:
+                theirs = {staged[row] for row in range(*earlier.rows)}
+                if earlier.path is Path.D2D and mine & theirs:
+                    assert reachable(graph, op.op_id, earlier.op_id)
+        elif op.path is Path.D2D:
+            assert op.layers is None
+            assert all(place_row[staged[row]] == row for row in range(*op.rows))
+            arrived |= set(range(*op.rows))
+    assert arrived == set(range(rows))
+    assert not any(op.path is Path.DISK2D and op.path.touches_device for op in graph.ops)
+
+
 def reachable(graph: TransferGraph, start: int, goal: int) -> bool:
     deps = {op.op_id: op.deps for op in graph.ops}
     todo = list(deps[start])
@@ -209,6 +239,13 @@ def bad(**changes: object) -> TransferGraph:
         ({"ops": (TransferOp(0, Path.DISK2H, Span(0, 2)),)}, "names no backing tier"),
         ({"ops": (TransferOp(0, Path.DISK2H, Span(0, 2), tier="disk"),)}, "without a slot"),
         ({"ops": (TransferOp(0, Path.H2D, Span(0, 2), layers=Span(2, 2)),)}, "empty layer"),
+        ({"ops": (TransferOp(0, Path.D2D, Span(0, 2)),)}, "without a place in the staging"),
+        ({"ops": (TransferOp(0, Path.D2D, Span(0, 2)),), "staged": (0, -1)}, "without a place"),
+        ({"staged": (0,)}, "every row needs one, or none"),
+        (
+            {"ops": (TransferOp(0, Path.D2D, Span(0, 2), Span(0, 1)),), "staged": (0, 1)},
+            "moves all layers",
+        ),
     ],
 )
 def test_a_malformed_graph_is_refused_by_name(changes: dict[str, object], message: str) -> None:

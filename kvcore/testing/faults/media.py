@@ -10,9 +10,19 @@ from typing import TypeVar
 
 from kvcore.errors import CorruptBlock, TierError, TierUnavailable
 from kvcore.testing.faults.plan import Fault, Faults, Seam, Strike, die
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Buffers, Tier, nbytes_of
+from kvcore.tiers.base import (
+    BlockRead,
+    BlockRecord,
+    BlockWrite,
+    Buffers,
+    DeviceRead,
+    Tier,
+    nbytes_of,
+)
+from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.disk import DiskTier
 from kvcore.tiers.disk.aio import AioMover
+from kvcore.tiers.disk.direct import DirectReader, Pick
 from kvcore.tiers.disk.files import IndexFile
 from kvcore.tiers.disk.format import RECORD_NBYTES
 from kvcore.tiers.disk.moves import Move, Mover, Outcome, Outcomes, write_all
@@ -21,7 +31,7 @@ from kvcore.tiers.remote.base import BlockStore, Item
 
 __all__ = ["FaultyStore", "FaultyTier", "into_disk"]
 
-_Request = TypeVar("_Request", BlockRead, BlockWrite)
+_Request = TypeVar("_Request", BlockRead, BlockWrite, DeviceRead)
 _SAID = {Fault.ERROR: errno.EIO, Fault.FULL: errno.ENOSPC}
 _OTHERS = tuple(set(Fault) - set(_SAID))
 _ORDER = (Fault.REORDER,)
@@ -52,6 +62,12 @@ class FaultyTier(Tier):
 
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
         return self._some(Seam.TIER_READ, requests, self.inner.read)
+
+    def attach_device(self, region: DeviceRegion) -> str:
+        return self.inner.attach_device(region)
+
+    def read_device(self, requests: Sequence[DeviceRead]) -> list[TierError | None]:
+        return self._some(Seam.TIER_READ, requests, self.inner.read_device)
 
     def invalidate(self, slots: Iterable[int]) -> None:
         self.inner.invalidate(slots)
@@ -152,6 +168,8 @@ def into_disk(tier: DiskTier, faults: Faults) -> DiskTier:
     data._threads = _FaultyMover(data._threads, faults)  # type: ignore[assignment]
     if data._queue is not None:
         data._queue = _FaultyQueue(data._queue, faults)  # type: ignore[assignment]
+    if tier._direct is not None:
+        tier._direct = _FaultyDirect(tier._direct, faults)
     sync = data.sync
 
     def flush() -> None:
@@ -198,6 +216,50 @@ class _FaultyQueue(_FaultyMover):
     def __init__(self, inner: AioMover, faults: Faults) -> None:
         super().__init__(inner, faults)
         self.takes = inner.takes
+
+
+class _FaultyDirect(DirectReader):
+    """``inner``, some of whose reads go wrong on their way into device memory."""
+
+    def __init__(self, inner: DirectReader, faults: Faults) -> None:
+        self.backend = inner.backend
+        self._inner = inner
+        self._faults = faults
+
+    def read(self, picks: Sequence[Pick]) -> list[str | None]:
+        late = self._faults.at(Seam.FILE_READ, _ORDER) is not None
+        struck: dict[Pick, Strike] = {}
+        failed: dict[Pick, str] = {}
+        for pick in picks:
+            strike = self._faults.at(Seam.FILE_READ, _ONE_BY_ONE)
+            if strike is None:
+                continue
+            if strike.fault in _SAID:
+                failed[pick] = str(_os_error(strike))
+            elif strike.fault in (Fault.SHORT_READ, Fault.BIT_FLIP):
+                struck[pick] = strike
+            else:
+                self._faults.endure(strike)
+        going = [pick for pick in picks if pick not in failed]
+        going = going[::-1] if late else going
+        failed |= {p: why for p, why in zip(going, self._inner.read(going), strict=True) if why}
+        for pick, strike in struck.items():
+            self._spoil(pick, strike)
+        return [failed.get(pick) for pick in picks]
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _spoil(self, pick: Pick, strike: Strike) -> None:
+        """A bit of the block is another; where it came in part, the rest is an older one's."""
+        region = self._inner.region
+        first = pick.place * region.slot_nbytes
+        block = region.tensor[first : first + region.shape.nbytes]
+        bit = strike.draw % (8 * len(block))
+        if strike.fault is Fault.SHORT_READ:
+            block[bit // 8 :] = ~block[bit // 8 :]
+        else:
+            block[bit // 8] ^= 1 << bit % 8
 
 
 class _Moves:

@@ -54,8 +54,8 @@ class DataFile:
     ) -> None:
         self.path = path
         self._slot_nbytes = slot_nbytes
-        self._limit = (num_slots or 0) * slot_nbytes
-        self._step = min(_GROW_BYTES, self._limit // 16 // slot_nbytes * slot_nbytes)
+        self.limit = (num_slots or 0) * slot_nbytes
+        self._step = min(_GROW_BYTES, self.limit // 16 // slot_nbytes * slot_nbytes)
         flags = os.O_RDONLY if num_slots is None else os.O_RDWR | os.O_CREAT
         self.direct, number = _open(path, flags, direct_io)
         self._file = Descriptor(number)
@@ -86,6 +86,10 @@ class DataFile:
     def sync(self) -> None:
         with self._file as number:
             os.fdatasync(number)
+
+    def descriptor(self) -> Descriptor:
+        """The file, for reads of whole slots by others: ``with`` it, that is its number."""
+        return self._file
 
     def close(self) -> None:
         """Nothing may be under way."""
@@ -131,7 +135,7 @@ class DataFile:
         with self._grow_lock:
             if need <= self._size:
                 return None
-            size = min(max(need, self._size + self._step), self._limit)
+            size = min(max(need, self._size + self._step), self.limit)
             try:
                 with self._file as number:
                     self._size = _extend(number, self._size, size, need)

@@ -34,7 +34,7 @@ STAGED_VERSION = 2
 MAGIC = b"KVC1"
 RECORD_NBYTES = 128
 _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key parent ns sum nbytes
-_SEAL = struct.Struct("<Q")
+_SEAL = _SUM = struct.Struct("<Q")
 _BODY_NB = _BODY.size
 _PAD = bytes(RECORD_NBYTES - _BODY_NB - _SEAL.size)
 ENCRYPTED = 1  # flag: the block is encrypted, and nonce and tag stand in place of zeros
@@ -56,7 +56,9 @@ class Record(NamedTuple):
     """What a slot holds: the block, the checksum of its bytes, and how many there are.
 
     An encrypted block's ``nonce`` and ``tag`` are 16 bytes each; its checksum is of the bytes on
-    disk. Neither is under the record's seal: decryption fails where one is damaged.
+    disk. Neither is under the record's seal: decryption fails where one is damaged. Nor is ``sum``
+    (`kvcore.ops.sums.bound_to`; 0: none), by which a block is verified that was read straight into
+    device memory: where it is damaged, the block is taken for damaged.
     """
 
     key: bytes
@@ -67,11 +69,12 @@ class Record(NamedTuple):
     stamp: int
     nonce: bytes = b""
     tag: bytes = b""
+    sum: int = 0
 
     def pack(self) -> bytes:
         """128 bytes that vouch for themselves."""
         body = self._body(self.checksum)
-        pad = self.nonce + self.tag or _PAD
+        pad = self.nonce + self.tag or _SUM.pack(self.sum) + _PAD[_SUM.size :]
         assert len(pad) == len(_PAD)
         return body + pad + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -99,8 +102,11 @@ class Record(NamedTuple):
         (seal,) = _SEAL.unpack_from(data, RECORD_NBYTES - _SEAL.size)
         if xxhash.xxh3_64_intdigest(data[:_BODY_NB]) != seal:
             return None
-        pad = bytes(data[_BODY_NB : _BODY_NB + len(_PAD)]) if flags == ENCRYPTED else b""
-        return cls(key, parent, namespace, digest, nbytes, stamp, pad[:16], pad[16:])
+        known = key, parent, namespace, digest, nbytes, stamp
+        if flags != ENCRYPTED:
+            return cls(*known, sum=_SUM.unpack_from(data, _BODY_NB)[0])
+        pad = bytes(data[_BODY_NB : _BODY_NB + len(_PAD)])
+        return cls(*known, pad[:16], pad[16:])
 
 
 def checksum(key: bytes, buffers: Buffers, nbytes: int) -> bytes:

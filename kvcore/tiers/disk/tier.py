@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcore.errors import (
     CapacityError,
@@ -27,12 +27,15 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
+from kvcore.ops.sums import bound_to, host_sum
 from kvcore.pool import slot_runs
 from kvcore.tiers.base import (
     BlockRead,
     BlockRecord,
     BlockWrite,
     Buffers,
+    DeviceRead,
+    NotDirect,
     SlotError,
     Tier,
     nbytes_of,
@@ -47,6 +50,10 @@ from kvcore.tiers.host import slot_bytes
 from kvcore.tiers.pages import Pages
 from kvcore.tiers.shards import Part
 from kvcore.tiers.threads import started
+
+if TYPE_CHECKING:
+    from kvcore.tiers.device import DeviceRegion
+    from kvcore.tiers.disk.direct import DirectReader
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -73,6 +80,7 @@ class DiskTier(Tier):
     "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it. What was written
     is flushed to the medium within ``sync_interval_s`` seconds, by a thread of its own; at 0,
     before a write returns. With a ``cipher``, whose name ``geometry`` has, blocks are encrypted.
+    With ``device_sums`` records tell of new blocks what `read_device` verifies them by.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class DiskTier(Tier):
         foreign: Mapping[int, Path] | None = None,
         cipher: BlockCipher | None = None,
         clock: Mapping[str, Any] | None = None,
+        device_sums: bool = False,
     ) -> None:
         """``clock`` is that of the leader, as its store tells it.
 
@@ -113,6 +122,9 @@ class DiskTier(Tier):
         )
         self._index = IndexFile(index)
         self._cipher = cipher
+        self._device_sums = device_sums and cipher is None
+        self._region: DeviceRegion | None = None
+        self._direct: DirectReader | None = None
         self._place = geometry.place(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
         self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
@@ -145,6 +157,45 @@ class DiskTier(Tier):
             results[i] = read.result()
         return results
 
+    def attach_device(self, region: DeviceRegion) -> str:
+        from kvcore.tiers.disk.direct import open_direct
+
+        self._region = region
+        if self._cipher is None:
+            self._direct = open_direct(self._data, region)
+        return "" if self._direct is None else self._direct.backend
+
+    def read_device(self, requests: Sequence[DeviceRead]) -> list[TierError | None]:
+        """Those of the tier's own store that have a sum. Where the reading itself fails, `read`
+        says whether it is the disk's fault."""
+        results: list[TierError | None] = []
+        found: list[int] = []
+        sums: dict[int, int] = {}
+        for i, (slot, key, _) in enumerate(requests):
+            record = self._find_direct(slot, key)
+            if isinstance(record, Record):
+                found.append(i)
+                sums[i] = record.sum
+                results.append(None)
+            else:
+                results.append(record)
+        if self._direct is None or self._region is None or not found:
+            return results
+        from kvcore.tiers.disk.direct import Pick
+
+        picks = [Pick(requests[i].slot, requests[i].place) for i in found]
+        whole = []
+        for i, why in zip(found, self._direct.read(picks), strict=True):
+            if why is None:
+                whole.append(i)
+            else:
+                results[i] = NotDirect(f"slot {requests[i].slot} of {self._data.path}: {why}")
+        read = self._region.sums([requests[i].place for i in whole])
+        for i, total in zip(whole, read, strict=True):
+            if bound_to(requests[i].key, total) != sums[i]:
+                results[i] = self._damaged(requests[i].slot, requests[i].key)
+        return results
+
     def invalidate(self, slots: Iterable[int]) -> None:
         for first, stop in slot_runs(slots):
             count = stop - first
@@ -170,6 +221,8 @@ class DiskTier(Tier):
         if self._closed:
             return
         self._closed = True
+        if self._direct is not None:
+            self._direct.close()
         self._foreign_readers.shutdown()
         if self._openers is not None:
             self._openers.shutdown()
@@ -235,9 +288,12 @@ class DiskTier(Tier):
         """The bytes are there: vouch for them."""
         if isinstance(outcome, OSError):
             return self._unavailable("writing", slot, outcome)
-        digest = checksum(draft.record.key, draft.buffers, self._block_nbytes)
+        key, nbytes = draft.record.key, self._block_nbytes
+        digest, total = checksum(key, draft.buffers, nbytes), 0
+        if self._device_sums:
+            total = bound_to(key, host_sum(draft.buffers, nbytes))
         try:
-            self._index.put(slot, draft.record._replace(checksum=digest))
+            self._index.put(slot, draft.record._replace(checksum=digest, sum=total))
         except OSError as error:
             return self._unavailable("writing", slot, error)
         return None
@@ -250,7 +306,7 @@ class DiskTier(Tier):
             for i, request in enumerate(requests):
                 if request.slot >> STORE_SHIFT:
                     continue
-                record = self._find(request)
+                record = self._find(request.slot, request.key, nbytes_of(request.buffers))
                 if isinstance(record, Record):
                     records[i] = record
                     yield Piece(i, request.slot, request.buffers)
@@ -271,10 +327,18 @@ class DiskTier(Tier):
         for i, future in checked.items():
             results[i] = future.result()
 
-    def _find(self, request: BlockRead) -> Record | TierError:
-        """The record of the slot, when it is of the block that is asked for."""
-        slot, key, buffers = request.slot, request.key, request.buffers
-        refused = self._refuse(slot, nbytes_of(buffers))
+    def _find_direct(self, slot: int, key: bytes) -> Record | TierError:
+        """`_find`, of a block that can be read straight into device memory."""
+        if self._direct is None or slot >> STORE_SHIFT:
+            return NotDirect(f"slot {slot} is not of a file that is read into device memory")
+        record = self._find(slot, key, self.slot_nbytes)
+        if isinstance(record, Record) and (record.nonce or not record.sum):
+            return NotDirect(f"slot {slot} was written without a sum for device memory")
+        return record
+
+    def _find(self, slot: int, key: bytes, nbytes: int) -> Record | TierError:
+        """The record of the slot, when it is of the block that is asked for, into ``nbytes``."""
+        refused = self._refuse(slot, nbytes)
         if refused is not None:
             return refused
         try:
@@ -292,6 +356,10 @@ class DiskTier(Tier):
             return self._unavailable("reading", slot, outcome)
         if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._place):
             return None
+        return self._damaged(slot, key)
+
+    def _damaged(self, slot: int, key: bytes) -> CorruptBlock:
+        """Other bytes are there than were written: nobody reads them again."""
         try:
             self._index.erase(slot)
         except OSError as error:

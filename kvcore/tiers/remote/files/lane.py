@@ -6,77 +6,13 @@ lane has an agent, one call uses it at a time, and after an error it gets anothe
 
 from __future__ import annotations
 
-import itertools
-import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import NamedTuple
 
 from kvcore.errors import TierError, TierUnavailable
+from kvcore.tiers.nixl import DONE, LANE_NBYTES, FileAgent, Memory, Span
 from kvcore.tiers.pages import Pages
-from kvcore.tiers.remote.nixl import DONE, LANE_NBYTES, RUNNING, NixlAgent, pauses, say
 
-_ADVICE = (
-    "POSIX is in every NIXL; GDS and GDS_MT need NVIDIA's GPUDirect Storage (libcufile) on this "
-    "machine"
-)
-_numbers = itertools.count()
-
-
-class Span(NamedTuple):
-    """An open file, all of whose ``nbytes`` are, or will be, ``start`` bytes into the lane."""
-
-    fd: int
-    start: int
-    nbytes: int
-
-
-class FileAgent(NixlAgent):
-    """Moves ``memory`` to files and back. One thread at a time."""
-
-    def __init__(self, backend: str, memory: Pages | None = None) -> None:
-        """Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
-        super().__init__(f"kvcore-files-{os.getpid()}-{next(_numbers)}", backend, _ADVICE)
-        if memory is not None:
-            self._address = memory.address
-            try:
-                self._register(memory)
-            except self._errors as error:
-                raise TierUnavailable(f"NIXL registers no memory: {say(error)}") from error
-
-    def move(self, operation: str, spans: Sequence[Span]) -> str:
-        """READ or WRITE files. Blocks until that has ended, however long it takes; returns NIXL's
-        word for how."""
-        agent = self._agent
-        try:
-            files = agent.register_memory([(0, s.nbytes, s.fd, "") for s in spans], "FILE")
-        except self._errors as error:
-            return say(error)
-        try:
-            return self._move(operation, spans)
-        except self._errors as error:
-            return say(error)
-        finally:
-            with suppress(*self._errors):
-                agent.deregister_memory(files)
-
-    def _move(self, operation: str, spans: Sequence[Span]) -> str:
-        agent = self._agent
-        handle = agent.initialize_xfer(
-            operation,
-            agent.get_xfer_descs([(self._address + s.start, s.nbytes, 0) for s in spans], "DRAM"),
-            agent.get_xfer_descs([(0, s.nbytes, s.fd) for s in spans], "FILE"),
-            self.name,
-        )
-        state = self._state(handle, post=True)
-        for pause in pauses():
-            if state != RUNNING:
-                break
-            time.sleep(pause)
-            state = self._state(handle)
-        self._release(handle)
-        return state
+__all__ = ["Lane"]
 
 
 class Lane:
@@ -101,7 +37,8 @@ class Lane:
         if not spans:
             return []
         if self._agent is None:
-            self._agent = FileAgent(self._backend, self._memory)
+            assert self._memory is not None, "spans lie in it"
+            self._agent = FileAgent(self._backend, Memory.of(self._memory))
         state = self._agent.move(operation, spans)
         if state == DONE:
             return [None] * len(spans)

@@ -35,9 +35,9 @@ from kvcore.errors import (
 )
 from kvcore.schema_base import FolderPath, Seconds
 from kvcore.tiers.base import nbytes_of
+from kvcore.tiers.nixl import LANE_NBYTES, FileAgent, Span
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill
-from kvcore.tiers.remote.files.lane import FileAgent, Lane, Span
-from kvcore.tiers.remote.nixl import LANE_NBYTES
+from kvcore.tiers.remote.files.lane import Lane
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 

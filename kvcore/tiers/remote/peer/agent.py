@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcore.errors import TierUnavailable
+from kvcore.tiers.nixl import DONE, LANE_NBYTES, RUNNING, Memory, NixlAgent, pauses, say
 from kvcore.tiers.pages import Pages
-from kvcore.tiers.remote.nixl import DONE, LANE_NBYTES, RUNNING, NixlAgent, pauses, say
 
 
 class Remote(NamedTuple):
@@ -50,7 +50,7 @@ class Agent(NixlAgent):
         self._lanes_left = lanes
         try:
             if memory is not None:
-                self._register(memory)
+                self._register(Memory.of(memory))
             self.metadata = bytes(self._agent.get_agent_metadata())
         except self._errors as error:
             raise TierUnavailable(f"NIXL's backend {backend} does not start: {error}") from error
@@ -125,7 +125,7 @@ class Agent(NixlAgent):
                 raise TierUnavailable("every lane is in use, by reads that hang for the most part")
             lane = _Lane(Pages(LANE_NBYTES, huge=False))
             try:
-                self._register(lane.memory)
+                self._register(Memory.of(lane.memory))
             except self._errors as error:
                 raise TierUnavailable(f"NIXL registers no memory: {say(error)}") from error
             self._lanes_left -= 1

@@ -34,9 +34,9 @@ from kvcore.errors import (
 from kvcore.schema import Size, parse_size
 from kvcore.schema_base import Seconds
 from kvcore.tiers.base import SlotError, nbytes_of
+from kvcore.tiers.nixl import LANE_NBYTES, nixl_module
 from kvcore.tiers.pages import Pages
 from kvcore.tiers.remote.base import BlockStore, Item, fill
-from kvcore.tiers.remote.nixl import LANE_NBYTES, nixl_module
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
 from kvcore.tiers.remote.peer.control import Answerer, Peers

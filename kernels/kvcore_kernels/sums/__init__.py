@@ -1,0 +1,1 @@
+"""Sums of blocks that were read straight into device memory."""

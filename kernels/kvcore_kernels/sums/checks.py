@@ -1,0 +1,25 @@
+"""What both twins refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcore.errors import LayoutError
+
+__all__ = ["ALIGNED", "check_sums"]
+
+ALIGNED = 16
+"""Bytes that offsets, and the data's address, are multiples of."""
+
+
+def check_sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> None:
+    """Raise LayoutError for arguments that do not fit. Reads no memory."""
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise LayoutError(f"{data.dtype} of {tuple(data.shape)}: give flat bytes, side by side")
+    if data.data_ptr() % ALIGNED or any(offset % ALIGNED for offset in offsets):
+        raise LayoutError(f"data or blocks that do not begin on a multiple of {ALIGNED} bytes")
+    most = len(data) - -(-nbytes // 8) * 8
+    if nbytes < 1 or any(not 0 <= offset <= most for offset in offsets):
+        raise LayoutError(f"blocks of {nbytes} bytes at {list(offsets)} of {len(data)}")

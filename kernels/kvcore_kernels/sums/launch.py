@@ -1,0 +1,48 @@
+"""Launches the sums of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcore.ops.sums import FIRST, KEY, SECOND
+from kvcore_kernels.planes import guard
+from kvcore_kernels.sums.checks import check_sums
+from kvcore_kernels.sums.kernel import sum_kernel
+
+__all__ = ["constants", "sums"]
+
+_BLOCK = 1024
+_STEPS = 8
+"""A program reads 64 KiB: enough programs for a GPU from a block of some MiB on. Untuned: no GPU
+was at hand."""
+
+
+def constants() -> dict[str, int]:
+    """What a build is made for."""
+    return {"KEY": KEY, "FIRST": FIRST, "SECOND": SECOND, "BLOCK": _BLOCK, "STEPS": _STEPS}
+
+
+def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
+    """`kvcore.ops.sums` of blocks of ``nbytes`` bytes at ``offsets`` of ``data``, flat bytes.
+
+    Offsets and the data's address are multiples of 16, and behind a block lies as much as fills its
+    last word. One launch on the current stream, which the host waits for. Thread-safe.
+    """
+    check_sums(data, offsets, nbytes)
+    if not offsets:
+        return []
+    words, rest = -(-nbytes // 8), nbytes % 8
+    parts = -(-words // (_BLOCK * _STEPS))
+    places = torch.tensor([offset // 8 for offset in offsets], dtype=torch.int64)
+    out = torch.empty((len(offsets), parts), dtype=torch.int64, device=data.device)
+    at = min(offsets)
+    view = data[at : at + (len(data) - at) // 8 * 8].view(torch.int64)
+    last = (1 << 8 * rest) - 1 if rest else -1
+    with guard(data.device):
+        sum_kernel[(parts, len(offsets))](
+            view, (places - at // 8).to(data.device), out, words, last,
+            **constants(), num_warps=4,
+        )  # fmt: skip
+    return [value % 2**64 for value in out.sum(1).tolist()]
