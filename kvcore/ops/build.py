@@ -33,14 +33,15 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
 
 
-def build(target: Path = TARGET) -> Path:
-    """Compile the library to ``target``, replacing it whole. Raises RuntimeError saying why not."""
+def build(target: Path = TARGET, *flags: str) -> Path:
+    """Compile the library to ``target``, replacing it whole, with ``flags`` too. Raises
+    RuntimeError saying why not."""
     found = compiler()
     if found is None:
         raise RuntimeError("no C compiler: install gcc or clang, or set CC")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [found, *FLAGS, str(SOURCE), "-o", str(made)]
+        command = [found, *FLAGS, *flags, str(SOURCE), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

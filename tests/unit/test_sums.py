@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from kvcore.errors import UnsupportedError
 from kvcore.ops import builtin_ops, sums
+from kvcore.ops.build import build
+from kvcore.ops.native import prepare_library
 from kvcore.ops.sums import bound_to, host_sum, naive_sum, tensor_sums
 
 SIZES = st.sampled_from([1, 7, 8, 9, 63, 64, 500, 4096, 5000])
@@ -44,6 +47,17 @@ def test_every_way_gives_the_same_sum(seed: int, nbytes: int, cuts: list[int]) -
     assert tensor_sums(flat, [64], nbytes) == [want]
     for ops in builtin_ops():
         assert ops.sums(flat, [64, 64], nbytes) == [want, want], ops.name
+
+
+@pytest.mark.parametrize("width", range(4))
+def test_every_width_of_vectors_gives_the_same_sum(tmp_path: Path, width: int) -> None:
+    """Those that this CPU has not fall back to what it has."""
+    library = prepare_library(build(tmp_path / "copy.so", f"-DKVCORE_SIMD={width}"))
+    for nbytes in range(1, 300):
+        data = np.frombuffer(block(nbytes, nbytes), dtype=np.uint8)
+        for first in (0, 5):
+            want = plain(bytes(8 * first) + data.tobytes()) - plain(bytes(8 * first))
+            assert library.kvcore_sum(data.ctypes.data, nbytes, first) == want % 2**64
 
 
 def test_a_large_block_is_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
