@@ -29,7 +29,7 @@ _FILES_ADVICE = (
 _numbers = itertools.count()
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
-_POLL_S = (0.0002, 0.005)
+_POLL_S = (0.0001, 0.005)
 
 
 class Memory(NamedTuple):
@@ -62,11 +62,14 @@ def nixl_module() -> Any:
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait between two looks at a transfer."""
-    pause, longest = _POLL_S
+    """Seconds to wait between two looks at a transfer: an eighth of what it has taken already, so
+    that its end is seen that much late at most."""
+    least, most = _POLL_S
+    waited = 0.0
     while True:
+        pause = min(max(least, waited / 8), most)
         yield pause
-        pause = min(2 * pause, longest)
+        waited += pause
 
 
 class NixlAgent:
