@@ -259,6 +259,12 @@ class BlockStates:
         found: list[int] = np.flatnonzero(held & np.isin(up, tops)).tolist()
         return found
 
+    def _revoke(self, table: TierTable) -> None:
+        """Blocks were cleared. What had left a reservation in flight is known no more by its nodes:
+        it counts as cleared too."""
+        for reservation in table.open:
+            reservation.revoked |= reservation.live < len(reservation)
+
     def _detach(self, table: TierTable, nodes: list[int]) -> list[Evicted]:
         """Drop a set of nodes that holds all its descendants; returns those that were published."""
         inside = {node for node in nodes if table.holds(node)}

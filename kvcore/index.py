@@ -365,32 +365,42 @@ class BlockIndex(BlockStates):
         the last pin is gone. Reservations among them are cut; their slots are free when their
         owner commits or aborts. O(index): about 0.1 s for a million blocks.
         """
-        return self.drop_subtrees(tier, [key])
+        table = self._table(tier)
+        node = self._nodes.keys.get(key)
+        if node is None or not table.holds(node):
+            return []
+        return self._detach(table, self._below(table, [node]))
 
     def drop_subtrees(self, tier: str, keys: Iterable[bytes]) -> list[Evicted]:
-        """`drop_subtree` of several blocks, in the time of one."""
+        """Take several blocks and all after them out of a tier as `drop_subtree` does, because
+        somebody wants them gone: reservations that lose any by it are ``revoked``."""
         table = self._table(tier)
         found = (self._nodes.keys.get(key) for key in keys)
         tops = [node for node in found if node is not None and table.holds(node)]
-        return self._detach(table, self._below(table, tops)) if tops else []
+        gone = self._detach(table, self._below(table, tops)) if tops else []
+        self._revoke(table)
+        return gone
 
     def clear(
         self, namespace: bytes | None = None, tier: str | None = None
     ) -> dict[str, list[Evicted]]:
-        """Drop all blocks (of a namespace, of a tier) as `drop_subtree` does.
+        """Drop all blocks (of a namespace, of a tier) as `drop_subtrees` does.
 
         Returns what went, by tier.
         """
         space = self._nodes.space_ids.get(namespace) if namespace is not None else None
-        if namespace is not None and space is None:
-            return {}
         tables = self._tables if tier is None else (self._table(tier),)
+        if namespace is not None and space is None:
+            for table in tables:
+                self._revoke(table)
+            return {}
         dropped = {}
         for table in tables:
             chosen = np.frombuffer(table.state, dtype=np.uint8) != NONE
             if space is not None:
                 chosen &= np.frombuffer(self._nodes.space, dtype=np.uint32) == space
             dropped[table.name] = self._detach(table, np.flatnonzero(chosen).tolist())
+            self._revoke(table)
         return dropped
 
     def list_blocks(self, namespace: bytes | None = None) -> list[BlockInfo]:

@@ -97,12 +97,17 @@ class Removals:
             self._stores[tier].absent(key)
 
     def forget_dropped(self, reservation: Reservation) -> None:
-        """Blocks that were cleared or dropped while they were written have just been written."""
+        """Blocks that were cleared or dropped while they were written have just been written.
+
+        A store removes what was cleared alone. What stood on a block that was lost, or that could
+        not be written, is as good as ever there, and serves whoever writes that block again.
+        """
         tier, live = reservation.tier, reservation.live
         if tier == HOST or live == len(reservation):
             return
         if tier in self._stores:
-            self._stores[tier].delete(reservation.keys[live:])
+            if reservation.revoked:
+                self._stores[tier].delete(reservation.keys[live:])
         else:
             for namespace in self._cleared.get(tier, ()):
                 self._voids[tier](namespace)  # what was being written may be younger than the clear

@@ -638,6 +638,17 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Report it with the traceback.",
         ),
         Trouble(
+            "%s is let go: nobody has used its store for long",
+            "What a store was still to remove is forgotten after 30 days in which nobody used it.",
+            "Nothing, if the store is gone; else clear again what was cleared there.",
+        ),
+        Trouble(
+            "block events do not reach NATS, stream %s: %s",
+            "The server is away or takes nothing. Some batches wait, the newest are left out; "
+            "a line says when it takes them again.",
+            "Look at the NATS server, its JetStream and the network.",
+        ),
+        Trouble(
             "stream %s is not made or changed: %s",
             "NATS does not let kvcore make its stream.",
             "Make it by hand, or give the account the right to.",

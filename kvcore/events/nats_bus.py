@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
@@ -86,11 +86,14 @@ class _Loop:
         self.loop.stop()
 
 
-async def _connect(url: str) -> Client:
-    """Waits for the server as long as it takes, and for it to come back when it goes."""
+async def _connect(url: str, failed: Callable[[Exception], object] = lambda _error: None) -> Client:
+    """Waits for the server as long as it takes, and for it to come back when it goes. ``failed`` is
+    told of each attempt that did, until one does not."""
 
     async def quiet(error: Exception) -> None:
         _log.debug("nats: %s", error)
+        if isinstance(error, OSError):  # the client goes on trying by itself, from the start
+            failed(error)
 
     while True:
         try:
@@ -99,6 +102,7 @@ async def _connect(url: str) -> Client:
             )
         except (OSError, nats.errors.Error) as error:  # noqa: PERF203  it is tried until it works
             _log.debug("nats: %s", error)
+            failed(error)
             await asyncio.sleep(_RETRY_S)
 
 
@@ -106,7 +110,8 @@ class NatsOutlet:
     """Publishes to a stream, one batch after another, each until the stream has it.
 
     At most ``queue_batches`` wait for the server; while it is away the newest are left out. The
-    server may be away when this is made.
+    server may be away when this is made. That it takes nothing is logged once, and that it does
+    again.
     """
 
     def __init__(self, url: str, stream: str, topic: str, *, queue_batches: int = 1000) -> None:
@@ -118,6 +123,7 @@ class NatsOutlet:
         self._waiting: deque[Message] = deque()
         self._asked: deque[NatsRequest] = deque()
         self._more = asyncio.Event()
+        self._away = False
         self._loop = _Loop("kvcore-nats-out")
         self._loop.start(self._run())
 
@@ -139,7 +145,7 @@ class NatsOutlet:
         self._loop.close()
 
     async def _run(self) -> None:
-        client = await _connect(self._url)
+        client = await _connect(self._url, self._note_away)
         try:
             await client.subscribe(ask_subject(self._topic), cb=self._note_request)
             stream = client.jetstream(timeout=_ACK_S)
@@ -150,6 +156,7 @@ class NatsOutlet:
                 while self._waiting:
                     if await self._publish(stream, self._waiting[0]):
                         self._waiting.popleft()
+                        self._note_back()
                     else:
                         await asyncio.sleep(_RETRY_S)
         finally:
@@ -161,13 +168,27 @@ class NatsOutlet:
         headers = {NUMBER: str(message.number), "Nats-Msg-Id": f"{name}-{message.number}"}
         try:
             await stream.publish(name, message.payload, headers=headers, timeout=_ACK_S)
-        except nats.js.errors.NoStreamResponseError:
+        except nats.js.errors.NoStreamResponseError as error:
+            self._note_away(error)
             await self._make_stream(stream)
             return False
         except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
             _log.debug("nats: %s", error)
+            self._note_away(error)
             return False
         return True
+
+    def _note_away(self, error: Exception) -> None:
+        """The address is left out: it may hold a password."""
+        if not self._away:
+            self._away = True
+            why = str(error) or type(error).__name__
+            _log.warning("block events do not reach NATS, stream %s: %s", self._stream, why)
+
+    def _note_back(self) -> None:
+        if self._away:
+            self._away = False
+            _log.info("block events reach NATS again, stream %s", self._stream)
 
     async def _make_stream(self, stream: Any) -> None:
         config = api.StreamConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -170,6 +171,37 @@ def test_a_publisher_does_not_wait_for_a_server_that_is_not_there(server: Server
     until(holds(consumer, set(range(40))), "what was published before the server came is unknown")
     consumer.close()
     telling.close()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["dies", "comes later"])
+def test_that_nothing_is_delivered_is_said_once_and_that_it_is_again(
+    server: Server, there: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_bus, "_ACK_S", 0.5)
+    caplog.set_level(logging.INFO, "kvcore.events")
+    tries: list[bool] = []
+    away = NatsOutlet._note_away
+
+    def counted(self: NatsOutlet, error: Exception) -> None:
+        tries.append(True)
+        away(self, error)
+
+    monkeypatch.setattr(NatsOutlet, "_note_away", counted)
+    if not there:
+        server.kill()
+    outlet = NatsOutlet(url(server).replace("//", "//me:hush@"), "KVCORE", "said")
+    outlet.send(Message(1, b"one"))
+    if there:
+        until(lambda: not outlet._waiting, "not taken")
+        assert "do not reach" not in caplog.text
+        server.kill()
+        outlet.send(Message(2, b"two"))
+    until(lambda: len(tries) > 3, "nothing was tried again")
+    assert caplog.text.count("block events do not reach NATS") == 1
+    server.start()
+    until(lambda: "block events reach NATS again" in caplog.text, "nobody reads that it is back")
+    outlet.close()
+    assert "hush" not in caplog.text
 
 
 def test_a_process_publishes_what_it_is_told_over_nats(server: Server) -> None:

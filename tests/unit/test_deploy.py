@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,11 @@ from kvcore.layout import BlockShape
 from kvcore.metrics import SPECS, Kind, MissReason, SaveSkip
 from kvcore.plugins import PluginManager
 from kvcore.schema_walk import node_at
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -291,6 +297,13 @@ def test_the_compose_file_is_one_and_its_files_are_there() -> None:
 CHART = DEPLOY / "helm" / "kvcore"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 LIKE_MANIFESTS = {"server": {"enabled": False}, "store": {"kind": "valkey"}}
+OWN_REDIS = {"kind": "url", "url": "rediss://elsewhere:6379/0", "passwordKey": "redis"}
+EXTRA = {
+    "extraEnv": [{"name": "KVCORE__LOG__LEVEL", "value": "debug"}],
+    "extraEnvFrom": [{"secretRef": {"name": "aws"}}],
+    "extraVolumes": [{"name": "ca", "secret": {"secretName": "store-ca"}}],
+    "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ca", "readOnly": True}],
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "manifests": LIKE_MANIFESTS,
@@ -314,6 +327,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "settings": "[block]\ntokens = 32\n",
         "disk": {"storageClass": "local"},
+    },
+    "password": {"store": OWN_REDIS},
+    "password-alone": {"server": {"enabled": False}, "store": OWN_REDIS},
+    "extended": {
+        "imagePullSecrets": [{"name": "registry"}],
+        "engine": {**EXTRA, "settings": "[block]\ntokens = 32\n[vllm]\nlayerwise = false\n"},
+        "server": EXTRA,
+    },
+    "extended-alone": {
+        "imagePullSecrets": [{"name": "registry"}],
+        "server": {"enabled": False},
+        "engine": {**EXTRA, "settings": "[block]\ntokens = 32\n"},
+        "store": {"kind": "valkey"},
     },
 }  # fmt: skip
 
@@ -417,7 +443,7 @@ def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -
     assert (owner.disk.path is None) == (values.get("disk", {}).get("capacity") == "")
     services = {r["metadata"]["name"] for r in found if r["kind"] == "Service"}
     for tier in owner.tiers.values():
-        at = tier.options.get("master") or tier.options["url"].removeprefix("redis://")
+        at = tier.options.get("master") or re.sub("^rediss?://", "", tier.options["url"])
         host = at.partition(":")[0]
         assert host in services | {"elsewhere"}
         assert (tier.options.get("host") == "x") == (tier.plugin == "mooncake"), "the pod's address"
@@ -429,6 +455,54 @@ def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -
         lines = told["kvcore.toml"].replace("kvcore-valkey", "valkey")
         told_once = [line for line in SETTINGS[0].read_text().splitlines() if line[:1] != "#"]
         assert lines.split() == "\n".join(told_once).split()
+
+
+def part(found: Sequence[dict[str, Any]], who: str) -> Any:
+    [pod] = [
+        resource["spec"]["template"]["spec"]
+        for resource in found
+        if resource["kind"] in WITH_PODS and resource["metadata"]["name"] == f"kvcore-{who}"
+    ]
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("values", "owner"), [("password", "server"), ("password-alone", "engine")]
+)
+def test_a_stores_password_lies_where_its_reader_looks(values: str, owner: str) -> None:
+    found = rendered(VARIANTS[values])
+    [told] = [r["data"] for r in found if r["kind"] == "ConfigMap" and "kvcore.toml" in r["data"]]
+    lines = tomllib.loads(told["kvcore.toml" if owner == "engine" else "server.toml"])
+    file = Path(lines["tiers"]["shared"]["options"]["password_file"])
+    pod = part(found, owner)
+    [container] = pod["containers"]
+    [mount] = [m for m in container["volumeMounts"] if m["mountPath"] == str(file.parent)]
+    [volume] = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert mount["readOnly"] is True
+    assert volume["secret"] == {
+        "secretName": "kvcore", "items": [{"key": "redis", "path": file.name}]
+    }  # fmt: skip
+    if owner == "server":
+        assert "store-password" not in json.dumps(part(found, "engine")), "none of its affair"
+
+
+@pytest.mark.parametrize("values", ["extended", "extended-alone"])
+def test_what_a_pod_is_given_beside(values: str) -> None:
+    found = rendered(VARIANTS[values])
+    for resource in found:
+        if resource["kind"] in WITH_PODS:
+            spec = resource["spec"]["template"]["spec"]
+            assert spec["imagePullSecrets"] == [{"name": "registry"}], resource["metadata"]["name"]
+    for who in ("engine", "server") if values == "extended" else ("engine",):
+        pod = part(found, who)
+        [container] = pod["containers"]
+        assert EXTRA["extraEnv"][0] in container["env"]
+        assert container["envFrom"] == EXTRA["extraEnvFrom"]
+        assert EXTRA["extraVolumes"][0] in pod["volumes"]
+        assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
+    [told] = [r["data"] for r in found if r["kind"] == "ConfigMap" and "kvcore.toml" in r["data"]]
+    assert tomllib.loads(told["kvcore.toml"])["block"]["tokens"] == 32
+    assert "block" not in tomllib.loads(told.get("server.toml", ""))
 
 
 @variants
@@ -482,6 +556,10 @@ SPECIAL: dict[tuple[str, ...], Any] = {
     ("store", "url"): "redis://third:6379/0",
     ("disk", "hostPath"): "/data",
     ("engine", "tolerations"): [{"operator": "Exists"}],
+    ("imagePullSecrets",): [{"name": "x"}],
+    ("store", "passwordKey"): "x",
+    ("engine", "settings"): "[block]\ntokens = 32",
+    **{(who, name): [{"name": "x"}] for who in ("engine", "server") for name in EXTRA},
     ("settings",): "[block]\ntokens = 32",
 }
 

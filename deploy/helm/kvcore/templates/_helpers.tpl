@@ -27,6 +27,12 @@ image: {{ .Values.image.repository }}:{{ .Values.image.tag }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 
+{{- define "kvcore.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- /* Memory of the node that server and engines share. */ -}}
 {{- define "kvcore.run" -}}
 /dev/shm/kvcore-{{ .Release.Namespace }}-{{ .Release.Name }}
@@ -39,6 +45,26 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- if eq .Values.store.kind "mooncake" }}
 - name: KVCORE__TIERS__SHARED__OPTIONS__HOST
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
+{{- end }}
+
+{{- define "kvcore.hasPassword" -}}
+{{- if and (eq .Values.store.kind "url") .Values.store.passwordKey }}true{{ end }}
+{{- end }}
+
+{{- /* Of who has the tiers: what to reach the store with. */ -}}
+{{- define "kvcore.passwordMount" -}}
+{{- if include "kvcore.hasPassword" . }}
+- {name: store-password, mountPath: /etc/kvcore-store, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "kvcore.passwordVolume" -}}
+{{- if include "kvcore.hasPassword" . }}
+- name: store-password
+  secret:
+    secretName: {{ .Values.secret }}
+    items: [{key: {{ .Values.store.passwordKey }}, path: password}]
 {{- end }}
 {{- end }}
 
@@ -75,6 +101,9 @@ lend = {{ .Values.store.mooncake.lend | quote }}
 url = "redis://{{ .Release.Name }}-valkey:6379/0"
 {{- else }}
 url = {{ .Values.store.url | quote }}
+{{- if include "kvcore.hasPassword" . }}
+password_file = "/etc/kvcore-store/password"
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -94,6 +123,10 @@ address = "local"
 folder = "/run/kvcore/server"
 {{- else -}}
 {{ include "kvcore.tiers" . }}
+{{- end }}
+{{- with .Values.engine.settings }}
+
+{{ . | trim }}
 {{- end }}
 
 [log]
