@@ -152,9 +152,7 @@ class Reservation:
         self.evicted: list[Evicted] = []
         self.live = 0  # nodes[:live] are still in the index
         self.filled = False  # committed, waiting for the parent
-        self.revoked = (
-            False  # of what went before the commit, some was cleared: see `BlockIndex.clear`
-        )
+        self.revoked = False  # of what went before the commit, some was cleared
         self.held = False  # its slots are read after the commit, whatever becomes of its blocks
         self.parked: list[int] = []  # slots of blocks that went while it was held
         self.pin: Pin | None = None  # on what of it was published while it was held

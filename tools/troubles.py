@@ -295,11 +295,6 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Look at that folder; empty the store to be sure.",
         ),
         Trouble(
-            "%s is let go: nobody has used its store for long",
-            "A store that was to be cleared, of an engine that ended, was not used for 30 days.",
-            "Nothing, if the store is gone. Empty it before it is used again.",
-        ),
-        Trouble(
             "tier %s could not forget %d slots: %s",
             "What was cleared may be found there after a restart.",
             "Look at the medium; remove the folder if it must be gone.",

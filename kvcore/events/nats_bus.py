@@ -168,8 +168,7 @@ class NatsOutlet:
         headers = {NUMBER: str(message.number), "Nats-Msg-Id": f"{name}-{message.number}"}
         try:
             await stream.publish(name, message.payload, headers=headers, timeout=_ACK_S)
-        except nats.js.errors.NoStreamResponseError as error:
-            self._note_away(error)
+        except nats.js.errors.NoStreamResponseError:  # it is made with the first message
             await self._make_stream(stream)
             return False
         except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
