@@ -37,7 +37,7 @@ class Telling:
     def __init__(self, outlet: NatsOutlet) -> None:
         pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
         feed = Feed(pacing.queue_blocks, lambda: {"host": (b"", b"")})
-        publisher = Publisher(feed.content(), feed.take, [outlet], 16, pacing=pacing)
+        publisher = Publisher(feed.content(), feed.items, [outlet], 16, pacing=pacing)
         publisher.start()
         self.note, self.close = feed.note, publisher.close
 
