@@ -156,7 +156,11 @@ class RemoteManager(Manager):
         if promise is None and not member.welcome.stores:
             return hit.keys[-1] == self._coming
         found = self._match(hit.keys, hit.namespace, computed, ask=True, promise=promise)
-        return found is not None and found.asking
+        if found is None:
+            return False
+        # What came between the two questions is told with this answer, and is asked for no more.
+        depth = found.sources[-1][2] if found.sources else 0
+        return found.asking or depth > hit.depth
 
     def wait_stores(self, timeout: float) -> bool:
         """The server does not call: wait a moment, then ask again."""

@@ -22,6 +22,7 @@ from kvcore.block import KEY_BYTES
 from kvcore.config import Config
 from kvcore.control import orders as o
 from kvcore.errors import ConfigError, FormatError, TierUnavailable, UnsupportedError
+from kvcore.facade import Promise
 from kvcore.layout import BlockShape
 from kvcore.schema import ServerConfig
 from kvcore.server import messages as m
@@ -381,6 +382,25 @@ def test_ends_of_many_ops_are_told_in_several_messages(start: Start, folder: Pat
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert server.server._refusals == refusals
     manager.close()
+
+
+def test_what_comes_between_two_questions_is_looked_up_again(start: Start, folder: Path) -> None:
+    """A promised prompt was computed, its blocks being there: the answer that told of them said
+    that nothing more was on its way."""
+    start(settings(folder))
+    waiting, _ = join(settings(folder))
+    saving, _ = join(settings(folder))
+    hit = waiting.get_match(keys(4), SPACE)
+    graph = saving.launch_save(keys(4), SPACE, 4, units)
+    assert (hit.depth, graph is not None) == (0, True)
+    saving.complete(OpReport(graph.graph_id, 0))
+    assert saving.get_match(keys(4), SPACE).depth == 4, "it was told"
+    assert waiting.ask_stores(hit, promise=Promise(4, 60.0, ""))
+    hit = waiting.get_match(keys(4), SPACE)
+    assert hit.depth == 4
+    assert not waiting.ask_stores(hit)
+    waiting.close()
+    saving.close()
 
 
 def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
