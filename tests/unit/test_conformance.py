@@ -44,6 +44,7 @@ class TestReferenceEngine(ConformanceSuite):
         return [find_driver("reference")]
 
 
+@pytest.mark.slow
 def test_quick_cases(tmp_path: Path) -> None:
     with Kit(find_driver("reference"), tmp_path) as kit:
         results = run(kit, [one for one in CASES if one.name in QUICK])

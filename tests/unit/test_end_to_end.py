@@ -42,6 +42,7 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(CPU, tmp_path, "auto", "auto")
 
 
+@pytest.mark.slow
 def test_the_dry_run_measures_every_way_at_every_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

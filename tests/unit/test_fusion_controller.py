@@ -92,14 +92,16 @@ def cost(planted: Sequence[float], amounts: Sequence[float]) -> float:
 @example((0.01, 1.0, 100.0), 0)
 @example((100.0, 1.0, 0.01), 0)
 @example((0.25, 0.25, 48.0), 15)
+@example((0.03125, 0.03125, 37.0), 8)
 def test_a_fit_finds_what_was_planted(factors: tuple[float, float, float], seed: int) -> None:
     planted = [rate * factor for rate, factor in zip(PRIOR, factors, strict=True)]
     fit, noise = Fit(PRIOR), random.Random(seed)
     for amounts in sizes(seed, 300):
         assert fit.observe(amounts, cost(planted, amounts) * noise.lognormvariate(0, 0.05))
     errors = [fit.predict(some) / cost(planted, some) - 1 for some in sizes(seed + 1, 50)]
-    # Of 5% noise; where one part is two hundred times dearer than the prior has it, twice that.
-    assert math.sqrt(sum(error**2 for error in errors) / 50) < 0.15
+    # Of 5% noise; three times that where one part is a thousand times dearer beside the others than
+    # the prior has it.
+    assert math.sqrt(sum(error**2 for error in errors) / 50) < 0.2
 
 
 def test_the_prior_answers_until_enough_was_seen() -> None:

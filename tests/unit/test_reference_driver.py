@@ -22,6 +22,7 @@ def process() -> Iterator[EngineProcess]:
         yield made
 
 
+@pytest.mark.slow
 def test_it_answers_reuses_and_tells(process: EngineProcess) -> None:
     prompts = [words(seed, 70 + seed) for seed in range(3)]
     with ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False)) as plain:

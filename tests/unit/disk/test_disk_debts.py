@@ -246,6 +246,7 @@ def reused(path: Path) -> dict[str, int]:
         engine.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_before_its_ranks_hear_of_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=300)
     assert done.returncode == -signal.SIGKILL
