@@ -352,7 +352,8 @@ class RemoteManager(Manager):
     ) -> TransferGraph:
         """A load of the first ``stop`` blocks of ``hit``, or the last of them."""
         graph = msgspec.structs.replace(planned, units=tuple(units))
-        if kept := min(hit.in_host, stop):
+        kept = min(hit.in_host, stop)
+        if kept > stop - graph.num_rows:  # else it reads, and pins, nothing there
             self._host[graph.graph_id] = hit.keys[kept - 1], kept
         self._launch(graph, on_end)
         return graph

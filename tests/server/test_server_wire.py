@@ -22,7 +22,7 @@ from kvcore.block import KEY_BYTES
 from kvcore.config import Config
 from kvcore.control import orders as o
 from kvcore.errors import ConfigError, FormatError, TierUnavailable, UnsupportedError
-from kvcore.facade import Promise
+from kvcore.facade import Hit, Promise, Source
 from kvcore.layout import BlockShape
 from kvcore.schema import ServerConfig
 from kvcore.server import messages as m
@@ -445,6 +445,11 @@ def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
     manager.complete(OpReport(second.graph_id, 0, {0: RowError.IO}))
     assert questions(4) == 1, "what failed is not there"
     manager.complete(OpReport(second.graph_id, 1))
+    hit = Hit(chain, SPACE, (Source("host", 0, 4), Source("disk", 4, 6)))
+    for first, keeps in ((4, 0), (3, 1)):
+        planned = manager._failing(hit, first, 6, units(first, 6), ())
+        manager._launch_planned(planned, hit, 6, units(first, 6), None)
+        assert len(manager._host) == keeps, "what it does not read it does not keep"
     manager.close()
 
 
