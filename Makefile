@@ -12,7 +12,7 @@ SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang demo tools/env.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py
 
 .PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs clean clean-env
 .DEFAULT_GOAL := help
@@ -44,18 +44,18 @@ demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
 test: env env-sglang
-	$(RUN) -m kvcore.testing.models smollm2
+	$(RUN) -m kvcore.harness.models smollm2
 	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine" $(PYTEST)
 	$(RUN) -m pytest $(ELSEWHERE) -m whole_machine $(PYTEST)
 	$(RUN) -m pytest tests/kernels $(SPREAD) $(PYTEST)
 	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) $(PYTEST)
 
 test-sglang: env-sglang
-	$(RUN_SGLANG) -m kvcore.testing.models smollm2
+	$(RUN_SGLANG) -m kvcore.harness.models smollm2
 	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) $(PYTEST)
 
 test-unit: env
-	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit $(PYTEST)
+	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)
 
 test-kernels: env
 	$(RUN) -m pytest tests/kernels $(PYTEST)

@@ -20,13 +20,14 @@ class NativeCopies(BuildHookInterface):  # type: ignore[misc]  # hatchling ships
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        build = runpy.run_path(str(Path(self.root) / "kvcore" / "ops" / "build.py"))["build"]
+        script = Path(self.root) / "kvcore" / "memory" / "copy" / "build_native.py"
+        build = runpy.run_path(str(script))["build"]
         try:
             build()
         except RuntimeError as error:
             self.app.display_warning(f"kvcore is built without native copies: {error}")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["artifacts"].append("kvcore/ops/_copy.so")
+        build_data["artifacts"].append("kvcore/memory/copy/_copy.so")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"

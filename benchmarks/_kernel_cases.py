@@ -12,6 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.rope import Pairing, Rope
+from kvcore.fusion.select import keep_top
+from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.layout import BlockShape, KVView, arena_layout, from_strides, trtllm_layout
 from kvcore_kernels.attend import launch as attend
 from kvcore_kernels.choose import launch as choose
 from kvcore_kernels.deviation import launch as deviation
@@ -23,15 +32,6 @@ from kvcore_kernels.pack import launch as pack
 from kvcore_kernels.pack import naive as naive_pack
 from kvcore_kernels.shift import launch as shift
 from kvcore_kernels.shift import naive as naive_shift
-from torch import Tensor
-from torch.nn import functional
-
-from kvcore.fusion.attend import Attention, attend_rows, look_rows
-from kvcore.fusion.rope import Pairing, Rope
-from kvcore.fusion.select import keep_top
-from kvcore.layout import BlockShape, KVView, arena_layout, from_strides, trtllm_layout
-from kvcore.ops.base import DeviceOps, HeadRange, Units
-from kvcore.ops.reference import ReferenceOps
 
 __all__ = ["DRY", "FULL", "Case", "Scale", "cases", "expanded", "useful_flops"]
 

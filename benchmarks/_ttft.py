@@ -22,10 +22,10 @@ from statistics import median
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from benchmarks._report import Report
-from kvcore.testing.engine_process import EngineProcess
-from kvcore.testing.models import smollm2, tiny_model
-from kvcore.testing.prompts import windows
-from kvcore.tiers.host import PREFAULTED
+from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.models import smollm2, tiny_model
+from kvcore.harness.prompts import windows
+from kvcore.memory.arena import PREFAULTED
 
 Forget = Callable[[EngineProcess], None]
 """Drives what was asked before out of the engine's own cache, and out of nothing else."""

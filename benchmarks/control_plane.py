@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks._report import Report, Row
-from kvcore.block import ROOT_PARENT, KeyChain, Namespace
 from kvcore.index import BlockIndex, TierSpec
+from kvcore.model.keys import ROOT_PARENT, KeyChain, Namespace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,7 +22,9 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks._report import Report, Row
-from kvcore.layout import (
+from kvcore.memory.copy.base import DeviceOps, Units
+from kvcore.memory.copy.native import NativeOps
+from kvcore.memory.layout import (
     BlockShape,
     KVView,
     Plane,
@@ -31,8 +33,6 @@ from kvcore.layout import (
     unit_tokens,
     vllm_cpu_layout,
 )
-from kvcore.ops.base import DeviceOps, Units
-from kvcore.ops.native import NativeOps
 
 BAR = 0.75
 HUGE_PAGE = 2 << 20

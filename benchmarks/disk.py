@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks._report import Report, Row
-from kvcore.layout import BlockShape
-from kvcore.ops import builtin_ops
+from kvcore.memory.arena import HostArena
+from kvcore.memory.copy import builtin_ops
+from kvcore.memory.device_region import DeviceRegion
+from kvcore.memory.layout import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead
-from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import shard_files
-from kvcore.tiers.host import HostArena
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

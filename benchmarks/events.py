@@ -33,10 +33,10 @@ from typing import NamedTuple
 from benchmarks._report import Report
 from kvcore.config import load_config
 from kvcore.events import Subscriber
-from kvcore.events.build import open_events
+from kvcore.events.open import open_events
 from kvcore.events.zmq_bus import ZmqSource
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.metrics import Metrics
+from kvcore.telemetry.metrics import Metrics
 
 CHAIN = 16
 HELD = 65536

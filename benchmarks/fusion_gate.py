@@ -26,7 +26,7 @@ from benchmarks._gate_observables import METHOD, Tap, Witness
 from benchmarks.fusion_quality import Case, Log
 from kvcore.fusion.reference import Blended
 from kvcore.fusion.rope import rope_of
-from kvcore.testing.models import smollm2
+from kvcore.harness.models import smollm2
 
 RATIOS = (0.15, 0.3, 0.5)
 BOUNDS = (1.0, 0.16, 0.14, 0.13, 0.12, 0.11, 0.1, 0.09, 0.08)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks._report import Report, Row
-from kvcore.testing.engine_process import EngineProcess
-from kvcore.testing.models import smollm2
-from kvcore.testing.prompts import windows
-from kvcore.trace import read_trace
+from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.models import smollm2
+from kvcore.harness.prompts import windows
+from kvcore.telemetry.timeline import read_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

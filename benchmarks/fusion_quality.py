@@ -36,7 +36,7 @@ from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan, Prefix, Segment
 from kvcore.fusion.reference import Blended, Blender, Context, Decoder, precompute, prefill
 from kvcore.fusion.reference import question_mass as look
 from kvcore.fusion.rope import rope_of
-from kvcore.testing.models import smollm2
+from kvcore.harness.models import smollm2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -162,7 +162,9 @@ class Case:
             self._blenders.clear()  # one placed cache at a time: some 70 MB
             first, *others = self.chunks(method.behind)
             start: list[Segment] = [Prefix(self.lead), Cached(first)]
-            if method.behind and not self.prompt.lead:  # as `kvcore.adapting.chunks` has it
+            if (
+                method.behind and not self.prompt.lead
+            ):  # as `kvcore.connector.fusion_scheduler` has it
                 start = [Fresh(first.tokens[:1]), Cached(first.part(1, len(first.tokens)))]
             chunks = [Cached(chunk) for chunk in others]
             plan = Plan([*start, *chunks, Fresh(self.prompt.question)])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks._report import Report, Row
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
 from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.disk.format import RECORD_NBYTES, Record, read_table, shard_files
 

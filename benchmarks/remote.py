@@ -29,17 +29,17 @@ import numpy as np
 
 from benchmarks._report import Report, Row
 from kvcore.errors import UnsupportedError
-from kvcore.layout import BlockShape
-from kvcore.testing.hosts import Host, Network
-from kvcore.testing.servers import Start, mooncake_lender, mooncake_master, redis_like, servers
+from kvcore.memory.hugepages import Pages
+from kvcore.memory.layout import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk.format import Geometry
-from kvcore.tiers.pages import Pages
 from kvcore.tiers.remote import Shard, StoreTier
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.mooncake import MooncakeOptions, MooncakeStore
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.redis import RedisOptions, open_store
+from kvcore_devtools.hosts import Host, Network
+from kvcore_devtools.servers import Start, mooncake_lender, mooncake_master, redis_like, servers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,17 +25,17 @@ from typing import NamedTuple
 
 from benchmarks._report import Report
 from benchmarks._ttft import fast_dtype
-from kvcore.adapting.build import build_leader
-from kvcore.adapting.model import LayerGroup, ModelDescription
-from kvcore.adapting.outbox import Outbox
 from kvcore.config import Config, load_config
-from kvcore.facade import Manager
-from kvcore.layout import BlockShape
-from kvcore.testing.engine_process import EngineProcess
-from kvcore.testing.models import smollm2
-from kvcore.testing.prompts import windows
-from kvcore.testing.served import server_process
+from kvcore.connector.step_transport import Outbox
+from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.models import smollm2
+from kvcore.harness.prompts import windows
+from kvcore.manager.base import Manager
+from kvcore.memory.layout import BlockShape
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore.runtime.build import build_leader
 from kvcore.transfer.graph import OpReport, UnitTable
+from kvcore_devtools.served import server_process
 
 SHAPE = BlockShape(1, 1, 8, 16, "bfloat16")
 MODEL = ModelDescription(SHAPE, (LayerGroup(0, 16, (0,)),), b"a model of the benchmark", 1)

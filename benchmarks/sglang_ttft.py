@@ -11,7 +11,7 @@ the page cache, unlike kvcore: where this process may, it is dropped before each
 
 A host hit is also measured in turns with a hit of the radix cache in one engine, which is flushed.
 
-On a CPU HiCache runs with `kvcore.testing.sglang.hicache`. SGLang's attention there computes the
+On a CPU HiCache runs with `kvcore_sglang.testing.hicache`. SGLang's attention there computes the
 whole square of a prompt however much of it was found; `--attention kvcore_rows` gives every
 contender one that computes the rows that are left (`kvcore_sglang.attention`). And SGLang's overlap
 schedule, which on a GPU prepares a step while another is computed, has a CPU send the first token
@@ -43,8 +43,8 @@ from benchmarks._ttft import (
     parser,
     shown,
 )
-from kvcore.testing.engine_process import EngineProcess, Generation
-from kvcore.testing.prompts import windows
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.prompts import windows
 
 PEER_MISS, PEER_HOST, PEER_FILE = "hicache miss", "hicache host", "hicache file"
 HITS = "TTFT of a host hit, of the radix hit"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._ttft import Contest, measure, parse, parser
-from kvcore.testing.engine_process import EngineProcess
+from kvcore.harness.engine_process import EngineProcess
 
 LMCACHE_START_S = 60.0
 LMCACHE_ENV = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}

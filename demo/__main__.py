@@ -25,8 +25,8 @@ from demo.conversations import Conversations
 from demo.phases import OWN, Answer, Demo, Settings
 from demo.report import plot, rows, save_json, table
 from kvcore.errors import KVCoreError, UnsupportedError
-from kvcore.testing.asking import ENGINES
-from kvcore.testing.models import smollm2
+from kvcore.harness.compare import ENGINES
+from kvcore.harness.models import smollm2
 
 
 def main(arguments: list[str] | None = None) -> int:

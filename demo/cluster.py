@@ -30,12 +30,12 @@ from rich.table import Table
 
 from demo.conversations import Conversations
 from kvcore.errors import KVCoreError, TransferError, UnsupportedError
-from kvcore.testing.asking import counted, remembering, sized
-from kvcore.testing.engine_process import EngineProcess, Generation
-from kvcore.testing.hosts import Host, Network
-from kvcore.testing.models import smollm2
-from kvcore.testing.servers import Start, mooncake_lender, mooncake_master, redis_like, servers
+from kvcore.harness.compare import counted, remembering, sized
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import smollm2
 from kvcore.tiers.remote.options import client_module
+from kvcore_devtools.hosts import Host, Network
+from kvcore_devtools.servers import Start, mooncake_lender, mooncake_master, redis_like, servers
 
 COLD, FAR, LOCAL = "cold", "through the store", "local hit"
 SAYS = {

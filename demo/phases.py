@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from demo.conversations import Conversations, Turn
-from kvcore.testing.asking import remembering, sized
-from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.harness.compare import remembering, sized
+from kvcore.harness.engine_process import EngineProcess, Generation
 
 COLD, OWN, FIRST, HOST, DISK, FILL, PRESSURE = (
     "cold",

@@ -25,9 +25,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvcore.errors import KVCoreError
-from kvcore.testing.asking import ENGINES, remembering, sized
-from kvcore.testing.engine_process import EngineProcess, Generation
-from kvcore.testing.models import smollm2
+from kvcore.harness.compare import ENGINES, remembering, sized
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import smollm2
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange")

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -46,3 +47,12 @@ def kvcore_logs_as_before() -> Iterator[None]:
     root.handlers[:] = before[2]
     root.setLevel(before[0])
     root.propagate = before[1]
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Any]]:
+    """What a test puts here is closed when it ends."""
+    made: list[Any] = []
+    yield made
+    for rig in made:
+        rig.close()

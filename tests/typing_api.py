@@ -9,9 +9,9 @@ from typing import Any
 from typing_extensions import assert_type
 
 from kvcore.config import Config, Setting, Source, explicit_settings, load_config, settings
+from kvcore.index.policy import LRU, EvictionPolicy
 from kvcore.log import Logger, get_logger
-from kvcore.metrics import Data, Metrics, MissReason, PrometheusSink, SaveSkip, merge
-from kvcore.ops import DeviceOps
+from kvcore.memory.copy import DeviceOps
 from kvcore.plugins import (
     EngineSpec,
     PluginManager,
@@ -22,7 +22,7 @@ from kvcore.plugins import (
     hookimpl,
     store_plugin,
 )
-from kvcore.policy import LRU, EvictionPolicy
+from kvcore.telemetry.metrics import Data, Metrics, MissReason, PrometheusSink, SaveSkip, merge
 from kvcore.tiers.remote import BlockStore, StoreKind, StoreOptions
 
 config = load_config(Path("kvcore.toml"), {"host": {"capacity": "8GiB"}}, {"A": "b"})

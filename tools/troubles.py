@@ -53,7 +53,8 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble(
             "ops_left_out",
             "An implementation of the copies cannot be used; another is.",
-            "For `native`: install a wheel, or run `python3 kvcore/ops/build.py` (a C compiler).",
+            "For `native`: install a wheel, or run "
+            "`python3 kvcore/memory/copy/build_native.py` (a C compiler).",
         ),
         Trouble(
             "attention_hook_left_out",
@@ -63,7 +64,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble(
             "no native copies: %s",
             "The C copies are not built; torch does them, more slowly.",
-            "Install a wheel, or run `python3 kvcore/ops/build.py` (a C compiler).",
+            "Install a wheel, or run `python3 kvcore/memory/copy/build_native.py` (a C compiler).",
         ),
         Trouble(
             "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "

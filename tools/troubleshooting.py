@@ -23,7 +23,7 @@ from tools.troubles import ERRORS, TROUBLES
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("kvcore", "kernels", "adapters")
-LEFT_OUT = ("kvcore/testing",)
+LEFT_OUT = ("kvcore/testing", "kvcore/harness")
 LEVELS = {"warning": "warning", "error": "error", "exception": "error"}
 
 

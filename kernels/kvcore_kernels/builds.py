@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.fusion.rope import Pairing, Rope
-from kvcore.layout import Axis, Plane
+from kvcore.memory.layout import Axis, Plane
 from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.attend.launch import constants
 from kvcore_kernels.choose import launch as choices

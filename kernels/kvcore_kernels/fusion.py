@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
+from kvcore.fusion.ops import Place, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange
-from kvcore.ops.fusion import Place, TorchFusion
+from kvcore.memory.copy.base import HeadRange
+from kvcore.memory.layout import KVView
 from kvcore_kernels.attend.launch import attend_rows
 from kvcore_kernels.choose.launch import keep_top
 from kvcore_kernels.deviation.launch import deviations

@@ -22,7 +22,8 @@ __all__ = [
 
 @triton.jit
 def along(index, stride, inner, inner_stride, CUT: tl.constexpr):
-    """``kvcore.layout.Axis`` at ``index``, an int32; not CUT means that no run is packed. int64."""
+    """``kvcore.memory.layout.Axis`` at ``index``, an int32; not CUT means that no run is packed.
+    int64."""
     if CUT:
         run = inner.to(tl.int32)
         offset = (index // run).to(tl.int64) * stride + (index % run).to(tl.int64) * inner_stride

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvcore.layout import KVView
-from kvcore.ops.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.layout import KVView
 from kvcore_kernels.copy.launch import copy_units
 from kvcore_kernels.fusion import TritonFusion
 from kvcore_kernels.sums.launch import sums

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.layout import KVView
-from kvcore.ops.base import plane_rows
+from kvcore.memory.copy.base import plane_rows
+from kvcore.memory.layout import KVView
 
 __all__ = [
     "FIELDS",
@@ -31,7 +31,8 @@ __all__ = [
 Table = npt.NDArray[np.int64]
 
 FIELDS = 10
-"""Columns of a row of `kvcore.ops.base.plane_rows`. ``kvcore_kernels.lang.locate`` reads them."""
+"""Columns of a row of `kvcore.memory.copy.base.plane_rows`. ``kvcore_kernels.lang.locate`` reads
+them."""
 
 _ADDRESS = 0
 _STRIDES = (1, 2, 3, 5)

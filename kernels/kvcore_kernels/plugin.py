@@ -9,7 +9,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.plugins import OpsPlugin, hookimpl
 
 if TYPE_CHECKING:
-    from kvcore.ops import DeviceOps
+    from kvcore.memory.copy import DeviceOps
 
 __all__ = ["kvcore_ops"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcore.errors import LayoutError
-from kvcore.layout import Axis, KVLayout, KVView, Plane, sglang_layout
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, sglang_layout
 
 __all__ = ["check_fresh", "fresh_view", "gather_rows", "scatter_rows"]
 

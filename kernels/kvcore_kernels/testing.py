@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from kvcore.layout import (
+from kvcore.memory.layout import (
     BlockShape,
     KVView,
     arena_layout,

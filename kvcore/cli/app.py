@@ -324,7 +324,7 @@ def simulate_trace(
 
     Options that may be given again make a sweep of all their combinations.
     """
-    from kvcore.cli import simulate
+    from kvcore.cli.simulate import command as simulate
 
     log.configure("error")
     machine = simulate.Machine(

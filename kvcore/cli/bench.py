@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from kvcore.cli.report import Report
 from kvcore.config import Config, explicit_settings
 from kvcore.errors import ConfigError
-from kvcore.testing.asking import remembering
-from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.harness.compare import remembering
+from kvcore.harness.engine_process import EngineProcess, Generation
 
 __all__ = [
     "Pass",

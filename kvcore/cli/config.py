@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcore.config import Config, SchemaModel, format_size, settings
-from kvcore.schema_walk import field_node, is_size, supported
+from kvcore.config.walk import field_node, is_size, supported
 
 
 def as_table(config: Config) -> Table:
@@ -37,7 +37,7 @@ def _value(value: Any) -> str:
 
 
 _HEAD = """\
-<!-- Made by `kvcore config --docs` from kvcore/schema.py; do not edit. -->
+<!-- Made by `kvcore config --docs` from kvcore/config/schema.py; do not edit. -->
 # Configuration
 
 Every setting has a default. A setting is given, from weakest to strongest, by

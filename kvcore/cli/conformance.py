@@ -238,8 +238,9 @@ class MyEngine(Engine):
 ```
 
 - `kvcore.testing.conformance.reference` is the shortest driver. An engine in a process of its own
-  subclasses `ProcessDriver` of `kvcore.testing.conformance.process`, as `kvcore_vllm.conformance`
-  does (`kvcore.testing.engine_process` carries the calls); its environment can be another one's.
+  subclasses `ProcessDriver` of `kvcore.testing.conformance.process`, as
+  `kvcore_vllm.testing.conformance`
+  does (`kvcore.harness.engine_process` carries the calls); its environment can be another one's.
 - `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
   answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
 - How many tokens must be reused is the driver's word, and no more nor less may be: `Driver.stores`
@@ -256,7 +257,8 @@ class MyEngine(Engine):
 ## What keeps the kit honest
 
 Adapters with one mistake each are planted in the reference engine, and the cases must catch them
-(`tests/unit/test_conformance_mutations.py`): a slot off by one, blocks published before they are
+(`tests/unit/testing/test_conformance_mutations.py`): a slot off by one, blocks published before
+they are
 written, a salt or LoRA weights left out, models that are not told apart, two layers swapped, K that
 is not rotated, and a row that sees the token after it.
 """

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from kvcore.cli.findings import Finding, Level
 from kvcore.config import Config
 from kvcore.errors import TierUnavailable, UnsupportedError
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
 from kvcore.plugins import PluginManager, TierContext
 from kvcore.plugins.manager import reason
 from kvcore.tiers.disk.format import Geometry
@@ -126,8 +126,8 @@ def _store(name: str, config: Config, plugins: PluginManager) -> str:
 
 
 def _server(config: Config, seconds: float) -> str:
-    from kvcore.server.link import Link
     from kvcore.server.messages import Ask, Status
+    from kvcore.server.rpc import Link
 
     link = Link(config.server)
     try:
@@ -140,7 +140,7 @@ def _server(config: Config, seconds: float) -> str:
 
 
 def _etcd(config: Config) -> str:
-    from kvcore.cluster.build import open_directory
+    from kvcore.cluster.open import open_directory
 
     directory = open_directory(config)
     assert directory is not None

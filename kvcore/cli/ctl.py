@@ -17,7 +17,7 @@ from kvcore.config import Config, format_size, load_config, merge_tables, parse_
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
-    from kvcore.control.orders import Order, Where
+    from kvcore.control.commands import Order, Where
 
 __all__ = ["app", "as_tables", "ask", "parse_where"]
 
@@ -94,7 +94,7 @@ def list_blocks(
     as_json: AsJson = False,
 ) -> None:
     """How much is held of whom, and where."""
-    from kvcore.control.orders import ListBlocks
+    from kvcore.control.commands import ListBlocks
 
     target: Target = context.obj
     where = parse_where(which or ["all"], target.tokenizer)
@@ -104,7 +104,7 @@ def list_blocks(
 @app.command("pin")
 def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Keep blocks where they are, whatever else comes, until unpin or the process's end."""
-    from kvcore.control.orders import PinBlocks
+    from kvcore.control.commands import PinBlocks
 
     _order(context, lambda where: PinBlocks(where), which, as_json)
 
@@ -112,7 +112,7 @@ def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) ->
 @app.command("unpin")
 def unpin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Undo pin."""
-    from kvcore.control.orders import UnpinBlocks
+    from kvcore.control.commands import UnpinBlocks
 
     _order(context, lambda where: UnpinBlocks(where), which, as_json)
 
@@ -125,7 +125,7 @@ def move(
     as_json: AsJson = False,
 ) -> None:
     """Move blocks from one tier to another. What others need stays in the first too."""
-    from kvcore.control.orders import MoveBlocks
+    from kvcore.control.commands import MoveBlocks
 
     _order(context, lambda where: MoveBlocks(where, to), which, as_json)
 
@@ -133,7 +133,7 @@ def move(
 @app.command("prefetch")
 def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Bring blocks into host memory."""
-    from kvcore.control.orders import PrefetchBlocks
+    from kvcore.control.commands import PrefetchBlocks
 
     _order(context, lambda where: PrefetchBlocks(where), which, as_json)
 
@@ -141,7 +141,7 @@ def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = Fals
 @app.command("clear")
 def clear(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Forget blocks and all that stands on them, pinned or not. An engine's own cache stays."""
-    from kvcore.control.orders import ClearBlocks
+    from kvcore.control.commands import ClearBlocks
 
     _order(context, lambda where: ClearBlocks(where), which, as_json)
 
@@ -158,7 +158,7 @@ def set_quota(
     as_json: AsJson = False,
 ) -> None:
     """Let a tenant keep so much of a tier, until the process ends. What is over it goes at once."""
-    from kvcore.control.orders import SetQuota
+    from kvcore.control.commands import SetQuota
 
     wanted = None if quota == "none" else quota
     _show(ask(context.obj, SetQuota(tenant, tier, wanted, salt)), as_json)
@@ -167,7 +167,7 @@ def set_quota(
 @quota_app.command("show")
 def show_quotas(context: typer.Context, as_json: AsJson = False) -> None:
     """What tenants have, and may have."""
-    from kvcore.control.orders import ShowQuotas
+    from kvcore.control.commands import ShowQuotas
 
     _show(ask(context.obj, ShowQuotas()), as_json)
 
@@ -185,9 +185,9 @@ def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: 
 def ask(target: Target, order: Order) -> dict[str, Any]:
     """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
     listens, any more, or answers in time, KVCoreError for what is refused."""
-    from kvcore.server.link import Link
     from kvcore.server.messages import Ask, Control, Controlled
-    from kvcore.server.places import address_of
+    from kvcore.server.rpc import Link
+    from kvcore.server.runtime_dir import address_of
 
     link = Link(target.config.server)
     address = address_of(target.config.server)
@@ -230,7 +230,7 @@ def ask(target: Target, order: Order) -> dict[str, Any]:
 
 def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> Where:
     """Which blocks ``name=value`` terms mean. Reads the files they name. Raises ConfigError."""
-    from kvcore.control.orders import Where
+    from kvcore.control.commands import Where
 
     found: dict[str, Any] = {}
     for term in terms:
@@ -268,8 +268,8 @@ def _hex(text: str, name: str, whole: int | None = None) -> bytes:
 
 
 def _pack(tokens: list[int]) -> bytes:
-    from kvcore.block import pack_tokens
-    from kvcore.control.orders import MAX_TOKENS
+    from kvcore.control.commands import MAX_TOKENS
+    from kvcore.model.keys import pack_tokens
 
     if len(tokens) > MAX_TOKENS:
         raise ConfigError(f"given {len(tokens)} tokens; supported are {MAX_TOKENS}: give less")

@@ -21,13 +21,13 @@ from kvcore.cli.contact import CONTACT_S, contacts
 from kvcore.cli.findings import Finding, Level
 from kvcore.config import Config, format_size, read_key
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
+from kvcore.memory.hugepages import PAGE, Pages, gives_huge_pages
+from kvcore.memory.nixl import FileAgent
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import installed, reason
-from kvcore.server.places import folder_of, mount_of
-from kvcore.tiers.disk.direct import BACKENDS
+from kvcore.server.runtime_dir import folder_of, mount_of
 from kvcore.tiers.disk.files import DataFile, Piece
-from kvcore.tiers.nixl import FileAgent
-from kvcore.tiers.pages import PAGE, Pages, gives_huge_pages
+from kvcore.tiers.disk.gds import BACKENDS
 
 __all__ = ["Finding", "Level", "as_json", "as_table", "examine", "exit_code"]
 
@@ -168,7 +168,7 @@ def _copies(plugins: PluginManager) -> Finding:
     names = [ops.name for ops in plugins.ops()]
     if "native" in names:
         return Finding("copies", Level.GOOD, ", ".join(names))
-    change = "install a wheel, or run kvcore/ops/build.py (a C compiler)"
+    change = "install a wheel, or run kvcore/memory/copy/build_native.py (a C compiler)"
     return Finding("copies", Level.WARNING, "the C copies are not built", change)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcore.errors import ConfigError
-from kvcore.explain_file import read_records
+from kvcore.explain.file import read_records
 
 __all__ = ["as_table", "as_text", "find"]
 

@@ -1,7 +1,7 @@
 """Registration, discovery and leadership: in etcd under leases, or from a list in the settings."""
 
 from kvcore.cluster.base import Candidacy, Directory, Leadership, Member, Membership
-from kvcore.cluster.build import enter, open_directory
+from kvcore.cluster.open import enter, open_directory
 
 __all__ = [
     "Candidacy",

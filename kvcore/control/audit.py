@@ -11,9 +11,9 @@ import os
 import time
 from typing import Any
 
-from kvcore.descriptor import Descriptor
+from kvcore._util.fd import Descriptor
+from kvcore.config.fields import expand_user
 from kvcore.errors import ConfigError
-from kvcore.schema_base import expand_user
 
 __all__ = ["AuditLog", "identity"]
 

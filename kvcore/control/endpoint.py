@@ -14,12 +14,12 @@ import threading
 from collections import deque
 from typing import Any
 
+from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.control.audit import identity
 from kvcore.control.operations import Control
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.server.messages import Control as Asked
 from kvcore.server.messages import Controlled, Refused, Reply, decode_request, frames
-from kvcore.server.sockets import Context, make_socket, zmq
 
 __all__ = ["Endpoint"]
 

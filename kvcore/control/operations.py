@@ -1,4 +1,4 @@
-"""The orders, carried out over one model's manager. See `kvcore.control.orders` for their words.
+"""The orders, carried out over one model's manager. See `kvcore.control.commands` for their words.
 
     begin ──▶ at once: list, pin, unpin, clear, quotas ──────────────────────▶ tell
           └─▶ a job: prompts wait ──step──▶ a few graphs at a time ──ends────▶ tell
@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvcore.block import KeyChain, Namespace
 from kvcore.control.audit import AuditLog
-from kvcore.control.orders import (
+from kvcore.control.commands import (
     CHANGES,
     ClearBlocks,
     ListBlocks,
@@ -36,7 +35,8 @@ from kvcore.control.tenants import Tenants
 from kvcore.errors import CapacityError, ConfigError, KVCoreError, UnsupportedError
 from kvcore.index import Pin
 from kvcore.manager import HOST, KVManager
-from kvcore.metrics import Metrics
+from kvcore.model.keys import KeyChain, Namespace
+from kvcore.telemetry.metrics import Metrics
 
 __all__ = ["Control", "Tell"]
 

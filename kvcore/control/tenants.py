@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvcore.adapting.identity import Namespaces, lora_identity
-from kvcore.block import Namespace
 from kvcore.config import Config
+from kvcore.config.schema_control import parse_quota, tenant_name
 from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex
-from kvcore.metrics import Metrics
-from kvcore.schema_control import parse_quota, tenant_name
+from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.model.keys import Namespace
+from kvcore.telemetry.metrics import Metrics
 
 __all__ = ["Tenants", "Usage"]
 

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcore._tables import Event
 from kvcore.events.record import blocks_of, head_of, unpack_event
+from kvcore.index.tables import Event
 
 __all__ = ["Content", "Feed", "Item", "Lost", "Queued", "Spelled", "Told", "untold"]
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvcore.block import KEY_BYTES
 from kvcore.events.feed import Content, Item, Lost, Queued, Spelled
 from kvcore.events.plan import Plan
 from kvcore.events.record import unpack_event
+from kvcore.model.keys import KEY_BYTES
 
 __all__ = ["Buffer", "Frame", "Opening", "Report", "framed", "pack", "unpack"]
 

@@ -1,6 +1,6 @@
 """A publisher in a process of its own, so that its work is not on the engine's interpreter.
 
-    leader's thread ── note ──▶ Feed                   process (`kvcore.events.child`)
+    leader's thread ── note ──▶ Feed                   process (`kvcore.events.publisher_process`)
                                  │ take                 ┌──────────────────────────┐
                      ┌ shipping thread ┐  keys, packed  │ Publisher: mirror,       │──▶ outlets
                      │ joins, writes   │ ── socket ───▶ │ history, texts, numbers, │
@@ -199,7 +199,7 @@ class _Child:
         try:
             self._socket.setblocking(False)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvcore.events.child"],
+                [sys.executable, "-m", "kvcore.events.publisher_process"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),

@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvcore._tables import Event
-from kvcore.block import KEY_BYTES, TOKEN_BYTES
 from kvcore.errors import FormatError
 from kvcore.events.feed import Content, Item, Lost, Spelled, Told, untold
-from kvcore.events.texts import Texts
+from kvcore.events.token_cache import Texts
 from kvcore.events.wire import (
     SNAPSHOT,
     AllBlocksCleared,
@@ -36,6 +34,8 @@ from kvcore.events.wire import (
     number,
     wire_events,
 )
+from kvcore.index.tables import Event
+from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
 
 __all__ = ["Outlet", "Pacing", "Publisher", "Request"]
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvcore._tables import Event
-from kvcore.block import ROOT_PARENT
 from kvcore.errors import FormatError
+from kvcore.index.tables import Event
+from kvcore.model.keys import ROOT_PARENT
 
 __all__ = [
     "END",

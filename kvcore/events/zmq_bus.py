@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+from kvcore._util.zmq_socket import Context, zmq
 from kvcore.errors import ConfigError, FormatError
 from kvcore.events.wire import END, Message, number, number_bytes
-from kvcore.server.sockets import Context, zmq
 
 __all__ = ["ZmqOutlet", "ZmqSource"]
 

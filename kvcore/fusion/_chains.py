@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore._keys import KeyTable
+from kvcore._util.key_table import KeyTable
 from kvcore.fusion._anchors import Tokens
 from kvcore.fusion.find import SegmentIndex, as_array, common
 

@@ -23,8 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcore.block import canonical_bytes
 from kvcore.errors import ConfigError, LayoutError, UnsupportedError
+from kvcore.model.keys import canonical_bytes
 
 __all__ = ["UNSCALED", "Linear", "Llama3", "Pairing", "Rope", "Scaling", "Unscaled", "Yarn"]
 

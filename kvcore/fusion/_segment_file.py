@@ -47,9 +47,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvcore.block import KEY_BYTES, TOKEN_BYTES
 from kvcore.errors import FormatError
 from kvcore.fusion._chains import Piece
+from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
 
 __all__ = ["Kept", "SegmentCounts", "SegmentFile", "verify"]
 

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcore._fit import Fit, is_amount
 from kvcore.errors import ConfigError
-from kvcore.rates import ComputeRates, Part, Rates, TierRates, pairs, pipelined, seen
+from kvcore.telemetry.fit import Fit, is_amount
+from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs, pipelined, seen
 
 __all__ = [
     "ComputeRates",

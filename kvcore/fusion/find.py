@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.block import TOKEN_BYTES, pack_tokens
 from kvcore.errors import ConfigError
 from kvcore.fusion._anchors import TAG_BITS, AnchorTable, Tokens, window_tags
+from kvcore.model.keys import TOKEN_BYTES, pack_tokens
 
 __all__ = ["Found", "NaiveSegmentIndex", "Search", "SegmentIndex", "as_array", "common"]
 

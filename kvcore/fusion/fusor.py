@@ -30,10 +30,10 @@ from torch import Tensor
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, Verdict, Watch
+from kvcore.fusion.ops import FusionOps, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
-from kvcore.ops.fusion import FusionOps, TorchFusion
-from kvcore.trace import Tracer
+from kvcore.telemetry.timeline import Tracer
 
 __all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
 

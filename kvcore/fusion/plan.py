@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kvcore.block import Namespace, pack_tokens
 from kvcore.errors import ConfigError
+from kvcore.model.keys import Namespace, pack_tokens
 
 __all__ = ["Cached", "ChunkKV", "Fresh", "LayerKV", "Plan", "Prefix", "Segment", "chunk_namespace"]
 

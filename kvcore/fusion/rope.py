@@ -125,7 +125,7 @@ _PARTIAL = _Family(partial=True)
 
 # By ``model_type``; each read in Transformers 5.19 and, where vLLM 0.32 has a model of its own, in
 # that too (arcee, glm, gpt_neox, olmo, olmo2, olmo3, phi, seed_oss, smollm3 and starcoder2 run on
-# Transformers' code there). tests/unit/test_fusion_rope.py runs every one.
+# Transformers' code there). tests/unit/fusion/test_rope.py runs every one.
 _FAMILIES: dict[str, _Family] = {
     "apertus": _NEOX,
     "arcee": _NEOX,

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvcore.block import KEY_BYTES, ROOT_PARENT
 from kvcore.errors import ConfigError, FormatError
 from kvcore.fusion._anchors import Tokens
 from kvcore.fusion._chains import Chains, Piece, Segment
 from kvcore.fusion._segment_file import Kept, SegmentFile
 from kvcore.fusion.find import MAX_CHECKS, MAX_TWINS, Found, SegmentIndex, as_array
+from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
 
 __all__ = ["Reusable", "SegmentBook", "Segments"]
 

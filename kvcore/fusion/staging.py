@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvcore.errors import LayoutError
 from kvcore.fusion.fusor import Placed
+from kvcore.fusion.ops import FusionOps, Place, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
-from kvcore.layout import Axis, BlockShape, KVLayout, KVView, Plane
-from kvcore.ops.base import DeviceOps
-from kvcore.ops.fusion import FusionOps, Place, TorchFusion
+from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.layout import Axis, BlockShape, KVLayout, KVView, Plane
 from kvcore.worker import DeviceGroup
 
 __all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]

@@ -53,8 +53,8 @@ def kvcore_tiers() -> list[TierPlugin]:
 @hookimpl
 def kvcore_ops() -> list[OpsPlugin]:
     return [
-        OpsPlugin("native", _made_by("kvcore.ops.native:NativeOps")),
-        OpsPlugin("reference", _made_by("kvcore.ops.reference:ReferenceOps")),
+        OpsPlugin("native", _made_by("kvcore.memory.copy.native:NativeOps")),
+        OpsPlugin("reference", _made_by("kvcore.memory.copy.reference:ReferenceOps")),
     ]
 
 
@@ -71,7 +71,7 @@ def _selector(name: str) -> Callable[..., Any]:
 
 
 def _policy(name: str) -> Callable[[], Any]:
-    return lambda: import_module("kvcore.policy").BUILTIN_POLICIES[name]
+    return lambda: import_module("kvcore.index.policy").BUILTIN_POLICIES[name]
 
 
 def _prepare_disk(context: TierContext) -> PreparedTier:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pluggy
 
 if TYPE_CHECKING:
-    from kvcore.attention import AttentionHook
+    from kvcore.config.schema import Config
+    from kvcore.config.schema_cluster import ClusterConfig
     from kvcore.fusion.select import Selector
-    from kvcore.layout import BlockShape
-    from kvcore.ops.base import DeviceOps
-    from kvcore.policy.base import EvictionPolicy
-    from kvcore.schema import Config
-    from kvcore.schema_cluster import ClusterConfig
+    from kvcore.index.policy.base import EvictionPolicy
+    from kvcore.memory.copy.base import DeviceOps
+    from kvcore.memory.layout import BlockShape
+    from kvcore.plugins.attention import AttentionHook
     from kvcore.tiers.base import BlockRecord, Tier
     from kvcore.tiers.disk.format import Geometry
     from kvcore.tiers.remote import Finder, StoreKind
@@ -96,7 +96,7 @@ class TierContext:
         )
 
     def _slot_nbytes(self, rank: int) -> int:
-        from kvcore.tiers.host import slot_bytes
+        from kvcore.memory.arena import slot_bytes
 
         return slot_bytes(self.geometry.shard_shape(rank))
 

@@ -34,12 +34,12 @@ from kvcore.plugins.hookspecs import (
 )
 
 if TYPE_CHECKING:
-    from kvcore.attention import AttentionHook
+    from kvcore.config.schema import Config
     from kvcore.fusion.select import Selector
-    from kvcore.layout import BlockShape
-    from kvcore.ops.base import DeviceOps
-    from kvcore.policy.base import EvictionPolicy
-    from kvcore.schema import Config
+    from kvcore.index.policy.base import EvictionPolicy
+    from kvcore.memory.copy.base import DeviceOps
+    from kvcore.memory.layout import BlockShape
+    from kvcore.plugins.attention import AttentionHook
 
 GROUP = "kvcore.plugins"
 BUILTIN = "builtin"

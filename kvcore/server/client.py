@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvcore.adapting.model import ModelDescription
-from kvcore.block import pack_tokens
 from kvcore.config import Config
 from kvcore.errors import CapacityError, TierUnavailable
-from kvcore.facade import (
+from kvcore.manager.base import (
     Backing,
     Hit,
     Manager,
@@ -31,9 +29,9 @@ from kvcore.facade import (
     Source,
     Transport,
 )
-from kvcore.layout import BlockShape
-from kvcore.metrics import Metrics, SaveSkip
-from kvcore.server.keeper import RETRY_S, Keeper, Membership, undone
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import pack_tokens
+from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_WAIT_S,
     Clear,
@@ -51,10 +49,12 @@ from kvcore.server.messages import (
     Withdraw,
     join,
 )
-from kvcore.server.owed import OwedClears
-from kvcore.server.places import session_of
+from kvcore.server.pending_clears import OwedClears
 from kvcore.server.remote_index import RemoteIndex
-from kvcore.server.texts import RemoteSegments
+from kvcore.server.runtime_dir import session_of
+from kvcore.server.segments import RemoteSegments
+from kvcore.server.session import RETRY_S, Keeper, Membership, undone
+from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import (
     NO_PARENT,
     OpReport,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvcore.errors import ConfigError
-from kvcore.metrics import Metrics
+from kvcore.telemetry.metrics import Metrics
 
 __all__ = ["show"]
 

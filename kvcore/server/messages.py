@@ -18,10 +18,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvcore.block import KEY_BYTES
-from kvcore.control.orders import Order
+from kvcore.control.commands import Order
 from kvcore.errors import FormatError
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import KEY_BYTES
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
 
 PROTOCOL = 2
@@ -41,7 +41,7 @@ Ref = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
 Texts = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
-"""Tokens, as `kvcore.block.pack_tokens` packs them."""
+"""Tokens, as `kvcore.model.keys.pack_tokens` packs them."""
 Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TierName = Annotated[str, Meta(max_length=64)]
 Place = tuple[TierName, Count, Count]
@@ -52,7 +52,7 @@ Promised = tuple[
     Annotated[float, Meta(gt=0, le=MAX_WAIT_S)],
     Annotated[str, Meta(max_length=300)],
 ]
-"""`kvcore.facade.Promise`."""
+"""`kvcore.manager.base.Promise`."""
 
 
 class Model(msgspec.Struct, frozen=True, array_like=True):
@@ -273,7 +273,7 @@ Request = (
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
     of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept;
-    ``spells``: whether events tell them. ``node`` is `kvcore.facade.Manager.node`'s."""
+    ``spells``: whether events tell them. ``node`` is `kvcore.manager.base.Manager.node`'s."""
 
     ref: Ref
     session: Number
@@ -304,7 +304,8 @@ class Beating(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
 
 
 class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
-    """The answer to `Match`; the last five are `kvcore.facade.Room`'s. ``asking``: more is on its
+    """The answer to `Match`; the last five are `kvcore.manager.base.Room`'s. ``asking``: more is
+    on its
     way, of a store or of what was promised here; it is said without being asked of the latter."""
 
     ref: Ref

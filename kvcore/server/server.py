@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from kvcore import __version__
+from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.config import Config
 from kvcore.control.audit import AuditLog, identity
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError, LayoutError
-from kvcore.events.build import check_events
-from kvcore.metrics import Metrics
+from kvcore.events.open import check_events
 from kvcore.server.exporter import show
 from kvcore.server.messages import (
     Ask,
@@ -65,10 +65,10 @@ from kvcore.server.messages import (
     decode_request,
     frames,
 )
-from kvcore.server.owed import Note, notes_in
-from kvcore.server.places import Folder, SessionFile, address_of, folder_of
-from kvcore.server.sockets import Context, make_socket, zmq
-from kvcore.server.space import Space
+from kvcore.server.model_cache import Space
+from kvcore.server.pending_clears import Note, notes_in
+from kvcore.server.runtime_dir import Folder, SessionFile, address_of, folder_of
+from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError
 
 __all__ = ["Server"]
@@ -195,7 +195,7 @@ class Server:
         return address
 
     def _listen(self, address: str) -> None:
-        from kvcore.server.keys import lock_server
+        from kvcore.server.curve_keys import lock_server
 
         if address.startswith("tcp://"):
             assert self._config.server.keys is not None

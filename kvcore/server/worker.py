@@ -14,15 +14,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config
 from kvcore.errors import KVCoreError, LayoutError, TierUnavailable
-from kvcore.layout import BlockShape, KVView
-from kvcore.server.link import Link
+from kvcore.memory.arena import HostArena, arena_bytes
+from kvcore.memory.hugepages import SharedPages
+from kvcore.memory.layout import BlockShape, KVView
+from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import Beat, Enter, Read, Refused, Rows, Withdraw
-from kvcore.server.places import HeldSession, folder_of, open_arena, session_of
-from kvcore.tiers.host import HostArena, arena_bytes
-from kvcore.tiers.pages import SharedPages
+from kvcore.server.rpc import Link
+from kvcore.server.runtime_dir import HeldSession, folder_of, open_arena, session_of
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, TransferOp
 from kvcore.worker import DeviceGroup, KVWorker, refuse
 

@@ -1,0 +1,1 @@
+"""The public test kit: contracts, conformance, faults and the reference engine."""

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierUnavailable
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, Splits, StoreOptions, StoreTier
-from kvcore.tiers.shards import Part
+from kvcore.tiers.sharding import Part
 
 __all__ = ["StoreContract", "fetch", "value"]
 

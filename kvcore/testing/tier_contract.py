@@ -21,8 +21,8 @@ from typing import NamedTuple
 import pytest
 
 from kvcore.errors import CorruptBlock
+from kvcore.memory.hugepages import Pages
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
-from kvcore.tiers.pages import Pages
 
 __all__ = ["Block", "TierContract", "read_back", "write_blocks"]
 

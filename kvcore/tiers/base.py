@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvcore.errors import CapacityError, TierError
 
 if TYPE_CHECKING:
-    from kvcore.tiers.device import DeviceRegion
+    from kvcore.memory.device_region import DeviceRegion
 
 Buffers = Sequence[memoryview]
 """The bytes of one block in order, in one piece or several (a layerwise arena): as many as the

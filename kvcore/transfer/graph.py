@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.block import ROOT_PARENT
 from kvcore.errors import FormatError, TransferError
+from kvcore.model.keys import ROOT_PARENT
 
 SKIP = -1
 """In a unit table: this unit is not copied (the engine holds it already, or dropped its page)."""

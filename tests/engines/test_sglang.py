@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from kvcore_sglang.attention import ROWS
 
-from kvcore.explain_file import read_records
-from kvcore.testing.asking import (
+from kvcore.explain.file import read_records
+from kvcore.harness.compare import (
     ANSWER,
     SETTLE_S,
     Reference,
@@ -36,11 +35,12 @@ from kvcore.testing.asking import (
     sglang_tiers,
     small_engine,
 )
-from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import tokens, windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import tokens, windows
+from kvcore_sglang.attention import ROWS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

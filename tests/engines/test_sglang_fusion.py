@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import (
+from kvcore.harness.compare import (
     ALL,
     ANSWER,
     EXACT,
@@ -24,9 +24,9 @@ from kvcore.testing.asking import (
     small_engine,
     warm,
 )
-from kvcore.testing.engine_process import EngineProcess, Generation
-from kvcore.testing.models import smollm2, tiny_model
-from kvcore.testing.prompts import mixed, windows
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import smollm2, tiny_model
+from kvcore.harness.prompts import mixed, windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.testing.asking import all_from, answers, same, settled, sglang_tiers, small_engine
-from kvcore.testing.models import smollm2, tiny_model
-from kvcore.testing.prompts import windows
+from kvcore.harness.compare import all_from, answers, same, settled, sglang_tiers, small_engine
+from kvcore.harness.models import smollm2, tiny_model
+from kvcore.harness.prompts import windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

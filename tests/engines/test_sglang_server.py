@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("zmq")
 
 from kvcore.config import load_config
-from kvcore.testing import sharing
-from kvcore.testing.asking import ALL, ANSWER, EXACT, answers, blended, settled, small_engine
+from kvcore.harness.compare import ALL, ANSWER, EXACT, answers, blended, settled, small_engine
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
-from kvcore.testing.served import rested, server_process
-from kvcore.testing.sharing import LEAD, Pair, Texts
+from kvcore_devtools import sharing
+from kvcore_devtools.served import rested, server_process
+from kvcore_devtools.sharing import LEAD, Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -1,6 +1,6 @@
 """kvcore as the storage under HiCache: SGLang's own host pools and interface, then its engine.
 
-The contract part has pools as the engine makes them, on a CPU with `kvcore.testing.sglang`.
+The contract part has pools as the engine makes them, on a CPU with `kvcore_sglang.testing`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
-from kvcore.testing.asking import answers, same, small_engine
-from kvcore.testing.engine_process import EngineDied, EngineProcess, Generation
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
+from kvcore.harness.compare import answers, same, small_engine
+from kvcore.harness.engine_process import EngineDied, EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -36,8 +36,8 @@ def model() -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
     """SGLang can be imported here, without a GPU too."""
-    from kvcore.testing.sglang.hicache import stand_in
-    from kvcore.testing.sglang.standins import install
+    from kvcore_sglang.testing.hicache import stand_in
+    from kvcore_sglang.testing.standins import install
 
     if install():
         from sglang.srt.mem_cache.pool_host import base, mha

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.testing.asking import answers, same, settled, sglang_tiers, small_engine
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
+from kvcore.harness.compare import answers, same, settled, sglang_tiers, small_engine
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -5,8 +5,8 @@ have come from, so that a test cannot pass because nothing was reused.
 
 In float32: in bfloat16 vLLM's CPU build changes tokens by itself when a prompt is computed in other
 pieces (its own prefix-cache hits differ from its cold answers in one of four), which says nothing
-about kvcore. That every byte is in its place in 2-byte types is what tests/unit/test_layout.py and
-the check against vLLM's write kernel at every start are for.
+about kvcore. That every byte is in its place in 2-byte types is what
+tests/unit/memory/test_layout.py and the check against vLLM's write kernel at every start are for.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kvcore_vllm.conformance import STAGED
 
-from kvcore.testing.asking import (
+from kvcore.harness.compare import (
     ANSWER,
     SMALL,
     SPACE,
@@ -30,10 +29,11 @@ from kvcore.testing.asking import (
     same,
     settled,
 )
-from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.engine_process import EngineProcess, Generation
-from kvcore.testing.models import smollm2, tiny_model
-from kvcore.testing.prompts import tokens, windows
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import smollm2, tiny_model
+from kvcore.harness.prompts import tokens, windows
+from kvcore_vllm.testing.conformance import STAGED
 
 pytestmark = pytest.mark.engine
 

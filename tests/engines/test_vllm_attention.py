@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import answers, same, settled
-from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.engine_process import EngineProcess, Generation
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
+from kvcore.harness.compare import answers, same, settled
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcore.layout import BlockShape, KVView, arena_layout, vllm_cpu_layout
-from kvcore.ops import DeviceOps, builtin_ops
+from kvcore.memory.copy import DeviceOps, builtin_ops
+from kvcore.memory.layout import BlockShape, KVView, arena_layout, vllm_cpu_layout
 
 pytestmark = pytest.mark.engine
 

@@ -19,13 +19,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcore.cli.app import app
-from kvcore.testing.asking import SETTLE_S, answers, settled
-from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.harness.compare import SETTLE_S, answers, settled
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_DISK, write_plugin
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
 
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 

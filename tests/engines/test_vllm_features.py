@@ -20,17 +20,17 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from kvcore_vllm.plugin import server_command
 from PIL import Image
 
-from kvcore.testing.asking import ANSWER, SPACE, Reference, answers, counted, same, settled
-from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.engine_process import EngineProcess
+from kvcore.harness.compare import ANSWER, SPACE, Reference, answers, counted, same, settled
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.models import tiny_lora, tiny_model, tiny_vision_model
+from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
-from kvcore.testing.models import tiny_lora, tiny_model, tiny_vision_model
-from kvcore.testing.prompts import windows
-from kvcore.testing.servers import free_port
+from kvcore_devtools.servers import free_port
+from kvcore_vllm.plugin import server_command
 
 pytestmark = pytest.mark.engine
 

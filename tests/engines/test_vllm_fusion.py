@@ -17,7 +17,7 @@ from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan
 from kvcore.fusion.reference import Blender, Decoder, precompute
 from kvcore.fusion.rope import rope_of
 from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
-from kvcore.testing.asking import (
+from kvcore.harness.compare import (
     ALL,
     ANSWER,
     EXACT,
@@ -30,11 +30,11 @@ from kvcore.testing.asking import (
     settled,
     warm,
 )
-from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.engine_process import EngineProcess
-from kvcore.testing.models import tiny_lora, tiny_model
-from kvcore.testing.prompts import mixed, windows
-from kvcore.trace import read_trace
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.models import tiny_lora, tiny_model
+from kvcore.harness.prompts import mixed, windows
+from kvcore.telemetry.timeline import read_trace
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.testing.asking import (
+from kvcore.harness.compare import (
     ANSWER,
     SMALL,
     SPACE,
@@ -21,12 +21,12 @@ from kvcore.testing.asking import (
     same,
     small_engine,
 )
-from kvcore.testing.engine_process import EngineProcess
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
-from kvcore.testing.served import rested, server_process
-from kvcore.testing.servers import free_port, need_client
-from kvcore.testing.split import prefill, split
+from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
+from kvcore_devtools.served import rested, server_process
+from kvcore_devtools.servers import free_port, need_client
+from kvcore_devtools.split import prefill, split
 
 pytestmark = pytest.mark.engine
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from kvcore.cli.ctl import Target, ask
-from kvcore.control.orders import ClearBlocks
+from kvcore.control.commands import ClearBlocks
 from kvcore.events import Subscriber
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode
-from kvcore.testing import sharing
-from kvcore.testing.asking import Reference, all_from, answers, same, settled
-from kvcore.testing.asking import small_engine as engine
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
-from kvcore.testing.served import RunningServer, follows, server_process, settings, until
-from kvcore.testing.sharing import Pair, Texts
+from kvcore.harness.compare import Reference, all_from, answers, same, settled
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
+from kvcore_devtools import sharing
+from kvcore_devtools.served import RunningServer, follows, server_process, settings, until
+from kvcore_devtools.sharing import Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvcore.adapting.build import build_leader, geometry
-from kvcore.adapting.handover import promised
-from kvcore.adapting.model import LayerGroup, ModelDescription
-from kvcore.adapting.outbox import Outbox
-from kvcore.block import KeyChain
 from kvcore.config import load_config
+from kvcore.connector.disagg import promised
+from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import KeyChain
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore.runtime.build import build_leader, geometry
 from kvcore.tiers.remote import Shard
 from kvcore.tiers.remote.memory import shared_store
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.layout import BlockShape, KVView, from_strides
+from kvcore.index.slots import SlotRun
 from kvcore.manager import HOST, Backing, KVManager
-from kvcore.ops import builtin_ops, select_ops
-from kvcore.ops.sums import naive_sum
-from kvcore.pool import SlotRun
-from kvcore.tiers.device import DeviceRegion
+from kvcore.memory.arena import HostArena, slot_bytes
+from kvcore.memory.checksums import naive_sum
+from kvcore.memory.copy import builtin_ops, select_ops
+from kvcore.memory.device_region import DeviceRegion
+from kvcore.memory.layout import BlockShape, KVView, from_strides
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
-from kvcore.tiers.host import HostArena, slot_bytes
 from kvcore.transfer.graph import OpReport, UnitTable
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import DeviceGroup, KVWorker

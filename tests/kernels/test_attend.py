@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcore_kernels.attend import launch, naive
 
 from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.layout import Axis, KVLayout, KVView, Plane
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
+from kvcore_kernels.attend import launch, naive
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """float32: sums of 500 terms; the others: half an ulp of the result, and of the weights."""

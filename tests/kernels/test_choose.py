@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kvcore_kernels.choose import launch, naive
 
 from kvcore.errors import LayoutError
+from kvcore_kernels.choose import launch, naive
 
 # Few values, so that many are equal, and all that sorting finds hard.
 SCORES = st.lists(

@@ -8,6 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvcore.memory.copy import HeadRange
+from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.layout import (
+    BlockShape,
+    KVView,
+    arena_layout,
+    unit_tokens,
+)
 from kvcore_kernels.copy import launch, naive
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.planes import Words, plane_table, widen
@@ -22,16 +32,6 @@ from kvcore_kernels.testing import (
     twin,
     vllm_view,
 )
-
-from kvcore.layout import (
-    BlockShape,
-    KVView,
-    arena_layout,
-    unit_tokens,
-)
-from kvcore.ops import HeadRange
-from kvcore.ops.base import DeviceOps
-from kvcore.ops.reference import ReferenceOps
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 

@@ -11,6 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
+from kvcore.fusion.rope import Pairing, Rope
+from kvcore.memory.copy import HeadRange
+from kvcore.memory.layout import Axis, BlockShape, KVLayout, KVView, Plane
 from kvcore_kernels.attend.launch import attend_rows
 from kvcore_kernels.deviation.launch import deviations
 from kvcore_kernels.merge.launch import merge_rows
@@ -18,11 +23,6 @@ from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.pack.launch import pack_blocks, unpack_blocks
 from kvcore_kernels.shift.launch import copy_shifted
 from kvcore_kernels.testing import arena_view, normal
-from torch import Tensor
-
-from kvcore.fusion.rope import Pairing, Rope
-from kvcore.layout import Axis, BlockShape, KVLayout, KVView, Plane
-from kvcore.ops import HeadRange
 
 TOKENS, DIM = 16, 64
 PAGE = TOKENS * 2 * DIM

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcore_kernels.fusion import TritonFusion
 from torch import Tensor
 
 from kvcore.fusion.attend import Attention
+from kvcore.fusion.ops import Place, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Pairing, Rope
-from kvcore.ops.fusion import Place, TorchFusion
+from kvcore_kernels.fusion import TritonFusion
 
 TRITON, TORCH = TritonFusion(), TorchFusion()
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
@@ -125,7 +125,7 @@ def test_a_blend_is_what_it_is_in_torch() -> None:
     from kvcore.fusion.gate import Gate
     from kvcore.fusion.reference import Decoder
     from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
-    from kvcore.testing import fusion
+    from kvcore_devtools import fusion
 
     world = fusion.World(Decoder(fusion.make_model("llama")))
     plan = world.plan()

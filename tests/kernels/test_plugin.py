@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kvcore_kernels.fusion import TritonFusion
-from kvcore_kernels.ops import TritonOps
 
 from kvcore.errors import UnsupportedError
-from kvcore.layout import BlockShape, KVView, arena_layout
-from kvcore.ops import select_ops
-from kvcore.ops.fusion import TorchFusion, select_fusion
-from kvcore.ops.reference import ReferenceOps
+from kvcore.fusion.ops import TorchFusion, select_fusion
+from kvcore.memory.copy import select_ops
+from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.layout import BlockShape, KVView, arena_layout
 from kvcore.plugins.manager import GROUP, PluginManager
+from kvcore_kernels.fusion import TritonFusion
+from kvcore_kernels.ops import TritonOps
 
 ENTRY = importlib.metadata.EntryPoint("triton", "kvcore_kernels.plugin", GROUP)
 

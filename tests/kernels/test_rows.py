@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.memory.layout import BlockShape, KVView
 from kvcore_kernels.deviation import launch as deviation
 from kvcore_kernels.deviation import naive as naive_deviation
 from kvcore_kernels.merge import launch as merge
 from kvcore_kernels.merge import naive as naive_merge
 from kvcore_kernels.testing import ENGINES, assert_same, normal, raw, slot_view, twin
-
-from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.layout import BlockShape, KVView
 
 WIDE = ["bfloat16", "float16", "float32"]
 

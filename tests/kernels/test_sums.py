@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcore_kernels.ops import TritonOps
-from kvcore_kernels.sums import launch, naive
 
 from kvcore.errors import LayoutError
-from kvcore.ops.sums import naive_sum
+from kvcore.memory.checksums import naive_sum
+from kvcore_kernels.ops import TritonOps
+from kvcore_kernels.sums import launch, naive
 
 SLOT = 1 << 17
 

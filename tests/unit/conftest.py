@@ -6,20 +6,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvcore.tiers.disk import aio
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[Any]]:
-    """What a test puts here is closed when it ends."""
-    made: list[Any] = []
-    yield made
-    for rig in made:
-        rig.close()
 
 
 @pytest.fixture

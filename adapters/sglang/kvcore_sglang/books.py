@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.model.keys import KeyChain
 from kvcore_sglang.fusing import Asking, Wanted
 from kvcore_sglang.staging import Wait
-
-from kvcore.adapting.chunks import BlendPlan
-from kvcore.block import KeyChain
 
 __all__ = ["Asked", "Offer", "Tokens"]
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcore_sglang.describe import Served
-from kvcore_sglang.fusing import FusionLeader
-from kvcore_sglang.fusion import SglangLayers
-from kvcore_sglang.leader import Leader
-from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
-from kvcore_sglang.worker import Fence, RankWorker
-
-from kvcore.adapting.blending import Blends
-from kvcore.adapting.build import (
+from kvcore.config import Config
+from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.fusion_policy import Pace, make_pace
+from kvcore.connector.fusion_worker import Blends
+from kvcore.errors import KVCoreError
+from kvcore.explain.recorder import Watch
+from kvcore.fusion.ops import select_fusion
+from kvcore.fusion.rope import Rope
+from kvcore.runtime.build import (
     LeaderParts,
     WorkerParts,
     build_leader,
     build_worker,
     segments_of,
 )
-from kvcore.adapting.clock import ForwardClock
-from kvcore.adapting.pacing import Pace, make_pace
-from kvcore.adapting.watching import Watch
-from kvcore.config import Config
-from kvcore.errors import KVCoreError
-from kvcore.fusion.rope import Rope
-from kvcore.metrics import Data
-from kvcore.ops.fusion import select_fusion
-from kvcore.rates import Part
+from kvcore.telemetry.metrics import Data
+from kvcore.telemetry.rates import Part
 from kvcore.transfer.plan import layer_steps
+from kvcore_sglang.describe import Served
+from kvcore_sglang.fusing import FusionLeader
+from kvcore_sglang.fusion import SglangLayers
+from kvcore_sglang.leader import Leader
+from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
+from kvcore_sglang.worker import Fence, RankWorker
 
 
 @dataclass

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed
-from kvcore_sglang.layout import Pool, read_pool
 
-from kvcore.adapting.identity import rope_length, weights_identity
-from kvcore.adapting.model import LayerGroup, ModelDescription
-from kvcore.block import model_fingerprint
 from kvcore.errors import UnsupportedError
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
+from kvcore.model.identity import rope_length, weights_identity
+from kvcore.model.keys import model_fingerprint
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore_sglang.layout import Pool, read_pool
 
 SERVED_COMPONENTS = frozenset({"FULL"})
 

@@ -22,19 +22,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.adapting.chunks import BlendPlan, Chunks
-from kvcore.adapting.orders import BlendOrder, BlendReport, told
-from kvcore.adapting.pacing import Pace
-from kvcore.block import KeyChain, Namespace, pack_tokens
 from kvcore.config import Config
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, told
+from kvcore.connector.fusion_policy import Pace
+from kvcore.connector.fusion_scheduler import BlendPlan, Chunks
 from kvcore.errors import ConfigError
 from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, SegmentBook
-from kvcore.layout import BlockShape
 from kvcore.manager import Manager
-from kvcore.metrics import Data, Metrics
-from kvcore.rates import Part
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import KeyChain, Namespace, pack_tokens
+from kvcore.telemetry.metrics import Data, Metrics
+from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.sglang.fusion")

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed
-from kvcore_sglang.describe import Served as ServedModel
 from torch import Tensor
 
-from kvcore.adapting.blending import EngineLayers, Served
+from kvcore.connector.fusion_worker import EngineLayers, Served
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, State
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
+from kvcore_sglang.describe import Served as ServedModel
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

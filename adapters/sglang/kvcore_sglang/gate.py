@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from kvcore_sglang.worker import RankWorker
-
-from kvcore.adapting.orders import BlendOrder
-from kvcore.adapting.pacing import prefills
-from kvcore.rates import Part
+from kvcore.connector.fusion_messages import BlendOrder
+from kvcore.connector.fusion_policy import prefills
+from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import TransferGraph
+from kvcore_sglang.worker import RankWorker
 
 
 class LayerGate:

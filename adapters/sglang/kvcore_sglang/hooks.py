@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
 from kvcore.log import get_logger
-from kvcore.rates import Part
+from kvcore.telemetry.rates import Part
 
 _log = get_logger("kvcore.sglang.hooks")
 

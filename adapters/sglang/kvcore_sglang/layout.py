@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore.layout import ITEM_BYTES, KVView, sglang_layout
+from kvcore.memory.layout import ITEM_BYTES, KVView, sglang_layout
 
 MHA_POOLS = ("MHATokenToKVPool",)
 MLA_POOLS = ("MLATokenToKVPool",)

@@ -23,28 +23,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.page_table import Paging
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import KVCoreError
+from kvcore.explain import Cause
+from kvcore.explain.recorder import Watch
+from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
+from kvcore.model.identity import Namespaces
+from kvcore.model.keys import KeyChain, Namespace
+from kvcore.model.spec import ModelDescription
+from kvcore.runtime.build import LeaderParts
+from kvcore.telemetry.metrics import Data, Metrics, MissReason
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusing import Asking, FusionLeader, Held
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
 from kvcore_sglang.staging import Staging
 from kvcore_sglang.worker import RankWorker
-
-from kvcore.adapting.build import LeaderParts
-from kvcore.adapting.chunks import BlendPlan
-from kvcore.adapting.identity import Namespaces
-from kvcore.adapting.model import ModelDescription
-from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.paging import Paging
-from kvcore.adapting.watching import Watch
-from kvcore.block import KeyChain, Namespace
-from kvcore.config import Config
-from kvcore.errors import KVCoreError
-from kvcore.explain import Cause
-from kvcore.facade import HOST, Hit, Manager, PreparedLoad, Source
-from kvcore.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
-from kvcore.transfer.plan import layer_steps
 
 _log = logging.getLogger("kvcore.sglang.leader")
 

@@ -21,6 +21,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from kvcore import log
+from kvcore.config import Config, load_config
+from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.model.keys import Namespace
+from kvcore.telemetry.metrics import Data, PrometheusSink
+from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang import hooks
 from kvcore_sglang.books import Offer, Tokens
 from kvcore_sglang.build import Fusable, Parts, build
@@ -31,14 +39,6 @@ from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import agree
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-
-from kvcore import log
-from kvcore.block import Namespace
-from kvcore.config import Config, load_config
-from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.metrics import Data, PrometheusSink
-from kvcore.transfer.graph import TransferGraph
 
 _log = logging.getLogger("kvcore.sglang")
 _T = TypeVar("_T")

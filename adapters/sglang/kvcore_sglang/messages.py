@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from kvcore.adapting.orders import BlendOrder
-from kvcore.adapting.wire import decoder
-from kvcore.metrics import Data
-from kvcore.pool import SlotRun
+from kvcore._util.msgpack import decoder
+from kvcore.connector.fusion_messages import BlendOrder
+from kvcore.index.slots import SlotRun
+from kvcore.telemetry.metrics import Data
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 

@@ -17,7 +17,7 @@ from kvcore.log import get_logger
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
 if TYPE_CHECKING:
-    from kvcore.schema import Config
+    from kvcore.config.schema import Config
 
 LINKER = "KVCoreLinker"
 LINKER_MODULE = "kvcore_sglang.linker"

@@ -26,12 +26,12 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
 
 import torch.distributed
+
+from kvcore.errors import TransferError
+from kvcore.telemetry.metrics import Metrics
 from kvcore_sglang.describe import Rank
 from kvcore_sglang.messages import News, Order, decode_news, decode_order, encode
 from kvcore_sglang.worker import RankWorker
-
-from kvcore.errors import TransferError
-from kvcore.metrics import Metrics
 
 _log = logging.getLogger("kvcore.sglang.ranks")
 

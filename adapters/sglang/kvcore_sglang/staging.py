@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcore_sglang.fusing import FusionLeader
-
-from kvcore.adapting.chunks import BlendPlan
-from kvcore.adapting.paging import Paging
 from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.page_table import Paging
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, Manager, Readiness
+from kvcore_sglang.fusing import FusionLeader
 
 __all__ = ["Staging", "Wait", "Way"]
 

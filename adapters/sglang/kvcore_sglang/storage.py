@@ -24,16 +24,16 @@ from operator import mul
 from typing import Any
 
 import torch
-from kvcore_sglang.describe import fingerprint
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvcore import log
-from kvcore.adapting.pages import PageStore, open_pages
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.layout import ITEM_BYTES, BlockShape
+from kvcore.memory.layout import ITEM_BYTES, BlockShape
+from kvcore.runtime.page_store import PageStore, open_pages
 from kvcore.tiers.base import Buffers
 from kvcore.tiers.disk.format import Geometry
+from kvcore_sglang.describe import fingerprint
 
 __all__ = ["HostPages", "KVCoreStorage"]
 

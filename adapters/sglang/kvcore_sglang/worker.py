@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from kvcore_sglang.messages import Order
-
-from kvcore.adapting.blending import Blends, RefusingBlends
-from kvcore.adapting.clock import ForwardClock
-from kvcore.adapting.orders import BlendOrder, BlendReport
-from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
-from kvcore.rates import Part
+from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
+from kvcore.worker.lifecycle import TierOpener, close_worker, open_tiers
+from kvcore_sglang.messages import Order
 
 _log = logging.getLogger("kvcore.sglang.worker")
 

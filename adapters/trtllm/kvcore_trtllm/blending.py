@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvcore.adapting.blending import Blends
-from kvcore.adapting.orders import BlendOrder, BlendReport
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_worker import Blends
 from kvcore.errors import TransferError
 from kvcore.fusion.staging import Staging
 

@@ -6,6 +6,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from kvcore.config import Config
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import UnsupportedError
+from kvcore.explain.recorder import Watch
+from kvcore.fusion.ops import select_fusion
+from kvcore.runtime import build
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.plan import layer_steps
+from kvcore.worker import RefusingWorker
+from kvcore.worker.lifecycle import refuse_tier
 from kvcore_trtllm import engine
 from kvcore_trtllm.blending import SureBlends
 from kvcore_trtllm.describe import whole
@@ -14,17 +24,6 @@ from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
 from kvcore_trtllm.layout import Memory
 from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import Allgather, Tally, WorkerSide
-
-from kvcore.adapting import build
-from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.rank import refuse_tier
-from kvcore.adapting.watching import Watch
-from kvcore.config import Config
-from kvcore.errors import UnsupportedError
-from kvcore.metrics import Metrics
-from kvcore.ops.fusion import select_fusion
-from kvcore.transfer.plan import layer_steps
-from kvcore.worker import RefusingWorker
 
 _log = logging.getLogger("kvcore.trtllm")
 

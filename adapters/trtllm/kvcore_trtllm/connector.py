@@ -14,6 +14,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvcore import log
+from kvcore.config import Config, forwarded_config
+from kvcore.errors import LayoutError, UnsupportedError
 from kvcore_trtllm import engine
 from kvcore_trtllm.build import (
     agree_on_fusion,
@@ -26,10 +29,6 @@ from kvcore_trtllm.layout import Memory, of_pool, of_regions
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan
 from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import WorkerSide
-
-from kvcore import log
-from kvcore.config import Config, forwarded_config
-from kvcore.errors import LayoutError, UnsupportedError
 
 _log = logging.getLogger("kvcore.trtllm")
 _T = TypeVar("_T")

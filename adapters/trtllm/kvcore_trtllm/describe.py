@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcore.adapting.identity import rope_length, weights_identity
-from kvcore.adapting.model import LayerGroup, ModelDescription, head_range
-from kvcore.block import model_fingerprint
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
+from kvcore.model.identity import rope_length, weights_identity
+from kvcore.model.keys import model_fingerprint
+from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 
 ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}
 """Inner order of a page by attention backend."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvcore.adapting.chunks import BlendPlan, Chunks
-from kvcore.adapting.orders import BlendOrder, BlendReport
-from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_scheduler import BlendPlan, Chunks
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import SegmentBook
-from kvcore.layout import BlockShape
 from kvcore.manager import HOST, Hit, Manager
-from kvcore.metrics import Metrics
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import Namespace, pack_tokens
+from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 
 _log = logging.getLogger("kvcore.trtllm.fusion")

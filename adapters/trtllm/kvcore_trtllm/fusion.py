@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvcore_trtllm.describe import ModelFacts
 from torch import Tensor
 
-from kvcore.adapting.blending import EngineLayers, Served
+from kvcore.connector.fusion_worker import EngineLayers, Served
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, State
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
-from kvcore.layout import ITEM_BYTES, KVView
+from kvcore.memory.layout import ITEM_BYTES, KVView
+from kvcore_trtllm.describe import ModelFacts
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

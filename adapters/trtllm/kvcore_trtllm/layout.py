@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcore_trtllm.describe import FLASH_MLA_PAGE, ModelFacts
-
-from kvcore.adapting.model import LayerGroup
 from kvcore.errors import UnsupportedError
-from kvcore.layout import ITEM_BYTES, Axis, BlockShape, KVLayout, KVView, Plane, trtllm_layout
+from kvcore.memory.layout import (
+    ITEM_BYTES,
+    Axis,
+    BlockShape,
+    KVLayout,
+    KVView,
+    Plane,
+    trtllm_layout,
+)
+from kvcore.model.spec import LayerGroup
+from kvcore_trtllm.describe import FLASH_MLA_PAGE, ModelFacts
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from kvcore.adapting.orders import BlendOrder
-from kvcore.adapting.wire import decoder
-from kvcore.pool import SlotRun
+from kvcore._util.msgpack import decoder
+from kvcore.connector.fusion_messages import BlendOrder
+from kvcore.index.slots import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 

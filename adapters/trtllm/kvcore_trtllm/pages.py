@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvcore.adapting.model import LayerGroup
-from kvcore.adapting.paging import PageTables, of_its_group
+from kvcore.connector.page_table import PageTables, of_its_group
 from kvcore.errors import CapacityError
+from kvcore.model.spec import LayerGroup
 
 NO_PAGE = -1
 """The engine's mark for a block without a page in a layer group."""

@@ -19,7 +19,7 @@ from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
 if TYPE_CHECKING:
-    from kvcore.schema import Config
+    from kvcore.config.schema import Config
 
 VERSIONS = ">=1.2,<1.4"
 CONNECTOR = {

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcore_trtllm.salt import Wish, read_salt
-
-from kvcore.adapting.chunks import BlendPlan
-from kvcore.adapting.identity import Namespaces, lora_identity
-from kvcore.block import Extra, KeyChain, Namespace
 from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import BlendPlan
 from kvcore.errors import ConfigError, KVCoreError
-from kvcore.facade import HOST, Hit, Manager, PreparedLoad, Source
 from kvcore.fusion.options import FusionOptions
+from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
+from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.model.keys import Extra, KeyChain, Namespace
 from kvcore.transfer.graph import Span
+from kvcore_trtllm.salt import Wish, read_salt
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 

@@ -25,6 +25,19 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from kvcore.config import Config
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.page_table import PageTables, PageUsers, Paging, of_its_group
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import CapacityError
+from kvcore.explain import Cause
+from kvcore.explain.recorder import Watch
+from kvcore.manager import HOST, Hit, Manager, Readiness
+from kvcore.model.keys import KeyChain
+from kvcore.telemetry.metrics import Data, Metrics, MissReason
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.plan import layer_steps
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusing import FusionLeader
 from kvcore_trtllm.messages import StepPlan
@@ -40,20 +53,6 @@ from kvcore_trtllm.requests import (
     wish_of,
 )
 from kvcore_trtllm.salt import Wish
-
-from kvcore.adapting.chunks import BlendPlan
-from kvcore.adapting.orders import BlendOrder, BlendReport
-from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.paging import PageTables, PageUsers, Paging, of_its_group
-from kvcore.adapting.watching import Watch
-from kvcore.block import KeyChain
-from kvcore.config import Config
-from kvcore.errors import CapacityError
-from kvcore.explain import Cause
-from kvcore.manager import HOST, Hit, Manager, Readiness
-from kvcore.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
-from kvcore.transfer.plan import layer_steps
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 

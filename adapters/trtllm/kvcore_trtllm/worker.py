@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from kvcore_trtllm.blending import SureBlends
-from kvcore_trtllm.messages import StepNews, StepPlan, decode_news
 
-from kvcore.adapting.orders import BlendOrder, BlendReport
-from kvcore.adapting.outbox import Quorum
-from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.step_transport import Quorum
 from kvcore.errors import TransferError
-from kvcore.metrics import Data, Metrics
+from kvcore.telemetry.metrics import Data, Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker import KVWorker, RefusingWorker, refuse
+from kvcore.worker.lifecycle import TierOpener, close_worker, open_tiers
+from kvcore_trtllm.blending import SureBlends
+from kvcore_trtllm.messages import StepNews, StepPlan, decode_news
 
 _log = logging.getLogger("kvcore.trtllm.worker")
 

@@ -1,4 +1,4 @@
-"""Where `kvcore.attention` meets vLLM's layers.
+"""Where `kvcore.plugins.attention` meets vLLM's layers.
 
     layer(positions, hidden, residual)
       └▶ Attention.forward(q, k, v) ───────── answered here for a blend (`lent`), for one call
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcore.attention import AttentionCall, AttentionHook, Batch, Hooks
 from kvcore.errors import UnsupportedError
+from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch, Hooks
 
 _log = logging.getLogger("kvcore.vllm.attention")
 

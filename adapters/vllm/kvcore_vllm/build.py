@@ -8,6 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from kvcore.config import Config
+from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.fusion_policy import Pace
+from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import UnsupportedError
+from kvcore.explain.recorder import Watch
+from kvcore.fusion.ops import select_fusion
+from kvcore.manager.load_advisor import Planning
+from kvcore.memory.arena import HostArena
+from kvcore.memory.copy import HeadRange
+from kvcore.memory.layout import BlockShape, KVView
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore.plugins.attention import AttentionHook
+from kvcore.runtime.build import (
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_worker,
+    segments_of,
+)
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import Span
+from kvcore.transfer.plan import layer_steps
+from kvcore.worker import RefusingWorker
+from kvcore.worker.lifecycle import refuse_tier
 from kvcore_vllm.attention import install
 from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
@@ -16,33 +43,6 @@ from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.pacing import make_pace
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
-
-from kvcore.adapting.blending import Blends, RefusingBlends
-from kvcore.adapting.build import (
-    LeaderParts,
-    WorkerParts,
-    build_leader,
-    build_worker,
-    segments_of,
-)
-from kvcore.adapting.clock import ForwardClock
-from kvcore.adapting.model import LayerGroup, ModelDescription
-from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.pacing import Pace
-from kvcore.adapting.planning import Planning
-from kvcore.adapting.rank import refuse_tier
-from kvcore.adapting.watching import Watch
-from kvcore.attention import AttentionHook
-from kvcore.config import Config
-from kvcore.errors import UnsupportedError
-from kvcore.layout import BlockShape, KVView
-from kvcore.metrics import Metrics
-from kvcore.ops import HeadRange
-from kvcore.ops.fusion import select_fusion
-from kvcore.tiers.host import HostArena
-from kvcore.transfer.graph import Span
-from kvcore.transfer.plan import layer_steps
-from kvcore.worker import RefusingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -273,7 +273,7 @@ def _verify(
     """One page through vLLM's own write kernel, read back through our copies."""
     from dataclasses import replace
 
-    from kvcore.ops.reference import ReferenceOps
+    from kvcore.memory.copy.reference import ReferenceOps
 
     for group, view in zip(groups, views, strict=True):
         layer: Any = vllm_config.compilation_config.static_forward_context[group.names[0]]

@@ -11,17 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcore_vllm.build import (
-    build_scheduler_side,
-    build_worker_side,
-    refusing_worker_side,
-)
-from kvcore_vllm.describe import describe
-from kvcore_vllm.events import engine_event
-from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
-from kvcore_vllm.scheduler import SchedulerSide
-from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
-from kvcore_vllm.worker import WorkerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -33,11 +22,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcore import log
-from kvcore.adapting.build import load_plugins
-from kvcore.adapting.identity import hooked
-from kvcore.adapting.model import ModelDescription
 from kvcore.config import Config, load_config
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
+from kvcore.model.identity import hooked
+from kvcore.model.spec import ModelDescription
+from kvcore.runtime.build import load_plugins
+from kvcore_vllm.build import (
+    build_scheduler_side,
+    build_worker_side,
+    refusing_worker_side,
+)
+from kvcore_vllm.describe import describe
+from kvcore_vllm.events import engine_event
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
+from kvcore_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch

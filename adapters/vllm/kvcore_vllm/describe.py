@@ -20,11 +20,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvcore.adapting.identity import rope_length, weights_identity
-from kvcore.adapting.model import LayerGroup, ModelDescription
-from kvcore.block import model_fingerprint
 from kvcore.errors import UnsupportedError
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
+from kvcore.model.identity import rope_length, weights_identity
+from kvcore.model.keys import model_fingerprint
+from kvcore.model.spec import LayerGroup, ModelDescription
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcore.adapting.chunks import BlendPlan, Chunks
-from kvcore.adapting.orders import BlendOrder, BlendReport, told
-from kvcore.adapting.pacing import Pace
-from kvcore.block import Namespace, pack_tokens
 from kvcore.config import Config
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, told
+from kvcore.connector.fusion_policy import Pace
+from kvcore.connector.fusion_scheduler import BlendPlan, Chunks
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, SegmentBook
-from kvcore.layout import BlockShape
 from kvcore.manager import HOST, Hit, Manager
-from kvcore.metrics import Metrics
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import Namespace, pack_tokens
+from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 
 if TYPE_CHECKING:

@@ -15,21 +15,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvcore_vllm.attention import check_module, lent
 from torch import Tensor
 
-from kvcore.adapting.blending import EngineLayers, Served
-from kvcore.attention import AttentionCall, AttentionHook, Batch
+from kvcore.connector.fusion_worker import EngineLayers, Served
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, State
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
+from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch
+from kvcore_vllm.attention import check_module, lent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvcore.adapting.model import ModelDescription
+    from kvcore.model.spec import ModelDescription
 
 ARCHITECTURES = (
     "LlamaForCausalLM",

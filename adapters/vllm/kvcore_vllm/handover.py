@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvcore.adapting.handover import accept, promised
-from kvcore.block import KeyChain
+from kvcore.connector.disagg import accept, promised
 from kvcore.errors import FormatError
-from kvcore.facade import Manager, Promise
+from kvcore.manager.base import Manager, Promise
+from kvcore.model.keys import KeyChain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

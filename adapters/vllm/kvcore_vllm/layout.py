@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
+from kvcore.memory.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvcore.adapting.model import LayerGroup
+    from kvcore.model.spec import LayerGroup
 
 _CPU_ISAS = ("vec", "vec16", "amx")
 

@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvcore.adapting.orders import BlendOrder, BlendReport
-from kvcore.adapting.wire import decoder
-from kvcore.metrics import merge
-from kvcore.pool import SlotRun
+from kvcore._util.msgpack import decoder
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.index.slots import SlotRun
+from kvcore.telemetry.metrics import merge
 from kvcore.transfer.graph import OpReport, TransferGraph
 
 

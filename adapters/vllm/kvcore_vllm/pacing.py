@@ -1,4 +1,4 @@
-"""What vLLM tells the fusion controller (`kvcore.adapting.pacing`).
+"""What vLLM tells the fusion controller (`kvcore.connector.fusion_policy`).
 
 StepNews.profile     workers time their own layers, at start
 StepNews.forwards    seconds of the steps that StepPlan.timed asked for
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcore.adapting import pacing
-from kvcore.adapting.pacing import Pace
+from kvcore.connector import fusion_policy as pacing
+from kvcore.connector.fusion_policy import Pace
 from kvcore.fusion.controller import Part
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvcore.schema import FusionConfig
+    from kvcore.config.schema import FusionConfig
 
 
 def make_pace(

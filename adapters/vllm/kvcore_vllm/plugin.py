@@ -19,7 +19,7 @@ from kvcore.log import get_logger
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
 if TYPE_CHECKING:
-    from kvcore.schema import Config
+    from kvcore.config.schema import Config
 
 CONNECTOR = "KVCoreConnector"
 CONNECTOR_MODULE = "kvcore_vllm.connector"

@@ -21,29 +21,28 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcore.config import Config
+from kvcore.connector.fusion_messages import BlendReport
+from kvcore.connector.fusion_policy import Pace, prefills
+from kvcore.connector.page_table import PageUsers, Paging
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import CapacityError
+from kvcore.explain import Cause
+from kvcore.explain.recorder import Watch
+from kvcore.manager import HOST, Event, Hit, Manager, Readiness
+from kvcore.manager.load_advisor import Memo, Planning
+from kvcore.manager.load_policy import Action
+from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.model.keys import Extra, KeyChain, Namespace
+from kvcore.model.spec import ModelDescription
+from kvcore.telemetry.metrics import Data, Metrics, MissReason
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.plan import layer_steps
 from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
 from kvcore_vllm.tracked import Tracked
-
-from kvcore.adapting.identity import Namespaces, lora_identity
-from kvcore.adapting.model import ModelDescription
-from kvcore.adapting.orders import BlendReport
-from kvcore.adapting.outbox import Outbox
-from kvcore.adapting.pacing import Pace, prefills
-from kvcore.adapting.paging import PageUsers, Paging
-from kvcore.adapting.planning import Memo, Planning
-from kvcore.adapting.watching import Watch
-from kvcore.block import Extra, KeyChain, Namespace
-from kvcore.config import Config
-from kvcore.errors import CapacityError
-from kvcore.explain import Cause
-from kvcore.manager import HOST, Event, Hit, Manager, Readiness
-from kvcore.metrics import Data, Metrics, MissReason
-from kvcore.planner import Action
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
-from kvcore.transfer.plan import layer_steps
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

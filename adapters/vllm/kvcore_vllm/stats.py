@@ -9,11 +9,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvcore.metrics import PrometheusSink, merge, summary
+from kvcore.telemetry.metrics import PrometheusSink, merge, summary
 
 
 class KVCoreStats(KVConnectorStats):
-    """A delta of ``kvcore.metrics.Metrics`` in vLLM's container: it pickles and adds up."""
+    """A delta of ``kvcore.telemetry.metrics.Metrics`` in vLLM's container: it pickles and adds
+    up."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data if data is not None else {})

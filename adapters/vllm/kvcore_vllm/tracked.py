@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcore_vllm.fusing import Fusing
-
-from kvcore.adapting.planning import Memo
-from kvcore.block import Extra, KeyChain
 from kvcore.manager import Hit
+from kvcore.manager.load_advisor import Memo
+from kvcore.model.keys import Extra, KeyChain
+from kvcore_vllm.fusing import Fusing
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -12,15 +12,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from kvcore_vllm.messages import RankReport, StepNews, StepPlan
-
-from kvcore.adapting.blending import Blends, RefusingBlends
-from kvcore.adapting.clock import ForwardClock
-from kvcore.adapting.orders import BlendOrder, BlendReport, pages_made
-from kvcore.adapting.rank import TierOpener, close_worker, open_tiers
-from kvcore.metrics import Metrics
+from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, pages_made
+from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
 from kvcore.worker import KVWorker, RefusingWorker, refuse
+from kvcore.worker.lifecycle import TierOpener, close_worker, open_tiers
+from kvcore_vllm.messages import RankReport, StepNews, StepPlan
 
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for a transfer to end, instead of spinning."""

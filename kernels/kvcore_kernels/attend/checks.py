@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 
 __all__ = ["DTYPES", "MIN_DIM", "check_rows"]
 

@@ -13,7 +13,8 @@ __all__ = ["attend_kernel"]
 
 @triton.jit
 def _axis(index, stride, RUN: tl.constexpr, run_stride):
-    """``kvcore.layout.Axis`` at ``index``, an int32. RUN is its inner; 0: it is contiguous."""
+    """``kvcore.memory.layout.Axis`` at ``index``, an int32. RUN is its inner; 0: it is
+    contiguous."""
     if RUN:
         run = (index // RUN).to(tl.int64)
         offset = run * stride + (index % RUN).to(tl.int64) * run_stride
@@ -43,7 +44,7 @@ def attend_kernel(
     page_table,  # [pages]
     keys,  # the plane's memory from its first element
     values,
-    k_page,  # strides as in kvcore.layout.Plane; _run is an axis's inner stride
+    k_page,  # strides as in kvcore.memory.layout.Plane; _run is an axis's inner stride
     k_head,
     k_token,
     k_token_run,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore.layout import Axis, KVView, Plane
+from kvcore.memory.layout import Axis, KVView, Plane
 from kvcore_kernels.attend.checks import MIN_DIM, check_rows
 from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.planes import guard, power_of_two

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 from kvcore_kernels.attend.checks import check_rows
 from kvcore_kernels.rows import gather_rows
 

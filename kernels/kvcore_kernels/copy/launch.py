@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.layout import KVView
 from kvcore_kernels.copy.kernel import copy_kernel
 from kvcore_kernels.lang import word_type
 from kvcore_kernels.planes import (
@@ -65,7 +65,8 @@ def copy_units(
 ) -> None:
     """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, ``layers`` in one launch.
 
-    Arguments are those of `kvcore.ops.base.DeviceOps.copy`, checked by its `copy_blocks`. Memory is
+    Arguments are those of `kvcore.memory.copy.base.DeviceOps.copy`, checked by its `copy_blocks`.
+    Memory is
     a GPU's or pinned host memory, which the kernel reaches over the link. Writes the chosen units
     of ``dst`` and no other byte. Enqueued on the current stream of the GPU; the host does not wait.
     Units that repeat in ``dst_units`` are written in no set order. Thread-safe.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units
-from kvcore.ops.reference import ReferenceOps
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.layout import KVView
 
 __all__ = ["copy_units"]
 

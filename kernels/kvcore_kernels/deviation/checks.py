@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 from kvcore_kernels.rows import check_fresh
 
 __all__ = ["DTYPES", "check_deviations"]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 from kvcore_kernels.deviation.checks import check_deviations
 from kvcore_kernels.deviation.kernel import deviation_kernel
 from kvcore_kernels.lang import float_type

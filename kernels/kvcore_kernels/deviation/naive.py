@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcore.fusion.select import deviation
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 from kvcore_kernels.deviation.checks import check_deviations
 from kvcore_kernels.rows import gather_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcore.errors import LayoutError
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 from kvcore_kernels.rows import check_fresh
 
 __all__ = ["check_merge"]

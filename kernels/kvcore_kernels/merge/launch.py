@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcore.layout import KVView
+from kvcore.memory.layout import KVView
 from kvcore_kernels.copy.launch import tile_for
 from kvcore_kernels.merge.checks import check_merge
 from kvcore_kernels.merge.kernel import merge_kernel

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.layout import KVView
 
 __all__ = ["LARGEST", "SMALLEST", "WIDE", "check_pack"]
 

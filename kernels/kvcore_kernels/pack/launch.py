@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.layout import KVView
 from kvcore_kernels.lang import float_type
 from kvcore_kernels.pack.checks import LARGEST, SMALLEST, check_pack
 from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.layout import KVView
 from kvcore_kernels.pack.checks import LARGEST, SMALLEST, check_pack
 from kvcore_kernels.rows import gather_rows, scatter_rows
 

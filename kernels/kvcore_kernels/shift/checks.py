@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.fusion.rope import Rope
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units, check_copy
+from kvcore.memory.copy.base import HeadRange, Units, check_copy
+from kvcore.memory.layout import KVView
 
 __all__ = ["DTYPES", "check_shift"]
 

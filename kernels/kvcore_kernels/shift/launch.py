@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvcore.fusion.rope import Pairing, Rope
-from kvcore.layout import KVView
-from kvcore.ops.base import HeadRange, Units
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.layout import KVView
 from kvcore_kernels.lang import float_type
 from kvcore_kernels.planes import (
     FIELDS,
@@ -94,7 +94,7 @@ def copy_shifted(
     ``distances[u]`` tokens, as `Rope.shift` does: in float32, rounded once, and bit for bit where
     the distance is 0. V is copied. With units of one token every token has a distance of its own;
     angles are worked out on the host, once for each different distance. The other arguments are
-    those of `kvcore.ops.base.DeviceOps.copy_blocks`.
+    those of `kvcore.memory.copy.base.DeviceOps.copy_blocks`.
 
     Writes the chosen units of ``dst`` and no other byte. Enqueued on the current stream of the GPU;
     the host does not wait. Units that repeat in ``dst_units`` are written in no set order.

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from kvcore.fusion.rope import Rope
-from kvcore.layout import BlockShape, KVView, arena_layout
-from kvcore.ops.base import HeadRange, Units
-from kvcore.ops.reference import ReferenceOps
+from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.layout import BlockShape, KVView, arena_layout
 from kvcore_kernels.shift.checks import check_shift
 
 __all__ = ["copy_shifted"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcore.ops.sums import FIRST, KEY, SECOND
+from kvcore.memory.checksums import FIRST, KEY, SECOND
 from kvcore_kernels.planes import guard
 from kvcore_kernels.sums.checks import check_sums
 from kvcore_kernels.sums.kernel import sum_kernel
@@ -25,7 +25,8 @@ def constants() -> dict[str, int]:
 
 
 def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
-    """`kvcore.ops.sums` of blocks of ``nbytes`` bytes at ``offsets`` of ``data``, flat bytes.
+    """`kvcore.memory.checksums` of blocks of ``nbytes`` bytes at ``offsets`` of ``data``, flat
+    bytes.
 
     Offsets and the data's address are multiples of 16, and behind a block lies as much as fills its
     last word. One launch on the current stream, which the host waits for. Thread-safe.

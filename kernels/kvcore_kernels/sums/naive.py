@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcore.ops.sums import tensor_sums
+from kvcore.memory.checksums import tensor_sums
 from kvcore_kernels.sums.checks import check_sums
 
 __all__ = ["sums"]

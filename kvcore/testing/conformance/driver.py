@@ -189,7 +189,7 @@ def find_driver(name: str, python: Path | None = None) -> Driver:
     ``python`` is the interpreter of the environment that has the engine; by default this one's.
     Raises ConfigError where there is none, or where it takes no interpreter.
     """
-    module = f"kvcore_{name}.conformance"
+    module = f"kvcore_{name}.testing.conformance"
     if name == "reference":
         module = "kvcore.testing.conformance.reference"
     try:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
+from kvcore.harness.models import tiny_model
 from kvcore.testing.closing import Closing
 from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
-from kvcore.testing.models import tiny_model
 
 __all__ = ["CASES", "SECTIONS", "Case", "Kit", "Result", "case", "run"]
 

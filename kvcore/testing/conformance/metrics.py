@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 
-from kvcore.metrics import Metrics
+from kvcore.telemetry.metrics import Metrics
 
 __all__ = ["total", "total_of_samples"]
 

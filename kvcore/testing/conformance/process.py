@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvcore.errors import ConfigError, KVCoreError, TransferError
-from kvcore.testing.asking import SETTLE_S
+from kvcore.harness.compare import SETTLE_S
+from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total_of_samples
 from kvcore.testing.conformance.reference import settings
-from kvcore.testing.engine_process import EngineProcess, Generation
 
 __all__ = ["InProcessOfItsOwn", "ProcessDriver"]
 

@@ -13,7 +13,7 @@ import torch
 
 from kvcore.config import load_config
 from kvcore.fusion.options import FusionOptions, fusion_options
-from kvcore.metrics import Metrics
+from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load

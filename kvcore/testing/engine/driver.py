@@ -1,4 +1,4 @@
-"""Drives the reference engine for `kvcore.testing.engine_process`, as a process of its own.
+"""Drives the reference engine for `kvcore.harness.engine_process`, as a process of its own.
 
     with EngineProcess("random", engine="reference", kvcore={...}, ranks=2) as engine: ...
 
@@ -24,11 +24,11 @@ from prometheus_client import CollectorRegistry
 from kvcore.config import load_config
 from kvcore.errors import TransferError, UnsupportedError
 from kvcore.fusion.options import FusionOptions, fusion_options
-from kvcore.metrics import Metrics
+from kvcore.harness.engine_process import sample_name, serve
+from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.engine.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.engine.model import load, random_llama
 from kvcore.testing.engine.requests import Request, State
-from kvcore.testing.engine_process import sample_name, serve
 
 __all__ = ["Driver"]
 

@@ -22,24 +22,23 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvcore.adapting.build import LeaderParts, WorkerParts, build_leader, build_worker
-from kvcore.adapting.model import LayerGroup, ModelDescription, even_stages, head_range
-from kvcore.adapting.planning import (
+from kvcore.config import Config
+from kvcore.errors import CapacityError, ConfigError, TransferError
+from kvcore.explain.recorder import Watch
+from kvcore.fusion.ops import select_fusion
+from kvcore.fusion.options import FusionOptions
+from kvcore.fusion.segments import Segments
+from kvcore.manager.load_advisor import (
     OTHER_TIER,
     Planning,
     guess_compute,
     learn_loads,
     tier_priors,
 )
-from kvcore.adapting.rank import close_worker, open_tiers
-from kvcore.adapting.watching import Watch
-from kvcore.config import Config
-from kvcore.errors import CapacityError, ConfigError, TransferError
-from kvcore.fusion.options import FusionOptions
-from kvcore.fusion.segments import Segments
-from kvcore.layout import KVView
-from kvcore.ops.fusion import select_fusion
-from kvcore.rates import Part, Rates, TierRates
+from kvcore.memory.layout import KVView
+from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
+from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker
+from kvcore.telemetry.rates import Part, Rates, TierRates
 from kvcore.testing.closing import Closing
 from kvcore.testing.engine.fusing import FusionLeader, RankBlender
 from kvcore.testing.engine.leader import Leader
@@ -49,6 +48,7 @@ from kvcore.testing.engine.transport import DirectTransport
 from kvcore.testing.page_table import PageTable
 from kvcore.testing.ranks import Ranks
 from kvcore.transfer.plan import layer_steps
+from kvcore.worker.lifecycle import close_worker, open_tiers
 
 __all__ = ["EngineArgs", "ReferenceEngine"]
 

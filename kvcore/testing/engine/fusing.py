@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcore.adapting.chunks import BlendPlan, Chunks
-from kvcore.block import KeyChain
 from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import BlendPlan, Chunks
 from kvcore.errors import KVCoreError
 from kvcore.fusion.fusor import Attend, DecoderLayers, Fusor, Job, State
 from kvcore.fusion.gate import Gate
+from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
-from kvcore.layout import BlockShape
 from kvcore.manager import Manager
-from kvcore.ops.fusion import FusionOps
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import KeyChain
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport

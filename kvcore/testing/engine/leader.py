@@ -20,20 +20,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcore.adapting.handover import accept, promised
-from kvcore.adapting.identity import Namespaces, lora_identity
-from kvcore.adapting.model import ModelDescription
-from kvcore.adapting.paging import PageUsers, Paging
-from kvcore.adapting.planning import Memo, Planning
-from kvcore.adapting.watching import Watch
-from kvcore.block import KeyChain, Namespace
 from kvcore.config import Config
+from kvcore.connector.disagg import accept, promised
+from kvcore.connector.page_table import PageUsers, Paging
 from kvcore.errors import CapacityError, FormatError
 from kvcore.explain import Cause
-from kvcore.facade import Promise
+from kvcore.explain.recorder import Watch
 from kvcore.manager import HOST, Hit, Manager, Readiness
-from kvcore.metrics import Metrics, MissReason
-from kvcore.planner import Action
+from kvcore.manager.base import Promise
+from kvcore.manager.load_advisor import Memo, Planning
+from kvcore.manager.load_policy import Action
+from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.model.keys import KeyChain, Namespace
+from kvcore.model.spec import ModelDescription
+from kvcore.telemetry.metrics import Metrics, MissReason
 from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
 from kvcore.testing.engine.requests import Request, State
 from kvcore.testing.engine.transport import DirectTransport

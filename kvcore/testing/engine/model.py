@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kvcore.adapting.identity import weights_identity
-from kvcore.block import model_fingerprint
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
-from kvcore.layout import BlockShape, KVView, from_strides
+from kvcore.memory.layout import BlockShape, KVView, from_strides
+from kvcore.model.identity import weights_identity
+from kvcore.model.keys import model_fingerprint
 from kvcore.testing.engine.lora import Adapter, Delta, adapt, read_lora
 
 __all__ = ["Llama", "RankModel", "Rows", "Spec", "attend_last", "load", "random_llama"]
@@ -194,7 +194,7 @@ def random_llama(
 ) -> Llama:
     """Weights drawn from ``seed`` on ``device``; equal arguments give equal weights there.
 
-    The spread is that of `kvcore.testing.models`: greedy output depends on the whole prompt.
+    The spread is that of `kvcore.harness.models`: greedy output depends on the whole prompt.
     """
     config: dict[str, Any] = {
         "model_type": "llama",

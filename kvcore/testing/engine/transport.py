@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvcore.adapting.outbox import Quorum
-from kvcore.pool import SlotRun
+from kvcore.connector.step_transport import Quorum
+from kvcore.index.slots import SlotRun
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import DeviceGroup, KVWorker
 

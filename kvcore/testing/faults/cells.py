@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.testing.asking import SETTLE_S, Reference, answers, counted, same
-from kvcore.testing.engine_process import EngineProcess, Generation
+from kvcore.harness.compare import SETTLE_S, Reference, answers, counted, same
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.prompts import windows
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
 from kvcore.testing.faults.process import Planted, State
-from kvcore.testing.prompts import windows
 
 __all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "settings"]
 

@@ -2,7 +2,7 @@
 `FaultContract` in a test file of your own:
 
 class TestFaults(FaultContract):
-    engine = "vllm"                     # one of `kvcore.testing.asking.ENGINES`
+    engine = "vllm"                     # one of `kvcore.harness.compare.ENGINES`
 
     right                               no kvcore and no cache of prefixes: what is right
     disk                                a disk below host memory; fuses
@@ -23,8 +23,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvcore.testing.asking import Reference, answers, remembering, same, small_engine
-from kvcore.testing.engine_process import EngineDied, EngineFailed, EngineProcess
+from kvcore.harness.compare import Reference, answers, remembering, same, small_engine
+from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
 from kvcore.testing.faults.cells import (
     BLENDS,
     DISK,
@@ -38,9 +40,7 @@ from kvcore.testing.faults.cells import (
 )
 from kvcore.testing.faults.plan import Fault, Rule, Seam
 from kvcore.testing.faults.process import Planted, plant
-from kvcore.testing.models import tiny_model
-from kvcore.testing.prompts import windows
-from kvcore.testing.served import until
+from kvcore_devtools.served import until
 
 __all__ = ["FaultContract"]
 

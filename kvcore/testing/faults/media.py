@@ -9,6 +9,8 @@ from contextlib import closing
 from typing import TypeVar
 
 from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.memory.device_region import DeviceRegion
+from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.testing.faults.plan import Fault, Faults, Seam, Strike, die
 from kvcore.tiers.base import (
     BlockRead,
@@ -19,14 +21,12 @@ from kvcore.tiers.base import (
     Tier,
     nbytes_of,
 )
-from kvcore.tiers.device import DeviceRegion
 from kvcore.tiers.disk import DiskTier
 from kvcore.tiers.disk.aio import AioMover
-from kvcore.tiers.disk.direct import DirectReader, Pick
 from kvcore.tiers.disk.files import IndexFile
 from kvcore.tiers.disk.format import RECORD_NBYTES
-from kvcore.tiers.disk.moves import Move, Mover, Outcome, Outcomes, write_all
-from kvcore.tiers.pages import PAGE, Pages
+from kvcore.tiers.disk.gds import DirectReader, Pick
+from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, write_all
 from kvcore.tiers.remote.base import BlockStore, Item
 
 __all__ = ["FaultyStore", "FaultyTier", "into_disk"]

@@ -24,14 +24,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.adapting.outbox import Outbox
-from kvcore.breaker import Breaker
+from kvcore._util.circuit_breaker import Breaker
+from kvcore.connector.step_transport import Outbox
 from kvcore.manager import KVManager
 from kvcore.testing.faults.engine import files, leader_holds, threads
 from kvcore.testing.faults.media import FaultyStore
 from kvcore.testing.faults.plan import Faults, Rule, write_rules
 from kvcore.testing.faults.worker import into_outbox, into_reports, into_worker
-from kvcore.tiers.remote.finder import Finder
+from kvcore.tiers.remote.lookup import Finder
 from kvcore.tiers.remote.tier import StoreTier
 from kvcore.worker import KVWorker
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvcore.adapting.outbox import Outbox
-from kvcore.layout import KVView
+from kvcore.connector.step_transport import Outbox
+from kvcore.index.slots import SlotRun
 from kvcore.manager import Transport
-from kvcore.ops.base import DeviceOps, HeadRange, Units
-from kvcore.pool import SlotRun
+from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.layout import KVView
 from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Fault, Faults, Seam
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import DiskTier
 from kvcore.transfer.engine import Executor
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
-from kvcore.worker import KVWorker, _DeviceCopy
+from kvcore.worker.worker import KVWorker, _DeviceCopy
 
 __all__ = [
     "FaultyClock",

@@ -17,8 +17,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvcore.memory.hugepages import PAGE
 from kvcore.tiers.base import Buffers, nbytes_of
-from kvcore.tiers.disk.moves import (
+from kvcore.tiers.disk.io import (
     IOV_MAX,
     Move,
     Mover,
@@ -29,7 +30,6 @@ from kvcore.tiers.disk.moves import (
     rest_of,
     write_all,
 )
-from kvcore.tiers.pages import PAGE
 
 DEPTH = 512
 """Moves under way in a call: enough that the device has work while this thread waits for a core."""

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.memory.hugepages import Pages
 from kvcore.tiers.base import Buffers
-from kvcore.tiers.pages import Pages
 
 __all__ = ["KEY_NBYTES", "NONCE_NBYTES", "TAG_NBYTES", "BlockCipher", "Scratch", "Seal"]
 

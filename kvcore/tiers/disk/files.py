@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcore.descriptor import Descriptor
+from kvcore._util.fd import Descriptor
 from kvcore.errors import TierUnavailable
+from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.tiers.base import Buffers
 from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.format import EMPTY_RECORD, RECORD_NBYTES, Record
-from kvcore.tiers.disk.moves import Move, Mover, Outcome, Outcomes, ThreadMover, is_aligned
-from kvcore.tiers.pages import PAGE, Pages
+from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover, is_aligned
 
 _log = logging.getLogger("kvcore.tiers.disk")
 

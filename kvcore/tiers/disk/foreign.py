@@ -1,8 +1,8 @@
 """Stores written by another number of ranks or stages, or by an engine that is gone.
 
 A block lies there as one object a shard. What a rank needs of it, its own KV heads of its own
-layers, is taken out of the objects that hold it (`kvcore.tiers.shards`). No block is written here;
-bad and unwanted ones are erased.
+layers, is taken out of the objects that hold it (`kvcore.tiers.sharding`). No block is written
+here; bad and unwanted ones are erased.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcore.errors import CorruptBlock, TierError
+from kvcore.memory.arena import slot_bytes
+from kvcore.memory.hugepages import Pages
 from kvcore.tiers.base import Buffers, SlotError, nbytes_of
 from kvcore.tiers.disk.cipher import BlockCipher, Seal
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
 from kvcore.tiers.disk.format import Geometry, Record, checksum, shard_files
-from kvcore.tiers.host import slot_bytes
-from kvcore.tiers.pages import Pages
-from kvcore.tiers.shards import Part, Run, cover, places, runs
+from kvcore.tiers.sharding import Part, Run, cover, places, runs
 
 _log = logging.getLogger("kvcore.tiers.disk")
 

@@ -21,10 +21,10 @@ import numpy as np
 import xxhash
 
 from kvcore.errors import FormatError, LayoutError
-from kvcore.layout import BlockShape
+from kvcore.memory.arena import slot_bytes
+from kvcore.memory.layout import BlockShape
 from kvcore.tiers.base import BlockRecord, Buffers
-from kvcore.tiers.host import slot_bytes
-from kvcore.tiers.shards import Part
+from kvcore.tiers.sharding import Part
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -57,8 +57,8 @@ class Record(NamedTuple):
 
     An encrypted block's ``nonce`` and ``tag`` are 16 bytes each; its checksum is of the bytes on
     disk. Neither is under the record's seal: decryption fails where one is damaged. Nor is ``sum``
-    (`kvcore.ops.sums.bound_to`; 0: none), by which a block is verified that was read straight into
-    device memory: where it is damaged, the block is taken for damaged.
+    (`kvcore.memory.checksums.bound_to`; 0: none), by which a block is verified that was read
+    straight into device memory: where it is damaged, the block is taken for damaged.
     """
 
     key: bytes

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcore.errors import ConfigError, FormatError, TierUnavailable
+from kvcore.memory.arena import slot_bytes
+from kvcore.memory.hugepages import Pages
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
 from kvcore.tiers.disk.format import (
     RECORD_NBYTES,
@@ -29,8 +31,6 @@ from kvcore.tiers.disk.format import (
     suspect_slots,
 )
 from kvcore.tiers.disk.store import exclusive, lock_store, stores_under
-from kvcore.tiers.host import slot_bytes
-from kvcore.tiers.pages import Pages
 
 __all__ = ["Bad", "State", "StoreReport", "scrub"]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import FormatError, TierUnavailable
+from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
-from kvcore.tiers.disk.debts import Debts, pay
 from kvcore.tiers.disk.format import (
     RECORD_NBYTES,
     Geometry,
@@ -31,7 +31,7 @@ from kvcore.tiers.disk.format import (
     shard_files,
 )
 from kvcore.tiers.disk.tier import STORE_SHIFT
-from kvcore.tiers.host import slot_bytes
+from kvcore.tiers.disk.tombstones import Debts, pay
 
 _log = logging.getLogger("kvcore.tiers.disk")
 

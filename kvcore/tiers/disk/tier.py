@@ -20,6 +20,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvcore._util.threads import started
 from kvcore.errors import (
     CapacityError,
     CorruptBlock,
@@ -27,8 +28,10 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
-from kvcore.ops.sums import bound_to, host_sum
-from kvcore.pool import slot_runs
+from kvcore.index.slots import slot_runs
+from kvcore.memory.arena import slot_bytes
+from kvcore.memory.checksums import bound_to, host_sum
+from kvcore.memory.hugepages import Pages
 from kvcore.tiers.base import (
     BlockRead,
     BlockRecord,
@@ -41,19 +44,16 @@ from kvcore.tiers.base import (
     nbytes_of,
 )
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher, Scratch
-from kvcore.tiers.disk.debts import Stamps
 from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
 from kvcore.tiers.disk.foreign import ForeignStore, is_whole
 from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, shard_files
-from kvcore.tiers.disk.moves import Outcome
-from kvcore.tiers.host import slot_bytes
-from kvcore.tiers.pages import Pages
-from kvcore.tiers.shards import Part
-from kvcore.tiers.threads import started
+from kvcore.tiers.disk.io import Outcome
+from kvcore.tiers.disk.tombstones import Stamps
+from kvcore.tiers.sharding import Part
 
 if TYPE_CHECKING:
-    from kvcore.tiers.device import DeviceRegion
-    from kvcore.tiers.disk.direct import DirectReader
+    from kvcore.memory.device_region import DeviceRegion
+    from kvcore.tiers.disk.gds import DirectReader
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -158,7 +158,7 @@ class DiskTier(Tier):
         return results
 
     def attach_device(self, region: DeviceRegion) -> str:
-        from kvcore.tiers.disk.direct import open_direct
+        from kvcore.tiers.disk.gds import open_direct
 
         self._region = region
         if self._cipher is None:
@@ -181,7 +181,7 @@ class DiskTier(Tier):
                 results.append(record)
         if self._direct is None or self._region is None or not found:
             return results
-        from kvcore.tiers.disk.direct import Pick
+        from kvcore.tiers.disk.gds import Pick
 
         picks = [Pick(requests[i].slot, requests[i].place) for i in found]
         whole = []

@@ -7,10 +7,10 @@ leader   Finder ───── which blocks? ────▶ BlockStore
 from __future__ import annotations
 
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.finder import Finder, Promise, Question
-from kvcore.tiers.remote.names import Shard
+from kvcore.tiers.remote.lookup import Finder, Promise, Question
+from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.options import StoreOptions
-from kvcore.tiers.remote.splits import Splits
+from kvcore.tiers.remote.shard_registry import Splits
 from kvcore.tiers.remote.tier import StoreKind, StoreTier, open_tier, prepare
 
 __all__ = [

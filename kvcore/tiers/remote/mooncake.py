@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from kvcore.config.schema import Size, parse_size
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
-from kvcore.schema import Size, parse_size
 from kvcore.tiers.base import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes
 from kvcore.tiers.remote.options import StoreOptions, client_module

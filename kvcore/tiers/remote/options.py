@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError
 
+from kvcore.config.fields import SchemaModel, Seconds
+from kvcore.config.walk import supported
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.schema_base import SchemaModel, Seconds
-from kvcore.schema_walk import supported
 
 if TYPE_CHECKING:
     from kvcore.plugins import TierContext

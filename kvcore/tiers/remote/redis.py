@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from kvcore.config.fields import FolderPath
 from kvcore.errors import (
     BlockMissing,
     ConfigError,
@@ -18,7 +19,6 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
-from kvcore.schema_base import FolderPath
 from kvcore.tiers.base import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.options import StoreOptions, client_module

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from kvcore._util.threads import started
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.plugins.hookspecs import PreparedTier
 from kvcore.tiers.base import (
@@ -26,14 +27,13 @@ from kvcore.tiers.base import (
 )
 from kvcore.tiers.disk.format import checksum
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.finder import Finder
-from kvcore.tiers.remote.frame import HEADER_NBYTES, Header, verify
-from kvcore.tiers.remote.names import Cut, Shard
+from kvcore.tiers.remote.format import HEADER_NBYTES, Header, verify
+from kvcore.tiers.remote.lookup import Finder
+from kvcore.tiers.remote.object_keys import Cut, Shard
 from kvcore.tiers.remote.options import StoreOptions, read_options
-from kvcore.tiers.remote.owed import OwedKeys
-from kvcore.tiers.remote.splits import Splits
-from kvcore.tiers.shards import places
-from kvcore.tiers.threads import started
+from kvcore.tiers.remote.pending_deletes import OwedKeys
+from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.sharding import places
 
 if TYPE_CHECKING:
     from kvcore.plugins import TierContext

@@ -68,8 +68,8 @@ def kvcore_selectors() -> list[SelectorPlugin]:
 def faulty_ops() -> Any:
     import torch
 
-    from kvcore.ops.fusion import TorchFusion
-    from kvcore.ops.native import NativeOps
+    from kvcore.fusion.ops import TorchFusion
+    from kvcore.memory.copy.native import NativeOps
 
     class FaultyFusion(TorchFusion):
         def __init__(self) -> None:

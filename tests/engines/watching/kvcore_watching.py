@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from kvcore.plugins import AttentionPlugin, hookimpl
 
 if TYPE_CHECKING:
-    from kvcore.attention import AttentionHook
-    from kvcore.layout import BlockShape
+    from kvcore.memory.layout import BlockShape
+    from kvcore.plugins.attention import AttentionHook
 
 
 @hookimpl

@@ -8,9 +8,9 @@ import logging
 import torch
 from torch import Tensor
 
-from kvcore.attention import AttentionCall, AttentionHook
 from kvcore.fusion.attend import Attention, attend_rows
-from kvcore.layout import BlockShape
+from kvcore.memory.layout import BlockShape
+from kvcore.plugins.attention import AttentionCall, AttentionHook
 
 _log = logging.getLogger("kvcore.watching")
 

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from kvcore.harness.models import tiny_model
 from kvcore.testing.conformance.cases.equality import hits, prompts
 from kvcore.testing.conformance.driver import Ask, Capability, Driver
 from kvcore.testing.conformance.kit import Kit, case
-from kvcore.testing.models import tiny_model
 
 
 def cross(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvcore.harness.models import tiny_lora
 from kvcore.testing.conformance.driver import Ask, Capability, Engine
 from kvcore.testing.conformance.kit import BLOCK, Kit, case
-from kvcore.testing.models import tiny_lora
 
 LENGTHS = (5, 40, 97, 150, 201, 260)
 

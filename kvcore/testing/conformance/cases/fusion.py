@@ -68,11 +68,11 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
     """
     import torch
 
+    from kvcore.config.schema import FusionConfig
     from kvcore.fusion.plan import Cached, Fresh, Plan, Segment
     from kvcore.fusion.reference import blend, precompute
     from kvcore.fusion.rope import rope_of
     from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
-    from kvcore.schema import FusionConfig
 
     decoder, settings = _decoder(kit.model), FusionConfig()
     blending = _decoder(kit.model, ahead)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcore.errors import TierError, TierUnavailable
-from kvcore.tiers.nixl import DONE, LANE_NBYTES, FileAgent, Memory, Span
-from kvcore.tiers.pages import Pages
+from kvcore.memory.hugepages import Pages
+from kvcore.memory.nixl import DONE, LANE_NBYTES, FileAgent, Memory, Span
 
 __all__ = ["Lane"]
 

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import Field, field_validator
 
+from kvcore.config.fields import FolderPath, Seconds
 from kvcore.errors import (
     BlockMissing,
     ConfigError,
@@ -33,9 +34,8 @@ from kvcore.errors import (
     TierUnavailable,
     UnsupportedError,
 )
-from kvcore.schema_base import FolderPath, Seconds
+from kvcore.memory.nixl import LANE_NBYTES, FileAgent, Span
 from kvcore.tiers.base import nbytes_of
-from kvcore.tiers.nixl import LANE_NBYTES, FileAgent, Span
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill
 from kvcore.tiers.remote.files.lane import Lane
 from kvcore.tiers.remote.options import StoreOptions

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcore.errors import TierUnavailable
-from kvcore.tiers.nixl import DONE, LANE_NBYTES, RUNNING, Memory, NixlAgent, pauses, say
-from kvcore.tiers.pages import Pages
+from kvcore.memory.hugepages import Pages
+from kvcore.memory.nixl import DONE, LANE_NBYTES, RUNNING, Memory, NixlAgent, pauses, say
 
 
 class Remote(NamedTuple):

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
+from kvcore.config.fields import Seconds
+from kvcore.config.schema import Size, parse_size
 from kvcore.errors import (
     BlockMissing,
     CapacityError,
@@ -31,16 +33,14 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
-from kvcore.schema import Size, parse_size
-from kvcore.schema_base import Seconds
+from kvcore.memory.hugepages import Pages
+from kvcore.memory.nixl import LANE_NBYTES, nixl_module
 from kvcore.tiers.base import SlotError, nbytes_of
-from kvcore.tiers.nixl import LANE_NBYTES, nixl_module
-from kvcore.tiers.pages import Pages
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
-from kvcore.tiers.remote.peer.control import Answerer, Peers
-from kvcore.tiers.remote.peer.lending import Lending
+from kvcore.tiers.remote.peer.discovery import Roster, open_roster
+from kvcore.tiers.remote.peer.leases import Lending
 from kvcore.tiers.remote.peer.messages import (
     MAX_NAMES,
     Done,
@@ -56,12 +56,12 @@ from kvcore.tiers.remote.peer.messages import (
     Request,
     folder_of,
 )
-from kvcore.tiers.remote.peer.roster import Roster, open_roster
+from kvcore.tiers.remote.peer.rpc import Answerer, Peers
 from kvcore.tiers.remote.tier import StoreKind
 
 if TYPE_CHECKING:
+    from kvcore.config.schema_cluster import ClusterConfig
     from kvcore.plugins import TierContext
-    from kvcore.schema_cluster import ClusterConfig
 
 _log = logging.getLogger("kvcore.tiers.peer")
 

@@ -1,0 +1,420 @@
+"""Drives SGLang for `kvcore.harness.engine_process`: run as ``python -m
+kvcore_sglang.testing.driver FD``.
+
+Uses SGLang's Python engine, whose scheduler runs in a process of its own, as under its server.
+"""
+
+from __future__ import annotations
+
+from kvcore_sglang.testing.standins import install
+
+install()  # here: SGLang's processes are spawned from this module, and run it again
+
+import asyncio  # noqa: E402
+import contextlib  # noqa: E402
+import gc  # noqa: E402
+import importlib.util  # noqa: E402
+import itertools  # noqa: E402
+import json  # noqa: E402
+import multiprocessing  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from prometheus_client import CollectorRegistry  # noqa: E402
+
+from kvcore.errors import UnsupportedError  # noqa: E402
+from kvcore.harness.engine_forks import architecture as architecture_of  # noqa: E402
+from kvcore.harness.engine_process import sample_name, serve  # noqa: E402
+from kvcore.telemetry.metrics import Metrics  # noqa: E402
+
+CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+SETTLE_S = 60.0
+"""How long saves that are under way may take at the end: SGLang kills its scheduler."""
+
+CPU_SETTINGS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+}
+
+MODEL_MODULES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "GemmaForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma3_causal",
+    "Phi3ForCausalLM": "phi3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+}
+"""Where SGLang has the architectures of small models."""
+MLA_ARCHITECTURES = frozenset({"DeepseekV2ForCausalLM"})
+
+
+class Driver:
+    """One `sglang.Engine` and the calls an `EngineProcess` may make of it."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._kvcore: dict[str, Any] | None = None
+        self._forgets: Any = None
+        self._architecture: str | None = None
+        self._cores = os.environ.get(CORES_VARIABLE)
+        self._names = (f"request-{number}" for number in itertools.count())
+
+    async def start(
+        self,
+        model: str,
+        kvcore: dict[str, Any] | None,
+        start_method: str = "spawn",
+        **engine_args: Any,
+    ) -> dict[str, Any]:
+        """Build the engine; blocks this process's loop until it takes requests.
+
+        With the ``start_method`` "fork" its processes do not import SGLang again, each in 15 s of
+        a core: on a CPU alone, a GPU's state does not survive a fork. One engine may follow another
+        that was shut down; their models are of one architecture.
+        """
+        architecture = architecture_of(model)
+        if self._architecture not in (None, architecture):
+            raise UnsupportedError(
+                f"this process has had an engine for {self._architecture}, and {model} holds "
+                f"{architecture or 'another'}: use a process of its own"
+            )
+        self._architecture = architecture
+        if Path(model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            engine_args = {**CPU_SETTINGS, **engine_args}
+            if self._cores is None:
+                _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
+            _import_one_model(architecture)
+        import sglang
+
+        _make_attention_known(engine_args.get("attention_backend"), start_method)
+        if start_method == "fork" and on_cpu:
+            _fork_processes()
+            _attend_latents_in_torch(architecture)
+        if on_cpu and engine_args.get("enable_hierarchical_cache"):
+            engine_args = _with_hicache(engine_args, start_method)
+        if kvcore is not None:
+            from kvcore.config import load_config
+            from kvcore_sglang.plugin import engine_settings
+
+            self._kvcore = kvcore
+            if start_method == "fork" and on_cpu and self._forgets is None:
+                self._forgets = _forget_on_word()
+            config = load_config(overrides=kvcore, env={}, overrides_from="the test")
+            engine_args.update(engine_settings(config))
+        self._engine = sglang.Engine(model_path=model, log_level="info", **engine_args)
+        device = "cpu" if on_cpu else "cuda"
+        return {"engine": "sglang", "version": sglang.__version__, "device": device}
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        max_tokens: int,
+        request_id: str | None,
+        abort_after: int | None,
+        ignore_eos: bool,
+        cache_salt: str | None,
+        logprobs: bool,
+        lora: str | None,
+        image: str | None,
+        fusion: dict[str, Any] | None,
+        traceparent: str | None,
+    ) -> dict[str, Any]:
+        """Stream one greedy request to its end, or to its abort; times are on this side."""
+        if lora or image:
+            raise UnsupportedError("the driver of SGLang asks for text without LoRA")
+        request_id = request_id or next(self._names)
+        given = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+        stream = await self._engine.async_generate(
+            **given,
+            sampling_params={
+                "temperature": 0.0,
+                "max_new_tokens": max_tokens,
+                "ignore_eos": ignore_eos,
+                **({"custom_params": _wishes(fusion)} if fusion is not None else {}),
+            },
+            rid=request_id,
+            return_logprob=logprobs,
+            stream=True,
+            cache_salt=cache_salt,
+            external_trace_header={"traceparent": traceparent} if traceparent else None,
+        )
+        early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
+        got = _Collected(request_id)
+        async for output in stream:
+            got.add(output)
+            if abort_after is not None and 0 < abort_after <= len(got.token_ids):
+                self._engine.tokenizer_manager.abort_request(rid=request_id)
+        if early is not None:
+            early.cancel()
+        return got.reply(await self._reused(request_id))
+
+    async def _reused(self, request_id: str) -> dict[str, Any]:
+        """What kvcore brought back for a request; empty where kvcore does not serve."""
+        try:
+            states = await self._states()
+        except UnsupportedError:
+            return {}
+        for state in states:
+            if request_id in state["requests"] or request_id in state["fusion"]:
+                tiers = state["requests"].get(request_id, {})
+                found = {"reused_tokens": sum(tiers.values()), "tiers": tiers}
+                fusion = state["fusion"].get(request_id)
+                return found if fusion is None else {**found, "fusion": fusion}
+        return {"reused_tokens": 0, "tiers": {}}
+
+    async def _states(self) -> list[dict[str, Any]]:
+        """What kvcore says of itself in each replica of the engine, in no order."""
+        if self._kvcore is None:
+            raise UnsupportedError("the engine was started without kvcore")
+        states = await self._engine.tokenizer_manager.get_internal_state()
+        if any("kvcore" not in state for state in states):
+            raise UnsupportedError("kvcore does not serve here: the engine's log says why")
+        return [state["kvcore"] for state in states]
+
+    async def _abort_early(self, request_id: str) -> None:
+        """Abort again and again until cancelled: the request may not have been added yet."""
+        while True:
+            self._engine.tokenizer_manager.abort_request(rid=request_id)
+            await asyncio.sleep(0.001)
+
+    async def abort(self, request_id: str) -> None:
+        """Abort one request; unknown or finished ones are let be."""
+        self._engine.tokenizer_manager.abort_request(rid=request_id)
+
+    async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
+        """Empty the engine's own cache. Whether kvcore forgets too is ``sglang.keep_on_flush``;
+        where that is true, processes that are forks can be told to forget all the same."""
+        keeps = bool((self._kvcore or {}).get("sglang", {}).get("keep_on_flush", False))
+        told = connector and self._forgets is not None
+        if self._kvcore is not None and connector == keeps and not told:
+            raise UnsupportedError(
+                f"given connector={connector} and sglang.keep_on_flush={keeps}; a flush of SGLang "
+                "empties kvcore where keep_on_flush is false, and nowhere else"
+            )
+        if not told:
+            return await self._flush(timeout_s)
+        self._forgets.value = 1
+        try:
+            await self._flush(timeout_s)
+        finally:
+            self._forgets.value = 0
+
+    async def _flush(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not (await self._engine.tokenizer_manager.flush_cache()).success:
+            if time.monotonic() > deadline:
+                raise UnsupportedError(
+                    f"the prefix cache could not be reset within {timeout_s} s: requests run"
+                )
+            await asyncio.sleep(0.05)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until nothing of kvcore's is under way."""
+        limit = time.monotonic() + timeout_s
+        while await self._is_busy():
+            if time.monotonic() >= limit:
+                raise UnsupportedError(f"saves are still under way after {timeout_s} s")
+            await asyncio.sleep(0.05)
+
+    async def _is_busy(self) -> bool:
+        """Whether something of kvcore's is under way: never where it does not serve."""
+        try:
+            return any(state["in_flight"] for state in await self._states())
+        except UnsupportedError:
+            return False
+
+    async def metrics(self) -> dict[str, float]:
+        """kvcore's Prometheus samples, of all replicas together."""
+        if self._kvcore is None:
+            return {}
+        metrics, registry = Metrics("driver"), CollectorRegistry()
+        for state in await self._states():
+            metrics.absorb(state["metrics"])
+        metrics.register(registry)
+        return {
+            sample_name(sample.name, sample.labels): sample.value
+            for family in registry.collect()
+            for sample in family.samples
+        }
+
+    async def shutdown(self) -> None:
+        """End the engine, with nothing of kvcore's under way; `start` may be called again."""
+        if self._engine is None:
+            return
+        with contextlib.suppress(UnsupportedError):
+            await self.settle(SETTLE_S)
+        engine, self._engine, self._kvcore = self._engine, None, None
+        engine.shutdown()
+
+
+class _Collected:
+    """The outputs of one request as they come; each has all tokens so far."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.began = time.perf_counter()
+        self.first_at: float | None = None
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.meta: dict[str, Any] = {}
+
+    def add(self, output: dict[str, Any]) -> None:
+        self.token_ids = list(output.get("output_ids") or self.token_ids)
+        if self.token_ids and self.first_at is None:
+            self.first_at = time.perf_counter()
+        self.text, self.meta = output.get("text", self.text), output["meta_info"]
+
+    def reply(self, kvcore: dict[str, Any]) -> dict[str, Any]:
+        now = time.perf_counter()
+        reason = self.meta.get("finish_reason") or {}
+        logprobs = self.meta.get("output_token_logprobs") or []
+        sources = self.meta.get("cached_tokens_details") or {}
+        return {
+            "request_id": self.request_id,
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "prompt_tokens": self.meta.get("prompt_tokens", 0),
+            "cached_tokens": self.meta.get("cached_tokens", 0),
+            "ttft_s": (self.first_at or now) - self.began,
+            "total_s": now - self.began,
+            "finish_reason": reason.get("type"),
+            "kvcore": kvcore,
+            "logprobs": [logprob for logprob, *_ in logprobs],
+            "sources": {name: n for name, n in sources.items() if isinstance(n, int)},
+        }
+
+
+def _fork_processes() -> None:
+    """Make this process's children forks of it, although SGLang asks to spawn them. On a CPU each
+    flush collects garbage: what was imported here is none, and is not walked."""
+    from sglang.srt.entrypoints import engine  # noqa: F401 - with all that the children need
+
+    gc.freeze()
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **options: None
+
+
+def _forget_on_word() -> Any:
+    """Make flushes forget kvcore's tiers too while the value returned is not 0: in this process's
+    forks, which have it in common."""
+    from kvcore_sglang.linker import KVCoreLinker
+
+    word = multiprocessing.get_context("fork").Value("b", 0, lock=False)
+    real = KVCoreLinker.reset
+
+    def reset(self: KVCoreLinker) -> None:
+        real(self)
+        if word.value and self.leader is not None:
+            self.leader.forget_all()
+
+    KVCoreLinker.reset = reset  # type: ignore[method-assign]
+    return word
+
+
+def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, Any]:
+    """Make HiCache run without a GPU; its arguments for that."""
+    if start_method != "fork":
+        raise UnsupportedError(
+            f"HiCache on a CPU with start_method={start_method!r}: its processes must be forks of "
+            "this one, which has the stand-ins; use 'fork'"
+        )
+    from sglang.srt.mem_cache.pool_host import base, mha
+
+    from kvcore_sglang.testing.hicache import SETTINGS, stand_in
+
+    stand_in(base, mha)
+    return {**SETTINGS, **engine_args}
+
+
+def _name_cores(ranks: int) -> None:
+    """Without a core named for each rank, SGLang wants a NUMA node for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ.pop(CORES_VARIABLE, None)
+    if ranks > 1:
+        named = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ[CORES_VARIABLE] = named
+
+
+def _import_one_model(architecture: str) -> None:
+    """Keep SGLang from importing all its models (10 s on a small CPU) where one is known to do."""
+    package = importlib.util.find_spec("sglang")
+    if architecture not in MODEL_MODULES or package is None or package.origin is None:
+        return
+    models = (Path(package.origin).parent / "srt" / "models").glob("*.py")
+    others = {path.stem for path in models} - {MODEL_MODULES[architecture]}
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+
+
+def _make_attention_known(name: str | None, start_method: str) -> None:
+    """Enter `kvcore_sglang.attention` in SGLang's registry, where it is asked for."""
+    from kvcore_sglang.attention import ROWS, register
+
+    if name != ROWS:
+        return
+    if start_method != "fork":
+        raise UnsupportedError(
+            f"attention_backend={name!r} is registered in this process alone: start_method is "
+            f"{start_method!r}, it must be 'fork'"
+        )
+    register()
+
+
+def _attend_latents_in_torch(architecture: str) -> None:
+    """Let attention in plain torch serve MLA, in this process and its forks: it can, and SGLang's
+    table of ways has no entry for it and takes the one for Triton."""
+    if architecture not in MLA_ARCHITECTURES:
+        return
+    from sglang.srt.models.deepseek_common import attention_backend_handler as ways
+
+    ways.AttentionBackendRegistry.register(
+        CPU_SETTINGS["attention_backend"], lambda layer, batch: ways.AttnForwardMethod.MLA
+    )
+
+
+def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
+    """What a request says of fusion, as SGLang passes it on."""
+    return {"kvcore": json.dumps({"fusion": fusion})}
+
+
+def preload(model: str) -> None:
+    """Import what an engine for ``model`` on a CPU does, for forks of this process; start
+    nothing."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _import_one_model(architecture_of(model))
+    from sglang.srt.entrypoints import engine  # noqa: F401
+
+    import kvcore_sglang.linker  # noqa: F401
+
+
+async def _run(descriptor: int) -> None:
+    driver = Driver()
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
+    handlers = {name: getattr(driver, name) for name in calls}
+    try:
+        await serve(descriptor, {**handlers, "stop": driver.shutdown})
+    finally:
+        await driver.shutdown()
+
+
+def run(descriptor: int) -> None:
+    """Answer the calls of an `EngineProcess` until it closes the socket."""
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(descriptor))
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

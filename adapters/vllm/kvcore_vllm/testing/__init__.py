@@ -1,0 +1,1 @@
+"""Drives vLLM for kvcore's tests and benchmarks."""

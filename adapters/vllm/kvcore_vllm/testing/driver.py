@@ -1,0 +1,295 @@
+"""Drives vLLM for `kvcore.harness.engine_process`: run as ``python -m kvcore_vllm.testing.driver
+FD``.
+
+Uses vLLM's asynchronous client, because only streaming shows when the first token came. The engine
+core and its workers run in processes of their own, as under ``vllm serve``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvcore.errors import UnsupportedError
+from kvcore.harness.engine_process import sample_name, serve
+
+SHUTDOWN_S = 60.0
+"""How long the engine core may take to end: it must finish the saves that are under way."""
+PUBLISHED_S = 0.5
+"""vLLM tells nobody when a save is published; after this long without work it is."""
+
+
+class Driver:
+    """One `AsyncLLM` and the calls an `EngineProcess` may make of it."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._asks = False
+        self._loras: dict[str, int] = {}
+        self._names = (f"request-{number}" for number in itertools.count())
+
+    async def start(
+        self,
+        model: str,
+        kvcore: dict[str, Any] | None,
+        start_method: str = "spawn",
+        kv_role: str = "kv_both",
+        **engine_args: Any,
+    ) -> dict[str, Any]:
+        """Build the engine; blocks this process's loop until it takes requests.
+
+        ``start_method`` "fork" makes the engine core and its workers forks of this process on a
+        CPU: they then need not import vLLM again, which takes longer than a small model's answers.
+        """
+        if Path(model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if current_platform.is_cpu():
+            engine_args.setdefault("enforce_eager", True)
+            # By itself vLLM takes nearly all memory, and does not start beside anything else.
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+            sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+            _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
+        if kvcore is not None:
+            self._asks = True
+            engine_args["kv_transfer_config"] = {
+                "kv_connector": "KVCoreConnector",
+                "kv_role": kv_role,
+                "kv_connector_extra_config": kvcore,
+            }
+        arguments = AsyncEngineArgs(model=model, **_with_own_types(engine_args))
+        settings = arguments.create_engine_config()
+        if current_platform.is_cpu():
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+        self._engine = AsyncLLM.from_vllm_config(settings)
+        return {
+            "engine": "vllm",
+            "version": vllm.__version__,
+            "device": current_platform.device_type,
+        }
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        max_tokens: int,
+        request_id: str | None,
+        abort_after: int | None,
+        ignore_eos: bool,
+        cache_salt: str | None,
+        logprobs: bool,
+        lora: str | None,
+        image: str | None,
+        fusion: dict[str, Any] | None,
+        traceparent: str | None,
+        promise: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Stream one greedy request to its end, or to its abort; times are on this side."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request_id = request_id or next(self._names)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            logprobs=0 if logprobs else None,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=self._told(fusion, promise),
+        )
+        request = _prompt(prompt, cache_salt, image)
+        adapter = self._lora_request(lora) if lora else None
+        got = _Collected(request_id)
+        early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
+        headers = {"traceparent": traceparent} if traceparent else None
+        async for output in self._engine.generate(
+            request, sampling, request_id, lora_request=adapter, trace_headers=headers
+        ):
+            got.add(output)
+            if abort_after is not None and 0 < abort_after <= len(got.token_ids):
+                await self._engine.abort(request_id)
+                break
+        if early is not None:
+            early.cancel()
+        return got.reply()
+
+    def _told(
+        self, fusion: dict[str, Any] | None, promise: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """kvcore says what it reused only to who asks."""
+        if not self._asks:
+            return None
+        wishes = {"report": True, "fusion": fusion, "promise": promise}
+        asked = {name: wish for name, wish in wishes.items() if wish is not None}
+        return {"kv_transfer_params": {"kvcore": asked}}
+
+    def _lora_request(self, folder: str) -> Any:
+        """vLLM knows weights by a number; a folder keeps the one it got first."""
+        from vllm.lora.request import LoRARequest
+
+        number = self._loras.setdefault(folder, len(self._loras) + 1)
+        return LoRARequest(Path(folder).name, number, folder)
+
+    async def _abort_early(self, request_id: str) -> None:
+        """Abort again and again until cancelled: the request may not have been added yet."""
+        while True:
+            await self._engine.abort(request_id)
+            await asyncio.sleep(0.001)
+
+    async def abort(self, request_id: str) -> None:
+        """Abort one request; unknown or finished ones are let be."""
+        await self._engine.abort(request_id)
+
+    async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
+        """Empty the engine's own cache, waiting for pages whose save is under way."""
+        deadline = time.monotonic() + timeout_s
+        while not await self._engine.reset_prefix_cache(reset_connector=connector):
+            if time.monotonic() > deadline:
+                raise UnsupportedError(
+                    f"the prefix cache could not be reset within {timeout_s} s: pages are in use"
+                )
+            await asyncio.sleep(0.05)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait as long as saves take that nobody tells of."""
+        await asyncio.sleep(min(PUBLISHED_S, timeout_s))
+
+    async def metrics(self) -> dict[str, float]:
+        """Every Prometheus sample of this process."""
+        from prometheus_client import REGISTRY
+
+        await asyncio.sleep(0)  # let the output loop log the last step
+        return {
+            sample_name(sample.name, sample.labels): sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+        }
+
+    def shutdown(self) -> None:
+        """End the engine core and wait for it."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.shutdown(timeout=SHUTDOWN_S)
+
+
+class _Collected:
+    """The outputs of one request as they come."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.began = time.perf_counter()
+        self.first_at: float | None = None
+        self.token_ids: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: list[float] = []
+        self.last: Any = None
+
+    def add(self, output: Any) -> None:
+        [choice] = output.outputs
+        if choice.token_ids and self.first_at is None:
+            self.first_at = time.perf_counter()
+        self.token_ids.extend(choice.token_ids)
+        self.text.append(choice.text)
+        for token, candidates in zip(choice.token_ids, choice.logprobs or ()):  # noqa: B905
+            self.logprobs.append(candidates[token].logprob)
+        self.last = output
+
+    def reply(self) -> dict[str, Any]:
+        now = time.perf_counter()
+        params = (self.last and self.last.kv_transfer_params) or {}
+        return {
+            "request_id": self.request_id,
+            "token_ids": self.token_ids,
+            "text": "".join(self.text),
+            "prompt_tokens": len(self.last.prompt_token_ids or ()) if self.last else 0,
+            "cached_tokens": (self.last and self.last.num_cached_tokens) or 0,
+            "ttft_s": (self.first_at or now) - self.began,
+            "total_s": now - self.began,
+            "finish_reason": self.last.outputs[0].finish_reason if self.last else None,
+            "kvcore": params.get("kvcore") or {},
+            "logprobs": self.logprobs,
+        }
+
+
+def _prompt(prompt: str | list[int], cache_salt: str | None, image: str | None) -> dict[str, Any]:
+    request: dict[str, Any] = (
+        {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    )
+    if cache_salt is not None:
+        request["cache_salt"] = cache_salt
+    if image is not None:
+        from PIL import Image
+
+        request["multi_modal_data"] = {"image": Image.open(image)}
+    return request
+
+
+def _with_own_types(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """JSON gives some configs as dicts; the Python API wants vLLM's own types."""
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    types = {"kv_transfer_config": KVTransferConfig, "kv_events_config": KVEventsConfig}
+    made = {
+        name: types[name](**value)
+        for name, value in engine_args.items()
+        if name in types and isinstance(value, dict)
+    }
+    return {**engine_args, **made}
+
+
+def _bind_threads(ranks: int) -> None:
+    """Share out this process's cores over an engine's ranks, unless the environment says how.
+
+    Left to itself, vLLM's CPU build keeps a core for its front end, and one for each rank when
+    there is a connector. On two cores it then refuses to start two ranks, and one rank computes on
+    one core without a connector and on two with any: nothing could be compared.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::ranks] for rank in range(ranks)]
+    if all(shares):
+        bind = "|".join(",".join(map(str, share)) for share in shares)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
+
+
+def preload(model: str) -> None:
+    """Import what an engine on a CPU does, for forks of this process; start nothing."""
+    import vllm
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import kvcore_vllm.connector  # noqa: F401
+
+
+async def _run(descriptor: int) -> None:
+    driver = Driver()
+    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
+    try:
+        await serve(descriptor, {name: getattr(driver, name) for name in calls})
+    finally:
+        driver.shutdown()
+
+
+def run(descriptor: int) -> None:
+    """Answer the calls of an `EngineProcess` until it closes the socket, and end the process."""
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(descriptor))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # engine core and workers have ended; tearing down the modules would take seconds
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

@@ -1,0 +1,402 @@
+"""The parsers of kvcore that read what others wrote, and a driver that looks for what breaks them.
+
+    python -m kvcore_devtools.fuzz --seconds 60                 each parser in turn
+    python -m kvcore_devtools.fuzz --seconds 600 --target graph
+
+Whatever bytes come in, a parser gives a value or raises one of kvcore's own errors. `TARGETS` is
+the one list of them; messages between the ranks of one engine are not among them. Here libFuzzer
+drives it through atheris, guided by coverage, one process for each parser; in
+`tests/unit/devtools/test_fuzz.py` hypothesis does, in CI. Needs the package atheris.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+
+__all__ = ["TARGETS", "Target", "fuzz", "main", "named", "need_atheris", "seeds", "try_input"]
+
+MAX_INPUT = 4096
+HANG_S = 60
+"""An input that takes longer has hung, also on a machine that does much else."""
+_BLIND = "no interesting inputs were found"
+"""libFuzzer's words for a target whose coverage it does not see."""
+MEMORY_MB = 4096
+"""Of the process: an input that needs more has claimed what is not there."""
+
+
+class Target(NamedTuple):
+    """A parser: ``read`` is given bytes and an empty folder for files. ``seeds`` are inputs that it
+    takes, from which a driver sets out."""
+
+    name: str
+    read: Callable[[bytes, Path], object]
+    seeds: Sequence[bytes] = ()
+
+
+def try_input(one: Target, data: bytes, folder: Path) -> None:
+    """Raises what the parser must not raise; kvcore's own errors are as good as a value."""
+    with contextlib.suppress(KVCoreError):
+        one.read(data, folder)
+
+
+def _text(data: bytes) -> str:
+    """Any text that a JSON string can be, halves of surrogate pairs among it."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _json(data: bytes) -> Any:
+    """Nothing where it is no JSON: who reads it has that checked before."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _file(folder: Path, name: str, data: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+# -- on disk and in stores ------------------------------------------------------------------------
+
+_KEY = bytes(range(16))
+_STORE = json.dumps(
+    {
+        "format": "kvcore disk tier", "version": 1, "model": "00", "heads": [[0, 1]],
+        "shape": {"layers": 1, "kv_heads": 1, "head_dim": 1, "block_tokens": 1,
+                  "dtype": "int8", "kv_factor": 1, "v_head_dim": 1},
+    }
+).encode()  # fmt: skip
+
+
+def _record(data: bytes, _: Path) -> None:
+    from kvcore.tiers.disk.format import Record
+
+    found = Record.unpack(data)
+    assert found is None or len(found.key) == 16
+
+
+def _index(data: bytes, folder: Path) -> None:
+    from kvcore.tiers.disk.format import read_table
+
+    table, torn = read_table(_file(folder, "index", data))
+    assert len(table.slots) + torn <= len(data) // 128 + 1
+
+
+def _header(data: bytes, _: Path) -> None:
+    from kvcore.tiers.remote.format import Header, verify
+
+    Header.unpack(data)
+    verify(data[:128], _KEY, _KEY, [memoryview(bytearray(data[128:]))])
+
+
+def _geometry(data: bytes, _: Path) -> None:
+    from kvcore.tiers.disk.format import Geometry
+
+    Geometry.from_json(_json(data))
+
+
+def _segments(data: bytes, folder: Path) -> None:
+    from kvcore.fusion._segment_file import SegmentFile
+
+    path = folder / "segments"
+    path.unlink(missing_ok=True)
+    store = SegmentFile(_file(folder, "segments", data), 16)
+    try:
+        for kept in store.records():
+            assert 16 * len(kept.piece.keys) <= len(data)
+    finally:
+        store.close()
+
+
+def _records(data: bytes, folder: Path) -> None:
+    from kvcore.explain.file import read_records
+
+    _file(folder, "requests-1.jsonl", data)
+    for record in read_records(folder):
+        assert isinstance(record["request"], str)
+
+
+# -- from other processes -------------------------------------------------------------------------
+
+
+def _request(data: bytes, _: Path) -> None:
+    from kvcore.server.messages import HEADER, decode_request, split
+
+    with contextlib.suppress(KVCoreError):
+        split(data)
+    decode_request([HEADER, data])
+
+
+def _reply(data: bytes, _: Path) -> None:
+    from kvcore.server.messages import HEADER, decode_reply
+
+    decode_reply([HEADER, data])
+
+
+def _frames(data: bytes, _: Path) -> None:
+    from kvcore.server.messages import decode_request
+
+    decode_request(data.split(b"|"))
+
+
+def _graph(data: bytes, _: Path) -> None:
+    from kvcore.transfer.graph import decode_graph
+
+    decode_graph(data)
+
+
+def _events(data: bytes, _: Path) -> None:
+    from kvcore.events.wire import decode, number
+
+    with contextlib.suppress(KVCoreError):
+        number(data)
+    decode(data)
+
+
+def _member(data: bytes, _: Path) -> None:
+    from kvcore.cluster.base import Member
+
+    Member.from_json(data)
+
+
+def _metrics(data: bytes, _: Path) -> None:
+    from kvcore.cli.top import parse
+
+    parse(data.decode("utf-8", "replace"), 1.0)
+
+
+# -- from a person or a client --------------------------------------------------------------------
+
+
+def _settings(suffix: str, data: bytes, folder: Path) -> None:
+    from kvcore.config import load_config
+
+    load_config(_file(folder, f"kvcore{suffix}", data), env={})
+
+
+def _assignment(data: bytes, _: Path) -> None:
+    from kvcore.config import load_config, parse_assignment
+
+    load_config(overrides=parse_assignment(_text(data)), env={})
+
+
+def _size(data: bytes, _: Path) -> None:
+    from kvcore.config.fields import parse_size
+
+    parse_size(_text(data))
+
+
+def _secret(data: bytes, _: Path) -> None:
+    from kvcore.config import read_key
+
+    read_key("K", None, {"K": _text(data)})
+
+
+def _trace(data: bytes, folder: Path) -> None:
+    from kvcore.cli.simulate.trace import read_trace
+
+    for request in read_trace(_file(folder, "trace.jsonl", data)):
+        assert request is not None
+
+
+def _wishes(data: bytes, _: Path) -> None:
+    from kvcore.fusion.options import fusion_options
+
+    fusion_options(_json(data), 1000)
+
+
+def _tenant(data: bytes, _: Path) -> None:
+    from kvcore.config import NamespaceConfig
+    from kvcore.model.identity import Namespaces
+
+    spaces = Namespaces(NamespaceConfig(secret="s"), b"model")
+    assert len(spaces.of(_text(data[:8]), _text(data)).digest) > 0
+
+
+def _salt(data: bytes, _: Path) -> None:
+    """TensorRT-LLM's requests ask for fusion in their salt."""
+    importlib.import_module("kvcore_trtllm.salt").read_salt("kvcore:" + _text(data), 1000)
+
+
+_SETTINGS = b"""
+[host]
+capacity = "1GiB"
+[disk]
+path = "kv"
+capacity = "2GiB"
+[tiers.a]
+plugin = "redis"
+options = {url = "redis://localhost", retries = 1}
+[block]
+tokens = 16
+"""
+_YAML = b"host: {capacity: 1GiB}\ndisk: {path: kv}\ntiers: {a: {plugin: s3}}\nblock: {tokens: 16}\n"
+_LINE = b'{"timestamp": 1, "input_length": 20, "output_length": 2, "hash_ids": [1]}\n'
+_PAGE = b'# TYPE kvcore_hits_total counter\nkvcore_hits_total{engine="0"} 3\n'
+_MEMBER = b'{"kind": "leader", "name": "a", "address": "tcp://a:1", "details": {"x": "y"}}'
+
+
+def _sealed() -> dict[str, list[bytes]]:
+    """Inputs that have to be made: whole ones, whose seals are right."""
+    import msgspec
+
+    from kvcore.fusion import _segment_file
+    from kvcore.server import messages
+    from kvcore.tiers.disk.format import Record
+    from kvcore.tiers.remote.format import Header
+    from kvcore.transfer.graph import Priority, TransferGraph, encode
+
+    record = Record(_KEY, _KEY, _KEY, _KEY, 4096, 7).pack()
+    graph = TransferGraph(1, Priority.SAVE, _KEY, _KEY, (_KEY,), (0,), (-1,), (), ())
+    event = [1.0, [{"type": "BlockRemoved", "block_hashes": [_KEY], "medium": "CPU"}]]
+    return {
+        "record": [record],
+        "index": [record + bytes(128) + record],
+        "header": [Header(64, _KEY, _KEY, _KEY, _KEY, _KEY).pack() + bytes(64)],
+        "segments": [_segment_file._file_header(16)],
+        "request": [messages.frames(messages.Ask(1))[1]],
+        "reply": [messages.frames(messages.Status(1, {"a": 1}))[1]],
+        "frames": [b"|".join(messages.frames(messages.Ask(1)))],
+        "graph": [encode(graph)],
+        "events": [msgspec.msgpack.encode(event)],
+    }
+
+
+TARGETS = (
+    Target("record", _record),
+    Target("index", _index),
+    Target("header", _header),
+    Target("geometry", _geometry, (_STORE,)),
+    Target("segments", _segments),
+    Target("records", _records, (b'{"request": "r", "at": 1}\n',)),
+    Target("request", _request),
+    Target("reply", _reply),
+    Target("frames", _frames),
+    Target("graph", _graph),
+    Target("events", _events),
+    Target("member", _member, (_MEMBER,)),
+    Target("metrics", _metrics, (_PAGE,)),
+    Target("toml", partial(_settings, ".toml"), (_SETTINGS,)),
+    Target("yaml", partial(_settings, ".yaml"), (_YAML,)),
+    Target("assignment", _assignment, (b"host.capacity=8GiB", b"tiers.a.plugin=redis")),
+    Target("size", _size, (b"1.5GiB", b"4096")),
+    Target("secret", _secret, (b"00" * 32, b"A" * 43 + b"=")),
+    Target("trace", _trace, (_LINE,)),
+    Target("wishes", _wishes, (b'{"fusion": {"ratio": 0.3, "chunks": [[12, 512]]}}',)),
+    Target("tenant", _tenant, (b"tenant", b"\xff\xfe")),
+    Target("salt", _salt, (b'{"once": "1", "fusion": {"ratio": 0.3}, "salt": "a"}',)),
+)
+"""The parsers, by what they read."""
+
+
+def seeds(one: Target) -> list[bytes]:
+    """Inputs that a parser takes."""
+    return [*one.seeds, *_sealed().get(one.name, [])]
+
+
+def named(name: str) -> Target:
+    """The parser of that name. Raises ConfigError where there is none."""
+    for each in TARGETS:
+        if each.name == name:
+            return each
+    raise ConfigError(f"no parser {name!r}; there are {', '.join(t.name for t in TARGETS)}")
+
+
+# -- atheris --------------------------------------------------------------------------------------
+
+
+def need_atheris() -> Any:
+    """The package. Raises UnsupportedError, saying what else there is, where it is missing."""
+    try:
+        return importlib.import_module("atheris")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{error}: fuzzing guided by coverage needs `pip install atheris`; without it "
+            "`pytest tests/unit/devtools/test_fuzz.py` tries the same parsers"
+        ) from error
+
+
+def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
+    """Try inputs for so many seconds; one that breaks the parser is kept in ``artifacts``.
+
+    Never returns: libFuzzer ends the process, with 0 where nothing was found. Raises
+    UnsupportedError without atheris.
+    """
+    atheris = need_atheris()
+    with tempfile.TemporaryDirectory(prefix="kvcore-fuzz-") as scratch:
+        corpus, folder = Path(scratch) / "corpus", Path(scratch) / "files"
+        corpus.mkdir()
+        folder.mkdir()
+        with atheris.instrument_imports(include=["kvcore", "kvcore_trtllm"]):
+            for number, seed in enumerate(seeds(one)):  # making seeds imports parsers too
+                _file(corpus, str(number), seed)
+                try_input(one, seed, folder)
+
+        def once(data: bytes) -> None:
+            try_input(one, data, folder)
+
+        options = [
+            f"-max_total_time={seconds}", f"-max_len={MAX_INPUT}", f"-timeout={HANG_S}",
+            f"-rss_limit_mb={MEMORY_MB}", f"-artifact_prefix={artifacts}/{one.name}-",
+            "-print_final_stats=1",
+        ]  # fmt: skip
+        atheris.Setup([sys.argv[0], *options, str(corpus)], once)
+        atheris.Fuzz()
+
+
+def _each(names: Sequence[str], seconds: int, artifacts: Path) -> list[str]:
+    """Fuzz each in a process of its own; those in which something was found, or whose code was not
+    watched."""
+    found = []
+    for name in names:
+        command = [sys.executable, "-m", "kvcore_devtools.fuzz", "--alone", "--target", name]
+        command += ["--seconds", str(seconds), "--artifacts", str(artifacts)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+        said = done.stdout + done.stderr
+        verdict = "BROKEN" if done.returncode else "BLIND" if _BLIND in said else "nothing found"
+        runs = re.search(r"number_of_executed_units: *(\d+)", said)
+        print(f"{name:12} {runs[1] if runs else '?':>10} inputs  {verdict}", flush=True)
+        if verdict != "nothing found":
+            found.append(name)
+            print("\n".join(said.splitlines()[-40:]), flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 1 where an input was found that breaks a parser."""
+    made = argparse.ArgumentParser(prog="python -m kvcore_devtools.fuzz")
+    made.add_argument("--seconds", type=int, default=60, help="for each parser")
+    made.add_argument("--target", action="append", help="only this parser; may be given again")
+    made.add_argument("--artifacts", type=Path, default=Path("fuzz"), help="folder for inputs")
+    made.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    options = made.parse_args(arguments)
+    names = options.target or [each.name for each in TARGETS]
+    chosen = [named(name) for name in names]
+    try:
+        need_atheris()
+    except UnsupportedError as error:
+        made.error(str(error))
+    options.artifacts.mkdir(parents=True, exist_ok=True)
+    if options.alone:
+        fuzz(chosen[0], options.seconds, options.artifacts)
+    return 1 if _each(names, options.seconds, options.artifacts) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""A client of Mooncake Store that lends memory and does nothing else, until it is killed.
+
+    python -m kvcore_devtools.mooncake_lender MASTER HOST BYTES PORT
+
+MASTER is the master's HOST:PORT, HOST the name by which others reach this machine. It accepts
+connections at PORT once it has joined: that is how one sees it.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+
+from kvcore.errors import TierUnavailable
+from kvcore.tiers.remote.mooncake import MooncakeOptions, MooncakeStore
+
+_PAUSE_S = 0.2
+
+
+def main() -> None:
+    master, host, nbytes, port = sys.argv[1:]
+    store = MooncakeStore(MooncakeOptions(master=master, host=host, lend=int(nbytes)), rank=0)
+    while True:
+        try:
+            store.exists(["joined"])
+            break
+        except TierUnavailable as error:
+            print(error, file=sys.stderr, flush=True)
+            time.sleep(_PAUSE_S)
+    with socket.create_server((host, int(port))):
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""A node of the `peer` store in a process of its own, for tests that kill, stop and cut it off.
+
+    with PeerNode(options) as node:
+        node.call("put", seeds={"kvcore/m/h0-1/a": 1}, nbytes=1000)
+
+It obeys one call at a time, in JSON, a line each. Values are made from seeds, so that none travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvcore.config.schema_cluster import ClusterConfig
+from kvcore.testing.store_contract import fetch, put, value
+from kvcore.tiers.remote.peer.messages import Lease, Leased
+from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
+from kvcore_devtools.servers import free_port, stand_still
+
+__all__ = ["PATIENCE_S", "PeerNode", "address"]
+
+PATIENCE_S = 300.0
+"""For what takes a second on a machine that does nothing else."""
+
+
+def address() -> str:
+    """A free place to listen on."""
+    return f"127.0.0.1:{free_port()}"
+
+
+class PeerNode:
+    """The parent's half. ``options`` are those of `PeerOptions`; ``listen`` is a free port.
+    ``cluster`` is `[cluster]`."""
+
+    def __init__(self, *, cluster: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.options = {"listen": address(), "timeout_s": PATIENCE_S, **options}
+        devtools = Path(__file__).resolve().parents[1]
+        paths = os.pathsep.join(
+            filter(None, [str(devtools), str(devtools.parent), os.environ.get("PYTHONPATH")])
+        )
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "kvcore_devtools.peer_node",
+                json.dumps([self.options, cluster or {}]),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self._answer()
+
+    @property
+    def listen(self) -> str:
+        return str(self.options["listen"])
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        """Have it do something and wait for what comes of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        """It hangs from now on."""
+        stand_still(self._process.pid)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As if the power went. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> PeerNode:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._listener.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _answer(self) -> Any:
+        answer = self._answers.get(timeout=PATIENCE_S)
+        assert answer is not None, f"the node ended with code {self._process.wait()}"
+        return answer["answer"]
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(b"{"):  # NIXL prints too
+                self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+
+class _Child:
+    """The child's half: what can be asked of it."""
+
+    def __init__(self, store: PeerStore) -> None:
+        self._store = store
+
+    def put(self, seeds: Mapping[str, int], nbytes: int) -> None:
+        put(self._store, {name: value(seed, nbytes) for name, seed in seeds.items()})
+
+    def digest(self, name: str, nbytes: int) -> str:
+        return hashlib.sha256(fetch(self._store, name, nbytes)).hexdigest()
+
+    def leased(self) -> int:
+        assert self._store.lending is not None
+        return self._store.lending.leased
+
+    def lease(self, name: str, of: str) -> list[Any]:
+        """Take a lease of another node's value, and never use it."""
+        [answer] = self._store.peers.ask({f"tcp://{of}": Lease([name])}).values()
+        assert isinstance(answer, Leased), answer
+        return [answer.lease, answer.places]
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _main() -> None:
+    options, cluster = json.loads(sys.argv[1])
+    store = PeerStore(PeerOptions.model_validate(options), rank=0)
+    store.join(ClusterConfig.model_validate(cluster))
+    child = _Child(store)
+    print(json.dumps({"answer": None}), flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        print(json.dumps({"answer": getattr(child, name)(**arguments)}), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,156 @@
+"""For tests of `kvcore.server`: one in a thread or a process, settings, and patience."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvcore.cli.server import status
+from kvcore.config import Config, load_config
+from kvcore.events import Subscriber
+from kvcore.events.view import Hash
+from kvcore.harness.prompts import words
+from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
+from kvcore.server.messages import Reply, Request
+from kvcore.server.server import Server
+from kvcore.server.session import Keeper
+from kvcore.testing.engine import ReferenceEngine
+
+__all__ = [
+    "PATIENCE_S",
+    "RunningServer",
+    "follows",
+    "questions",
+    "rested",
+    "serve",
+    "server_process",
+    "settings",
+    "until",
+    "words",
+]
+
+PATIENCE_S = 60.0
+"""For what ends in milliseconds on a machine that is not held."""
+
+
+def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
+    """The first true value of ``what``; fails when there is none in time."""
+    limit = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < limit, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def questions(keeper: Keeper) -> list[Request]:
+    """What this client waits for from now on, each for up to its deadline. Its heartbeats, which
+    hold nobody up, are none."""
+    asked: list[Request] = []
+    ask = keeper.link.ask
+
+    def noting(request: Request, timeout: float, **options: Any) -> Reply | None:
+        if "alive" not in options:
+            asked.append(request)
+        return ask(request, timeout, **options)
+
+    keeper.link.ask = noting  # type: ignore[method-assign]
+    return asked
+
+
+def settings(folder: Path, **tables: Any) -> Config:
+    """Of a server and its clients alike."""
+    server = {"address": "local", "folder": str(folder), "deadline_s": 20.0, "lease_s": 20.0}
+    tables["server"] = server | tables.get("server", {})
+    tables["host"] = {"capacity": "16MiB", "huge_pages": False} | tables.get("host", {})
+    return load_config(None, tables)
+
+
+class RunningServer:
+    """A `Server` in a thread."""
+
+    def __init__(self, config: Config) -> None:
+        self.server = Server(config)
+        self.server.open()
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Read while the server's thread works: numbers only."""
+        return self.server.status()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of a session or of the server's own is under way."""
+        return _is_idle(self.status())
+
+    def index(self) -> dict[str, dict[Hash, Hash | None]]:
+        """What its one model publishes, by tier, as `Subscriber.tiers` gives it. While it is idle:
+        the index is its thread's."""
+        [space] = self.server._spaces.values()
+        found: dict[str, dict[Hash, Hash | None]] = {}
+        for tier in space.manager.index.tiers:
+            keys, parents = map(_cut, space.manager.index.published(tier))
+            if keys:
+                above = (None if parent == ROOT_PARENT else parent for parent in parents)
+                found[tier] = dict(zip(keys, above, strict=True))
+        return found
+
+    def close(self) -> None:
+        self.server.stop()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the server did not end"
+
+
+def _cut(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+def follows(subscriber: Subscriber, server: RunningServer) -> bool:
+    """Whether what it has heard adds up to the index of the server, which is idle. Polls once."""
+    subscriber.poll(0.05)
+    return server.idle and subscriber.synced and subscriber.tiers() == server.index()
+
+
+def rested(folder: Path) -> None:
+    """Wait until a server in another process has nothing under way. What its clients have told it
+    comes on a socket each: an engine that has settled may still be ahead of it."""
+    config = settings(folder)
+    until(lambda: _is_idle(json.loads(status(config))))
+
+
+def _is_idle(status: dict[str, Any]) -> bool:
+    for model in status["models"]:
+        if model["background"] or any(session["graphs"] for session in model["sessions"]):
+            return False
+    return True
+
+
+@contextmanager
+def server_process(*given: str) -> Iterator[subprocess.Popen[str]]:
+    """`kvcore server` with these settings (``TABLE.NAME=VALUE``), ready for clients; killed at the
+    end."""
+    command = [sys.executable, "-c", "from kvcore.cli import main; main()", "server"]
+    for setting in given:
+        command += ["--set", setting]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "listens on" in process.stdout.readline(), "the server does not start"
+            yield process
+        finally:
+            process.kill()
+
+
+def serve(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[list[int], dict[str, int]]:
+    """The answer, and how many tokens came from which tier."""
+    request = engine.submit(prompt, 6)
+    engine.run()
+    engine.settle()
+    return request.answer, request.reused

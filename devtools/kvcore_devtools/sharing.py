@@ -1,0 +1,215 @@
+"""A real engine and the reference engine that fuse behind one server: what must hold.
+
+`pair`      starts them and the server
+`shares`    one learns chunks, the other blends them, and nobody takes a blend's KV for exact
+`outlives`  the server is killed while prompts are being answered
+`misses`    the server plans few of the loads that were counted on
+`returns`   a server comes that has on its disk what the one before learned
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcore.config import load_config
+from kvcore.errors import BlockMissing
+from kvcore.fusion.options import FusionOptions
+from kvcore.harness.compare import (
+    ALL,
+    ANSWER,
+    EXACT,
+    REUSE,
+    answers,
+    blended,
+    settled,
+    small_engine,
+)
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.prompts import mixed, windows
+from kvcore.server.messages import Load
+from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
+from kvcore_devtools.served import RunningServer, rested, server_process, settings, until
+
+__all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
+
+LONGEST_S = 600.0
+"""For an answer, on a machine that does much else."""
+LEAD = 64
+"""More tokens than stand before the first chunk of a prompt: they are exact, and may be kept."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Chunks, prompts made of them, and what an engine without kvcore answers."""
+
+    chunks: list[list[int]]
+    prompts: list[list[int]]
+    right: list[list[int]]
+
+    @classmethod
+    def of(cls, model: Path, count: int = 10) -> Texts:
+        """Of a small model in ``model``, whose cold answers are the reference engine's."""
+        chunks = windows(model, 6, 150, 260, seed=31)
+        prompts = mixed(model, chunks, count, seed=5)
+        with ReferenceEngine(load(model), EngineArgs(num_pages=256, prefix_cache=False)) as engine:
+            right = [engine.generate([prompt], ANSWER)[0] for prompt in prompts]
+        return cls(chunks, prompts, right)
+
+    def check(self, got: Sequence[Generation]) -> None:
+        """AssertionError unless these are the right answers to the first prompts."""
+        for number, (answer, right) in enumerate(zip(got, self.right, strict=False)):
+            assert answer.token_ids == right, (number, answer.kvcore)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two engines, clients of ``process``, and of any server that comes after it in ``folder``.
+
+    ``first`` is the reference engine, in this process; ``second`` is the one that is tried.
+    """
+
+    first: ReferenceEngine
+    second: EngineProcess
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def kill(self) -> None:
+        """End the server as a machine that runs out of memory would."""
+        self.process.kill()
+        self.process.wait()
+
+    @contextmanager
+    def server(self, **tables: Any) -> Iterator[RunningServer]:
+        """A server in this process in place of the first, once both engines have joined it."""
+        self.kill()
+        tables = {"fusion": {"enabled": True}, "host": {"capacity": "256MiB"}, **tables}
+        server = RunningServer(settings(self.folder, **tables))
+        try:
+            until(lambda: _sessions(server) == 2, LONGEST_S)
+            yield server
+        finally:
+            server.close()
+
+    def learn(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
+        """The first engine's exact answers, and how many tokens of each prompt it had from the
+        server. What it computed is stored when this returns."""
+        exact = FusionOptions(enabled=False)
+        asked = [self.first.submit(prompt, ANSWER, fusion=exact) for prompt in prompts]
+        self.first.run()
+        self.first.settle()
+        rested(self.folder)
+        return [(request.answer, sum(request.reused.values())) for request in asked]
+
+
+@contextmanager
+def pair(engine: str, model: Path, folder: Path, **kvcore: Any) -> Iterator[Pair]:
+    """The reference engine, an engine of this name and a server, all of which fuse. ``kvcore`` are
+    tables of the engine's settings."""
+    given = [f"server.folder={folder}", "host.capacity=256MiB", "fusion.enabled=true"]
+    shared: dict[str, Any] = {
+        "server": {"address": "local", "folder": str(folder), "deadline_s": 20.0},
+        "fusion": {"enabled": True},
+    }
+    args = EngineArgs(num_pages=256, prefix_cache=False)
+    with (
+        server_process(*given, "log.level=warning") as process,
+        ReferenceEngine(load(model), args, load_config(None, shared, {})) as first,
+        small_engine(model, {**shared, **kvcore}, engine=engine) as second,
+    ):
+        yield Pair(first, second, process, folder)
+
+
+def _sessions(server: RunningServer) -> int:
+    return sum(len(model["sessions"]) for model in server.status()["models"])
+
+
+def shares(pair: Pair, texts: Texts) -> None:
+    """Chunks of the first engine are blended by the second: exact where every row is recomputed,
+    another answer where none is. What is asked for exactly afterwards is, and finds nothing of
+    the blends, in either engine."""
+    pair.learn(texts.chunks)
+    rough = answers(pair.second, texts.prompts, fusion=REUSE)
+    assert min(blended(rough)) >= 400, [answer.kvcore for answer in rough]
+    wrong = sum(a.token_ids != b for a, b in zip(rough, texts.right, strict=True))
+    assert wrong >= len(rough) // 2, "nothing was reused"
+    settled(pair.second)
+    everything = answers(pair.second, texts.prompts, batch=4, fusion=ALL)
+    texts.check(everything)
+    assert min(blended(everything)) >= 400, [answer.kvcore for answer in everything]
+    settled(pair.second)
+    exact = pair.learn(texts.prompts[:4])
+    assert [answer for answer, _ in exact] == texts.right[:4]
+    assert all(reused < LEAD for _, reused in exact), exact
+    texts.check(answers(pair.second, texts.prompts[:4], fusion=EXACT))
+    settled(pair.second)
+
+
+def outlives(pair: Pair, texts: Texts) -> None:
+    """Answers are those of a cold run, of prompts that were on their way and of those after."""
+    pair.learn(texts.chunks)
+    asked = list(zip(texts.prompts, texts.right, strict=True))[::-1]  # the first ones are stored
+    futures = [pair.second.submit(prompt, ANSWER, fusion=ALL) for prompt, _ in asked]
+    begun = futures[0].result(LONGEST_S)
+    pair.kill()
+    got = [begun, *(future.result(LONGEST_S) for future in futures[1:])]
+    assert [answer.token_ids for answer in got] == [right for _, right in asked]
+    assert blended([begun])[0] >= 400, begun.kvcore
+    settled(pair.second)
+    after = answers(pair.second, texts.prompts, fusion=ALL)
+    texts.check(after)
+    assert blended(after) == [0] * len(after), "there is nothing to blend"
+    settled(pair.second)
+
+
+def misses(pair: Pair, texts: Texts) -> None:
+    """Blocks go between a lookup and its load, of the prefix or of a chunk: the engine computes."""
+    with pair.server() as server:
+        pair.learn([*texts.chunks, *texts.prompts[:2]])
+        known = [[*prompt, *texts.chunks[0], 5, 6, 7] for prompt in texts.prompts[:2]]
+        planned = server.server._handlers[Load]
+        refused = []
+
+        def few(client: bytes, asked: Any) -> Any:
+            """Plan each third load."""
+            refused.append(asked)
+            if len(refused) % 3:
+                raise BlockMissing("the block has gone, as the test wants it")
+            return planned(client, asked)
+
+        server.server._handlers[Load] = few
+        texts.check(answers(pair.second, texts.prompts, batch=2, fusion=ALL))
+        settled(pair.second)
+        got = answers(pair.second, known, fusion=ALL)
+        assert len(refused) >= len(texts.prompts), (len(refused), [a.kvcore for a in got])
+        server.server._handlers[Load] = planned
+        settled(pair.second)
+        exact = pair.learn(known)
+        assert [a.token_ids for a in got] == [answer for answer, _ in exact]
+        texts.check(answers(pair.second, texts.prompts[:4], fusion=EXACT))
+        settled(pair.second)
+        [again] = answers(pair.second, texts.prompts[-1:], fusion=ALL)
+        assert again.token_ids == texts.right[-1]
+        assert again.reused_tokens >= 400, "loads that fail do not end fusion"
+        settled(pair.second)
+
+
+def returns(pair: Pair, texts: Texts, disk: Path) -> None:
+    """The engines started without a disk tier: one that comes later is weighed by what is expected
+    of it, and read."""
+    disk.mkdir()
+    tables = {"disk": {"path": str(disk), "capacity": "256MiB"}}
+    with pair.server(**tables) as server:
+        pair.learn(texts.chunks)
+        until(lambda: server.idle, LONGEST_S)
+    with pair.server(**tables):
+        [weighed] = answers(pair.second, texts.prompts[-1:])
+        assert "error" not in weighed.kvcore.get("fusion", {}), weighed.kvcore
+        got = answers(pair.second, texts.prompts[:3], fusion=ALL)
+        texts.check(got)
+        assert min(blended(got)) >= 400, [answer.kvcore for answer in got]
+        settled(pair.second)

@@ -1,0 +1,340 @@
+"""One scenario over one trace.
+
+    arrives ──▶ lookup, plan ──▶ load ──▶ queue of the engine ──▶ prefill ──▶ first token, save
+                     └── nothing to load, or a load in the step ──▲
+
+The engine prefills one prompt after another, in the order in which they are ready; answers cost it
+nothing, and its own cache is not there: what it would still hold counts as read from host memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvcore.cli.simulate.media import Clock, Media
+from kvcore.cli.simulate.trace import TraceRequest
+from kvcore.errors import CapacityError, ConfigError
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.index.policy.admission import Always, OnNthUse
+from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, WritePolicy
+from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, Settings, Source
+from kvcore.telemetry.metrics import MissReason
+from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
+from kvcore.transfer.graph import Path, UnitTable
+from kvcore.transfer.plan import layer_steps
+
+__all__ = ["Outcome", "Scenario", "Way", "simulate"]
+
+DISK = "disk"
+NAMESPACE = b"simulated" + bytes(7)
+
+
+class Way(str, Enum):
+    """Who decides whether what is held is loaded."""
+
+    PLANNER = "planner"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+_HOST = TierRates(2e-5, 1 / 2e10)
+_DISK = TierRates(2e-4, 1 / 3e9)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A machine and how kvcore is set on it.
+
+    Args:
+        host_blocks: of host memory that are indexed; ``staging_blocks`` stand beside them.
+        disk_blocks: 0: no disk.
+        block_bytes: of a block of ``block_tokens`` tokens.
+        layers, compute: of the model; rates of its prefill.
+        host, disk: rates of reads; writes take as long.
+        way: who decides.
+        write, admit_after: when a block goes to disk.
+        batch_blocks: blocks of one operation.
+        step_bytes: largest load from host memory that is part of a step.
+    """
+
+    host_blocks: int
+    disk_blocks: int = 0
+    block_tokens: int = 512
+    block_bytes: int = 512 * 131_072
+    layers: int = 32
+    compute: ComputeRates = field(
+        default_factory=lambda: ComputeRates.guess(8 * 10**9, 4096, 32, 4e14)
+    )
+    host: TierRates = _HOST
+    disk: TierRates = _DISK
+    way: Way = Way.PLANNER
+    policy: str = "lru"
+    write: WritePolicy = WritePolicy.WRITE_THROUGH
+    admit_after: int = 2
+    batch_blocks: int = 16
+    staging_blocks: int = 32
+    step_bytes: int = 512 * 2**20
+
+    def __post_init__(self) -> None:
+        if min(self.host_blocks, self.block_tokens, self.block_bytes, self.layers) < 1:
+            raise ConfigError(
+                f"a simulated machine holds at least one block in host memory: got {self}"
+            )
+        if min(self.disk_blocks, self.staging_blocks) < 0:
+            raise ConfigError(f"sizes of a simulated machine are not below zero: got {self}")
+
+
+@dataclass
+class Outcome:
+    """What came of it: tokens, and seconds.
+
+    ``found`` are tokens loaded by tier; ``misses`` lookups that loaded nothing, by reason;
+    ``first_token`` the seconds from arrival to the first token, a request each; ``prefill`` what
+    the engine computed and ``prefill_alone`` what it would have without any of this.
+    """
+
+    scenario: Scenario
+    requests: int = 0
+    tokens: int = 0
+    found: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    first_token: array[float] = field(default_factory=lambda: array("d"))
+    prefill: float = 0.0
+    prefill_alone: float = 0.0
+
+    @property
+    def hit_rate(self) -> dict[str, float]:
+        """Share of the prompts' tokens loaded, by tier."""
+        return {tier: found / max(1, self.tokens) for tier, found in self.found.items()}
+
+    @property
+    def saved(self) -> float:
+        """Seconds of prefill that the engine did not have to do."""
+        return self.prefill_alone - self.prefill
+
+    def quantile(self, share: float) -> float:
+        """Seconds to the first token that this share of the requests stays under."""
+        return float(np.quantile(np.frombuffer(self.first_token), share)) if self.requests else 0.0
+
+
+def simulate(scenario: Scenario, requests: Iterable[TraceRequest], speed: float = 1.0) -> Outcome:
+    """Replay ``requests``, their times divided by ``speed``."""
+    if not speed > 0:
+        raise ConfigError(f"a trace is replayed at a speed above zero, got {speed}")
+    machine = _Machine(scenario)
+    for request in requests:
+        machine.clock.run_until(request.at / speed)
+        machine.arrive(request)
+    machine.clock.run_out()
+    machine.manager.check_integrity()
+    return machine.outcome
+
+
+@dataclass
+class _Job:
+    """A request at the engine; KV of ``loaded`` tokens is there, or comes in the step."""
+
+    request: TraceRequest
+    arrived: float
+    loaded: int = 0
+    in_step: Hit | None = None
+
+
+class _Machine:
+    """Manager, media, planner and engine of one run. Everything happens on one clock."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._block = scenario.block_tokens
+        self.clock = Clock()
+        self.outcome = Outcome(scenario)
+        self.manager = _manager(scenario, self.clock)
+        tiers = {HOST: scenario.host, DISK: scenario.disk}
+        self._rates = Rates(scenario.layers, scenario.compute, tiers)
+        self._planner = Planner(
+            Settings(
+                self._block,
+                scenario.block_bytes,
+                batch_blocks=scenario.batch_blocks,
+                step_bytes=scenario.step_bytes,
+                step_operations=len(layer_steps(scenario.layers)),
+                trusts_priors=True,
+            ),
+            self._rates,
+        )
+        self._queue: deque[_Job] = deque()
+        self._free_at = 0.0
+        self._running = False
+        self._waiting = 0.0  # seconds of prefill in the queue
+        self._units: dict[int, list[UnitTable]] = {}
+
+    # -- a request comes ------------------------------------------------------------------------
+
+    def arrive(self, request: TraceRequest) -> None:
+        self.manager.maintain()
+        hit = self.manager.get_match(request.keys, NAMESPACE)
+        stop = self._stop(request, hit)
+        job = _Job(request, self.clock.now)
+        if stop:
+            self._load(job, hit, stop)
+        else:
+            self._enqueue(job)
+
+    def _stop(self, request: TraceRequest, hit: Hit) -> int:
+        """How many tokens are loaded; a reason is counted where it is none."""
+        held = min(hit.depth * self._block, request.tokens - 1)
+        if not held:
+            short = not request.keys
+            self._missed(MissReason.TOO_SHORT if short else MissReason.NOT_CACHED)
+            return 0
+        stop = held
+        if self._scenario.way is Way.NEVER:
+            stop = 0
+        elif self._scenario.way is Way.PLANNER:
+            plan = self._planner.plan(self._ask(request, hit))
+            stop = 0 if plan.action is Action.RECOMPUTE else plan.stop
+        if not stop:
+            self._missed(MissReason.PLANNED)
+        elif self.manager.can_load(hit, 0, -(-stop // self._block)) is not Readiness.READY:
+            self._missed(MissReason.BUSY)
+            return 0
+        return stop
+
+    def _ask(self, request: TraceRequest, hit: Hit) -> Ask:
+        size = self._scenario.block_bytes
+        ahead = {
+            tier: Ahead(operations, blocks * size)
+            for tier, (operations, blocks) in self.manager.reads_in_flight.items()
+        }
+        sources = tuple(Source(s.tier, s.stop * self._block) for s in hit.sources)
+        busy = max(0.0, self._free_at - self.clock.now) + self._waiting
+        return Ask(request.tokens, 0, sources, ahead, busy)
+
+    def _missed(self, reason: MissReason) -> None:
+        misses = self.outcome.misses
+        misses[reason.value] = misses.get(reason.value, 0) + 1
+
+    def _load(self, job: _Job, hit: Hit, stop: int) -> None:
+        blocks = -(-stop // self._block)
+        job.loaded = stop
+        if set(hit.blocks_by_tier(0, blocks)) <= {HOST} and (
+            blocks * self._scenario.block_bytes <= self._scenario.step_bytes
+        ):
+            job.in_step = hit
+            self._enqueue(job)
+            return
+        try:
+            self.manager.launch_load(
+                hit, 0, blocks, self._places(blocks), on_end=lambda: self._enqueue(job)
+            )
+        except CapacityError:
+            job.loaded = 0
+            self._missed(MissReason.BUSY)
+            self._enqueue(job)
+            return
+        self._found(hit, stop)
+
+    def _found(self, hit: Hit, stop: int) -> None:
+        found = self.outcome.found
+        for source in hit.sources:
+            tokens = min(source.stop * self._block, stop) - source.start * self._block
+            if tokens > 0:
+                found[source.tier] = found.get(source.tier, 0) + tokens
+
+    def _places(self, blocks: int) -> list[UnitTable]:
+        """Pages that nobody looks at."""
+        if blocks not in self._units:
+            self._units[blocks] = [UnitTable.of(np.zeros((blocks, 1), np.int64), self._block)]
+        return self._units[blocks]
+
+    # -- the engine -----------------------------------------------------------------------------
+
+    def _seconds(self, job: _Job) -> float:
+        left = job.request.tokens - job.loaded
+        return self._rates.prefill_seconds(left, job.loaded)
+
+    def _enqueue(self, job: _Job) -> None:
+        self._queue.append(job)
+        self._waiting += self._seconds(job)
+        if not self._running:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._queue:
+            self._running, self._waiting = False, 0.0
+            return
+        self._running = True
+        job = self._queue.popleft()
+        self._waiting -= self._seconds(job)
+        loading = self._load_in_step(job)
+        seconds = self._seconds(job)
+        self.outcome.prefill += seconds
+        layers = self._scenario.layers
+        took = pipelined(loading / layers, (layers, seconds / layers))
+        self._free_at = self.clock.now + took
+        self.clock.after(took, lambda: self._prefilled(job))
+
+    def _load_in_step(self, job: _Job) -> float:
+        """Begin the load that goes with the step; seconds that it takes. What has left host memory
+        since the lookup is computed."""
+        if job.in_step is None:
+            return 0.0
+        keys = job.request.keys
+        hit = self.manager.get_match(keys, NAMESPACE)
+        host = hit.blocks_by_tier().get(HOST, 0)
+        job.loaded = min(job.loaded, host * self._block)
+        blocks = -(-job.loaded // self._block)
+        if not blocks:
+            self._missed(MissReason.NOT_CACHED)
+            return 0.0
+        self._found(hit, job.loaded)
+        self.manager.launch_load(hit, 0, blocks, self._places(blocks))
+        return self._rates.load_seconds(HOST, blocks * self._scenario.block_bytes, 1)
+
+    def _prefilled(self, job: _Job) -> None:
+        request, outcome = job.request, self.outcome
+        outcome.requests += 1
+        outcome.tokens += request.tokens
+        outcome.first_token.append(self.clock.now - job.arrived)
+        outcome.prefill_alone += self._rates.prefill_seconds(request.tokens, 0)
+        self.manager.launch_save(
+            request.keys,
+            NAMESPACE,
+            len(request.keys),
+            lambda start, stop: self._places(stop - start),
+        )
+        self._next()
+
+
+def _manager(scenario: Scenario, clock: Clock) -> KVManager:
+    """The real one, over media that only take time."""
+    specs = [TierSpec(HOST, scenario.host_blocks, scenario.policy)]
+    backing = []
+    if scenario.disk_blocks:
+        specs.append(TierSpec(DISK, scenario.disk_blocks, scenario.policy))
+        selective = scenario.write is WritePolicy.SELECTIVE
+        admission = OnNthUse(scenario.admit_after) if selective else Always()
+        backing.append(Backing(DISK, write=scenario.write, admission=admission))
+    rates = {
+        Path.H2D: scenario.host,
+        Path.D2H: scenario.host,
+        Path.DISK2H: scenario.disk,
+        Path.H2DISK: scenario.disk,
+    }
+    media = Media(clock, rates, scenario.block_bytes, lambda report: manager.complete(report))
+    staging = range(scenario.host_blocks, scenario.host_blocks + scenario.staging_blocks)
+    manager = KVManager(
+        BlockIndex(specs),
+        media,
+        backing=backing,
+        staging_slots=staging,
+        batch_blocks=scenario.batch_blocks,
+        clock=lambda: clock.now,
+    )
+    return manager

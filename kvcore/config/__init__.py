@@ -1,0 +1,46 @@
+"""Settings: where they come from, what they may be, and how they are merged.
+
+This package is the only place that reads the environment.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "FORWARDED_VARIABLE",
+    "BackingConfig",
+    "Config",
+    "NamespaceConfig",
+    "SchemaModel",
+    "Setting",
+    "Source",
+    "engine_environment",
+    "explicit_settings",
+    "format_size",
+    "forwarded_config",
+    "load_config",
+    "merge_tables",
+    "parse_assignment",
+    "parse_size",
+    "read_key",
+    "settings",
+]
+
+from kvcore.config.load import (
+    FORWARDED_VARIABLE,
+    BackingConfig,
+    Config,
+    NamespaceConfig,
+    SchemaModel,
+    Setting,
+    Source,
+    engine_environment,
+    explicit_settings,
+    format_size,
+    forwarded_config,
+    load_config,
+    merge_tables,
+    parse_assignment,
+    parse_size,
+    read_key,
+    settings,
+)

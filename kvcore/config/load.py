@@ -1,0 +1,448 @@
+"""Settings: where they come from, how they are merged, and what is wrong with them.
+
+    defaults  <  file  <  environment  <  overrides
+    schema.py    TOML or YAML  KVCORE__A__B   the engine's own JSON, or the command line
+
+A later one wins, key by key; a list replaces a list. The file is the one given, else the one that
+``KVCORE_CONFIG`` names; no folder is searched. Every effective value knows its source. This is the
+only module of kvcore that reads the environment.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+
+from kvcore.config.fields import DEFAULT
+from kvcore.config.schema import (
+    AdapterConfig,
+    BackingConfig,
+    BlockConfig,
+    Config,
+    DiskConfig,
+    HostConfig,
+    LogConfig,
+    MetricsConfig,
+    NamespaceConfig,
+    OpsConfig,
+    PluginsConfig,
+    SchemaModel,
+    SglangConfig,
+    Size,
+    Source,
+    TierConfig,
+    TransferConfig,
+    TrtllmConfig,
+    VllmConfig,
+    expand_user,
+    format_size,
+    parse_size,
+)
+from kvcore.config.walk import Keys, Node, is_size, known_paths, node_at, supported
+from kvcore.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "FORWARDED_VARIABLE",
+    "AdapterConfig",
+    "BackingConfig",
+    "BlockConfig",
+    "Config",
+    "DiskConfig",
+    "HostConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "NamespaceConfig",
+    "OpsConfig",
+    "PluginsConfig",
+    "SchemaModel",
+    "Setting",
+    "SglangConfig",
+    "Size",
+    "Source",
+    "TierConfig",
+    "TransferConfig",
+    "TrtllmConfig",
+    "VllmConfig",
+    "engine_environment",
+    "explicit_settings",
+    "format_size",
+    "forwarded_config",
+    "load_config",
+    "merge_tables",
+    "parse_assignment",
+    "parse_size",
+    "read_key",
+    "settings",
+]
+
+CONFIG_VARIABLE = "KVCORE_CONFIG"
+FORWARDED_VARIABLE = "TRTLLM_KVCORE_CONFIG"
+"""TensorRT-LLM passes only names that begin like this one on to its MPI workers."""
+
+PREFIX = "KVCORE__"
+"""Only names with both underscores are settings: orchestrators set KVCORE_PORT and the like for a
+service that is called kvcore, and those must not stop an engine."""
+
+MASK = "********"
+
+Table = dict[str, Any]
+
+
+class Layer(NamedTuple):
+    """Settings of one source, as nested tables."""
+
+    source: Source
+    table: Table
+
+
+class Setting(NamedTuple):
+    """One effective value, for showing: a secret is masked, sizes and paths are text."""
+
+    path: str
+    value: Any
+    source: Source
+    description: str
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] = os.environ,
+    *,
+    overrides_from: str = "",
+) -> Config:
+    """The effective settings. Reads at most one file.
+
+    ``overrides`` is nested like the file; ``overrides_from`` names it in messages. Raises
+    ConfigError with one line for each key that is unknown, of the wrong type or out of range.
+    """
+    layers = [
+        *_file_layers(path, env),
+        *_environment_layers(env),
+        Layer(Source("overrides", overrides_from), _plain(overrides or {})),
+    ]
+    problems = [line for layer in layers for line in _unknown(layer)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    merged: Table = {}
+    sources: dict[Keys, Source] = {}
+    for layer in layers:
+        merge_tables(merged, layer.table)
+        sources.update((keys, layer.source) for keys, _ in _leaves(layer.table))
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        lines = [_explain(item, sources) for item in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+    config._sources.update(sources)
+    if problems := list(_conflicts(config)):
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """Settings that are valid one by one and cannot be had together."""
+    if config.disk.to_device == "off":
+        return
+    place = f"disk.to_device ({config.source(('disk', 'to_device'))})"
+    if config.disk.encrypted:
+        yield (
+            f"{place}: on with disk.key_env or disk.key_file, and blocks are decrypted in host "
+            "memory: set it to off, or leave the key out"
+        )
+    if config.server.address is not None:
+        yield (
+            f"{place}: on with server.address, and the disk tier is in the server's process: set "
+            "it to off, or leave server.address out"
+        )
+
+
+def forwarded_config(env: Mapping[str, str] = os.environ) -> Config:
+    """The settings of a process that gets them in ``TRTLLM_KVCORE_CONFIG``.
+
+    It holds the path of a file, or all settings as JSON, as `kvcore serve` writes them: then
+    nothing else is read. Without it this is `load_config`.
+    """
+    given = env.get(FORWARDED_VARIABLE, "").strip()
+    if not given.startswith("{"):
+        return load_config(given or None, env=env)
+    try:
+        overrides = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"{FORWARDED_VARIABLE}: is not JSON: {error}") from error
+    return load_config(overrides=overrides, env={}, overrides_from=FORWARDED_VARIABLE)
+
+
+def settings(config: Config) -> list[Setting]:
+    """Every effective value in the order of the schema."""
+    dump = config.model_dump(mode="json")
+    return [_setting(config, keys, value) for keys, value in _leaves(dump)]
+
+
+def _setting(config: Config, keys: Keys, value: Any) -> Setting:
+    node = node_at(keys)
+    if node.secret and value is not None:
+        value = MASK
+    elif node.field is not None and is_size(node.field):
+        value = format_size(value)
+    description = node.field.description if node.field else None
+    return Setting(".".join(keys), value, config.source(keys), description or "")
+
+
+def explicit_settings(config: Config, *, secrets: bool = False) -> Table:
+    """What was set by file, environment or overrides, as a nested JSON-able dict.
+
+    ``load_config(overrides=...)`` of it, with nothing else given, equals ``config``; but without
+    ``secrets`` the secret fields are left out, so that they do not show in a command line.
+    """
+    table: Table = {}
+    dump = config.model_dump(mode="json")
+    for keys, value in _leaves(dump):
+        node = node_at(keys)
+        if config.source(keys) != DEFAULT and (secrets or not node.secret):
+            merge_tables(table, _nest(keys, value))
+    return table
+
+
+def parse_assignment(text: str) -> Table:
+    """``host.capacity=8GiB`` of a command line, as a nested dict. Values read as in variables."""
+    name, equals, value = text.partition("=")
+    keys = tuple(name.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"given {text!r}; supported is NAME=VALUE, as in host.capacity=8GiB")
+    return _nest(keys, _decode(value, node_at(keys)))
+
+
+def engine_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process to start: this one's, and ``more``."""
+    return {**os.environ, **more}
+
+
+def read_key(variable: str | None, file: str | None, env: Mapping[str, str] = os.environ) -> bytes:
+    """The key of 32 bytes in an environment variable or a file, as hex digits or Base64.
+
+    Raises ConfigError, which never shows what was there.
+    """
+    if variable is not None and file is not None:
+        raise ConfigError("given both key_env and key_file; give one of them")
+    if variable is not None:
+        where, text = f"the variable {variable}", env.get(variable, "")
+        if not text.strip():
+            raise ConfigError(
+                f"key_env: {where} is not set; set it to a key (openssl rand -hex 32)"
+            )
+    else:
+        where, text = _key_file(file or "")
+    try:
+        text = text.strip()
+        key = bytes.fromhex(text) if len(text) == 64 else base64.b64decode(text, validate=True)
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise ConfigError(
+            f"{where} holds {len(text)} characters that are no key of 32 bytes; supported are 64 "
+            "hex digits (openssl rand -hex 32) or Base64 (openssl rand -base64 32)"
+        )
+    return key
+
+
+def _key_file(name: str) -> tuple[str, str]:
+    """(What it is called in messages, its text)"""
+    path = expand_user(name)
+    try:
+        with path.open(encoding="ascii") as file:
+            return f"the file {path}", file.read(4096)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"key_file: {path} cannot be read as a key: {error}") from error
+
+
+# -- sources ------------------------------------------------------------------------------------
+
+
+def _file_layers(path: str | os.PathLike[str] | None, env: Mapping[str, str]) -> Iterator[Layer]:
+    named_by = ""
+    if path is None:
+        path = env.get(CONFIG_VARIABLE) or None
+        named_by = f" (named by {CONFIG_VARIABLE})"
+    if path is not None:
+        file = expand_user(path)
+        yield Layer(Source("file", str(file)), _read_file(file, named_by))
+
+
+def _read_file(file: Path, named_by: str) -> Table:
+    """Contents of a configuration file; an empty one is an empty table."""
+    suffix = file.suffix.lower()
+    if suffix not in (".toml", ".yaml", ".yml"):
+        raise ConfigError(f"{file}{named_by}: supported are files called .toml, .yaml or .yml")
+    try:
+        text = file.read_text(encoding="utf-8")
+        table = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{file}{named_by}: cannot be read: {error.strerror}") from error
+    # Of the encoding, TOML, a YAML date, or tables in tables without end.
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        kind = "TOML" if suffix == ".toml" else "YAML"
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{file}{named_by}: is not {kind}: {reason}") from error
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}{named_by}: given a {type(table).__name__}; supported is a table")
+    # ``disk:`` with all its lines commented out reads as None: an empty table.
+    return {
+        key: value
+        for key, value in _plain(table).items()
+        if not (value is None and node_at((key,)).is_table)
+    }
+
+
+def _environment_layers(env: Mapping[str, str]) -> Iterator[Layer]:
+    """One layer a variable, so that each value knows its own."""
+    for name in sorted(env):
+        if name.startswith(PREFIX):
+            keys = tuple(name[len(PREFIX) :].lower().split("__"))
+            source = Source("environment", name)
+            yield Layer(source, _nest(keys, _decode(env[name], node_at(keys))))
+
+
+def _decode(text: str, node: Node) -> Any:
+    """A variable's text as the type its field has; text that does not fit stays text.
+
+    Empty text is None where None is allowed. Lists are JSON or separated by commas, tables are
+    JSON, and the options of plugins are JSON or else text.
+    """
+    if not text and node.optional:
+        return None
+    if node.type is list and not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if node.type is bool:
+        return _WORDS.get(text.strip().lower(), text)
+    try:
+        if node.type in (int, float):
+            return node.type(text)
+        if node.is_table or node.type in (None, list):
+            return json.loads(text)
+    except ValueError:
+        return text
+    return text
+
+
+_WORDS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+
+# -- nested tables ------------------------------------------------------------------------------
+
+
+def _plain(table: Mapping[Any, Any]) -> Table:
+    """A copy with text keys."""
+    return {
+        str(key): _plain(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+    }
+
+
+def _nest(keys: Keys, value: Any) -> Table:
+    table: Table = {keys[-1]: value}
+    for key in reversed(keys[:-1]):
+        table = {key: table}
+    return table
+
+
+def merge_tables(into: Table, table: Table) -> None:
+    """Write ``table`` over ``into``, key by key; nothing of it is shared afterwards."""
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge_tables(into[key], value)
+        else:
+            into[key] = _plain(value) if isinstance(value, dict) else value
+
+
+def _leaves(table: Table, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """All values that are not tables with something in them, with their keys."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+# -- problems -----------------------------------------------------------------------------------
+
+
+def _unknown(layer: Layer) -> Iterator[str]:
+    for keys, value in _walk(layer.table, ()):
+        node, parent = node_at(keys), node_at(keys[:-1])
+        place = f"{'.'.join(keys)} ({layer.source})"
+        if not node.known:
+            yield f"{place}: there is no such setting; {_nearest(keys, parent)}"
+        elif node.is_table and not isinstance(value, dict):
+            yield f"{place}: given {value!r}; supported is a table of settings"
+
+
+def _walk(table: Table, above: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Keys of all tables and values; what is below an unknown key is not walked."""
+    for key, value in table.items():
+        keys = (*above, key)
+        yield keys, value
+        if isinstance(value, dict) and node_at(keys).is_table:
+            yield from _walk(value, keys)
+
+
+def _nearest(keys: Keys, parent: Node) -> str:
+    """Advice for a key that is unknown: a sibling, a setting of another table, or the choice."""
+    assert parent.model is not None
+    above = "".join(f"{key}." for key in keys[:-1])
+    name = keys[-1].lower()
+    siblings = list(parent.model.model_fields)
+    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+        return f"did you mean {above}{close[0]}?"
+    everywhere = list(known_paths())
+    last = {path.rpartition(".")[2]: path for path in reversed(everywhere)}
+    if close := difflib.get_close_matches(name, last, n=1, cutoff=0.8):
+        return f"did you mean {last[close[0]]}?"
+    if close := difflib.get_close_matches(".".join(keys).lower(), everywhere, n=1, cutoff=0.6):
+        return f"did you mean {close[0]}?"
+    return f"{f'[{above[:-1]}] has' if above else 'there are'} {', '.join(siblings)}"
+
+
+def _explain(item: Any, sources: Mapping[Keys, Source]) -> str:
+    """One line for one error of pydantic."""
+    keys = tuple(str(part) for part in item["loc"] if part != "[key]")
+    while not node_at(keys).known:  # the place of an item in a list
+        keys = keys[:-1]
+    node = node_at(keys)
+    place = f"{'.'.join(keys)} ({_source_of(keys, sources)})"
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return f"{place}: {cause}"
+    assert node.field is not None
+    if item["type"] == "missing":
+        return f"{place}: is missing; supported is {supported(node.field)}"
+    given = MASK if node.secret else repr(item["input"])
+    return f"{place}: given {given}; supported is {supported(node.field)}"
+
+
+def _source_of(keys: Keys, sources: Mapping[Keys, Source]) -> Source:
+    """Source at ``keys``, or of the nearest value above or below."""
+    for n in range(len(keys), 0, -1):
+        if keys[:n] in sources:
+            return sources[keys[:n]]
+    below = (source for at, source in sources.items() if at[: len(keys)] == keys)
+    return next(below, DEFAULT)

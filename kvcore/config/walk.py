@@ -1,0 +1,138 @@
+"""Walks the schema by keys: what is at ``host.capacity``, and what does it take?
+
+("host",)             a table with its own model
+("tiers",)            a table whose members, under names of the user's choice, have a model
+("host", "policy_options", "x")   anything: it belongs to a plugin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+
+from kvcore.config.schema import Config, SchemaModel, parse_size
+
+__all__ = ["Keys", "Node", "field_node", "is_size", "known_paths", "node_at", "supported"]
+
+Keys = tuple[str, ...]
+
+
+class Node(NamedTuple):
+    """What the schema has at some keys. ``type`` is None where anything goes, or nothing is."""
+
+    known: bool
+    type: Any = None
+    optional: bool = False
+    model: type[SchemaModel] | None = None
+    members: type[SchemaModel] | None = None
+    field: FieldInfo | None = None
+
+    @property
+    def is_table(self) -> bool:
+        return self.model is not None or self.members is not None or self.type is dict
+
+    @property
+    def secret(self) -> bool:
+        extra = self.field.json_schema_extra if self.field else None
+        return isinstance(extra, dict) and bool(extra.get("secret"))
+
+
+UNKNOWN = Node(known=False)
+ANYTHING = Node(known=True)
+
+
+def node_at(keys: Keys) -> Node:
+    """Walk the schema from its root."""
+    node = Node(known=True, model=Config)
+    for key in keys:
+        node = _child(node, key)
+    return node
+
+
+def _child(node: Node, key: str) -> Node:
+    if node.model is not None:
+        field = node.model.model_fields.get(key)
+        return UNKNOWN if field is None else field_node(field)
+    if node.members is not None:
+        return Node(known=True, model=node.members)
+    return ANYTHING if node.known and node.type in (None, dict) else UNKNOWN
+
+
+def field_node(field: FieldInfo) -> Node:
+    """What ``field`` is: the ``None`` of an optional one and annotations are taken off."""
+    kind = field.annotation
+    optional = get_origin(kind) in (Union, UnionType)
+    if optional:
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    origin = get_origin(kind) or kind
+    members = _model(get_args(kind)[1]) if origin is dict else None
+    return Node(True, None if members else origin, optional, _model(kind), members, field)
+
+
+def _model(kind: Any) -> type[SchemaModel] | None:
+    # Python 3.10 counts ``dict[str, Any]`` as a type, but it has no subclasses.
+    plain = isinstance(kind, type) and get_origin(kind) is None
+    return kind if plain and issubclass(kind, SchemaModel) else None
+
+
+def known_paths(model: type[SchemaModel] = Config, above: str = "") -> Iterator[str]:
+    """Dotted names of all settings; ``tiers.NAME.plugin`` stands for any name."""
+    for key, field in model.model_fields.items():
+        node = field_node(field)
+        path = f"{above}{key}"
+        if node.model is not None:
+            yield from known_paths(node.model, f"{path}.")
+        elif node.members is not None:
+            yield from known_paths(node.members, f"{path}.NAME.")
+        else:
+            yield path
+
+
+def supported(field: FieldInfo) -> str:
+    """What a field takes, in words."""
+    node = field_node(field)
+    words = _kind_words(node)
+    if low := next((m for m in _metadata(node) if isinstance(m, (Ge, Gt))), None):
+        if isinstance(low, Ge):
+            words += f" from {low.ge}"
+        else:
+            words += f" above {low.gt}"
+    if high := next((m.le for m in _metadata(node) if isinstance(m, Le)), None):
+        words += f" to {high}"
+    return words + (", or unset" if node.optional else "")
+
+
+def is_size(field: FieldInfo) -> bool:
+    return any(isinstance(m, BeforeValidator) and m.func is parse_size for m in field.metadata)
+
+
+def _metadata(node: Node) -> list[Any]:
+    return node.field.metadata if node.field else []
+
+
+def _kind_words(node: Node) -> str:
+    assert node.field is not None
+    if node.type is Literal:
+        return "one of " + ", ".join(f'"{arg}"' for arg in get_args(node.field.annotation))
+    if is_size(node.field):
+        return 'a size ("8GiB", or bytes)'
+    if node.members is not None:
+        return "tables"
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text, not empty",
+        Path: "the path of a folder",
+        list: "a list of names",
+        dict: "a table",
+    }
+    return "a table" if node.model is not None else names[node.type]

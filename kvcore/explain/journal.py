@@ -1,0 +1,293 @@
+"""Why a request was served as it was: a small record of each of the last ones.
+
+    lookup     what matched where, what was missing and why     Journal.looked_up
+    plan       what was weighed, at which rates                 Record.plan
+    load       tokens by tier, or that it failed                Journal.loaded, Journal.failed
+    end        seconds by step, and what else it would have     Journal.ended
+               taken, as far as that is known
+
+For who runs the engine. A record says that text was seen in another namespace, so it is not for
+clients: tenants are not to learn of each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+from kvcore.manager import Event, Hit
+from kvcore.manager.load_policy import Ask, Plan
+from kvcore.model.keys import Namespace
+
+__all__ = ["Cause", "Journal", "Miss", "Otherwise", "Record"]
+
+
+WAITING = "waiting"
+"""The outcome of a request that has not ended."""
+
+
+class Cause(str, Enum):
+    """Why the first block that was not found is not there, or what was found was not used."""
+
+    NEVER_SEEN = "never seen"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "other namespace"
+    TOO_SHORT = "too short"
+    PLANNED = "plan said recompute"
+    BUSY = "no slots to load through"
+    LATE = "not in host memory in time"
+    FAILED = "failed"
+
+
+class Miss(NamedTuple):
+    """One reason. Of an eviction the tier and the seconds since; of another namespace what of it
+    differed."""
+
+    cause: Cause
+    tier: str = ""
+    seconds_ago: float | None = None
+    differed: tuple[str, ...] = ()
+
+
+class Otherwise(NamedTuple):
+    """What each way is estimated to take, from measured rates: seconds to the first token with all
+    that was found loaded, and with all of it computed; and seconds of loading alone.
+
+    None is what cannot be said; ``unknown`` says why.
+    """
+
+    load_all: float | None = None
+    recompute: float | None = None
+    loading: float | None = None
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass
+class Record:
+    """One request: tokens, of them ``computed`` by the engine's own cache when it was looked up.
+
+    ``matched`` are (tier, first token, one past the last); ``steps`` seconds by name, in order.
+    ``ask`` is the lookup as a planner would be asked; ``otherwise`` is None until its end.
+    """
+
+    request_id: str
+    tokens: int
+    computed: int = 0
+    matched: list[tuple[str, int, int]] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    plan: Plan | None = None
+    ask: Ask | None = None
+    otherwise: Otherwise | None = None
+    loaded: dict[str, int] = field(default_factory=dict)
+    failures: int = 0
+    steps: dict[str, float] = field(default_factory=dict)
+    outcome: str = WAITING
+    began: float = 0.0
+
+    def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
+        """Plain values, for JSON: what a person asks for. ``for_client`` leaves out what tells of
+        other tenants: text that another one sent is as if it had never been seen."""
+        told: dict[str, Any] = {
+            "request": self.request_id,
+            "tokens": self.tokens,
+            "engine_held": self.computed,
+            "matched": [{"tier": tier, "tokens": [a, b]} for tier, a, b in self.matched],
+            "misses": [_miss(_discreet(miss) if for_client else miss) for miss in self.misses],
+            "loaded": dict(self.loaded),
+            "failures": self.failures,
+            "ms": {name: round(1e3 * seconds, 3) for name, seconds in self.steps.items()},
+            "outcome": self.outcome,
+        }
+        if self.plan is not None:
+            told["plan"] = _plan(self.plan)
+        if self.otherwise is not None:
+            told["otherwise"] = _otherwise(self.otherwise)
+        return told
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its request has ended."""
+        return self.outcome != WAITING
+
+
+def _discreet(miss: Miss) -> Miss:
+    return Miss(Cause.NEVER_SEEN) if miss.cause is Cause.OTHER_NAMESPACE else miss
+
+
+def _miss(miss: Miss) -> dict[str, Any]:
+    told: dict[str, Any] = {"cause": miss.cause.value}
+    if miss.tier:
+        told["tier"] = miss.tier
+    if miss.seconds_ago is not None:
+        told["seconds_ago"] = round(miss.seconds_ago, 3)
+    if miss.differed:
+        told["differed"] = list(miss.differed)
+    return told
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "action": plan.action.value,
+        "why": plan.why.value,
+        "stop": plan.stop,
+        "expected_ms": _ms(plan.chosen.seconds),
+        "load_all_ms": _ms(plan.load_all.seconds),
+        "recompute_ms": _ms(plan.recompute.seconds),
+        "deadline_ms": _ms(plan.deadline_s),
+        "rates": {
+            tier: {"operation_s": latency, "byte_s": byte}
+            for tier, (latency, byte) in plan.rates.items()
+        },
+    }
+
+
+def _otherwise(known: Otherwise) -> dict[str, Any]:
+    return {
+        "estimate": True,
+        "load_all_ms": _ms(known.load_all),
+        "recompute_ms": _ms(known.recompute),
+        "loading_ms": _ms(known.loading),
+        "unknown": list(known.unknown),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
+
+
+class Journal:
+    """The last ``capacity`` requests, and what is needed to say why a block is not there.
+
+    One owner, not thread-safe. ``blocks`` bounds what is remembered of blocks that left (about 150
+    bytes each) and of namespaces; microseconds a call.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 512,
+        blocks: int = 1 << 14,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._blocks = blocks
+        self._clock = clock
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._gone: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._first: OrderedDict[bytes, Namespace] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, request_id: str) -> Record | None:
+        """The record of a request; None where it is too long ago, or never was."""
+        return self._records.get(request_id)
+
+    # -- what happened --------------------------------------------------------------------------
+
+    def note(self, event: Event) -> None:
+        """A tier began or ceased to hold blocks (`KVManager`'s ``on_event``)."""
+        if event.stored:
+            for key in event.keys:
+                self._gone.pop(key, None)
+            return
+        now = self._clock()
+        for key in event.keys:
+            _put(self._gone, key, (event.tier, now), self._blocks)
+
+    def looked_up(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        computed: int,
+        hit: Hit,
+        namespace: Namespace,
+        block_tokens: int,
+    ) -> Record:
+        """A request was looked up; a later lookup of the same one begins its record anew, apart
+        from what failed and the time it began. One that has ended is another's of the same name.
+        """
+        old = self._records.get(request_id)
+        record = Record(request_id, len(tokens), computed, began=self._clock())
+        if old is not None and not old.is_over:
+            record.failures, record.began = old.failures, old.began
+            record.misses = [miss for miss in old.misses if miss.cause is Cause.FAILED]
+        record.matched = [
+            (source.tier, source.start * block_tokens, source.stop * block_tokens)
+            for source in hit.sources
+        ]
+        first = repr(list(tokens[:block_tokens])).encode()
+        seen = hashlib.blake2b(first, digest_size=16).digest()
+        if (miss := self._missing(hit, seen, namespace)) is not None:
+            record.misses.append(miss)
+        if hit.keys:
+            _put(self._first, seen, namespace, self._blocks)
+        _put(self._records, request_id, record, self._capacity)
+        return record
+
+    def _missing(self, hit: Hit, seen: bytes, namespace: Namespace) -> Miss | None:
+        """Why the first block behind what was found is not there; None where all of it is."""
+        if not hit.keys:
+            return Miss(Cause.TOO_SHORT)
+        if hit.depth >= len(hit.keys):
+            return None
+        gone = self._gone.get(hit.keys[hit.depth])
+        if gone is not None:
+            return Miss(Cause.EVICTED, gone[0], self._clock() - gone[1])
+        other = self._first.get(seen)
+        if not hit.depth and other is not None and other.digest != namespace.digest:
+            return Miss(Cause.OTHER_NAMESPACE, differed=_differed(other, namespace))
+        return Miss(Cause.NEVER_SEEN)
+
+    def missed(self, request_id: str, cause: Cause) -> None:
+        """What was found is not used; said once, however often it is looked up. Of a request whose
+        load began, what is looked up behind it is no miss."""
+        record = self._records.get(request_id)
+        if record is None or record.loaded:
+            return
+        if all(miss.cause is not cause for miss in record.misses):
+            record.misses.append(Miss(cause))
+
+    def loaded(self, request_id: str, tokens: Mapping[str, int]) -> None:
+        """A load of so many tokens from each tier began."""
+        if (record := self._records.get(request_id)) is not None:
+            record.loaded = dict(tokens)
+            self.step(request_id, "lookup")
+
+    def failed(self, request_id: str) -> None:
+        """Its load failed, or came too late."""
+        if (record := self._records.get(request_id)) is not None:
+            record.failures += 1
+            record.loaded = {}
+            record.misses.append(Miss(Cause.FAILED))
+
+    def step(self, request_id: str, name: str) -> None:
+        """The step of that name ended now: seconds since the one before, added up."""
+        record = self._records.get(request_id)
+        if record is not None and not record.is_over:
+            spent = self._clock() - record.began - sum(record.steps.values())
+            record.steps[name] = record.steps.get(name, 0.0) + spent
+
+    def ended(self, request_id: str, outcome: str = "done") -> None:
+        """The request is over. Nothing where it was before."""
+        record = self._records.get(request_id)
+        if record is not None and not record.is_over:
+            self.step(request_id, "rest")
+            record.outcome = outcome
+
+
+def _differed(one: Namespace, other: Namespace) -> tuple[str, ...]:
+    """Names of the fields that differ; never what is in them."""
+    names = (each.name for each in fields(Namespace))
+    return tuple(name for name in names if getattr(one, name) != getattr(other, name))
+
+
+def _put(into: OrderedDict[Any, Any], key: Any, value: Any, capacity: int) -> None:
+    into[key] = value
+    into.move_to_end(key)
+    if len(into) > capacity:
+        into.popitem(last=False)

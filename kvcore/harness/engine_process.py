@@ -1,0 +1,502 @@
+"""A serving engine in a process of its own, driven step by step.
+
+    with EngineProcess(model, kvcore={"host": {"capacity": "1GiB"}}) as engine:
+        [cold] = engine.generate([prompt], max_tokens=8)
+        engine.reset_prefix_cache()
+        [warm] = engine.generate([prompt], max_tokens=8)
+    assert warm.token_ids == cold.token_ids
+
+The one driver behind the demo, the engine tests and the benchmarks. Nothing here knows an engine:
+each adapter has a module ``kvcore_<engine>.driver`` which is run as the child and answers the calls
+listed in `serve`. Parent and child speak JSON, one object a line, over a socket of their own; what
+the engine prints goes to a log file.
+
+    parent                                         child (python -m kvcore_vllm.testing.driver FD)
+      start  {model, kvcore, engine arguments} ──▶   builds the engine
+      ◀── ready                                      (about 35 s for vLLM on a small CPU)
+      generate {id, prompt, ...}               ──▶   any number at once
+      ◀── result or error, by id
+      socket closed                            ──▶   shuts the engine down and ends
+
+The child leads a process group, so `kill` ends it with everything that it started, at once, as a
+crash would; `close` asks and waits. A parent that dies closes the socket, and the child follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvcore.errors import KVCoreError, UnsupportedError
+from kvcore.harness import engine_forks
+
+__all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "sample_name", "serve"]
+
+START_TIMEOUT_S = 900.0
+CALL_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 300.0
+"""A quiet machine needs a tenth of these; a busy one, or one that is halted for a while, does not
+make a test fail."""
+
+
+_DRIVERS = {"reference": "kvcore.testing.engine.driver"}
+"""Modules of drivers that belong to no adapter's package."""
+
+
+class EngineFailed(KVCoreError):
+    """The engine answered a call with an error; the message is the engine's own."""
+
+
+class EngineDied(KVCoreError):
+    """The engine's process ended before it answered; the message ends with its log's last lines."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request came to.
+
+    Times are wall-clock seconds measured beside the engine's own client, from the call to the first
+    and to the last token. `cached_tokens` is the engine's count of prompt tokens it did not compute
+    (its own cache and kvcore together); `kvcore` is what kvcore says about the request, with
+    ``reused_tokens`` and ``tiers`` (tokens by tier), empty without kvcore.
+
+    `sources` are cached tokens by where the engine itself had them, empty where it does not say.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    total_s: float
+    finish_reason: str | None
+    kvcore: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens kvcore brought back."""
+        return int(self.kvcore.get("reused_tokens", 0))
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Reused tokens by the tier that held them."""
+        return dict(self.kvcore.get("tiers", {}))
+
+
+class EngineProcess:
+    """One engine in a child process. Methods may be called from several threads.
+
+    Args:
+        model: a folder in Hugging Face's format, or a name the engine knows.
+        engine: which adapter drives it: ``vllm`` stands for the module
+        ``kvcore_vllm.testing.driver``,
+            ``reference`` for kvcore's own reference engine.
+        kvcore: kvcore's config as the engine's JSON would carry it; None leaves kvcore out.
+        python: interpreter of the environment that has the engine; by default this one's.
+        log: where the engine's output goes; by default a temporary file, removed by `close`.
+        env: added to this process's environment for the child; its PYTHONPATH stands before what
+            the child has anyway.
+        within: what goes before the child's command line: `kvcore_devtools.hosts.Host.command` has
+            it run on another host. It must become the child, and leave its open files alone.
+        forked: the child may be a fork of a process that has imported the engine
+            (`kvcore.harness.engine_forks`): for tests that start many vLLM or SGLang on a CPU.
+            Where there is a GPU, or with ``within``, it is a process as ever.
+        engine_args: the engine's own arguments, by the names its Python API has.
+
+    The constructor starts the child and returns at once (a fork: when the engine was imported);
+    `wait_ready`, or the first call, waits.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        engine: str = "vllm",
+        kvcore: Mapping[str, Any] | None = None,
+        python: Path | None = None,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+        forked: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        self._own_log = log is None
+        self.log = log or _temporary_log(engine)
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Any]] = {}
+        self._closing = False
+        self._socket, theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | engine_forks.Child
+        module = _DRIVERS.get(engine, f"kvcore_{engine}.testing.driver")
+        command = [str(python or sys.executable), "-m", module, str(theirs.fileno())]
+        added = _environment(engine, env or {})
+        try:
+            with theirs:
+                if forked and not within and engine_forks.possible():
+                    self._process = engine_forks.fork(
+                        module,
+                        model,
+                        python=command[0],
+                        env=added,
+                        log=self.log,
+                        connection=theirs,
+                        timeout_s=START_TIMEOUT_S,
+                    )
+                else:
+                    self._process = _run([*within, *command], theirs, added, self.log)
+        except BaseException:
+            self._let_go()
+            raise
+        self._reader = threading.Thread(target=self._read, name="engine-replies", daemon=True)
+        self._reader.start()
+        self._ready = self._start(model, kvcore, engine_args)
+
+    def _start(
+        self, model: str | Path, kvcore: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    ) -> Future[Any]:
+        told = None if kvcore is None else dict(kvcore)
+        return self._send("start", model=str(model), kvcore=told, **engine_args)
+
+    def __enter__(self) -> EngineProcess:
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+        """Block until the engine takes requests; what it says of itself (its version, say).
+
+        Raises:
+            EngineDied: it did not start; with the end of its log.
+            EngineFailed: it refused its arguments.
+        """
+        return dict(self._wait(self._ready, timeout_s))
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is its process group's too."""
+        return self._process.pid
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], max_tokens: int = 16, **options: Any
+    ) -> list[Generation]:
+        """Answer `prompts` greedily, all at once; results in their order. See `submit`."""
+        futures = [self.submit(prompt, max_tokens, **options) for prompt in prompts]
+        return [self._wait(future, CALL_TIMEOUT_S) for future in futures]
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 16,
+        *,
+        request_id: str | None = None,
+        abort_after: int | None = None,
+        ignore_eos: bool = True,
+        cache_salt: str | None = None,
+        logprobs: bool = False,
+        lora: Path | None = None,
+        image: Path | None = None,
+        fusion: dict[str, Any] | None = None,
+        promise: dict[str, Any] | None = None,
+        traceparent: str | None = None,
+    ) -> Future[Generation]:
+        """Start one greedy request and return at once.
+
+        Args:
+            prompt: text, or token ids.
+            request_id: the name `abort` knows it by; made up when not given.
+            abort_after: abort it by itself when so many tokens have come (0: straight away).
+            ignore_eos: answer exactly `max_tokens` tokens.
+            cache_salt: keeps its KV apart from requests with another salt.
+            logprobs: ask for the log-probability of each token chosen (vLLM's CPU build compiles
+                something for the first such request: its times mean nothing).
+            lora: folder of LoRA weights to answer with.
+            image: picture that goes with the prompt, for a model that takes one.
+            fusion: what the request says of fusion (`kvcore.fusion.options`).
+            promise: what a prefill engine has said of the prompt's KV (vLLM and the reference
+                engine only).
+            traceparent: the W3C trace that it belongs to, for an engine that traces.
+        """
+        self.wait_ready()
+        call = self._send(
+            "generate",
+            prompt=prompt if isinstance(prompt, str) else [int(token) for token in prompt],
+            max_tokens=max_tokens,
+            request_id=request_id,
+            abort_after=abort_after,
+            ignore_eos=ignore_eos,
+            cache_salt=cache_salt,
+            logprobs=logprobs,
+            lora=str(lora) if lora else None,
+            image=str(image) if image else None,
+            fusion=fusion,
+            **({} if promise is None else {"promise": promise}),
+            traceparent=traceparent,
+        )
+        return _then(call, lambda reply: Generation(**reply))
+
+    def abort(self, request_id: str) -> None:
+        """Abort a running request; its future gives what came until then."""
+        self._call("abort", request_id=request_id)
+
+    def reset_prefix_cache(self, *, connector: bool = False, timeout_s: float = 30.0) -> None:
+        """Empty the engine's own prefix cache (with `connector`: kvcore too).
+
+        Blocks until it is empty: pages that are still being saved are let go first.
+
+        Raises:
+            EngineFailed: pages were still in use after `timeout_s`.
+        """
+        self._call("reset_prefix_cache", connector=connector, timeout_s=timeout_s)
+
+    def settle(self, timeout_s: float = 200.0) -> None:
+        """Block until what was being saved is published, as far as the engine can tell.
+
+        Raises:
+            EngineFailed: saves were still under way after `timeout_s`.
+        """
+        self._call("settle", timeout_s=timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's Prometheus samples by name with labels, ``name{a="b"}``."""
+        return dict(self._call("metrics"))
+
+    def stop(self) -> None:
+        """Let the engine shut down and wait for it, as `close` does, and keep the child: `restart`
+        has it start another.
+
+        Raises:
+            EngineFailed: the driver of this engine cannot.
+        """
+        self._call("stop")
+
+    def restart(
+        self, model: str | Path, *, kvcore: Mapping[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        """Start an engine in the place of the one that was stopped, and return at once. The child
+        need not import its modules again, and has the environment that it had."""
+        self._ready = self._start(model, kvcore, engine_args)
+
+    def kill(self) -> None:
+        """End the child and all it started with SIGKILL, as a crash would, and wait for it."""
+        self._closing = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._end(CLOSE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Let the engine shut down and wait for it, so that saves under way are finished.
+
+        Raises:
+            EngineDied: it did not end in time and was killed, or ended with an error.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        try:
+            code = self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise self._died(f"did not shut down within {CLOSE_TIMEOUT_S:.0f} s") from None
+        problem = self._died(f"ended with exit code {code}") if code else None
+        self._end(CLOSE_TIMEOUT_S)
+        if problem:
+            raise problem
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        self.wait_ready()
+        return self._wait(self._send(name, **arguments), CALL_TIMEOUT_S)
+
+    def _send(self, name: str, **arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._ids)
+            self._pending[number] = future
+            line = json.dumps({"id": number, "call": name, "arguments": arguments})
+            try:
+                self._socket.sendall(line.encode() + b"\n")
+            except OSError:
+                self._pending.pop(number, None)
+                future.set_exception(self._died("is gone"))
+        return future
+
+    def _wait(self, future: Future[Any], timeout_s: float) -> Any:
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout as error:
+            if future.done():
+                raise
+            raise self._died(f"did not answer within {timeout_s:.0f} s") from error
+
+    def _read(self) -> None:
+        """Hand every reply to who waits for it; when the child is gone, tell all who wait."""
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as replies:
+            for line in replies:
+                reply = json.loads(line)
+                with self._lock:
+                    future = self._pending.pop(reply["id"])
+                if "error" in reply:
+                    future.set_exception(EngineFailed(reply["error"]))
+                else:
+                    future.set_result(reply["result"])
+        with self._lock:
+            orphans, self._pending = list(self._pending.values()), {}
+        for future in orphans:
+            future.set_exception(self._died("ended before it answered"))
+
+    def _died(self, what: str) -> EngineDied:
+        try:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+        except OSError:
+            tail = "(the log is gone)"
+        return EngineDied(f"the engine (process {self.pid}) {what}; its log ends:\n{tail}")
+
+    def _end(self, timeout_s: float) -> None:
+        """Reap the child, end what it left behind, and let go of socket and log."""
+        self._process.wait(timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._socket.close()
+        self._reader.join(timeout_s)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._socket.close()
+        if self._own_log:
+            self.log.unlink(missing_ok=True)
+
+
+async def serve(descriptor: int, handlers: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
+    """The child's half: answer the parent's calls until it closes the socket.
+
+    Each line starts a task of its own, so calls overlap. A handler's result goes back as JSON; its
+    exception goes back as text and is raised in the parent as `EngineFailed`.
+
+    Args:
+        descriptor: the socket's file descriptor, from the command line.
+        handlers: by call name; each takes the call's arguments by name. A driver has ``start``,
+            ``generate``, ``abort``, ``reset_prefix_cache``, ``settle`` and ``metrics``, as
+            `EngineProcess` has, and ``stop`` where it can start a second engine.
+    """
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 26)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(request: dict[str, Any]) -> None:
+        reply: dict[str, Any] = {"id": request["id"]}
+        try:
+            reply["result"] = await handlers[request["call"]](**request["arguments"])
+        except Exception as error:  # noqa: BLE001  # the parent raises it
+            traceback.print_exc()
+            reply["error"] = f"{request['call']}: {type(error).__name__}: {error}"
+        writer.write(json.dumps(reply).encode() + b"\n")
+        await writer.drain()
+
+    while line := await reader.readline():
+        task = asyncio.create_task(answer(json.loads(line)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sample_name(name: str, labels: Mapping[str, str]) -> str:
+    """What `EngineProcess.metrics` calls a Prometheus sample: ``name{a="b"}``."""
+    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{inside}}}" if inside else name
+
+
+def _then(first: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
+    """A future of `change(first's result)`, with first's exception if it has one."""
+    second: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            second.set_exception(error)
+        else:
+            second.set_result(change(done.result()))
+
+    first.add_done_callback(settle)
+    return second
+
+
+def _run(
+    command: Sequence[str], theirs: socket.socket, env: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """The child as a process that imports everything itself."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=env,
+            start_new_session=True,
+        )
+
+
+def _temporary_log(engine: str) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix=f"kvcore-{engine}-", suffix=".log")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _environment(engine: str, added: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: this process's, and ``added``."""
+    path = filter(None, [added.get("PYTHONPATH"), _python_path(engine)])
+    return {**os.environ, **added, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _python_path(engine: str) -> str:
+    """PYTHONPATH for a child: this one's, with the source tree's folders where we run from one."""
+    root = Path(__file__).resolve().parents[2]
+    sources = root / "adapters" / engine
+    packaged = engine in _DRIVERS or importlib.util.find_spec(f"kvcore_{engine}") is not None
+    if not sources.is_dir() and not packaged:
+        raise UnsupportedError(
+            f"no adapter for engine {engine!r}: the package kvcore_{engine} is not installed"
+        )
+    if engine in _DRIVERS:
+        parts = [str(root)]
+    else:
+        parts = [str(root), str(sources)] if sources.is_dir() else []
+    return os.pathsep.join([*parts, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,26 @@
+"""Which block is in which tier, and which block is evicted next.
+
+The index belongs to the leader's thread. It does no I/O.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BlockIndex",
+    "Event",
+    "Evicted",
+    "Eviction",
+    "Pin",
+    "Reservation",
+    "TierSpec",
+]
+
+from kvcore.index.block_index import (
+    BlockIndex,
+    Event,
+    Evicted,
+    Eviction,
+    Pin,
+    Reservation,
+    TierSpec,
+)

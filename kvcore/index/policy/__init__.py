@@ -1,0 +1,37 @@
+"""Eviction and admission policies."""
+
+from __future__ import annotations
+
+from kvcore.index.policy.admission import AdmissionFilter, Always, OnNthUse
+from kvcore.index.policy.arc import ARC
+from kvcore.index.policy.base import EvictionPolicy, LeafHeap, Recency
+from kvcore.index.policy.lfu import LFU
+from kvcore.index.policy.lru import LRU
+from kvcore.index.policy.priority import Priority
+from kvcore.index.policy.s3fifo import S3FIFO
+
+__all__ = [
+    "ARC",
+    "BUILTIN_ADMISSION",
+    "BUILTIN_POLICIES",
+    "LFU",
+    "LRU",
+    "S3FIFO",
+    "AdmissionFilter",
+    "Always",
+    "EvictionPolicy",
+    "LeafHeap",
+    "OnNthUse",
+    "Priority",
+    "Recency",
+]
+
+BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {
+    policy.name: policy for policy in (LRU, LFU, ARC, S3FIFO, Priority)
+}
+"""Eviction policies by the name used in the config."""
+
+BUILTIN_ADMISSION: dict[str, type[AdmissionFilter]] = {
+    admission.name: admission for admission in (Always, OnNthUse)
+}
+"""Admission filters by the name used in the config."""

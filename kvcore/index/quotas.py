@@ -1,0 +1,204 @@
+"""Quotas: how many blocks of a tier a tenant may have, and which of its own leave first.
+
+A *tenant* is a name for one or more namespaces: a salt, with each LoRA it uses. The index knows
+namespaces only; a quota counts the blocks of all of a tenant's, pinned, unpublished and leaving
+ones included.
+
+    a tenant with a quota stores n blocks
+      1. its own leaves go, least wanted first, until n more fit its quota, or none may go
+      2. what then does not fit is not stored
+      3. room in the tier itself is made in the policy's plain order, as for everyone
+
+So a tenant that is at its quota takes nothing from others, and one that grows takes as much as it
+grows by. A quota is a ceiling and no promise: what lies within it may still be evicted in the
+plain order. A tier without quotas knows nothing of all this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcore.errors import ConfigError
+from kvcore.index.policy.base import EvictionPolicy
+
+if TYPE_CHECKING:
+    from kvcore.index.tables import NodeTable
+
+__all__ = ["Quota", "RationedPolicy", "Share"]
+
+
+class Quota(NamedTuple):
+    """Blocks that a tenant has in a tier, and may have."""
+
+    used: int
+    limit: int
+    namespaces: frozenset[bytes]
+
+
+class _Leaves:
+    """`kvcore.index.policy.base.LeafHeap` for few nodes of many: its size is that of what is in
+    it."""
+
+    __slots__ = ("_entries", "_live", "_score")
+
+    def __init__(self, score: Callable[[int], int], nodes: Iterable[int]) -> None:
+        self._score = score
+        self._live = set(nodes)
+        self._compact()
+
+    def add(self, node: int) -> None:
+        self._live.add(node)
+        heappush(self._entries, (self._score(node), node))
+        if len(self._entries) > 2 * len(self._live) + 64:
+            self._compact()
+
+    def discard(self, node: int) -> None:
+        self._live.discard(node)
+
+    def pop(self) -> int | None:
+        """Take out and return the node of least score; None where there is none."""
+        entries = self._entries
+        while self._live:
+            score, node = entries[0]
+            if node not in self._live:
+                heappop(entries)
+            elif self._score(node) > score:
+                heapreplace(entries, (self._score(node), node))
+            else:
+                heappop(entries)
+                self._live.remove(node)
+                return node
+        return None
+
+    def nodes(self) -> set[int]:
+        return self._live
+
+    def _compact(self) -> None:
+        self._entries = [(self._score(node), node) for node in self._live]
+        heapify(self._entries)
+
+
+class Share:
+    """A tenant's part of one tier: ``used`` and ``limit`` are blocks, ``leaves`` may be evicted."""
+
+    __slots__ = ("leaves", "limit", "namespaces", "used")
+
+    def __init__(
+        self, namespaces: frozenset[bytes], limit: int, used: int, leaves: _Leaves
+    ) -> None:
+        self.namespaces = namespaces
+        self.limit = limit
+        self.used = used
+        self.leaves = leaves
+
+
+class RationedPolicy(EvictionPolicy):
+    """Stands before a tier's policy, ``inner``, which decides as it would alone, and knows each
+    tenant's leaves beside it. In place only while the tier has a quota. Leader thread only."""
+
+    name = "rationed"
+
+    def __init__(self, inner: EvictionPolicy, nodes: NodeTable) -> None:
+        super().__init__(inner.capacity, inner.recency)
+        self.inner = inner
+        self.shares: dict[str, Share] = {}
+        self.watches_blocks = inner.watches_blocks  # type: ignore[misc]  # as the one inside
+        self._nodes = nodes
+        self._owners: dict[bytes, Share] = {}
+
+    # -- quotas ---------------------------------------------------------------------------------
+
+    def grant(
+        self, tenant: str, namespaces: frozenset[bytes], limit: int, held: Sequence[int]
+    ) -> Share:
+        """Give a tenant a quota of ``limit`` blocks, or another one. ``held`` are all nodes in the
+        tier. O(tier). Raises ConfigError where a namespace is another tenant's."""
+        for other, share in self.shares.items():
+            if other != tenant and share.namespaces & namespaces:
+                raise ConfigError(f"tenant {tenant!r} and {other!r} are the same: use one name")
+        self.lift(tenant)
+        names, spaces = self._nodes.space_names, self._nodes.space
+        mine = {self._nodes.space_ids.get(namespace) for namespace in namespaces}
+        used = sum(spaces[node] in mine for node in held)
+        leaves = (node for node in self.inner.evictable() if names[spaces[node]] in namespaces)
+        share = Share(namespaces, limit, used, _Leaves(self.inner.order, leaves))
+        self.shares[tenant] = share
+        self._owners.update(dict.fromkeys(namespaces, share))
+        return share
+
+    def lift(self, tenant: str) -> None:
+        """Take a tenant's quota away, if it has one."""
+        share = self.shares.pop(tenant, None)
+        for namespace in () if share is None else share.namespaces:
+            del self._owners[namespace]
+
+    def share_of(self, namespace: bytes) -> Share | None:
+        """The share that a namespace counts for."""
+        return self._owners.get(namespace)
+
+    def entered(self, nodes: Iterable[int]) -> None:
+        """Blocks were given slots."""
+        for node in nodes:
+            if (share := self._of(node)) is not None:
+                share.used += 1
+
+    def gone(self, node: int) -> None:
+        """A block is in the tier no more; its id still means it."""
+        if (share := self._of(node)) is not None:
+            share.used -= 1
+
+    def check_integrity(self, held: Sequence[int]) -> None:
+        """Assert that every share counts what is there. ``held`` are all nodes in the tier."""
+        used = dict.fromkeys(self.shares, 0)
+        leaves: dict[str, set[int]] = {tenant: set() for tenant in self.shares}
+        names = {id(share): tenant for tenant, share in self.shares.items()}
+        for node in held:
+            if (share := self._of(node)) is not None:
+                used[names[id(share)]] += 1
+        for node in self.inner.evictable():
+            if (share := self._of(node)) is not None:
+                leaves[names[id(share)]].add(node)
+        for tenant, share in self.shares.items():
+            assert share.used == used[tenant], f"tenant {tenant} has {used[tenant]} blocks"
+            assert share.leaves.nodes() == leaves[tenant], f"leaves of tenant {tenant}"
+
+    def _of(self, node: int) -> Share | None:
+        return self._owners.get(self._nodes.space_names[self._nodes.space[node]])
+
+    # -- a policy -------------------------------------------------------------------------------
+
+    def stored(self, node: int, key: bytes) -> None:
+        self.inner.stored(node, key)
+
+    def touch(self, node: int) -> None:
+        self.inner.touch(node)
+
+    def set_priority(self, node: int, priority: int, ttl: float | None = None) -> None:
+        self.inner.set_priority(node, priority, ttl)
+
+    def order(self, node: int) -> int:
+        return self.inner.order(node)
+
+    def add(self, node: int) -> None:
+        self.inner.add(node)
+        if (share := self._of(node)) is not None:
+            share.leaves.add(node)
+
+    def remove(self, node: int) -> None:
+        self.inner.remove(node)
+        if (share := self._of(node)) is not None:
+            share.leaves.discard(node)
+
+    def victim(self) -> int | None:
+        node = self.inner.victim()
+        if node is not None and (share := self._of(node)) is not None:
+            share.leaves.discard(node)
+        return node
+
+    def forget(self, node: int, key: bytes, parent: int, *, evicted: bool) -> None:
+        self.inner.forget(node, key, parent, evicted=evicted)
+
+    def evictable(self) -> Iterable[int]:
+        return self.inner.evictable()

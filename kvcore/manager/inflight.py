@@ -1,0 +1,259 @@
+"""The graphs on their way: what they keep from being handed out, and what becomes of their ops.
+
+    launch ──▶ transport ──▶ workers ──report, one an op──▶ complete ──all ops──▶ release
+      sources pinned, targets reserved                       published             unpinned
+
+While a graph is in flight its source blocks are pinned and its targets are reserved. A target is
+published when the op that fills it is reported, never before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvcore._util.circuit_breaker import TierBreakers
+from kvcore.errors import CapacityError
+from kvcore.index import BlockIndex, Pin, Reservation
+from kvcore.manager.base import HOST, Room, Transport
+from kvcore.manager.invalidation import Removals
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
+
+__all__ = ["STALLED_S", "Flight", "Flights"]
+
+_log = logging.getLogger("kvcore.manager")
+
+STALLED_S = 1.0
+"""Seconds without any op's end after which nothing is waited for that others must end first."""
+_GIVEN_UP = frozenset({RowError.CANCELLED, RowError.DEADLINE})
+_EMPTY = TransferGraph(0, 0, b"", b"", (), (), (), (), ())  # type: ignore[arg-type]
+
+
+@dataclass
+class Flight:
+    """A graph on its way, or being planned. ``first_block`` is the chain position of row 0;
+    ``targets`` are by the op that fills them. ``given_up``: cancelled, or past its deadline; what
+    of it is still running may take for ever."""
+
+    keys: Sequence[bytes]
+    first_block: int
+    targets: dict[int, Reservation] = field(default_factory=dict)
+    pins: list[Pin] = field(default_factory=list)
+    holds: list[Reservation] = field(default_factory=list)
+    staging: list[int] = field(default_factory=list)
+    staged: list[int] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)
+    given_up: RowError | None = None
+    on_end: list[Callable[[], object]] = field(default_factory=list)
+    graph: TransferGraph = _EMPTY
+
+
+class Flights:
+    """The graphs of one manager; its thread only. No call waits.
+
+    ``staging_slots``, ``device_slots``, ``batch_blocks``, ``max_in_flight`` and ``ids`` are as
+    `KVManager` has them.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        transport: Transport,
+        removals: Removals,
+        breakers: TierBreakers,
+        metrics: Metrics,
+        *,
+        staging_slots: Iterable[int] = (),
+        device_slots: int = 0,
+        batch_blocks: int = 16,
+        max_in_flight: int = 256,
+        ids: Iterator[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._index = index
+        self._transport = transport
+        self._removals = removals
+        self._breakers = breakers
+        self._metrics = metrics
+        self.staging = list(staging_slots)
+        """Those that no flight has."""
+        self.device = list(range(device_slots))
+        """Places of the staging on the device that no flight has."""
+        self._share = -(-device_slots // 2)
+        # A read op must not name one staging slot twice.
+        self.batch = min(batch_blocks, len(self.staging) or batch_blocks)
+        """Blocks of one op."""
+        self.ids = itertools.count(1) if ids is None else ids
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._last_end = clock()
+        self._flights: dict[int, Flight] = {}
+        self._reads: dict[str, list[int]] = {}  # tier -> operations and blocks in flight
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __contains__(self, graph_id: int) -> bool:
+        return graph_id in self._flights
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is to be launched now."""
+        return len(self._flights) >= self._max_in_flight
+
+    @property
+    def room(self) -> Room:
+        """What there is for the next load. A read that hangs keeps its staging slots for as long as
+        it likes: those of a load that was given up are not counted on."""
+        lent = any(flight.staging and flight.given_up is None for flight in self._flights.values())
+        moving = self._clock() - self._last_end < STALLED_S
+        return Room(self.full, self._index.num_free(HOST), bool(self.staging), lent, moving)
+
+    @property
+    def reads(self) -> dict[str, tuple[int, int]]:
+        """(operations, blocks) being read, or waiting for it, by the tier they come from."""
+        return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}
+
+    # -- on their way -----------------------------------------------------------------------
+
+    def stage(self, flight: Flight, rows: int) -> list[int]:
+        """Host slots for rows that cannot be kept: the staging slots, in a ring, until it ends.
+
+        Raises CapacityError when another flight has them.
+        """
+        if not self.staging:
+            raise CapacityError(
+                f"no host slot for {rows} blocks and the staging slots are in use: "
+                "raise host.capacity"
+            )
+        flight.staging, self.staging = self.staging, []
+        return [slot for slot, _ in zip(itertools.cycle(flight.staging), range(rows), strict=False)]
+
+    def stage_on_device(self, flight: Flight, rows: int) -> list[int]:
+        """Places on the device for rows that go past host memory, in a ring, until it ends; none
+        where there are none. A flight has half of them at most, so that another finds some."""
+        count = min(rows, self._share, len(self.device))
+        flight.staged, self.device = self.device[:count], self.device[count:]
+        return [slot for slot, _ in zip(itertools.cycle(flight.staged), range(rows), strict=False)]
+
+    def staged_batch(self, flight: Flight, rows: int) -> int:
+        """Blocks of one op of a flight of ``rows`` that has places on the device: fewer where it
+        uses them again, so that it reads into some while it copies out of others."""
+        places = len(flight.staged)
+        return max(1, min(self.batch, places if rows <= places else places // 2))
+
+    def launch(self, flight: Flight, graph: TransferGraph) -> None:
+        """Send it off. From here on the flight's reservations and pins are its own affair."""
+        flight.graph = graph
+        flight.waiting = {op.op_id for op in graph.ops}
+        if not self._flights:
+            self._last_end = self._clock()  # nothing could end before
+        self._flights[graph.graph_id] = flight
+        for reservation in flight.targets.values():
+            if reservation.tier == HOST and len(graph.ops) > 1:  # what it fills is read on
+                self._index.hold(reservation)
+                flight.holds.append(reservation)
+        for op in graph.ops:
+            self._count_read(op, 1)
+        for tier, writes in {(op.tier, op.path.writes_tier) for op in graph.ops if op.tier}:
+            self._breakers.of(tier, writes).started()
+        self._transport.submit(graph)
+
+    def when_ended(self, graph_id: int, call: Callable[[], object]) -> None:
+        """Call ``call`` when a graph in flight has ended on all workers."""
+        self._flights[graph_id].on_end.append(call)
+
+    def cancel(self, graph_id: int) -> None:
+        """`KVManager.cancel`."""
+        if graph_id in self._flights:
+            self._transport.cancel(graph_id)
+
+    def complete(self, report: OpReport) -> None:
+        """Take in what became of one op on *all* workers: publish, quarantine, unpin."""
+        flight = self._flights.get(report.graph_id)
+        if flight is None or report.op_id not in flight.waiting:
+            _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
+            return
+        flight.waiting.discard(report.op_id)
+        self._last_end = self._clock()
+        op = flight.graph.ops[report.op_id]
+        self._count_read(op, -1)
+        self._judge_tier(flight, op, report)
+        if report.op_id in flight.targets:
+            self._publish(flight, report)
+        for row, error in report.failed.items():
+            if error in (RowError.CORRUPT, RowError.MISSING):
+                self._removals.lose(op.tier, flight.graph.keys[row])
+        if not flight.waiting:
+            del self._flights[report.graph_id]
+            self.release(flight)
+
+    def release(self, flight: Flight) -> None:
+        """It has ended, or was never launched: give back what it kept."""
+        for pin in flight.pins:
+            self._index.unpin(pin)
+        for reservation in flight.holds:
+            self._index.let_go(reservation)
+        self.staging += flight.staging
+        flight.staging = []
+        self.device += flight.staged
+        flight.staged = []
+        for call in flight.on_end:
+            call()
+
+    def check_integrity(self) -> None:
+        """Check that every flight waits for something, and that no read is counted without one."""
+        for flight in self._flights.values():
+            assert flight.waiting, f"graph {flight.graph.graph_id} waits for nothing"
+        if not self._flights:
+            assert not any(map(any, self._reads.values())), "reads of no graph"
+
+    def _publish(self, flight: Flight, report: OpReport) -> None:
+        reservation = flight.targets.pop(report.op_id)
+        self._removals.forget_dropped(reservation)
+        failed_from = flight.first_block + min(report.failed) if report.failed else None
+        self._index.commit(reservation, failed_from)
+
+    def _count_read(self, op: TransferOp, sign: int) -> None:
+        """Blocks of a load by layers count once, with its first layers."""
+        if op.path is Path.H2D or op.path.reads_tier:
+            reads = self._reads.setdefault(op.tier or HOST, [0, 0])
+            reads[0] += sign
+            reads[1] += sign * op.rows.size if op.layers is None or not op.layers[0] else 0
+
+    # -- what the media are worth -------------------------------------------------------------
+
+    def _judge_tier(self, flight: Flight, op: TransferOp, report: OpReport) -> None:
+        for error in set(report.failed.values()):
+            blocks = sum(1 for e in report.failed.values() if e is error)
+            self._metrics.failed(op.path.value, error.value, blocks)
+            if error is RowError.CORRUPT:
+                self._metrics.corrupt(op.tier, blocks)
+        errors = set(report.failed.values())
+        self._judge_late(flight, op, errors)
+        if not op.tier:
+            return
+        breaker = self._breakers.of(op.tier, op.path.writes_tier)
+        if errors & {RowError.IO, RowError.DEADLINE}:
+            breaker.failed()
+        elif flight.given_up is RowError.DEADLINE:
+            breaker.undecided()  # it was too slow, and that is counted
+        elif errors <= {RowError.CORRUPT, RowError.MISSING}:
+            breaker.succeeded()  # the medium works, whatever lies there
+        else:
+            breaker.undecided()
+
+    def _judge_late(self, flight: Flight, op: TransferOp, errors: set[RowError]) -> None:
+        """A load is given up: reads that were running then are to blame, whenever they end."""
+        why = errors & _GIVEN_UP
+        if flight.given_up is not None or not why or not op.path.touches_device:
+            return
+        flight.given_up = why.pop()
+        if flight.given_up is RowError.DEADLINE:
+            running = (flight.graph.ops[op_id] for op_id in flight.waiting)
+            for tier in {op.tier for op in running if op.path.reads_tier}:
+                self._breakers.reads[tier].failed()

@@ -1,0 +1,191 @@
+"""The planner beside an engine's scheduler: what it is told at the start, asked, and taught.
+
+config, model ── Planning ──▶ Planner over the engine's Rates
+lookup ─────────▶ plan(hit, ...)           once a request and hit
+                  ask, otherwise           what was looked up, and what each way would take
+workers' counters ──▶ learn_loads          bytes and seconds by path
+
+Where nothing is planned, the same arithmetic says what would have happened otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore.config import Config
+from kvcore.explain import Otherwise
+from kvcore.fusion.controller import Controller
+from kvcore.manager.base import HOST, Hit, Manager
+from kvcore.manager.load_policy import PREFILL, Ahead, Ask, Plan, Planner, Settings, Source
+from kvcore.model.spec import ModelDescription
+from kvcore.telemetry.rates import ComputeRates, Rates, TierRates
+from kvcore.transfer.plan import layer_steps
+
+__all__ = [
+    "OTHER_TIER",
+    "Memo",
+    "Planning",
+    "guess_compute",
+    "guessed_rates",
+    "learn_loads",
+    "tier_priors",
+]
+
+_log = logging.getLogger("kvcore.manager.load_advisor")
+
+_RATES = {HOST: TierRates(2e-5, 1 / 8e9), "disk": TierRates(5e-4, 1 / 1e9)}
+OTHER_TIER = TierRates(2e-3, 1 / 5e8)
+"""What to expect of a tier that nothing is known of: a server's may be there only later."""
+
+DEADLINE_LEAST_S = 0.25
+"""A load is never given up before: a scheduler may stand still that long."""
+
+NO_PREFILL = "prefill was not measured often enough yet"
+NOT_TIMED = "prefill: this engine's forwards are not timed"
+NO_LOADS = "loads from {tier} were not measured often enough yet"
+NOT_COUNTED = "loads from {tier} are not measured: metrics.enabled is off"
+NOTHING_FOUND = "nothing was found to load"
+"""Why an estimate is not made."""
+
+_FLOPS = {"cpu": 5e10}
+_GPU_FLOPS = 1e14
+
+
+def tier_priors(tiers: Iterable[str]) -> dict[str, TierRates]:
+    """What to expect of tiers that were not measured."""
+    return {tier: _RATES.get(tier, OTHER_TIER) for tier in tiers}
+
+
+def guess_compute(hidden: int, layers: int, ranks: int, device: str) -> ComputeRates:
+    """What to expect of a model's prefill that was not measured; ``hidden`` is its width."""
+    flops = ranks * _FLOPS.get(device, _GPU_FLOPS)
+    return ComputeRates.guess(12 * hidden * hidden * layers, hidden, layers, flops)
+
+
+def learn_loads(
+    rates: Rates | Controller, paths: Mapping[str, str], counted: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Take in what workers counted since the last call
+    (`kvcore.telemetry.metrics.Metrics.delta`)."""
+    moved = counted.get("kvcore_transfer_bytes_total", {})
+    took = counted.get("kvcore_transfer_seconds", {})
+    for tier, path in paths.items():
+        if path in moved and path in took:
+            counts, sums = took[path]
+            rates.loaded(tier, moved[path], sum(sums), sum(counts))
+
+
+def guessed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
+    """Rates of an engine of whose compute nothing is known: its prefill is a guess until forwards
+    or layers are timed, and no estimate is made of it."""
+    shape = model.shape
+    compute = guess_compute(shape.kv_heads * shape.head_dim, shape.layers, model.world_size, "cuda")
+    return Rates(shape.layers, compute, tier_priors(tiers), otherwise=OTHER_TIER)
+
+
+@dataclass
+class Memo:
+    """The last plan of a request. Engines ask again while they have no room for it."""
+
+    plan: Plan | None = None
+    made_for: tuple[int, int] | None = None
+    """Tokens that the engine held itself, and blocks found."""
+
+    def deadline_s(self, otherwise: float) -> float:
+        """Seconds after which its load is given up; ``otherwise`` where nothing was planned."""
+        known = None if self.plan is None else self.plan.deadline_s
+        return otherwise if known is None else known
+
+
+class Planning:
+    """A planner that speaks of hits. One owner, not thread-safe; it does no I/O.
+
+    ``layerwise`` says whether the engine loads layer by layer inside a step, and
+    ``min_load_tokens`` the fewest tokens worth a load. ``times_forwards`` is False where the engine
+    gives no way to know what prefill takes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        manager: Manager,
+        rates: Rates,
+        *,
+        min_load_tokens: int,
+        layerwise: bool,
+        times_forwards: bool = True,
+    ) -> None:
+        self._manager = manager
+        self._no_prefill = NO_PREFILL if times_forwards else NOT_TIMED
+        self._no_load = NO_LOADS if config.metrics.enabled else NOT_COUNTED
+        self._block = config.block.tokens
+        self._block_bytes = max(1, model.shape.nbytes // model.world_size)
+        in_step = layerwise and model.single_group
+        self.planner = Planner(
+            Settings(
+                self._block,
+                self._block_bytes,
+                batch_blocks=config.transfer.batch_blocks,
+                step_bytes=config.transfer.sync_load_max // model.world_size if in_step else 0,
+                step_operations=len(layer_steps(model.shape.layers)),
+                least=min_load_tokens,
+                deadline_least=min(DEADLINE_LEAST_S, config.transfer.load_deadline_s),
+                deadline_most=config.transfer.load_deadline_s,
+            ),
+            rates,
+        )
+
+    def plan(self, memo: Memo, hit: Hit, tokens: int, computed: int) -> Plan:
+        """What to do with ``hit``, found for a prompt of which the engine holds ``computed``.
+
+        Made once for the same hit: ``memo`` is the request's.
+        """
+        if memo.plan is None or memo.made_for != (computed, hit.depth):
+            asked = self.ask(hit, tokens, computed)
+            memo.plan, memo.made_for = self.planner.plan(asked), (computed, hit.depth)
+            _log.debug("plan tokens=%d computed=%d %s", tokens, computed, memo.plan.reason)
+        return memo.plan
+
+    def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
+        """The lookup as the planner is asked, with what is being read now. Decides nothing."""
+        start = computed // self._block
+        sources = tuple(
+            Source(source.tier, source.stop * self._block)
+            for source in hit.sources
+            if source.stop > start
+        )
+        ahead = {
+            tier: Ahead(operations, blocks * self._block_bytes)
+            for tier, (operations, blocks) in self._manager.reads_in_flight.items()
+        }
+        return Ask(tokens, computed, sources, ahead)
+
+    def expected(self, ask: Ask, stop: int) -> tuple[float, float] | None:
+        """Seconds to the first token with KV up to token ``stop`` loaded, and with none; None
+        where that would be a guess."""
+        if self.planner.ways(ask).unmeasured:
+            return None
+        load = self.planner.weigh(ask, stop).seconds
+        return load, self.planner.weigh(ask, ask.computed).seconds
+
+    def otherwise(self, ask: Ask) -> Otherwise:
+        """What each way is estimated to take, by what was measured until now; never by a guess."""
+        ways = self.planner.ways(ask)
+        tiers = sorted(ways.unmeasured - {PREFILL})
+        unknown = [self._no_load.format(tier=tier) for tier in tiers]
+        prefill = PREFILL not in ways.unmeasured
+        if not prefill:
+            unknown.append(self._no_prefill)
+        load = None if tiers else ways.load
+        if ways.load is None:
+            unknown.append(NOTHING_FOUND)
+        return Otherwise(
+            load.seconds if load is not None and prefill else None,
+            ways.recompute.seconds if prefill else None,
+            None if load is None else load.load,
+            tuple(unknown),
+        )

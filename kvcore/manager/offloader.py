@@ -1,0 +1,285 @@
+"""Saves: what the device made, down to host memory, and from there to the tiers below.
+
+device ──▶ host ──▶ a write-through tier, behind the save          launch
+           host ──▶ a selective tier, when blocks are used again   offer
+           host ──▶ a write-back tier, before blocks are evicted   keep_room
+           host ──▶ any tier, when it is ordered                   write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvcore._util.circuit_breaker import TierBreakers
+from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
+from kvcore.manager.base import HOST, Backing, WritePolicy
+from kvcore.manager.inflight import Flight, Flights
+from kvcore.manager.invalidation import Removals
+from kvcore.telemetry.metrics import Metrics, SaveSkip
+from kvcore.transfer.graph import Span, TransferGraph, UnitTable
+from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
+
+__all__ = ["Saves", "Spell"]
+
+Spell = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
+"""Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
+
+
+class Saves:
+    """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
+
+    ``sink_saves`` and ``spell`` are as `KVManager` has them.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        flights: Flights,
+        removals: Removals,
+        breakers: TierBreakers,
+        metrics: Metrics,
+        backing: Mapping[str, Backing],
+        *,
+        sink_saves: bool = True,
+        spell: Spell | None = None,
+    ) -> None:
+        self._index = index
+        self._flights = flights
+        self._removals = removals
+        self._breakers = breakers
+        self._metrics = metrics
+        self._backing = backing
+        self._sink_saves = sink_saves
+        self.spell = spell
+        self._demoting: set[str] = set()
+
+    # -- off the device ---------------------------------------------------------------------
+
+    def launch(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        stop: int,
+        units_of: Callable[[int, int], Sequence[UnitTable] | None],
+        tokens: Sequence[int] | None = None,
+    ) -> TransferGraph | None:
+        """`KVManager.launch_save`."""
+        start = self._index.held(HOST, keys[:stop])
+        if start >= stop:
+            self.offer(keys, namespace, stop)
+            return None
+        if self._flights.full:
+            self._metrics.save_skipped(SaveSkip.BUSY, stop - start)
+            return None
+        units = units_of(start, stop)
+        if units is None:
+            self._metrics.save_skipped(SaveSkip.ABORTED, stop - start)
+            return None
+        reservation = self._index.reserve(HOST, keys, start, stop, namespace)
+        self._removals.count(HOST, reservation.evicted)
+        if reservation.stop < stop:
+            self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
+        if not len(reservation):
+            return None
+        # No room for the last ones, or the first were on their way out and stay after all.
+        if len(reservation) < stop - start:
+            units = units_of(reservation.start, reservation.stop)
+            assert units is not None
+        if tokens is not None and self.spell is not None:
+            self.spell(keys, reservation.start, reservation.stop, tokens)
+        return self._save(keys, namespace, reservation, units)
+
+    def _save(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        reservation: Reservation,
+        units: Sequence[UnitTable],
+    ) -> TransferGraph:
+        start, stop = reservation.start, reservation.stop
+        through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
+        sink_tier = through[0] if through and self._sink_saves else None
+        sink: TierRows | None = None
+        written: list[Reservation] = []
+        if sink_tier is not None and self._breakers.writes[sink_tier.name].allows():
+            self._spill(sink_tier, keys, namespace, start)
+            sink, written = self._reserve_sink(sink_tier, keys, namespace, start, stop)
+        graph = build_save(
+            next(self._flights.ids),
+            Chain.of(keys, namespace, Span(start, stop)),
+            reservation.slots.tolist(),
+            units,
+            sink,
+            batch_rows=self._flights.batch,
+        )
+        flight = Flight(keys, start, {0: reservation})
+        flight.on_end.append(lambda: self.offer(keys, namespace, stop))
+        for tier in through:
+            if tier is not sink_tier:
+                flight.on_end.append(
+                    lambda tier=tier: self._spill(tier, keys, namespace, stop)  # type: ignore[misc]
+                )
+        self._send(flight, graph, written)
+        return graph
+
+    # -- from host memory to a tier below -----------------------------------------------------
+
+    def write(
+        self, tier: str, keys: Sequence[bytes], namespace: bytes, *, on_end: Callable[[], object]
+    ) -> bool:
+        """Write to a tier below what the host tier holds of ``keys`` and it does not.
+
+        False when nothing began, as for `Loads.fetch`.
+        """
+        if self._flights.full:
+            return False
+        graph = self._spill(self._backing[tier], keys, namespace, len(keys))
+        if graph is None:
+            return False
+        self._flights.when_ended(graph.graph_id, on_end)
+        return True
+
+    def offer(self, keys: Sequence[bytes], namespace: bytes, stop: int) -> None:
+        """Blocks were used again: selective tiers may take them now."""
+        for tier in self._backing.values():
+            if tier.write is not WritePolicy.SELECTIVE or not stop:
+                continue
+            held = self._index.held(tier.name, keys[:stop])
+            # Every block counts its use; what is written must be a prefix.
+            taken = [tier.admission.admit(key) for key in keys[held:stop]]
+            admitted = held + (taken.index(False) if False in taken else len(taken))
+            if admitted > held:
+                self._spill(tier, keys, namespace, admitted)
+
+    def _spill(
+        self, tier: Backing, keys: Sequence[bytes], namespace: bytes, stop: int
+    ) -> TransferGraph | None:
+        """Write to ``tier`` what the host tier holds of ``keys[:stop]`` and it does not."""
+        start = self._index.held(tier.name, keys[:stop])
+        stop = min(stop, self._index.match(keys[:stop]).depths[0])
+        if start >= stop or not self._breakers.writes[tier.name].allows():
+            return None
+        pin = self._index.pin(HOST, keys[stop - 1])
+        sink, written = self._reserve_sink(tier, keys, namespace, start, stop)
+        if sink is None:
+            self._index.unpin(pin)
+            self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - start)
+            return None
+        stop = written[-1].stop
+        graph = build_spill(
+            next(self._flights.ids),
+            Chain.of(keys, namespace, Span(start, stop)),
+            self._index.slots(HOST, keys, start, stop).tolist(),
+            sink,
+            batch_rows=self._flights.batch,
+        )
+        self._send(Flight(keys, start, pins=[pin]), graph, written)
+        return graph
+
+    def _reserve_sink(
+        self, tier: Backing, keys: Sequence[bytes], namespace: bytes, first: int, stop: int
+    ) -> tuple[TierRows | None, list[Reservation]]:
+        """Reserve slots of ``tier`` for blocks up to ``stop``, one reservation a write op."""
+        start = self._index.held(tier.name, keys[:stop])
+        if start < first:
+            return None, []
+        made: list[Reservation] = []
+        for left in range(start, stop, self._flights.batch):
+            right = min(left + self._flights.batch, stop)
+            reservation = self._index.reserve(tier.name, keys, left, right, namespace)
+            self._removals.count(tier.name, reservation.evicted)
+            if len(reservation):
+                made.append(reservation)
+            if len(reservation) < right - left:
+                break
+        if not made:
+            return None, []
+        slots = [slot for reservation in made for slot in reservation.slots.tolist()]
+        rows = Span(made[0].start - first, made[-1].stop - first)
+        return TierRows(tier.name, tier.write_path, rows, slots), made
+
+    def _send(self, flight: Flight, graph: TransferGraph, written: Sequence[Reservation]) -> None:
+        """Launch it, each of its write ops tied to the reservation that it fills."""
+        writes = [op for op in graph.ops if op.path.writes_tier]
+        assert len(writes) == len(written), "write ops and reservations differ"
+        for op, reservation in zip(writes, written, strict=True):
+            flight.targets[op.op_id] = reservation
+        self._flights.launch(flight, graph)
+
+    # -- before host memory is full ---------------------------------------------------------
+
+    def keep_room(self) -> None:
+        """Begin to move old blocks of the host tier to write-back tiers, where it runs short."""
+        for tier in self._backing.values():
+            if tier.write is WritePolicy.WRITE_BACK and tier.name not in self._demoting:
+                self._demote(tier)
+
+    def _demote(self, tier: Backing) -> None:
+        """Start moving the host tier's oldest blocks down when less than an eighth is free."""
+        total = self._index.num_free(HOST) + self._index.num_used(HOST)
+        short = total // 8 - self._index.num_free(HOST)
+        if short <= 0 or not self._breakers.writes[tier.name].allows():
+            return
+        eviction = self._index.begin_eviction(HOST, short)
+        if not eviction.blocks:
+            return
+        self._demoting.add(tier.name)
+        left = self._write_back(tier, eviction)
+        if not left:
+            self._demoted(tier, eviction)
+
+    def _write_back(self, tier: Backing, eviction: Eviction) -> set[int]:
+        """Spill the chains that end in the blocks of ``eviction``; returns the graphs launched."""
+        leaving = {block.key: block for block in eviction.blocks}
+        inner = {block.parent for block in eviction.blocks}
+        graphs: set[int] = set()
+        for block in eviction.blocks:
+            if block.key not in inner:
+                graph = self._spill_leaving(tier, leaving, block)
+                if graph is not None:
+                    graphs.add(graph.graph_id)
+        for graph_id in graphs:
+            self._flights.when_ended(
+                graph_id,
+                lambda graph_id=graph_id: self._one_demoted(tier, eviction, graphs, graph_id),  # type: ignore[misc]
+            )
+        return graphs
+
+    def _spill_leaving(
+        self, tier: Backing, leaving: dict[bytes, Evicted], last: Evicted
+    ) -> TransferGraph | None:
+        """Like ``_spill`` for the chain that ends in ``last``: its tail is leaving host memory."""
+        tail, block = [last], last
+        while block.parent in leaving:
+            block = leaving[block.parent]
+            tail.append(block)
+        tail.reverse()
+        kept = self._index.path(block.parent) if block.parent in self._index else []
+        chain = [*kept, *(b.key for b in tail)]
+        start = self._index.held(tier.name, chain)
+        sink, written = self._reserve_sink(tier, chain, last.namespace, start, len(chain))
+        if sink is None:
+            return None
+        slots = [*self._index.slots(HOST, kept, 0, len(kept)).tolist(), *(b.slot for b in tail)]
+        stop = written[-1].stop
+        graph = build_spill(
+            next(self._flights.ids),
+            Chain.of(chain, last.namespace, Span(start, stop)),
+            slots[start:stop],
+            sink,
+            batch_rows=self._flights.batch,
+        )
+        pins = [self._index.pin(HOST, kept[-1])] if kept else []
+        self._send(Flight(chain, start, pins=pins), graph, written)
+        return graph
+
+    def _one_demoted(
+        self, tier: Backing, eviction: Eviction, graphs: set[int], graph_id: int
+    ) -> None:
+        graphs.discard(graph_id)
+        if not graphs:
+            self._demoted(tier, eviction)
+
+    def _demoted(self, tier: Backing, eviction: Eviction) -> None:
+        self._demoting.discard(tier.name)
+        self._removals.count(HOST, self._index.finish_eviction(eviction))

@@ -1,0 +1,201 @@
+"""The host arena: one block of memory, in slots, that device copies and disk I/O go through."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import CapacityError
+from kvcore.memory.hugepages import PAGE, Pages
+from kvcore.memory.layout import Arrangement, BlockShape, KVLayout, arena_layout
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("kvcore.memory.arena")
+
+PREFAULTED = "host memory is there, all %d bytes after %.1f s"
+
+CALM_S = 1.0
+"""Seconds after memory was last used before more is asked for, unless only a quarter is left of
+what was ahead: faults beside a forward pass cost its request more time than they save the next."""
+
+_PINNED_SUCCESS = 0
+
+
+def slot_bytes(shape: BlockShape) -> int:
+    """Bytes of an arena slot: the block rounded up to whole pages, as direct I/O wants it."""
+    return -(-shape.nbytes // PAGE) * PAGE
+
+
+def arena_bytes(shape: BlockShape, num_slots: int, arrangement: Arrangement | str) -> int:
+    """Bytes of an arena of so many slots."""
+    blockwise = Arrangement(arrangement) is Arrangement.BLOCKWISE
+    return num_slots * (slot_bytes(shape) if blockwise else shape.nbytes)
+
+
+class HostArena:
+    """``num_slots`` slots for blocks of ``shape``, allocated when first touched, or before.
+
+    With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
+    they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
+    registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
+    thread has the kernel give so many bytes ahead of the slots that were used (`reach`), in
+    moments when none is used, or when a quarter of those bytes is left.
+    ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
+    the system does not grant the memory.
+    """
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        num_slots: int,
+        *,
+        arrangement: Arrangement | str = Arrangement.BLOCKWISE,
+        huge_pages: bool = True,
+        pin: bool = False,
+        prefault: int = 0,
+        pages: Pages | None = None,
+    ) -> None:
+        if num_slots < 1:
+            raise CapacityError(
+                f"host memory for {num_slots} blocks of {slot_bytes(shape)} bytes: "
+                "raise host.capacity to hold at least one"
+            )
+        self.shape = shape
+        self.num_slots = num_slots
+        self.arrangement = Arrangement(arrangement)
+        self.nbytes = arena_bytes(shape, num_slots, arrangement)
+        self.slot_nbytes = self.nbytes // num_slots
+        self._pages = pages or Pages(self.nbytes, huge=huge_pages)
+        self.huge_pages = self._pages.huge
+        self._view = self._pages.view
+        self.pinned = pin and self._pin()
+        self._ahead = -(-prefault // self.slot_nbytes)
+        self._reached = 0  # slots before this one were used, others far behind it may be
+        self._faulted = self.num_slots if self.pinned else 0
+        self._closing, self._wake = threading.Event(), threading.Event()
+        self._faulting: threading.Thread | None = None  # of no lower priority: it holds mmap's lock
+        if self._ahead and self._faulted < self.num_slots:
+            self._faulting = threading.Thread(
+                target=self._prefault, name="kvcore-prefault", daemon=True
+            )
+            self._faulting.start()
+
+    def layout(self) -> KVLayout:
+        """Strides of the arena, for copies."""
+        distance = self.slot_nbytes if self.arrangement is Arrangement.BLOCKWISE else None
+        return arena_layout(self.shape, self.num_slots, self.arrangement, distance)
+
+    def reach(self, slots: Sequence[int]) -> None:
+        """These are about to be used: the kernel is asked for what comes after them, where slots
+        are handed out from the front. Others far from that are left alone. Does not block."""
+        if self._faulting is None or self._faulted >= self.num_slots:
+            return
+        near = self._faulted + self._ahead
+        last = max(slots, default=-1)
+        if last >= near:
+            last = max((slot for slot in slots if slot < near), default=-1)
+        if last >= self._reached:
+            self._reached = last + 1
+            self._wake.set()
+
+    def tensor(self) -> torch.Tensor:
+        """The whole arena as a flat tensor of the blocks' dtype, sharing the memory."""
+        import torch
+
+        return torch.frombuffer(self._view, dtype=torch.uint8).view(
+            getattr(torch, self.shape.dtype)
+        )
+
+    def slot_buffers(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot in canonical order: one piece, or one a layer when layerwise."""
+        if not 0 <= slot < self.num_slots:
+            raise CapacityError(f"slot {slot} of an arena of {self.num_slots}")
+        if self.arrangement is Arrangement.BLOCKWISE:
+            start = slot * self.slot_nbytes
+            return [self._view[start : start + self.slot_nbytes]]
+        layer = self.shape.layer_nbytes
+        starts = [(i * self.num_slots + slot) * layer for i in range(self.shape.layers)]
+        return [self._view[start : start + layer] for start in starts]
+
+    @property
+    def memory(self) -> memoryview:
+        """All slots, as one piece."""
+        return self._view
+
+    def huge_nbytes(self) -> int:
+        """Bytes of the arena that lie on huge pages now. Untouched memory lies on none."""
+        return self._pages.huge_nbytes()
+
+    def resident_nbytes(self) -> int:
+        """Bytes of the arena that the kernel has given by now."""
+        return self._pages.resident_nbytes()
+
+    def close(self) -> None:
+        """Give the memory back. Views and tensors of it keep it alive until they are gone."""
+        self._closing.set()
+        self._wake.set()
+        if self._faulting is not None:
+            self._faulting.join()
+        if self.pinned:
+            import torch
+
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._pages.address)
+            self.pinned = False
+        self._pages.close()
+
+    def _prefault(self) -> None:
+        began = time.monotonic()
+        while not self._closing.is_set():
+            stop = min(self._reached + self._ahead, self.num_slots)
+            for piece in self._pieces(self._faulted, stop):
+                if not self._pages.prefault(*piece, lambda: not self._closing.is_set()):
+                    return
+            self._faulted = max(self._faulted, stop)
+            if self._faulted >= self.num_slots:
+                _log.info(PREFAULTED, self.nbytes, time.monotonic() - began)
+                return
+            self._await_calm()
+
+    def _await_calm(self) -> None:
+        """Block until more memory is wanted, and nobody takes it just now or little is left."""
+        self._wake.wait()
+        while not self._closing.is_set():
+            self._wake.clear()
+            scant = 4 * (self._faulted - self._reached) < self._ahead
+            if scant or not self._wake.wait(CALM_S):
+                return
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Bytes of slots [start, stop)."""
+        if start >= stop:
+            return
+        if self.arrangement is Arrangement.BLOCKWISE:
+            yield start * self.slot_nbytes, stop * self.slot_nbytes
+            return
+        layer = self.shape.layer_nbytes
+        for first in range(0, self.shape.layers * self.num_slots, self.num_slots):
+            yield (first + start) * layer, (first + stop) * layer
+
+    def _pin(self) -> bool:
+        import torch
+
+        if not torch.cuda.is_available():
+            return False
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(self._pages.address, self.nbytes, 0))
+        if code != _PINNED_SUCCESS:
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            _log.warning(
+                "host memory is not pinned (CUDA error %d, locked-memory limit %s bytes): copies "
+                "to the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
+                code,
+                "unlimited" if soft == resource.RLIM_INFINITY else soft,
+            )
+        return code == _PINNED_SUCCESS

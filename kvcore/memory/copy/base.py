@@ -1,0 +1,157 @@
+"""Device operations: what moves KV between two layouts, on whatever device they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import LayoutError
+from kvcore.memory.layout import KVView
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcore.fusion.ops import FusionOps
+
+Units = npt.NDArray[np.int64]
+
+
+class HeadRange(NamedTuple):
+    """``size`` heads from ``src`` of the source to ``dst`` of the destination."""
+
+    src: int
+    dst: int
+    size: int
+
+
+class DeviceOps(ABC):
+    """One way to copy KV units. Stateless, and safe to use from several threads at once."""
+
+    name: ClassVar[str]
+    priority: ClassVar[int]
+    """Among those that support both views, the one with the largest priority is used."""
+
+    @abstractmethod
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        """Whether this can copy between the devices and dtypes of these views."""
+
+    def fusion(self) -> FusionOps | None:
+        """What these operations bring for blends; None: they only copy, and torch blends."""
+        return None
+
+    def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
+        """Sums (`kvcore.memory.checksums`) of blocks of ``nbytes`` bytes at ``offsets`` of
+        ``data``, flat
+        bytes on a device; offsets are multiples of 8, and behind a block lies as much as fills its
+        last word. Blocks until they are known, on a GPU on the current stream."""
+        from kvcore.memory.checksums import tensor_sums
+
+        return tensor_sums(data, offsets, nbytes)
+
+    @abstractmethod
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        """Copy units; arguments are checked already. Units are flat and of equal number."""
+
+    def copy_blocks(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int] | None = None,
+        unit_tokens: int | None = None,
+        heads: HeadRange | None = None,
+    ) -> None:
+        """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, whatever their shapes.
+
+        Unit ``i`` is tokens ``[i * unit_tokens, (i + 1) * unit_tokens)`` counted through all pages;
+        ``unit_tokens`` divides both pages (default: the page of ``dst``). Negative units are left
+        out. ``layers`` are positions in both layouts (default: all), ``heads`` defaults to all.
+
+        Blocks until the bytes are there; on a GPU, until the copy is enqueued on the current
+        stream. Raises LayoutError when the views do not fit each other or a unit lies outside.
+        """
+        chosen = range(src.layout.layers) if layers is None else layers
+        tokens = dst.layout.page_tokens if unit_tokens is None else unit_tokens
+        span = HeadRange(0, 0, src.layout.kv_heads) if heads is None else heads
+        a = np.ascontiguousarray(src_units, dtype=np.int64).ravel()
+        b = np.ascontiguousarray(dst_units, dtype=np.int64).ravel()
+        check_copy(src, a, dst, b, chosen, tokens, span)
+        if len(a) and len(chosen):
+            self.copy(src, a, dst, b, chosen, tokens, span)
+
+
+def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
+    """[planes, 10]: where C (``plane_t``) and Triton find KV. Planes of ``layers``, K before V, in
+    elements but for the address, which is that of ``first_head``. Reads no memory.
+
+    address, page, head, token stride, inner and inner stride, dim stride, inner and inner stride,
+    head dim
+    """
+    itemsize = view.layout.itemsize
+    addresses = [tensor.data_ptr() for tensor in view.tensors]
+    rows = []
+    for layer in layers:
+        for plane in view.layout.planes[layer]:
+            offset = plane.offset + first_head * plane.head
+            token, dim = plane.token, plane.dim
+            rows.append(
+                (
+                    addresses[plane.tensor] + offset * itemsize,
+                    plane.page, plane.head,
+                    token.stride, token.inner, token.inner_stride,
+                    dim.stride, dim.inner, dim.inner_stride,
+                    plane.head_dim,
+                )
+            )  # fmt: skip
+    return np.array(rows, dtype=np.int64)
+
+
+def check_copy(
+    src: KVView,
+    src_units: Units,
+    dst: KVView,
+    dst_units: Units,
+    layers: Sequence[int],
+    tokens: int,
+    heads: HeadRange,
+) -> None:
+    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory."""
+    a, b = src.layout, dst.layout
+    if len(src_units) != len(dst_units):
+        raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")
+    if a.dtype != b.dtype or a.kv_factor != b.kv_factor:
+        raise LayoutError(f"{a.dtype} x{a.kv_factor} does not copy to {b.dtype} x{b.kv_factor}")
+    if tokens < 1 or a.page_tokens % tokens or b.page_tokens % tokens:
+        raise LayoutError(
+            f"units of {tokens} tokens do not divide pages of {a.page_tokens} and {b.page_tokens}"
+        )
+    if any(not 0 <= layer < min(a.layers, b.layers) for layer in layers):
+        raise LayoutError(f"layers {list(layers)} of {a.layers} and {b.layers}")
+    if min(heads) < 0 or (
+        heads.src + heads.size > a.kv_heads or heads.dst + heads.size > b.kv_heads
+    ):
+        raise LayoutError(f"{heads} of {a.kv_heads} source and {b.kv_heads} destination heads")
+    for layer in layers:
+        dims = [
+            (p.head_dim, q.head_dim) for p, q in zip(a.planes[layer], b.planes[layer], strict=True)
+        ]
+        if any(p != q for p, q in dims):
+            raise LayoutError(f"layer {layer}: head dims {dims} differ")
+    for what, units, layout in (("source", src_units, a), ("destination", dst_units, b)):
+        most = layout.num_pages * (layout.page_tokens // tokens)
+        if len(units) and int(units.max()) >= most:
+            raise LayoutError(f"{what} unit {int(units.max())} of {most}")

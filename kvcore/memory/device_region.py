@@ -1,0 +1,89 @@
+"""Slots on the device for blocks that come from disk past host memory.
+
+    disk ──NIXL──▶ region ──sums──▶ verified there ──copy_blocks──▶ the engine's pages
+
+On a GPU it is memory of the GPU, which GPUDirect Storage writes to; for an engine on the CPU it is
+host memory, and all else is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcore.errors import UnsupportedError
+from kvcore.memory.arena import slot_bytes
+from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.hugepages import PAGE, Pages
+from kvcore.memory.layout import Arrangement, BlockShape, KVView, arena_layout
+from kvcore.memory.nixl import Memory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceRegion"]
+
+_log = logging.getLogger("kvcore.memory.device_region")
+
+
+class DeviceRegion:
+    """``num_slots`` slots of ``slot_nbytes`` bytes for blocks of ``shape``; ``memory`` is where.
+
+    Thread-safe between slots. Raises UnsupportedError where the device has no room.
+    """
+
+    def __init__(
+        self, shape: BlockShape, num_slots: int, ops: DeviceOps, device: torch.device | None = None
+    ) -> None:
+        import torch
+
+        self.shape = shape
+        self.num_slots = num_slots
+        self.slot_nbytes = slot_bytes(shape)
+        self._ops = ops
+        nbytes = num_slots * self.slot_nbytes
+        self._pages: Pages | None = None
+        if device is None or device.type == "cpu":
+            self._pages = Pages(nbytes)
+            self.memory = Memory.of(self._pages)
+            self.tensor = torch.frombuffer(self._pages.view, dtype=torch.uint8)
+            return
+        try:
+            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"{nbytes} bytes of {device} for disk.device_staging are not to be had ({error}): "
+                "lower it, or leave the engine less memory"
+            ) from error
+        skip = -whole.data_ptr() % PAGE
+        self.tensor = whole[skip : skip + nbytes]
+        number = device.index if device.index is not None else torch.cuda.current_device()
+        self.memory = Memory(self.tensor.data_ptr(), nbytes, "VRAM", number)
+
+    def view(self) -> KVView:
+        """The slots as canonical blocks, for copies."""
+        import torch
+
+        layout = arena_layout(self.shape, self.num_slots, Arrangement.BLOCKWISE, self.slot_nbytes)
+        return KVView(layout, [self.tensor.view(getattr(torch, self.shape.dtype))])
+
+    def put(self, place: int, block: memoryview) -> None:
+        """Copy a slot's bytes there from host memory. Blocks until they are there."""
+        import torch
+
+        at = place * self.slot_nbytes
+        source = torch.frombuffer(block, dtype=torch.uint8)
+        self.tensor[at : at + len(source)].copy_(source)
+
+    def sums(self, places: Sequence[int]) -> list[int]:
+        """Sums (`kvcore.memory.checksums`) of the blocks in these slots, as the device sees
+        them."""
+        offsets = [place * self.slot_nbytes for place in places]
+        return self._ops.sums(self.tensor, offsets, self.shape.nbytes)
+
+    def close(self) -> None:
+        """Give the memory back. Views of it keep it alive until they are gone."""
+        del self.tensor
+        if self._pages is not None:
+            self._pages.close()

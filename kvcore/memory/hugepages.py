@@ -1,0 +1,202 @@
+"""Memory that direct I/O is fast into: on a 2 MiB boundary, on huge pages if allowed.
+
+A block device takes few segments a request: 4 KiB pages cost it half of its rate, or more. An
+engine's own memory is private: huge pages for it are mostly allowed. What is shared with a server
+is a file in memory (tmpfs), which has them only where its mount says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcore.errors import TierUnavailable
+
+_log = logging.getLogger("kvcore.memory.arena")
+
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SMAPS = Path("/proc/self/smaps")
+_MOUNTS = Path("/proc/self/mountinfo")
+_HUGE_MOUNT = re.compile(r"\bhuge=(always|advise|within_size)\b")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, of Linux 5.14: fault pages in as a write would, and write nothing."""
+_AT_ONCE = HUGE_PAGE
+_RESERVE = 8
+"""One part of so many of the machine's memory is left alone."""
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+
+
+class Pages:
+    """``nbytes`` of zeroed memory, given by the kernel when first touched.
+
+    ``view`` is the memory, ``address`` where it starts, ``huge`` whether huge pages were asked
+    for and may be had. A child made by fork does not inherit it: copy-on-write under direct I/O
+    would hand the device the wrong pages.
+    """
+
+    _counted = "AnonHugePages:"
+    """How the kernel's account of a mapping names its huge pages."""
+
+    def __init__(self, nbytes: int, *, huge: bool = True) -> None:
+        """Raises TierUnavailable when the system does not grant the addresses."""
+        try:
+            mapped = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise TierUnavailable(
+                f"cannot reserve {nbytes} bytes of host memory ({error}): lower host.capacity"
+            ) from error
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self._take(mapped, nbytes, HUGE_PAGE)
+        self.huge = huge and self._advise_huge()
+
+    def huge_nbytes(self) -> int:
+        """Bytes that lie on huge pages now, as the kernel counts them; 0 where it does not say."""
+        try:
+            lines = _SMAPS.read_text().splitlines()
+        except OSError:
+            return 0
+        inside = False
+        for line in lines:
+            mapping = _MAPPING.match(line)
+            if mapping:
+                inside = int(mapping[1], 16) <= self.address < int(mapping[2], 16)
+            elif inside and line.startswith(self._counted):
+                return int(line.split()[1]) << 10
+        return 0
+
+    def resident_nbytes(self) -> int:
+        """Bytes the kernel has given by now; 0 where it does not say."""
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+        pages = ctypes.create_string_buffer(-(-self.view.nbytes // PAGE))
+        if mincore(self.address, self.view.nbytes, pages):
+            return 0
+        return sum(page & 1 for page in pages.raw) * PAGE
+
+    def prefault(self, start: int, stop: int, wanted: Callable[[], bool]) -> bool:
+        """Have the kernel give bytes [start, stop) from front to back, as long as it is ``wanted``.
+
+        A first touch costs what zeroing, and in a virtual machine fetching, a page costs: a read of
+        a fast disk into untouched memory waits mostly for that. Nothing is written, so the memory
+        may be in use. Blocks, without the GIL. False where it ended early: with a line in the log
+        where little memory is left, and at once before Linux 5.14.
+        """
+        for at in range(start // PAGE * PAGE, stop, _AT_ONCE):
+            size = min(_AT_ONCE, stop - at)
+            if not wanted():
+                return False
+            if scarce(size):
+                _log.warning(
+                    "little memory is left on this machine: host memory of %d bytes is taken only "
+                    "when blocks come; lower host.capacity",
+                    self.view.nbytes,
+                )
+                return False
+            if error := _populate(self.address + at, size):
+                _log.debug("memory is not faulted in ahead: %s", os.strerror(error))
+                return False
+        return True
+
+    def close(self) -> None:
+        """Give the memory back, or, while views of it are in use, when the last is gone."""
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            _log.debug("memory is still in use; it is freed with its last view")
+
+    def _take(self, mapped: mmap.mmap, nbytes: int, boundary: int) -> None:
+        """Use ``nbytes`` of a mapping from its first multiple of ``boundary`` on."""
+        self._map = mapped
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        skip = -base % boundary
+        self.address = base + skip
+        self.view = memoryview(mapped)[skip : skip + nbytes]
+
+    def _advise_huge(self) -> bool:
+        try:
+            refused = "the machine says never" if "[never]" in _THP.read_text() else ""
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            refused = str(error)
+        if refused:
+            _log.warning(
+                "huge pages are not to be had (%s): disk reads into host memory are slower; "
+                "write madvise or always to %s",
+                refused,
+                _THP,
+            )
+        return not refused
+
+
+def scarce(nbytes: int) -> bool:
+    """Whether taking so much leaves the machine, or the container, less than an eighth of what it
+    has. Files that are cached count as free. False where the system does not say."""
+    try:
+        said = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+        total, free = (int(said[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    except (OSError, ValueError, KeyError):
+        return False
+    try:  # version 2, as containers have it
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used -= int(kinds["active_file"]) + int(kinds["inactive_file"])
+        total, free = min(total, limit), min(free, limit - used)
+    except (OSError, ValueError, KeyError):  # none, or "max"
+        pass
+    return free - nbytes < total // _RESERVE
+
+
+class SharedPages(Pages):
+    """``nbytes`` of a file in memory (tmpfs), mapped by several processes; on huge pages where the
+    mount allows them (`gives_huge_pages`) and ``huge`` asks for them.
+
+    A child made by fork does not inherit the mapping, so only who opened it can touch it.
+    """
+
+    _counted = "ShmemPmdMapped:"
+
+    def __init__(self, file: int, nbytes: int, *, huge: bool = True) -> None:
+        """``file`` is a descriptor, which may be closed afterwards. Raises TierUnavailable when it
+        cannot be mapped."""
+        try:
+            mapped = mmap.mmap(file, nbytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise TierUnavailable(f"cannot map {nbytes} bytes of shared memory: {error}") from error
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self.huge = huge and gives_huge_pages(file)
+        if self.huge:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self._take(mapped, nbytes, PAGE)
+
+    def take(self) -> None:
+        """Have the kernel give as much as there is, on huge pages where it can. Blocks."""
+        _populate(self.address, self.view.nbytes)
+
+
+def gives_huge_pages(file: int | Path) -> bool:
+    """Whether the mount that a file in memory (tmpfs) lies on has huge pages for it."""
+    device = os.stat(file).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
+    except OSError:
+        return False
+    return any(mount[2] == name and _HUGE_MOUNT.search(mount[-1]) for mount in mounts)
+
+
+def _populate(address: int, nbytes: int) -> int:
+    """MADV_POPULATE_WRITE; the error's number, or 0. Releases the GIL."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return ctypes.get_errno() if madvise(address, nbytes, _POPULATE_WRITE) else 0

@@ -1,0 +1,184 @@
+"""NIXL as kvcore drives it, whatever it moves bytes between: an agent with one backend.
+
+Needs NIXL (``pip install nixl-cu13``, which runs without a GPU too).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from kvcore.errors import TierUnavailable
+from kvcore.memory.hugepages import Pages
+from kvcore.tiers.remote.options import client_module
+
+LANE_NBYTES = 16 << 20
+"""Bytes of a lane, registered memory that transfers of a call go to and come from. Only those that
+are used are ever touched."""
+DONE, RUNNING = "DONE", "PROC"
+
+_FILES_ADVICE = (
+    "POSIX is in every NIXL; GDS and GDS_MT need NVIDIA's GPUDirect Storage (libcufile) on this "
+    "machine"
+)
+_numbers = itertools.count()
+
+_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
+_POLL_S = (0.0001, 0.005)
+
+
+class Memory(NamedTuple):
+    """Memory that NIXL may move bytes to and from: "DRAM", or "VRAM" of the GPU ``device``."""
+
+    address: int
+    nbytes: int
+    kind: str = "DRAM"
+    device: int = 0
+
+    @classmethod
+    def of(cls, pages: Pages) -> Memory:
+        return cls(pages.address, pages.view.nbytes)
+
+
+class Span(NamedTuple):
+    """``nbytes`` of an open file from ``offset`` on, that are, or will be, ``start`` bytes into an
+    agent's memory."""
+
+    fd: int
+    start: int
+    nbytes: int
+    offset: int = 0
+
+
+def nixl_module() -> Any:
+    """NIXL's Python interface. Raises UnsupportedError where it is not installed."""
+    found = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
+    return client_module(f"{found[0] if found else _PACKAGES[0]}._api", "nixl-cu13")
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait between two looks at a transfer: an eighth of what it has taken already, so
+    that its end is seen that much late at most."""
+    least, most = _POLL_S
+    waited = 0.0
+    while True:
+        pause = min(max(least, waited / 8), most)
+        yield pause
+        waited += pause
+
+
+class NixlAgent:
+    """``_agent`` is NIXL's, with ``backend`` alone; ``_errors`` is all that it raises.
+
+    NIXL's own thread, which never rests, is not used: a transfer gets on when it is looked at.
+    """
+
+    def __init__(self, name: str, backend: str, advice: str) -> None:
+        """``advice`` says what to change where there is no such backend. Raises UnsupportedError
+        without NIXL, TierUnavailable without its backend."""
+        api = nixl_module()
+        self.name = name
+        self._errors = _errors_of(api)
+        # RuntimeError: where it finds no plugin.
+        starting: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
+        try:
+            settings = api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
+            self._agent = api.nixl_agent(name, settings)
+        except starting as error:
+            raise TierUnavailable(
+                f"NIXL's backend {backend} does not start ({say(error)}): {advice}"
+            ) from error
+        if backend not in self._agent.backends:
+            raise TierUnavailable(f"NIXL has no backend {backend!r}: {advice}")
+
+    def _register(self, memory: Memory) -> None:
+        place = (memory.address, memory.nbytes, memory.device, "")
+        self._agent.register_memory([place], memory.kind)
+
+    def _state(self, handle: Any, *, post: bool = False) -> str:
+        """What has become of a transfer, in NIXL's words or an error's."""
+        agent = self._agent
+        try:
+            return str(agent.transfer(handle) if post else agent.check_xfer_state(handle))
+        except self._errors as error:
+            return say(error)
+
+    def _release(self, handle: Any) -> None:
+        """Of a transfer that has ended: NIXL does not wait for those that run."""
+        with suppress(*self._errors):
+            self._agent.release_xfer_handle(handle)
+
+
+class FileAgent(NixlAgent):
+    """Moves ``memory`` to files and back. One thread at a time."""
+
+    def __init__(self, backend: str, memory: Memory | None = None) -> None:
+        """Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
+        super().__init__(f"kvcore-files-{os.getpid()}-{next(_numbers)}", backend, _FILES_ADVICE)
+        self._kept: set[int] = set()
+        if memory is not None:
+            self._memory = memory
+            try:
+                self._register(memory)
+            except self._errors as error:
+                raise TierUnavailable(f"NIXL registers no memory: {say(error)}") from error
+
+    def keep(self, fd: int, nbytes: int) -> None:
+        """Know a file of up to ``nbytes`` from now on: its moves need not register it each time.
+        Raises TierUnavailable where NIXL does not take it."""
+        try:
+            self._agent.register_memory([(0, nbytes, fd, "")], "FILE")
+        except self._errors as error:
+            raise TierUnavailable(f"NIXL registers no file: {say(error)}") from error
+        self._kept.add(fd)
+
+    def move(self, operation: str, spans: Sequence[Span]) -> str:
+        """READ or WRITE files. Blocks until that has ended, however long it takes; returns NIXL's
+        word for how."""
+        agent, files = self._agent, None
+        new = [(s.offset, s.nbytes, s.fd, "") for s in spans if s.fd not in self._kept]
+        try:
+            if new:
+                files = agent.register_memory(new, "FILE")
+        except self._errors as error:
+            return say(error)
+        try:
+            return self._move(operation, spans)
+        except self._errors as error:
+            return say(error)
+        finally:
+            if files is not None:
+                with suppress(*self._errors):
+                    agent.deregister_memory(files)
+
+    def _move(self, operation: str, spans: Sequence[Span]) -> str:
+        agent, (base, _, kind, device) = self._agent, self._memory
+        handle = agent.initialize_xfer(
+            operation,
+            agent.get_xfer_descs([(base + s.start, s.nbytes, device) for s in spans], kind),
+            agent.get_xfer_descs([(s.offset, s.nbytes, s.fd) for s in spans], "FILE"),
+            self.name,
+        )
+        state = self._state(handle, post=True)
+        for pause in pauses():
+            if state != RUNNING:
+                break
+            time.sleep(pause)
+            state = self._state(handle)
+        self._release(handle)
+        return state
+
+
+def say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _errors_of(api: Any) -> tuple[type[Exception], ...]:
+    """Every error NIXL raises; they have no base of their own."""
+    kinds = [kind for kind in vars(api.nixlBind).values() if isinstance(kind, type)]
+    return tuple(kind for kind in kinds if issubclass(kind, Exception))

@@ -1,0 +1,1 @@
+"""What is cached: keys, identities and shapes that leader, workers and stores agree on."""

@@ -1,0 +1,113 @@
+"""A model as kvcore sees it: the same description in the leader and in every worker.
+
+Both derive it from the engine's own settings, so that they agree on the order of layers, the shape
+of blocks and the number of slots without a handshake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from kvcore.errors import LayoutError
+from kvcore.memory.layout import BlockShape
+from kvcore.tiers.sharding import Part, evenly
+
+__all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
+
+
+def head_range(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
+    """KV heads [start, stop) that tensor-parallel ``rank`` holds of ``kv_heads``.
+
+    With more ranks than heads, consecutive ranks hold the same one.
+    """
+    start = rank * kv_heads // ranks
+    if kv_heads < ranks:
+        return start, start + 1
+    return start, (rank + 1) * kv_heads // ranks
+
+
+def even_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Layers [start, stop) of each of ``stages`` pipeline stages, shared as evenly as can be."""
+    return evenly(layers, stages)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share one page table in the engine.
+
+    ``layers`` are canonical layer indices in memory order and ``names`` the engine's names in the
+    same order, where it has any. ``page_tokens`` is the size of a page of the table, in tokens.
+    """
+
+    index: int
+    page_tokens: int
+    layers: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def only(self, layers: range) -> LayerGroup:
+        """The group without the layers that are not among ``layers``."""
+        kept = [i for i, layer in enumerate(self.layers) if layer in layers]
+        return replace(
+            self,
+            layers=tuple(self.layers[i] for i in kept),
+            names=tuple(self.names[i] for i in kept) if self.names else (),
+        )
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """One model. ``shape`` is its whole canonical block; a rank holds ``part(rank)`` of it.
+
+    ``fingerprint`` is `kvcore.model.keys.model_fingerprint`'s; ``world_size`` counts the ranks.
+    ``stages`` are the layers [start, stop) of each pipeline stage, one with all of them by default;
+    the tensor-parallel ranks of a stage follow each other.
+    """
+
+    shape: BlockShape
+    groups: tuple[LayerGroup, ...]
+    fingerprint: bytes
+    world_size: int
+    stages: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            object.__setattr__(self, "stages", ((0, self.shape.layers),))
+        borders = [0, *(stop for _, stop in self.stages)]
+        adjacent = [start for start, _ in self.stages] == borders[:-1]
+        rising = all(a < b for a, b in pairwise(borders)) and borders[-1] == self.shape.layers
+        if not adjacent or not rising or self.world_size % len(self.stages):
+            raise LayoutError(
+                f"{self.world_size} ranks in pipeline stages of layers {self.stages}: stages share "
+                f"{self.shape.layers} layers in order, and each has as many ranks"
+            )
+
+    @property
+    def single_group(self) -> bool:
+        return len(self.groups) == 1
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks that share the heads of a layer."""
+        return self.world_size // len(self.stages)
+
+    def head_range(self, rank: int) -> tuple[int, int]:
+        """KV heads [start, stop) of ``rank``."""
+        return head_range(self.shape.kv_heads, self.tensor_ranks, rank % self.tensor_ranks)
+
+    def layer_range(self, rank: int) -> tuple[int, int]:
+        """Layers [start, stop) of ``rank``."""
+        return self.stages[rank // self.tensor_ranks]
+
+    def part(self, rank: int) -> Part:
+        """What ``rank`` holds of a block."""
+        return Part(self.head_range(rank), self.layer_range(rank))
+
+    def rank_shape(self, rank: int) -> BlockShape:
+        """The canonical block of one rank's heads and layers."""
+        return self.part(rank).shape(self.shape)
+
+    def rank_groups(self, rank: int) -> tuple[LayerGroup, ...]:
+        """The groups with the layers, and the names, of one rank. A group may have none there."""
+        start, stop = self.layer_range(rank)
+        return tuple(group.only(range(start, stop)) for group in self.groups)

@@ -1,0 +1,139 @@
+"""The seam around the attention of an engine's layers.
+
+    q, k, v ──▶ before ──(no answer)──▶ the engine's attention ──▶ after ──▶ the layer goes on
+                   └────── an answer, in its place ─────────────────┘
+
+An adapter calls an `AttentionHook` around each layer's attention. Fusion is the first user: for
+its own runs of a layer it answers in the attention's place. Others register theirs as plugins
+(`kvcore.plugins.AttentionPlugin`) and see every forward of the engine. Where nobody registers one,
+no adapter patches anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcore.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["AttentionCall", "AttentionHook", "Batch", "Hooks"]
+
+_log = logging.getLogger("kvcore.plugins.attention")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one forward. Tensors are on the device, so that nothing waits for it.
+
+    Args:
+        requests: ids, in the order of their rows.
+        starts: [requests + 1] int, the first row of each, and the number of rows.
+        positions: [rows] int64, of each row in its request.
+        pages: [requests, most pages] int, where the engine keeps a request's KV: position p is in
+            page ``pages[r, p // page_tokens]``. Behind a request's last page the values mean
+            nothing.
+        page_tokens: of the engine's pages.
+    """
+
+    requests: tuple[str, ...]
+    starts: Tensor
+    positions: Tensor
+    pages: Tensor
+    page_tokens: int
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention in one forward, on one rank.
+
+    Args:
+        layer: counted from 0.
+        query: [rows, heads, dim], after RoPE.
+        key, value: [rows, kv_heads, dim], of the same rows. The engine has written, or is about to
+            write, them to its pages.
+        batch: whose rows these are.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    batch: Batch
+
+
+class AttentionHook(ABC):  # noqa: B024  # a hook may care for one side only
+    """What a plugin does around attention. Called on the model's thread; may block it.
+
+    What a hook raises is logged, and it is not called again; the engine's own attention answers.
+    """
+
+    name = "unnamed"
+
+    def before(self, call: AttentionCall) -> Tensor | None:  # noqa: B027
+        """An output [rows, heads, value dim] in the engine's place, or None to let it run."""
+
+    def after(self, call: AttentionCall, output: Tensor) -> Tensor | None:  # noqa: B027
+        """Called with the output [rows, heads, value dim]; another in its place, or None."""
+
+
+class Hooks:
+    """Several hooks as one: the first answer wins, and each sees the output the one before left."""
+
+    def __init__(self, hooks: Iterable[AttentionHook]) -> None:
+        self._hooks = list(hooks)
+
+    @property
+    def active(self) -> Sequence[AttentionHook]:
+        """Those that have not failed."""
+        return tuple(self._hooks)
+
+    def before(self, call: AttentionCall) -> Tensor | None:
+        for hook in self.active:
+            answer = self._asked(hook, call, hook.before, call.query)
+            if answer is not None:
+                return answer
+        return None
+
+    def after(self, call: AttentionCall, output: Tensor) -> Tensor:
+        for hook in self.active:
+            after = partial(hook.after, output=output)
+            changed = self._asked(hook, call, after, output)
+            output = output if changed is None else changed
+        return output
+
+    def give_up(self, why: str) -> None:
+        """Call none of them again. To be called where an exception is handled, which is logged."""
+        names = ", ".join(hook.name for hook in self._hooks)
+        self._hooks.clear()
+        _log.exception("attention hooks are not called again: %s: %s", names, why)
+
+    def _asked(
+        self,
+        hook: AttentionHook,
+        call: AttentionCall,
+        side: Callable[[AttentionCall], Tensor | None],
+        like: Tensor,
+    ) -> Tensor | None:
+        try:
+            answer = side(call)
+            if answer is None or answer.shape[:2] == like.shape[:2]:
+                return answer
+            raise LayoutError(
+                f"an answer of shape {tuple(answer.shape)} to attention of {like.shape[0]} rows "
+                f"and {like.shape[1]} heads"
+            )
+        except Exception:  # noqa: BLE001 - others' code: the engine goes on without it
+            self._hooks.remove(hook)
+            _log.exception(
+                "attention hook %r failed at layer %d and is not called again",
+                hook.name,
+                call.layer,
+            )
+        return None

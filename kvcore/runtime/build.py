@@ -1,0 +1,433 @@
+"""Leader and worker of an engine, put together from a config.
+
+    config + model ── build_leader ──▶ LeaderParts   index, backing tiers, manager
+    config + model ── build_worker ──▶ WorkerParts   arena, copies, tiers to open     (each rank)
+             pages ──┘
+
+Both compute the size of the arena from the same numbers, so that a slot of the leader's index is a
+slot of every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvcore.cluster import Directory, enter
+from kvcore.config import Config
+from kvcore.control.audit import AuditLog
+from kvcore.control.open import make_control, open_endpoint
+from kvcore.control.tenants import Tenants
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+from kvcore.events import Feed
+from kvcore.events.open import Telling, endpoints, open_events
+from kvcore.fusion.segments import SegmentBook, Segments
+from kvcore.index import BlockIndex, Event, TierSpec
+from kvcore.manager import HOST, KVManager, Manager, Spell, Transport
+from kvcore.memory.arena import HostArena, slot_bytes
+from kvcore.memory.copy import select_ops
+from kvcore.memory.layout import KVView
+from kvcore.model.keys import pack_tokens
+from kvcore.model.spec import ModelDescription
+from kvcore.plugins import PluginManager
+from kvcore.runtime.tiers import BackingOpener, PreparedBacking, prepare_backings
+from kvcore.telemetry.metrics import Metrics
+from kvcore.telemetry.timeline import FileTracer, Tracer
+from kvcore.tiers.disk import Geometry
+from kvcore.transfer.graph import Path
+from kvcore.worker import DeviceGroup, KVWorker
+
+__all__ = [
+    "HostSlots",
+    "LeaderParts",
+    "WorkerParts",
+    "build_leader",
+    "build_manager",
+    "build_segments",
+    "build_worker",
+    "device_slots",
+    "enter_directory",
+    "geometry",
+    "host_slots",
+    "load_plugins",
+    "segments_of",
+]
+
+_log = logging.getLogger("kvcore.connector")
+
+
+class HostSlots(NamedTuple):
+    """Slots of every rank's arena: ``indexed`` ones, and behind them those for ``staging``."""
+
+    indexed: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        return self.indexed + self.staging
+
+
+def host_slots(config: Config, model: ModelDescription) -> HostSlots:
+    """How many slots every rank's arena has; all ranks together stay below ``host.capacity``.
+
+    Raises UnsupportedError where not one block fits.
+    """
+    per_slot = sum(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
+    total = config.host.capacity // per_slot
+    if total < 1:
+        raise UnsupportedError(
+            f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
+        )
+    staging = min(2 * config.transfer.batch_blocks, total // 4)
+    return HostSlots(total - staging, staging)
+
+
+def device_slots(config: Config, model: ModelDescription) -> int:
+    """How many blocks every rank's staging on the device holds; none where nothing is read so."""
+    disk = config.disk
+    if disk.path is None or disk.to_device == "off" or config.server.address is not None:
+        return 0
+    largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
+    slots = disk.device_staging // largest
+    if not slots:
+        _log.warning(
+            "disk.device_staging of %d bytes does not hold one block of %d: raise it; until then "
+            "loads from disk go through host memory",
+            disk.device_staging,
+            largest,
+        )
+    return slots
+
+
+def geometry(model: ModelDescription) -> Geometry:
+    """What a stored block of the model is, and which heads and layers each rank keeps of it."""
+    ranks = range(model.world_size)
+    heads = tuple(model.head_range(rank) for rank in ranks)
+    layers = tuple(model.layer_range(rank) for rank in ranks)
+    return Geometry(model.shape, model.fingerprint, heads, layers=layers)
+
+
+def load_plugins(config: Config) -> PluginManager:
+    """Plugins as ``[plugins]`` wants them."""
+    return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+
+
+# -- leader ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeaderParts:
+    """A leader's manager. ``backings`` are the tiers of its own, restored; behind a server there
+    are none. ``releases`` are called once, when the workers have closed."""
+
+    manager: Manager
+    metrics: Metrics
+    backings: Sequence[PreparedBacking]
+    plugins: PluginManager
+    releases: list[Callable[[], None]]
+    events: Telling | None = None
+    directory: Directory | None = None
+    tenants: Tenants | None = None
+
+    @property
+    def open_tiers(self) -> dict[str, dict[str, Any]]:
+        """What every worker must hear before any graph: tiers by name, with what they told."""
+        return {found.spec.name: dict(found.prepared.told) for found in self.backings}
+
+    @property
+    def read_paths(self) -> dict[str, str]:
+        """The transfer path of each tier's reads, by tier."""
+        backing = {tier.name: tier.load_path.value for tier in self.manager.backings}
+        return {HOST: Path.H2D.value, **backing}
+
+
+def build_leader(
+    config: Config,
+    model: ModelDescription,
+    transport: Transport,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    data_parallel_rank: int | None = None,
+) -> LeaderParts:
+    """The leader's part of a model, in this process, or a server's client where ``config`` names
+    one. Does I/O: a disk tier scans its records, a server is greeted.
+
+    Raises as `build_manager` does, and UnsupportedError where a server refuses this client.
+    ``data_parallel_rank`` tells leaders of one engine apart where there are several.
+    """
+    if config.server.address is None:
+        parts = build_manager(
+            config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
+        )
+        parts = _with_control(config, model, parts, data_parallel_rank)
+    else:
+        parts = _join(config, model, transport)
+    return enter_directory(config, model, parts, "leader", data_parallel_rank)
+
+
+def enter_directory(
+    config: Config,
+    model: ModelDescription,
+    parts: LeaderParts,
+    kind: str,
+    data_parallel_rank: int | None = None,
+) -> LeaderParts:
+    """``parts`` with this process in the directory of ``[cluster]``, where there is one, and where
+    its events are had. Raises ConfigError, and has released them then."""
+    told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
+    if parts.events is not None:
+        told |= endpoints(config, data_parallel_rank)
+    try:
+        directory = enter(config, kind, told, data_parallel_rank)
+    except ConfigError:
+        for release in parts.releases:
+            release()
+        raise
+    if directory is None:
+        return parts
+    return replace(parts, directory=directory, releases=[directory.close, *parts.releases])
+
+
+def _with_control(
+    config: Config, model: ModelDescription, parts: LeaderParts, data_parallel_rank: int | None
+) -> LeaderParts:
+    """Take orders of operators where ``config`` names a socket."""
+    if config.control.address is None:
+        return parts
+    assert isinstance(parts.manager, KVManager)
+    assert parts.tenants is not None
+    try:
+        audit = AuditLog(config.control.audit)
+        control = make_control(config, model, parts.manager, parts.tenants, parts.metrics, audit)
+        endpoint = open_endpoint(config, model, control, data_parallel_rank)
+    except KVCoreError:
+        for release in parts.releases:
+            release()
+        raise
+    parts.manager.upkeep.append(endpoint.step)
+    return replace(parts, releases=[endpoint.close, audit.close, *parts.releases])
+
+
+def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
+    """The leader's part of a server's client."""
+    from kvcore.server.client import join_server
+
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    plugins = load_plugins(config)
+    plugins.check(config)
+    manager = join_server(config, model, transport, metrics)
+    if config.events.endpoint or config.events.nats:
+        _log.info("block events are told by the kvcore server, which has the tiers")
+    return LeaderParts(manager, metrics, (), plugins, [manager.close])
+
+
+def build_manager(
+    config: Config,
+    model: ModelDescription,
+    transport: Transport,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    data_parallel_rank: int | None = None,
+    ids: Iterator[int] | None = None,
+    sink_saves: bool = True,
+) -> LeaderParts:
+    """A manager over tiers of its own. Does I/O: a disk tier scans its records.
+
+    ``ids`` and ``sink_saves`` are as `KVManager` has them.
+
+    A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
+    that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
+
+    ``on_event`` is told beside the feed of ``[events]``; see `BlockIndex.watch`.
+    ``data_parallel_rank`` tells leaders of one engine apart where there are several.
+    """
+    plugins = load_plugins(config)
+    plugins.check(config)
+    slots = host_slots(config, model)
+    backings = prepare_backings(config, geometry(model), plugins)
+    host = TierSpec(
+        HOST, slots.indexed, plugins.policy(config.host.policy), config.host.policy_options
+    )
+    index = BlockIndex([host, *(found.spec for found in backings)])
+    not_taken = {found.spec.name: _restore(index, found) for found in backings}
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    events = open_events(config, index, metrics, data_parallel_rank)
+    feed = None if events is None else events.feed
+    manager = KVManager(
+        index,
+        transport,
+        backing=[found.backing for found in backings],
+        staging_slots=range(slots.indexed, slots.total),
+        device_slots=device_slots(config, model),
+        batch_blocks=config.transfer.batch_blocks,
+        metrics=metrics,
+        on_event=_both(on_event, feed),
+        spell=_speller(feed, config.block.tokens),
+        ids=ids,
+        sink_saves=sink_saves,
+    )
+    manager.removals.not_taken.update(not_taken)
+    tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
+    if feed is not None:
+        manager.upkeep.append(feed.tick)
+    if config.tenants:
+        manager.upkeep.append(tenants.tick)
+    _log.info(
+        "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
+        config.block.tokens,
+        model.shape.nbytes,
+        ",".join(str(group.page_tokens) for group in model.groups),
+        slots.indexed,
+        ",".join(index.tiers),
+    )
+    outside = [] if events is None else [events.close]
+    releases = [*outside, *(found.prepared.release for found in backings)]
+    return LeaderParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
+
+
+def _speller(feed: Feed | None, block_tokens: int) -> Spell | None:
+    if feed is None or not feed.tells_tokens:
+        return None
+    tell = feed.spell
+
+    def spell(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
+        tell(keys[start:stop], pack_tokens(tokens[start * block_tokens : stop * block_tokens]))
+
+    return spell
+
+
+def _both(
+    on_event: Callable[[Event], None] | None, feed: Feed | None
+) -> Callable[[Event], None] | None:
+    if on_event is None or feed is None:
+        return on_event if feed is None else feed.note
+    tell, note = on_event, feed.note
+
+    def both(event: Event) -> None:
+        tell(event)
+        note(event)
+
+    return both
+
+
+def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
+    """Put what a backing tier still holds into the index; slots beyond its own that did not fit."""
+    lost = index.restore(found.spec.name, found.prepared.records)
+    _log.info(
+        "tier restored name=%s blocks=%d dropped=%d slots=%d",
+        found.spec.name,
+        index.num_used(found.spec.name),
+        len(lost),
+        found.spec.num_slots,
+    )
+    return [record.slot for record in lost if record.slot >= found.spec.num_slots]
+
+
+def build_segments(config: Config, model: ModelDescription) -> Segments:
+    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do.
+    Where blocks are encrypted they stay in memory: they are the user's text."""
+    path = None
+    if config.disk.path is not None and config.disk.path.is_dir() and not config.disk.encrypted:
+        name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
+        path = config.disk.path / name
+    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
+
+
+def segments_of(config: Config, model: ModelDescription, manager: Manager) -> SegmentBook:
+    """Where a leader finds chunks: the server's tokens of stored blocks, or its own."""
+    return manager.segments or build_segments(config, model)
+
+
+# -- worker ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """A rank's worker, and what opens the tiers that the leader names."""
+
+    worker: KVWorker
+    metrics: Metrics
+    open_tier: BackingOpener
+    plugins: PluginManager
+
+
+def build_worker(
+    config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
+) -> WorkerParts:
+    """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups
+    that has layers on this rank: exactly those.
+
+    Allocates the arena. Raises UnsupportedError or LayoutError where KV cannot be moved right:
+    nothing may be stored then, and nothing is left open.
+    """
+    device = views[0].tensors[0].device
+    served = config.server.address is not None
+    arena = HostArena(
+        model.rank_shape(rank),
+        1 if served else host_slots(config, model).total,  # the server has the others
+        arrangement=config.host.arrangement,
+        huge_pages=config.host.huge_pages and not served,
+        pin=config.host.pin and device.type == "cuda" and not served,
+        prefault=0 if served else config.host.prefault,
+    )
+    metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
+    try:
+        arena_view = KVView(arena.layout(), [arena.tensor()])
+        plugins = load_plugins(config)
+        ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
+        worker = _worker_type(config, model, rank)(
+            arena=arena,
+            arena_view=arena_view,
+            groups=_groups(model, rank, views),
+            first_layer=model.layer_range(rank)[0],
+            ops=ops,
+            device=device,
+            device_slots=device_slots(config, model),
+            copy_threads=config.transfer.copy_threads,
+            queue_depth=config.transfer.queue_depth,
+            metrics=metrics,
+            tracer=_tracer(config, rank),
+        )
+    except BaseException:
+        arena.close()
+        raise
+    _log.info(
+        "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
+        rank,
+        arena.nbytes,
+        arena.huge_pages,
+        arena.pinned,
+        ops.name,
+    )
+    return WorkerParts(
+        worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
+    )
+
+
+def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list[DeviceGroup]:
+    """The model's groups on a rank, in the order of a graph's tables."""
+    groups, nothing = model.rank_groups(rank), views[0].select_layers(())
+    given = dict(zip([group.index for group in groups if group.layers], views, strict=True))
+    return [DeviceGroup(group.layers, given.get(group.index, nothing)) for group in groups]
+
+
+def _worker_type(config: Config, model: ModelDescription, rank: int) -> Callable[..., KVWorker]:
+    if config.server.address is None:
+        return KVWorker
+    from kvcore.server.worker import ServedWorker
+
+    return partial(ServedWorker, served=config, model=model, rank=rank)
+
+
+def _tracer(config: Config, rank: int) -> Tracer:
+    """Where this rank's spans go; nowhere when no folder is set or it cannot be written."""
+    if config.trace.path is None:
+        return Tracer()
+    try:
+        return FileTracer(config.trace.path, f"rank{rank}")
+    except OSError as error:
+        _log.warning("no trace is written: %s", error)
+        return Tracer()

@@ -1,0 +1,255 @@
+"""An engine's own pages, by keys of its own, in one backing tier.
+
+For an engine that has a cache of tiers and wants only its storage from kvcore: what is a page and
+what a key is the engine's affair. Beside `KVManager` there are no chains here and no host memory;
+every page stands for itself, and reads and writes are done when the call returns.
+
+    put   reserve ──▶ tier.write ──▶ publish       a page is found only when it is whole
+    get   pin ──▶ tier.read, checked ──▶ unpin     a bad one is dropped, and not found again
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvcore._util.circuit_breaker import Breaker
+from kvcore.config import Config
+from kvcore.errors import ConfigError, CorruptBlock, TierError, TierUnavailable
+from kvcore.index import BlockIndex, Pin, Reservation
+from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
+from kvcore.plugins import PluginManager
+from kvcore.runtime.tiers import BackingOpener, prepare_backings
+from kvcore.tiers.base import BlockRead, BlockWrite, Buffers, Tier
+from kvcore.tiers.disk.format import Geometry
+
+__all__ = ["PageCounts", "PageStore", "open_pages"]
+
+_log = logging.getLogger("kvcore.pages")
+_Request = TypeVar("_Request")
+
+
+class PageCounts(NamedTuple):
+    """Pages since the store was opened, but for ``held``, which are there now."""
+
+    held: int
+    written: int
+    read: int
+    corrupt: int
+
+
+class PageStore:
+    """Pages of one size in ``tier``. Thread-safe: I/O is done without the lock.
+
+    Args:
+        index: of one tier, with what the medium holds already.
+        identity: all that makes two pages of equal keys comparable, and a secret if there is one.
+        release: called once, when the store has closed.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        tier: Tier,
+        identity: bytes,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        [self._name] = index.tiers
+        self._index = index
+        self._tier = tier
+        self._space = hashlib.sha256(b"kvcore pages" + identity).digest()
+        self._release = release
+        self._lock = threading.Lock()
+        self._breaker = Breaker(self._name)
+        self._written = self._read = self._corrupt = 0
+        self._closed = False
+
+    def leading(self, keys: Sequence[str]) -> int:
+        """How many of these from the first on are held. No I/O."""
+        with self._lock:
+            if self._closed or not self._breaker.allows():
+                return 0
+            for count, key in enumerate(map(self._key, keys)):
+                if not self._index.match([key]).depths[0]:
+                    return count
+        return len(keys)
+
+    def put(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
+        """Store pages; True for each that is held now. Blocks until they are written.
+
+        One that is held already is left as it is, one that finds no room is not stored.
+        """
+        blocks = [self._key(key) for key in keys]
+        with self._lock:
+            if self._closed or not self._breaker.allows():
+                return [False] * len(keys)
+            self._use(blocks)  # so that what is held is not what makes room
+            reserved = self._reserve(blocks)
+            if reserved:
+                self._breaker.started()
+        space = self._space[:KEY_BYTES]
+        writes = [
+            BlockWrite(int(taken.slots[0]), blocks[i], ROOT_PARENT, space, pages[i])
+            for i, taken in reserved.items()
+        ]
+        errors = self._attempt(self._tier.write, writes)
+        with self._lock:
+            self._publish(list(zip(reserved.values(), writes, errors, strict=True)))
+            self._heed(errors)
+            self._written += errors.count(None)
+            return [bool(self._index.match([block]).depths[0]) for block in blocks]
+
+    def get(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
+        """Read pages; True for each that is whole and the one asked for. Blocks until all are read.
+
+        Buffers of the others hold anything.
+        """
+        blocks = [self._key(key) for key in keys]
+        with self._lock:
+            if self._closed or not self._breaker.allows():
+                return [False] * len(keys)
+            pins = self._pin(blocks)
+            slots = {i: int(self._index.slots(self._name, [blocks[i]], 0, 1)[0]) for i in pins}
+            if pins:
+                self._breaker.started()
+        reads = [BlockRead(slot, blocks[i], pages[i]) for i, slot in slots.items()]
+        errors = self._attempt(self._tier.read, reads)
+        found = [False] * len(keys)
+        with self._lock:
+            self._heed(errors)
+            for (i, pin), error in zip(pins.items(), errors, strict=True):
+                found[i] = error is None
+                if isinstance(error, CorruptBlock):
+                    self._drop(blocks[i], error)
+                self._index.unpin(pin)
+            self._read += errors.count(None)
+        return found
+
+    def clear(self) -> None:
+        """Forget every page, on the medium too.
+
+        Raises TierUnavailable where the medium does not let go; what it holds may then be found
+        after a restart.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            gone = self._index.clear()[self._name]
+            self._tier.invalidate(page.slot for page in gone)
+
+    def counts(self) -> PageCounts:
+        with self._lock:
+            held = self._index.num_used(self._name)
+            return PageCounts(held, self._written, self._read, self._corrupt)
+
+    def close(self) -> None:
+        """Flush and give everything back. No `put` or `get` may be under way. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._tier.close()
+        finally:
+            self._release()
+
+    def check_integrity(self) -> None:
+        """Assert that the index is consistent, and read every page of the tier."""
+        with self._lock:
+            self._index.check_integrity()
+        self._tier.check_integrity()
+
+    def _attempt(
+        self, operate: Callable[[Sequence[_Request]], list[TierError | None]], asked: list[_Request]
+    ) -> list[TierError | None]:
+        """Do a batch; a tier that raises has failed all of it."""
+        try:
+            return operate(asked) if asked else []
+        except Exception as error:  # noqa: BLE001 - a third party's tier
+            _log.exception("the tier %s raised", self._name)
+            return [TierUnavailable(f"the tier {self._name} raised {error!r}")] * len(asked)
+
+    # -- with the lock held -------------------------------------------------------------------
+
+    def _reserve(self, blocks: Sequence[bytes]) -> dict[int, Reservation]:
+        """Slots for those that are not held, by place; where room is short, for the first."""
+        space = self._space[:KEY_BYTES]
+        taken = (self._index.reserve(self._name, [block], 0, 1, space) for block in blocks)
+        return {i: found for i, found in enumerate(taken) if len(found)}
+
+    def _publish(self, wrote: list[tuple[Reservation, BlockWrite, TierError | None]]) -> None:
+        """End reservations, the first page's last: it is the last to go again."""
+        gone = []
+        for taken, write, error in reversed(wrote):
+            self._index.commit(taken, failed_from=None if error is None else 0)
+            if error is None and not self._index.match([write.key]).depths[0]:
+                gone.append(write.slot)  # cleared meanwhile
+        if gone:
+            self._tier.invalidate(gone)
+
+    def _use(self, blocks: Sequence[bytes]) -> list[int]:
+        """Count a use of those that are held, of the first the latest; their places, last first."""
+        found = []
+        for i in reversed(range(len(blocks))):
+            match = self._index.match([blocks[i]])
+            if match.depths[0]:
+                self._index.touch(match)
+                found.append(i)
+        return found
+
+    def _pin(self, blocks: Sequence[bytes]) -> dict[int, Pin]:
+        """A use and a pin of those that are held, by place."""
+        return {i: self._index.pin(self._name, blocks[i]) for i in self._use(blocks)}
+
+    def _drop(self, block: bytes, error: CorruptBlock) -> None:
+        _log.warning("a stored page is bad and dropped: %s", error)
+        self._corrupt += 1
+        self._index.drop_subtree(self._name, block)
+
+    def _heed(self, errors: Sequence[TierError | None]) -> None:
+        """Tell the breaker how a batch went."""
+        broken = [error for error in errors if isinstance(error, TierUnavailable)]
+        if broken:
+            _log.warning("the tier %s failed: %s", self._name, broken[0])
+            self._breaker.failed()
+        elif errors:
+            self._breaker.succeeded()
+
+    def _key(self, key: str) -> bytes:
+        """The engine's key within what these pages are."""
+        return hashlib.blake2b(key.encode(), key=self._space, digest_size=KEY_BYTES).digest()
+
+
+def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int = 1) -> PageStore:
+    """The pages in a config's one backing tier, with what it holds already. Scans it.
+
+    ``geometry`` has one shard: a page. ``share`` stores divide the tier's capacity among them, one
+    for each rank. Raises ConfigError unless there is one backing tier, TierUnavailable where it
+    cannot be used.
+    """
+    named = [*(["disk"] if config.disk.path is not None else []), *config.tiers]
+    if len(named) != 1:
+        raise ConfigError(
+            f"given {', '.join(named) or 'no backing tier'}; pages are kept in one: set disk.path, "
+            "or one [tiers.NAME]"
+        )
+    plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
+    plugins.check(config)
+    prepared = prepare_backings(config, geometry, plugins, share)
+    if not prepared:
+        raise TierUnavailable(f"the tier {named[0]} cannot be used: the log says why")
+    [found] = prepared
+    index = BlockIndex([found.spec])
+    try:
+        tier = BackingOpener(config, geometry, 0, plugins, share)(
+            found.spec.name, found.prepared.told
+        )
+        lost = index.restore(found.spec.name, found.prepared.records)
+    except BaseException:
+        found.prepared.release()
+        raise
+    _log.info("pages found=%d dropped=%d", index.num_used(found.spec.name), len(lost))
+    return PageStore(index, tier, identity, found.prepared.release)

@@ -1,0 +1,175 @@
+"""Backing tiers, from their settings to the objects that serve them; no engine is involved.
+
+    leader   prepare_backings()   once: room, what is held already, locks
+    worker   BackingOpener        each rank, with what the leader's part told
+
+The disk tier of ``[disk]`` and each ``[tiers.NAME]`` take the same way, through the plugin hook.
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvcore.config import BackingConfig, Config
+from kvcore.config.schema import DiskConfig
+from kvcore.errors import TierError, UnsupportedError
+from kvcore.index import TierSpec
+from kvcore.index.policy.admission import Always, OnNthUse
+from kvcore.manager import Backing, WritePolicy
+from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
+from kvcore.server.runtime_dir import folder_of
+from kvcore.tiers.base import Tier
+from kvcore.tiers.disk.format import Geometry
+from kvcore.transfer.graph import Path
+
+_log = logging.getLogger("kvcore.runtime.tiers")
+
+DISK = "disk"
+
+
+class _Settings(NamedTuple):
+    plugin: str
+    common: BackingConfig
+    options: Mapping[str, Any]
+
+
+def _settings(config: Config) -> Iterator[tuple[str, _Settings]]:
+    """Name and settings of every backing tier, nearest first."""
+    disk = config.disk
+    if disk.path is not None:
+        options = {
+            "path": disk.path,
+            "direct_io": disk.direct_io,
+            "io_threads": disk.io_threads,
+            "sync_interval_s": disk.sync_interval_s,
+            "key_env": disk.key_env,
+            "key_file": disk.key_file,
+            "device_sums": disk.to_device == "on",
+        }
+        yield DISK, _Settings(DISK, disk, options)
+    for name, tier in sorted(config.tiers.items()):
+        yield name, _Settings(tier.plugin, tier, tier.options)
+
+
+@dataclass(frozen=True)
+class PreparedBacking:
+    """A tier as the leader sees it: for the index, and for the manager."""
+
+    spec: TierSpec
+    backing: Backing
+    prepared: PreparedTier
+
+
+def prepare_backings(
+    config: Config, geometry: Geometry, plugins: PluginManager, share: int = 1
+) -> list[PreparedBacking]:
+    """Every backing tier that can be used; one that cannot is named in the log and left out.
+
+    ``share`` leaders, each with blocks of its own, divide the capacities among them.
+    Does I/O: a disk tier scans its records. Raises ConfigError for options that do not fit.
+    """
+    found = []
+    for name, settings in _settings(config):
+        plugin = plugins.tier(settings.plugin)
+        common = settings.common
+        context = TierContext(
+            name,
+            geometry,
+            common.capacity,
+            settings.options,
+            share=share,
+            cluster=config.cluster,
+            notes=_notes(config),
+        )
+        try:
+            prepared = _prepare(plugin, context)
+        except (TierError, UnsupportedError) as error:
+            _log.error("the tier %s is off: %s", name, error)
+            continue
+        found.append(
+            PreparedBacking(
+                _spec(name, common, prepared, plugins),
+                _backing(name, common, plugin, prepared),
+                prepared,
+            )
+        )
+    return found
+
+
+def _notes(config: Config) -> list[pathlib.Path]:
+    """Beside the disk tier's stores, which a reboot leaves alone; else where a server's folder is,
+    which is in memory."""
+    disk = [] if config.disk.path is None else [config.disk.path]
+    return [*disk, folder_of(config.server)]
+
+
+def _prepare(plugin: TierPlugin, context: TierContext) -> PreparedTier:
+    if plugin.prepare is not None:
+        return plugin.prepare(context)
+    return PreparedTier(max(context.num_slots, 1))
+
+
+def _spec(
+    name: str, common: BackingConfig, prepared: PreparedTier, plugins: PluginManager
+) -> TierSpec:
+    policy = plugins.policy(common.policy)
+    return TierSpec(
+        name, prepared.num_slots, policy, common.policy_options, foreign=prepared.foreign
+    )
+
+
+def _backing(
+    name: str, common: BackingConfig, plugin: TierPlugin, prepared: PreparedTier
+) -> Backing:
+    remote = plugin.medium == "remote"
+    write = WritePolicy(common.write)
+    selective = write is WritePolicy.SELECTIVE
+    return Backing(
+        name,
+        Path.REMOTE2H if remote else Path.DISK2H,
+        Path.H2REMOTE if remote else Path.H2DISK,
+        write,
+        OnNthUse(common.admit_after) if selective else Always(),
+        prepared.finder,
+        prepared.node,
+        prepared.void,
+        isinstance(common, DiskConfig) and common.to_device == "on",
+    )
+
+
+class BackingOpener:
+    """Opens the tiers that the leader names, in one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        rank: int,
+        plugins: PluginManager,
+        share: int = 1,
+    ) -> None:
+        self._settings = dict(_settings(config))
+        self._geometry = geometry
+        self._rank = rank
+        self._plugins = plugins
+        self._share = share
+        self._cluster = config.cluster
+
+    def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
+        """Raises TierError when the medium cannot be used."""
+        plugin, common, options = self._settings[name]
+        context = TierContext(
+            name,
+            self._geometry,
+            common.capacity,
+            options,
+            rank=self._rank,
+            told=told,
+            share=self._share,
+            cluster=self._cluster,
+        )
+        return self._plugins.tier(plugin).factory(context)

@@ -1,0 +1,535 @@
+"""One model on the server: index, arena and tiers, and what each session has begun with them.
+
+    session    Load, Save ──▶ KVManager ──▶ graph ─┬─ copies of pages: the session's workers
+                                                   └─ reads of tiers: here, when every rank asks
+    server     spills, write-back ─────────────────▶ here
+
+An op of a session's graph ends when the session says so, and a read not before it has ended here:
+a slot is given to nobody else while anything may write to it. What became of a read is told by the
+server alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+
+from kvcore.config import Config
+from kvcore.control.audit import AuditLog
+from kvcore.control.open import make_control
+from kvcore.errors import BlockMissing, FormatError, LayoutError
+from kvcore.index.slots import SlotRun
+from kvcore.manager import KVManager
+from kvcore.manager.base import Hit, Promise, Source
+from kvcore.memory.arena import HostArena, arena_bytes
+from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.hugepages import SharedPages
+from kvcore.memory.layout import KVView
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore.runtime.build import (
+    build_manager,
+    build_segments,
+    enter_directory,
+    geometry,
+    host_slots,
+)
+from kvcore.runtime.tiers import BackingOpener
+from kvcore.server.messages import (
+    Held,
+    Launched,
+    Learn,
+    Load,
+    Match,
+    Matched,
+    Model,
+    Reuses,
+    Save,
+    Search,
+    Spell,
+    Trail,
+    Trailed,
+    join,
+    split,
+)
+from kvcore.server.pending_prefills import Awaited
+from kvcore.server.runtime_dir import GRAPH_BITS, Folder
+from kvcore.server.segments import learn, search
+from kvcore.telemetry.metrics import Data, Metrics, merge
+from kvcore.transfer.graph import (
+    OpReport,
+    RowError,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+)
+from kvcore.worker import KVWorker
+from kvcore.worker.lifecycle import close_worker, open_tiers
+
+SERVER = 0
+"""The session of what the server does by itself."""
+
+Tell = Callable[[dict[int, RowError]], None]
+"""Tells a rank which rows of its read failed."""
+
+
+class GraphIds(Iterator[int]):
+    """Numbers of graphs; each says whose it is (`kvcore.server.runtime_dir.session_of`)."""
+
+    def __init__(self) -> None:
+        self.session = SERVER
+        self._count = itertools.count(1)
+
+    def __next__(self) -> int:
+        return self.session << GRAPH_BITS | next(self._count) % (1 << GRAPH_BITS)
+
+
+class _NoCopies(DeviceOps):
+    """The server has no pages of an engine."""
+
+    name: ClassVar[str] = "none"
+    priority: ClassVar[int] = 0
+
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        return False
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        raise LayoutError("the server copies no pages of an engine: its clients do")
+
+
+@dataclass
+class _ReadOp:
+    """A read that a session's graph waits for; ``asked`` are the ranks that are ready for it."""
+
+    asked: dict[int, Tell] = field(default_factory=dict)
+    running: bool = False
+    failed: dict[int, RowError] | None = None
+    told: dict[int, RowError] | None = None
+
+
+@dataclass
+class _Claim:
+    """A session's graph. ``left`` are its ops that have not ended."""
+
+    graph: TransferGraph
+    session: int
+    ranks: int
+    left: set[int]
+    reads: dict[int, _ReadOp]
+
+    def op(self, op_id: int) -> TransferOp:
+        return self.graph.ops[op_id]
+
+    def all_rows(self, op_id: int, why: RowError) -> dict[int, RowError]:
+        return dict.fromkeys(range(*self.op(op_id).rows), why)
+
+
+class _Here:
+    """The manager's transport: graphs of copies are a session's, all others are run here."""
+
+    def __init__(self, worker: KVWorker) -> None:
+        self.worker = worker
+        self.handed: TransferGraph | None = None
+        self.refused: list[OpReport] = []
+
+    def submit(self, graph: TransferGraph) -> None:
+        if any(op.path.touches_device for op in graph.ops):
+            self.handed = graph
+        else:
+            self.refused += self.worker.submit(graph)
+
+    def cancel(self, graph_id: int) -> None:
+        self.worker.cancel(graph_id)
+
+    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self.worker.forget(tier, slots)
+
+    def wait_report(self, timeout: float) -> bool:
+        return bool(self.refused) or self.worker.wait_report(timeout)
+
+    def poll(self) -> list[OpReport]:
+        refused, self.refused = self.refused, []
+        return refused + self.worker.poll()
+
+
+class Space:
+    """One model's KV. Made on any thread, then used by the server's."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        folder: Folder,
+        arena: str,
+        audit: AuditLog | None = None,
+    ) -> None:
+        """Takes the memory of the host tier and restores the others: blocks for seconds.
+
+        Raises a KVCoreError where the model cannot be served with these settings.
+        """
+        shape = model.shape
+        self.model = model
+        self.arena = arena
+        self._folder = folder
+        layers = LayerGroup(0, shape.block_tokens, tuple(range(shape.layers)))
+        described = ModelDescription(shape, (layers,), model.fingerprint, 1)
+        share = config.host.capacity // config.server.models
+        config = config.model_copy(
+            update={"host": config.host.model_copy(update={"capacity": share})}
+        )
+        self._ids = GraphIds()
+        self._claims: dict[int, _Claim] = {}
+        self._reading: dict[int, tuple[_Claim, int]] = {}
+        self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
+        self._here = _Here(self._worker(config, described))
+        try:
+            parts = build_manager(config, described, self._here, ids=self._ids, sink_saves=False)
+            if config.cluster.etcd:  # a list has its own idea of who is there
+                parts = enter_directory(config, described, parts, "server")
+        except BaseException:
+            close_worker(self._here.worker)
+            folder.remove(arena)
+            raise
+        assert isinstance(parts.manager, KVManager)
+        self.manager, self._releases = parts.manager, parts.releases
+        self._awaited = Awaited(parts.manager.index)
+        self._metrics, self._events = parts.metrics, parts.events
+        self._metrics.source = arena  # another than that of the server's other models
+        assert parts.tenants is not None
+        self.control = make_control(
+            config, described, parts.manager, parts.tenants, parts.metrics, audit or AuditLog()
+        )
+        self._segments = build_segments(config, described) if config.fusion.enabled else None
+        opener = BackingOpener(config, geometry(described), 0, parts.plugins)
+        open_tiers(self._here.worker, opener, parts.open_tiers)
+
+    def _worker(self, config: Config, model: ModelDescription) -> KVWorker:
+        shape, arrangement = model.shape, config.host.arrangement
+        slots = host_slots(config, model).total
+        nbytes = arena_bytes(shape, slots, arrangement)
+        file = self._folder.make_arena(self.arena, nbytes, huge_pages=config.host.huge_pages)
+        try:
+            pages = SharedPages(file, nbytes, huge=config.host.huge_pages)
+        finally:
+            os.close(file)
+        prefault = config.host.prefault
+        arena = HostArena(shape, slots, arrangement=arrangement, prefault=prefault, pages=pages)
+        return KVWorker(
+            arena=arena,
+            arena_view=KVView(arena.layout(), ()),
+            groups=(),
+            ops=_NoCopies(),
+            queue_depth=config.transfer.queue_depth,
+            metrics=self._moved,
+        )
+
+    def take_metrics(self) -> Data:
+        """What was counted since the last call."""
+        nbytes = self.model.shape.nbytes
+        for tier, (used, slots) in self.used.items():
+            self._metrics.tier(tier, used * nbytes, slots * nbytes)
+        return merge(merge({}, self._metrics.delta()), self._moved.delta())
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a worker needs to map the arena."""
+        arena = self._here.worker.arena
+        return {
+            "arena": self.arena,
+            "slots": arena.num_slots,
+            "arrangement": arena.arrangement.value,
+            "shape": arena.shape.to_dict(),
+        }
+
+    @property
+    def used(self) -> dict[str, tuple[int, int]]:
+        """Blocks used and slots, by tier."""
+        index = self.manager.index
+        return {tier: (index.num_used(tier), index.num_slots(tier)) for tier in index.tiers}
+
+    @property
+    def background(self) -> int:
+        """Graphs of the server's own that are under way."""
+        return self.manager.in_flight - len(self._claims)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a report may come from the server's own threads."""
+        return bool(self.background or self._reading or self.control.busy)
+
+    def claims(self, session: int) -> int:
+        """Graphs of a session that have not ended."""
+        return sum(claim.session == session for claim in self._claims.values())
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def match(self, asked: Match) -> Matched:
+        hit = self.manager.get_match(split(asked.keys), asked.namespace)
+        if asked.ask and hit.depth:  # what a store says will be entered
+            self._check_chain(hit.keys, hit.depth, asked.namespace)
+        asking = asked.ask and self._ask_stores(hit, asked)
+        asking |= self._awaited.coming(hit.keys, max(hit.depth, asked.computed))
+        places = [(source.tier, source.start, source.stop) for source in hit.sources]
+        return Matched(asked.ref, places, asking, *self.manager.room)
+
+    def _ask_stores(self, hit: Hit, asked: Match) -> bool:
+        """What is promised at this server's own node is in no store that has to be waited for: a
+        session saves it, or nobody does."""
+        promise = None if asked.promise is None else Promise(*asked.promise)
+        if promise is not None and hit.keys:
+            self._awaited.expect(hit.keys, promise)
+            if promise.node and promise.node == self.manager.node:
+                promise = None
+        return self.manager.ask_stores(hit, asked.computed, promise)
+
+    def held(self, asked: Held) -> int:
+        if asked.tier not in self.manager.index.tiers:
+            raise FormatError(f"tier {asked.tier!r}; this model has {self.manager.index.tiers}")
+        return self.manager.index.held(asked.tier, split(asked.keys))
+
+    def clear(self, namespace: bytes | None) -> int:
+        """Forget every block, of a namespace or of all, and its tokens; returns how many copies."""
+        if self._segments is not None:
+            self._segments.clear(namespace)
+        return self.manager.clear(namespace)
+
+    @property
+    def texts(self) -> bool:
+        """Whether tokens of what is stored are kept, for fusion."""
+        return self._segments is not None
+
+    def learn(self, told: Learn) -> None:
+        if self._segments is not None:
+            learn(self._segments, told)
+
+    @property
+    def spells(self) -> bool:
+        """Whether events tell tokens."""
+        return self._events is not None and self._events.feed.tells_tokens
+
+    def spell(self, told: Spell) -> None:
+        """Raises FormatError for what are no keys."""
+        if self._events is not None:
+            self._events.feed.spell(split(told.keys), told.tokens)
+
+    def search(self, asked: Search) -> Reuses:
+        """Raises FormatError for what are no tokens."""
+        if self._segments is None:
+            return Reuses(asked.ref, [])
+        return search(self._segments, asked, self.manager.index.__contains__)
+
+    def trail(self, asked: Trail) -> Trailed:
+        """Raises BlockMissing where no tier holds the block."""
+        index = self.manager.index
+        if asked.key not in index:
+            raise BlockMissing("no tier holds the block any more")
+        return Trailed(asked.ref, join(index.path(asked.key)), index.namespace_of(asked.key))
+
+    # -- launching ----------------------------------------------------------------------------
+
+    def load(self, asked: Load, ranks: int) -> Launched:
+        """Raises CapacityError when there are no slots, KVCoreError when the match has gone stale,
+        FormatError when it never was one."""
+        keys = split(asked.keys)
+        sources = self._sources(asked, len(keys))
+        hit = Hit(keys, asked.namespace, sources)
+        layers = [Span(*span) for span in asked.layers]
+        if any(not 0 <= a < b <= self.model.layers for a, b in layers):
+            raise FormatError(f"layers {layers} of {self.model.layers}")
+        if keys[asked.stop - 1] in self.manager.index:  # else the match has gone stale
+            self._check_chain(keys[: asked.stop], asked.stop, asked.namespace)
+        self._ids.session = asked.session
+        try:
+            graph = self.manager.launch_load(
+                hit,
+                asked.start,
+                asked.stop,
+                [_no_places(asked.stop - asked.start)],
+                layers=layers,
+                deadline_s=asked.deadline_s,
+            )
+        finally:
+            self._ids.session = SERVER
+        return Launched(asked.ref, self._claim(graph, asked.session, ranks), asked.start)
+
+    def _sources(self, asked: Load, blocks: int) -> tuple[Source, ...]:
+        """Raises FormatError unless they are adjacent, nearest first, and cover what is asked."""
+        tiers = list(self.manager.index.tiers)
+        end, last = 0, -1
+        for tier, start, stop in asked.sources:
+            at = tiers.index(tier) if tier in tiers else -1
+            if at <= last or start != end or stop <= start:
+                raise FormatError(f"{asked.sources} are no sources in tiers {tiers}")
+            end, last = stop, at
+        if not 0 <= asked.start < asked.stop <= min(end, blocks):
+            raise FormatError(
+                f"blocks {asked.start}..{asked.stop} of {min(end, blocks)} that are held"
+            )
+        return tuple(Source(*source) for source in asked.sources)
+
+    def _check_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> None:
+        """Raises FormatError for keys that are no prompt's: the index is every session's."""
+        if not self.manager.index.is_chain(keys, held, namespace):
+            raise FormatError(
+                f"{len(keys)} keys are no chain of one namespace: blocks of them are held that "
+                "stand on others"
+            )
+
+    def save(self, asked: Save, ranks: int) -> Launched:
+        """Raises FormatError for what is no chain."""
+        keys = split(asked.keys)
+        held = self.manager.put_match(keys)
+        if held < len(keys):
+            self._check_chain(keys, held, asked.namespace)
+        first = 0
+
+        def units_of(start: int, stop: int) -> list[UnitTable]:
+            nonlocal first
+            first = start
+            return [_no_places(stop - start)]
+
+        self._ids.session = asked.session
+        try:
+            graph = self.manager.launch_save(keys, asked.namespace, len(keys), units_of)
+        finally:
+            self._ids.session = SERVER
+        if graph is None:
+            return Launched(asked.ref, None)
+        return Launched(asked.ref, self._claim(graph, asked.session, ranks), first)
+
+    def _claim(self, graph: TransferGraph, session: int, ranks: int) -> TransferGraph:
+        """Note whose it is; returns it as it goes to the session."""
+        assert self._here.handed is graph, "a launch makes one graph for its session"
+        self._here.handed = None
+        reads = {op.op_id: _ReadOp() for op in graph.ops if op.path.reads_tier}
+        ops = {op.op_id for op in graph.ops}
+        self._claims[graph.graph_id] = _Claim(graph, session, ranks, ops, reads)
+        return msgspec.structs.replace(graph, units=())
+
+    # -- what ends ----------------------------------------------------------------------------
+
+    def done(self, session: int, reports: Iterable[OpReport]) -> None:
+        """A session's ranks have ended ops. Reports of what is not its own are left out."""
+        for report in reports:
+            claim = self._claims.get(report.graph_id)
+            if claim is not None and claim.session == session and report.op_id in claim.left:
+                rows = range(*claim.op(report.op_id).rows)
+                failed = {row: why for row, why in report.failed.items() if row in rows}
+                self._done(claim, report.op_id, failed)
+
+    def _done(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
+        read = claim.reads.get(op_id)
+        if read is None:  # a copy: the session knows best, but it cannot judge what a tier holds
+            self._finish(claim, op_id, dict.fromkeys(failed, RowError.CANCELLED))
+        elif read.running:
+            read.told = failed
+        elif read.failed is None:  # it never began: nothing has come
+            self._finish(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+        else:
+            self._finish(claim, op_id, dict.fromkeys(failed, RowError.CANCELLED) | read.failed)
+
+    def _finish(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
+        claim.left.discard(op_id)
+        if not claim.left:
+            del self._claims[claim.graph.graph_id]
+        self.manager.complete(OpReport(claim.graph.graph_id, op_id, failed))
+
+    def read(self, session: int, graph_id: int, op_id: int, rank: int, tell: Tell) -> None:
+        """A rank is ready for a read; it begins when all are, since a slot may be read into again
+        (staging) when the last copy out of it has ended."""
+        claim = self._claims.get(graph_id)
+        read = None if claim is None else claim.reads.get(op_id)
+        theirs = claim is not None and claim.session == session and rank < claim.ranks
+        if claim is None or read is None or not theirs:
+            raise FormatError(f"graph {graph_id} has no read {op_id} of this session")
+        if op_id not in claim.left:
+            raise FormatError(f"graph {graph_id}: read {op_id} has ended; its slots may be others'")
+        if read.failed is not None:
+            tell(read.failed)
+            return
+        read.asked[rank] = tell
+        if len(read.asked) == claim.ranks and not read.running:
+            self._begin(claim, op_id, read)
+
+    def _begin(self, claim: _Claim, op_id: int, read: _ReadOp) -> None:
+        op = msgspec.structs.replace(claim.op(op_id), op_id=0, deps=())
+        alone = msgspec.structs.replace(claim.graph, graph_id=next(self._ids), ops=(op,), units=())
+        read.running = True
+        self._reading[alone.graph_id] = claim, op_id
+        self._here.submit(alone)
+
+    def _read_ended(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
+        read = claim.reads[op_id]
+        read.running, read.failed = False, failed
+        for tell in read.asked.values():
+            tell(failed)
+        read.asked.clear()
+        if read.told is not None:
+            self._done(claim, op_id, read.told)
+
+    def withdraw(self, session: int, graph_id: int) -> None:
+        """Reads of a graph that have not begun fail, so that no rank waits for the others."""
+        claim = self._claims.get(graph_id)
+        if claim is None or claim.session != session:
+            return
+        for op_id, read in claim.reads.items():
+            if read.asked and not read.running and read.failed is None:
+                self._read_ended(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+
+    def end(self, session: int) -> int:
+        """Nobody touches the session's slots any more: let go of what it held. Returns how many
+        graphs it left."""
+        left = [claim for claim in self._claims.values() if claim.session == session]
+        for claim in left:
+            for op_id in sorted(claim.left):
+                if op_id in claim.left:
+                    self._done(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+        return len(left)
+
+    def tick(self) -> None:
+        """Take in what the server's own threads have ended; keep room in the host tier."""
+        for report in self._here.poll():
+            reading = self._reading.pop(report.graph_id, None)
+            if reading is None:
+                self.manager.complete(report)
+            else:
+                self._read_ended(*reading, report.failed)
+        self.manager.maintain()
+        self.control.step()
+
+    def check_integrity(self) -> None:
+        """The index is sound and everything in flight is somebody's."""
+        self.manager.check_integrity()
+        for claim in self._claims.values():
+            assert claim.left, "a graph that has ended is claimed"
+            assert self.manager.is_in_flight(claim.graph.graph_id), "a claim without a flight"
+
+    def close(self) -> None:
+        """Finish what the server writes, flush the tiers and give the memory back. Blocks."""
+        self.control.close()
+        close_worker(self._here.worker)
+        self.tick()
+        self._folder.remove(self.arena)
+        if self._segments is not None:
+            self._segments.close()
+        for release in self._releases:
+            release()
+
+
+def _no_places(rows: int) -> UnitTable:
+    """Stands for the engine's places, which only the session knows."""
+    return UnitTable(1, 1, bytes(8 * rows))

@@ -1,0 +1,55 @@
+"""What was promised of a prompt and is being saved here, by another engine of the same server.
+
+A question with a promise is remembered until the blocks are there, nobody saves them any more, or
+the promise's time is over, whichever comes first. Nothing is pinned meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvcore.index import BlockIndex
+from kvcore.manager.base import HOST, Promise
+
+__all__ = ["MAX_AWAITED", "Awaited"]
+
+MAX_AWAITED = 256
+"""Prompts that are waited for at once; the oldest is let go for the next one."""
+
+
+class _Wait(NamedTuple):
+    blocks: int
+    until: float
+
+
+class Awaited:
+    """The server's thread only; nothing blocks."""
+
+    def __init__(self, index: BlockIndex, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._index = index
+        self._clock = clock
+        self._waits: dict[bytes, _Wait] = {}  # by the last key of the prompt
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def expect(self, keys: Sequence[bytes], promise: Promise) -> None:
+        """The first blocks of a prompt are promised."""
+        self._waits.pop(keys[-1], None)
+        self._waits[keys[-1]] = _Wait(promise.blocks, self._clock() + promise.wait_s)
+        if len(self._waits) > MAX_AWAITED:
+            del self._waits[next(iter(self._waits))]
+
+    def coming(self, keys: Sequence[bytes], depth: int) -> bool:
+        """Whether more than ``depth`` blocks of what was promised of a prompt are on their way into
+        host memory. Where they are not the promise is forgotten."""
+        wait = self._waits.get(keys[-1]) if keys else None
+        if wait is None:
+            return False
+        promised = keys[: wait.blocks]
+        if self._clock() < wait.until and self._index.held(HOST, promised) > depth:
+            return True
+        del self._waits[keys[-1]]
+        return False

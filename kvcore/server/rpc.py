@@ -1,0 +1,194 @@
+"""A client's socket: questions and their answers, from any thread.
+
+Whoever waits for an answer receives for everyone. An answer that comes after its question was given
+up is handed to `Link`'s ``late``, since the server may have begun something that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvcore._util.zmq_socket import Context, make_socket, zmq
+from kvcore.config.schema import ServerConfig
+from kvcore.errors import FormatError
+from kvcore.server.curve_keys import lock_client
+from kvcore.server.messages import Refused, Reply, Request, decode_reply, frames
+from kvcore.server.runtime_dir import address_of
+
+__all__ = ["Link"]
+
+_log = logging.getLogger("kvcore.server.client")
+
+SLICE_S = 0.002
+"""How long one waiting thread holds the socket while others wait to send."""
+YIELD_S = 0.0005
+"""How long it then leaves it alone: a lock that is taken again at once is taken from nobody."""
+LATE_KEPT = 4096
+"""Questions given up whose answers are still looked out for."""
+
+
+class Link:
+    """One connection to the server of ``config``. Thread-safe. `renew` makes it a fresh one.
+
+    ``late`` is called, under no lock, with answers to questions that were given up.
+    """
+
+    def __init__(
+        self, config: ServerConfig, late: Callable[[Reply], None] = lambda reply: None
+    ) -> None:
+        """Raises ConfigError for an address or keys that cannot be used. Waits for nobody."""
+        self._config = config
+        self._address = address_of(config)
+        self._late = late
+        self._lock = threading.Lock()
+        self._refs = itertools.count(1)
+        self._wanted: dict[int, Reply | None] = {}
+        self._given_up: dict[int, None] = {}
+        self._too_late: list[Reply] = []
+        self.heard = time.monotonic()
+        """When the server last said anything."""
+        self.refused: Refused | None = None
+        """What the server, or the protocol, said to no question in particular."""
+        self._closed = False
+        self._context = Context()
+        self._socket = self._connect()
+
+    def _connect(self) -> Any:
+        socket = make_socket(self._context, zmq.DEALER)
+        if self._address.startswith("tcp://") and self._config.keys is not None:
+            lock_client(socket, self._config.keys)
+        socket.connect(self._address)
+        return socket
+
+    def ref(self) -> int:
+        """A number for a question."""
+        return next(self._refs)
+
+    def tell(self, request: Request) -> bool:
+        """Send what needs no answer. False when the server has taken nothing for a long time, and
+        when the link is closed."""
+        with self._lock:
+            return self._send(request)
+
+    def ask(
+        self, request: Request, timeout: float, *, alive: Callable[[], bool] | None = None
+    ) -> Reply | None:
+        """The answer, or None when it has not come in ``timeout`` seconds, or the link is closed
+        meanwhile. Blocks; with ``alive`` in slices, between which others may use the link and that
+        is asked."""
+        limit = time.monotonic() + timeout
+        with self._lock:
+            self._wanted[request.ref] = None
+            if not self._send(request):
+                del self._wanted[request.ref]
+                return None
+        while True:
+            left = max(limit - time.monotonic(), 0.0)
+            reply = self._wait(request.ref, left if alive is None else min(left, SLICE_S))
+            if reply is not None:
+                return reply
+            if left <= 0 or self._closed or (alive is not None and not alive()):
+                self._give_up(request.ref)
+                return None
+            time.sleep(YIELD_S)
+
+    def drain(self) -> None:
+        """Take in what has come. Does not block but on a question being asked."""
+        with self._lock:
+            self._receive(0.0)
+        self._tell_late()
+
+    def renew(self) -> None:
+        """A new connection: what was under way on the old one is lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._socket.close()
+            self._wanted.clear()
+            self._given_up.clear()
+            self.refused = None
+            self._socket = self._connect()
+
+    def close(self) -> None:
+        """Whoever waits for an answer goes without. Waits for one that does so in no slices.
+        Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._context.destroy(linger=200)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _send(self, request: Request) -> bool:
+        if self._closed:
+            return False
+        try:
+            self._socket.send_multipart(frames(request), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except FormatError as error:
+            _log.warning("not sent: %s", error)
+            return False
+        return True
+
+    def _wait(self, ref: int, seconds: float) -> Reply | None:
+        limit = time.monotonic() + seconds
+        with self._lock:
+            while self._wanted.get(ref) is None:
+                left = limit - time.monotonic()
+                if not self._receive(max(left, 0.0)) and (left <= 0 or self._closed):
+                    break
+            reply = self._wanted.get(ref)
+            if reply is not None:
+                del self._wanted[ref]
+        self._tell_late()
+        return reply
+
+    def _give_up(self, ref: int) -> None:
+        with self._lock:
+            reply = self._wanted.pop(ref, None)
+            if reply is None:
+                self._given_up[ref] = None
+                if len(self._given_up) > LATE_KEPT:
+                    del self._given_up[next(iter(self._given_up))]
+            else:
+                self._too_late.append(reply)
+        self._tell_late()
+
+    def _receive(self, seconds: float) -> bool:
+        """Take in one message and all that are there already; whether there was any."""
+        if self._closed or not self._socket.poll(int(seconds * 1000 + 0.999)):
+            return False
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._take(parts)
+
+    def _take(self, parts: list[bytes]) -> None:
+        try:
+            reply = decode_reply(parts)
+        except FormatError as error:  # it is no server of ours
+            self.refused = Refused(0, "misfit", str(error))
+            return
+        self.heard = time.monotonic()
+        if reply.ref in self._wanted:
+            self._wanted[reply.ref] = reply
+        elif reply.ref in self._given_up:
+            del self._given_up[reply.ref]
+            self._too_late.append(reply)
+        elif isinstance(reply, Refused):
+            self.refused = reply
+
+    def _tell_late(self) -> None:
+        while self._too_late:
+            try:
+                reply = self._too_late.pop()
+            except IndexError:
+                return
+            self._late(reply)

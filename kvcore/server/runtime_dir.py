@@ -1,0 +1,227 @@
+"""The server's folder: its socket, its arenas, and who may still touch which memory.
+
+    folder (0700, in memory)
+      server.lock       held by the server: one a folder
+      server.sock       0600, for ``address = "local"``
+      counter           the last session number given, over restarts
+      arena-N           host memory of one model, mapped by the workers
+      cleared-M-X       clears that no server confirmed (`kvcore.server.pending_clears`)
+      session-N         what the session's workers map, and the secret by which the server knows
+                        them; *locked by whoever may touch that memory*
+
+A session's leader and its workers hold shared locks on its file. The kernel drops a lock when its
+process is gone, however it went, so the server knows by asking for the exclusive one: when it gets
+it, nothing reads or writes the session's slots any more, and nobody can begin to, as the file is
+removed before the lock is let go. A process that is only slow, or stopped, keeps its slots.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import stat
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from kvcore.config.schema import ServerConfig
+from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.memory.hugepages import SharedPages, gives_huge_pages
+
+_log = logging.getLogger("kvcore.server")
+
+SESSION_BITS = 24
+GRAPH_BITS = 63 - SESSION_BITS
+_SOCKET_PATH_MAX = 107
+
+
+def session_of(graph_id: int) -> int:
+    """The session that a graph belongs to; 0 for graphs of no session."""
+    return graph_id >> GRAPH_BITS
+
+
+def folder_of(config: ServerConfig) -> Path:
+    return config.folder or Path(f"/dev/shm/kvcore-{os.getuid()}")
+
+
+def address_of(config: ServerConfig) -> str:
+    """The ZeroMQ address. Raises ConfigError for one that no socket can have."""
+    address = config.address or "local"
+    if address == "local":
+        address = f"ipc://{folder_of(config)}/server.sock"
+    if address.startswith("ipc://") and len(address) - len("ipc://") > _SOCKET_PATH_MAX:
+        raise ConfigError(
+            f"the socket {address!r} has a path of more than {_SOCKET_PATH_MAX} bytes: "
+            "give server.folder or server.address a shorter one"
+        )
+    if address.startswith("tcp://") and config.keys is None:
+        raise ConfigError(
+            f"server.address = {address!r} without server.keys; supported is TCP with CURVE keys: "
+            "make them with `kvcore server --keygen FOLDER` and set server.keys"
+        )
+    return address
+
+
+def check_private(folder: Path) -> None:
+    """Raise ConfigError unless ``folder`` is ours and nobody else may enter it."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"server.folder {folder} cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"server.folder {folder} is not a folder of user {os.getuid()} with mode 0700: "
+            "remove it, or name another"
+        )
+
+
+class Folder:
+    """The server's side of the folder. One thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the folder, takes it for this process and removes what an earlier server left.
+
+        Raises ConfigError when it is another's, or a server serves in it.
+        """
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"server.folder {path} cannot be made: {error.strerror}") from error
+        check_private(path)
+        self._lock = _open(path / "server.lock", os.O_RDWR | os.O_CREAT)
+        if not _try_lock(self._lock, fcntl.LOCK_EX):
+            os.close(self._lock)
+            raise ConfigError(f"a server serves in {path} already: stop it, or name another folder")
+        for left in (*path.glob("arena-*"), *path.glob("session-*"), *path.glob("*.sock")):
+            left.unlink(missing_ok=True)
+        self._counter = self._last_number()
+
+    def next_number(self) -> int:
+        """A session number that no client of this folder has been given for a long time."""
+        self._counter = (self._counter + 1) % (1 << SESSION_BITS) or 1
+        (self.path / "counter").write_text(str(self._counter))
+        return self._counter
+
+    def _last_number(self) -> int:
+        try:
+            return int((self.path / "counter").read_text())
+        except (OSError, ValueError):
+            return secrets.randbits(SESSION_BITS)
+
+    def make_arena(self, name: str, nbytes: int, *, huge_pages: bool = True) -> int:
+        """A file of zeroes with its memory taken now, on huge pages where the mount allows them;
+        returns its descriptor. Takes about a second for each few GiB. Raises TierUnavailable where
+        there is not so much."""
+        file = _open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            if huge_pages and not gives_huge_pages(file):
+                _log.warning(
+                    "the server's memory is in pages of 4 KiB: reads from disk are half as fast; "
+                    "as root: mount -o remount,huge=advise %s",
+                    mount_of(self.path),
+                )
+            elif huge_pages:
+                os.ftruncate(file, nbytes)  # what is taken through a mapping is on huge pages
+                with closing(SharedPages(file, nbytes)) as pages:
+                    pages.take()
+            # Without its memory taken, a page that is not to be had kills who touches it.
+            os.posix_fallocate(file, 0, nbytes)
+        except (OSError, TierUnavailable) as error:
+            os.close(file)
+            self.remove(name)
+            if isinstance(error, TierUnavailable):
+                raise
+            raise TierUnavailable(
+                f"{self.path} has no {nbytes} bytes for the host tier ({error.strerror}): lower "
+                "host.capacity, or give server.folder on a larger tmpfs"
+            ) from error
+        return file
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        os.close(self._lock)
+
+
+class SessionFile:
+    """A session's lock, as the server sees it."""
+
+    def __init__(self, folder: Folder, number: int, told: dict[str, Any]) -> None:
+        self.name = f"session-{number}"
+        self.secret = secrets.token_bytes(16)
+        """Who can tell it has read this file."""
+        self._folder = folder
+        self._file = _open(folder.path / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        os.write(self._file, json.dumps({**told, "secret": self.secret.hex()}).encode())
+
+    def ended(self) -> bool:
+        """Whether no process holds the session any more; then none can take it again."""
+        if not _try_lock(self._file, fcntl.LOCK_EX):
+            return False
+        self._folder.remove(self.name)
+        os.close(self._file)
+        return True
+
+    def close(self) -> None:
+        """The server ends: clients see that the file is gone."""
+        self._folder.remove(self.name)
+        os.close(self._file)
+
+
+class HeldSession:
+    """A client's hold on a session: until `close`, its slots are given to nobody else."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Raises TierUnavailable when the session is over."""
+        try:
+            self._file = _open(folder / name, os.O_RDWR)
+        except OSError as error:
+            raise TierUnavailable(f"{name} of the server is over: {error.strerror}") from error
+        if not _try_lock(self._file, fcntl.LOCK_SH) or self.over:
+            os.close(self._file)
+            raise TierUnavailable(f"{name} of the server is over")
+        self.name = name
+
+    @property
+    def over(self) -> bool:
+        """Whether the server has ended the session, or another server has begun."""
+        return not os.fstat(self._file).st_nlink
+
+    def told(self) -> dict[str, Any]:
+        """What the server wrote into it."""
+        told: dict[str, Any] = json.loads(os.pread(self._file, 1 << 16, 0))
+        return told
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def mount_of(path: Path) -> Path:
+    """Where the file system of a folder, there or not yet, is mounted."""
+    return next(place for place in (path, *path.parents) if place.is_mount())
+
+
+def open_arena(folder: Path, name: str) -> int:
+    """A descriptor of an arena's file. Raises TierUnavailable when it is gone."""
+    try:
+        return _open(folder / name, os.O_RDWR)
+    except OSError as error:
+        raise TierUnavailable(f"{folder / name}: {error.strerror}") from error
+
+
+def _open(path: Path, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _try_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

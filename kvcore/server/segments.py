@@ -1,0 +1,118 @@
+"""Fusion behind a server: tokens of stored blocks, told to the server and searched there.
+
+What one engine computed another may blend. The server answers which runs of a prompt are stored;
+their blocks are then matched and loaded like any others, and kept by the load that was planned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcore.errors import FormatError
+from kvcore.fusion.segments import Reusable, SegmentBook, Segments
+from kvcore.model.keys import pack_tokens
+from kvcore.server.messages import Learn, Reuses, Search, join, split
+
+if TYPE_CHECKING:
+    from kvcore.server.session import Keeper
+
+__all__ = ["RemoteSegments", "learn", "search"]
+
+_log = logging.getLogger("kvcore.server.client")
+
+LEAD_TOKENS = 256
+"""Tokens from before the news that go along: a run that begins in them is found from there."""
+
+
+class RemoteSegments(SegmentBook):
+    """`Segments` of the server that ``keeper`` keeps. One thread, the leader's.
+
+    A search blocks for the server's deadline at most, and finds nothing while it does not answer.
+    What is told meanwhile is lost: those tokens are found as an exact prefix only.
+    """
+
+    def __init__(self, keeper: Keeper, block_tokens: int) -> None:
+        self._keeper = keeper
+        self._block = block_tokens
+        self._warned = False
+
+    def add(
+        self, namespace: bytes, keys: Sequence[bytes], start: int, tokens: Sequence[int]
+    ) -> None:
+        """Tell it that blocks [start, len(keys)) of a chain are stored. Waits for no answer."""
+        member = self._keeper.member
+        if member is None or start >= len(keys) or not self._kept():
+            return
+        first = max(start - -(-LEAD_TOKENS // self._block), 0)
+        text = pack_tokens(tokens[first * self._block : len(keys) * self._block])
+        link = self._keeper.link
+        link.tell(
+            Learn(
+                link.ref(), member.number, namespace, join(keys[first:]), first, start - first, text
+            )
+        )
+
+    def find(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        held: Callable[[bytes], bool],
+        start: int = 0,
+        stop: int | None = None,
+    ) -> list[Reusable]:
+        """As `Segments.find`; the server itself knows what is held."""
+        member = self._keeper.member
+        if member is None or not self._kept():
+            return []
+        text = pack_tokens(tokens[start : len(tokens) if stop is None else stop])
+        asked = Search(self._keeper.link.ref(), member.number, namespace, text)
+        reply = self._keeper.ask(asked, Reuses)
+        if not isinstance(reply, Reuses):
+            return []
+        return [
+            Reusable(start + at, length, source, key) for at, length, source, key in reply.found
+        ]
+
+    def _kept(self) -> bool:
+        """Whether the server keeps tokens; said once where it does not."""
+        member = self._keeper.member
+        kept = member is not None and member.welcome.texts
+        if member is not None and not kept and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the kvcore server keeps no tokens of what is stored, and only marked chunks are "
+                "found: set fusion.enabled for the server too"
+            )
+        return kept
+
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Nothing to do: the server forgets tokens with their blocks (`RemoteManager.clear`)."""
+
+    def close(self) -> None:
+        """Nothing to do: the tokens are the server's."""
+
+
+# -- on the server ----------------------------------------------------------------------------
+
+
+def learn(segments: Segments, told: Learn) -> None:
+    """Take in what a session stored. Raises a KVCoreError for what makes no sense."""
+    segments.add(told.namespace, split(told.keys), told.start, _tokens(told.tokens), told.first)
+
+
+def search(segments: Segments, asked: Search, held: Callable[[bytes], bool]) -> Reuses:
+    """Raises FormatError for what are no tokens."""
+    found = segments.find(asked.namespace, _tokens(asked.tokens), held)
+    runs = [(r.prompt_start, r.length, r.source_start, r.last_key) for r in found]
+    return Reuses(asked.ref, runs)
+
+
+def _tokens(packed: bytes) -> Sequence[int]:
+    if len(packed) % 4:
+        raise FormatError(f"{len(packed)} bytes are no tokens of 4 bytes each")
+    tokens: Sequence[int] = np.frombuffer(packed, dtype="<u4")  # type: ignore[assignment]
+    return tokens

@@ -1,0 +1,223 @@
+"""How a leader becomes and stays a server's client.
+
+    joined ──no answer in time──▶ waiting ──a heartbeat is answered──▶ joined
+       ▲                             │ silence for a lease, or the server knows us not
+       └───welcome─── alone ◀────────┘
+
+A thread beats, and says hello until it is welcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvcore import __version__
+from kvcore.config.schema import ServerConfig
+from kvcore.errors import KVCoreError, UnsupportedError
+from kvcore.model.spec import ModelDescription
+from kvcore.server.messages import (
+    MAX_REPORTS,
+    Beat,
+    Beating,
+    Bye,
+    Done,
+    Hello,
+    Launched,
+    Model,
+    Refused,
+    Reply,
+    Request,
+    Welcome,
+)
+from kvcore.server.rpc import Link
+from kvcore.server.runtime_dir import HeldSession, folder_of
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+
+__all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "Keeper", "Membership", "undone"]
+
+_log = logging.getLogger("kvcore.server.session")
+
+START_WAIT_S = 60.0
+"""How long a start waits while the server prepares the model."""
+RETRY_S = 0.2
+MISFIT_RETRY_S = 5.0
+_R = TypeVar("_R", bound=Reply)
+
+
+@dataclass
+class Membership:
+    """What a welcome gave."""
+
+    welcome: Welcome
+    held: HeldSession
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.welcome.session
+
+
+class Keeper:
+    """Keeps one leader a client: says hello, beats, and says hello again. A thread of its own.
+
+    ``member`` is None while there is no server. ``waiting``: an answer did not come in time, and
+    nothing has been heard since.
+    """
+
+    def __init__(self, config: ServerConfig, model: ModelDescription) -> None:
+        self._config = config
+        self.model = Model.of(model.shape, model.fingerprint)
+        self._ranks = model.world_size
+        self.folder = folder_of(config)
+        self.link = Link(config, self._late)
+        self.member: Membership | None = None
+        self._asked_in_vain = 0.0
+        self._unheard = 0  # the session that was not told of everything
+        self._refusal = ""
+        self._poke = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="kvcore-keeper", daemon=True)
+
+    @property
+    def waiting(self) -> bool:
+        return self.link.heard < self._asked_in_vain
+
+    def start(self) -> None:
+        """Say hello; waits while the server prepares. Raises UnsupportedError when it refuses this
+        client for good. A server that does not answer is joined when it does."""
+        limit = time.monotonic() + START_WAIT_S
+        answered = self._hello(max(1.0, self._config.deadline_s))
+        while isinstance(answered, Refused) and answered.kind == "busy":
+            if time.monotonic() > limit:
+                break
+            time.sleep(RETRY_S)
+            answered = self._hello(max(1.0, self._config.deadline_s))
+        if isinstance(answered, Refused) and answered.kind == "misfit":
+            self.link.close()
+            raise UnsupportedError(f"the kvcore server refuses this engine: {answered.message}")
+        if answered is None:
+            _log.warning("no kvcore server answers: the engine computes until one does")
+        self._thread.start()
+
+    def ask(self, request: Request, kind: type[_R]) -> _R | Refused | None:
+        """The answer, if the server is there and gives it in time. Blocks for the deadline at most,
+        and not at all while the server is waited for."""
+        if self.member is None or self.waiting:
+            return None
+        reply = self.link.ask(request, self._config.deadline_s)
+        if reply is None:
+            self._asked_in_vain = time.monotonic()
+            self._poke.set()
+            _log.warning("the server does not answer in %g s", self._config.deadline_s)
+            return None
+        if isinstance(reply, Refused) and reply.kind == "session":
+            self._poke.set()
+            self._asked_in_vain = time.monotonic()
+        return reply if isinstance(reply, (kind, Refused)) else None
+
+    def tell_done(self, member: Membership, reports: Sequence[OpReport]) -> None:
+        """Ops have ended. Where that cannot be sent the session is left: the server would keep what
+        they used for as long as it lasts."""
+        for start in range(0, len(reports), MAX_REPORTS):
+            part = list(reports[start : start + MAX_REPORTS])
+            if not self.link.tell(Done(self.link.ref(), member.number, part)):
+                self._unheard = member.number
+                self._poke.set()
+
+    def close(self) -> None:
+        """Leave. Blocks for a moment."""
+        self._ended.set()
+        self._poke.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._leave()
+        self.link.close()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        pause = 0.0
+        while not self._ended.is_set():
+            self._poke.wait(pause)
+            self._poke.clear()
+            if self._ended.is_set():
+                return
+            pause = self._beat() if self.member is not None else self._try_hello()
+
+    def _beat(self) -> float:
+        """One heartbeat; returns the seconds to the next."""
+        member = self.member
+        assert member is not None
+        if self._unheard == member.number:
+            _log.warning("the kvcore server takes no more messages: joining it anew")
+            self._leave()
+            return 0.0
+        lease_s = member.welcome.lease_s
+        beat = Beat(self.link.ref(), member.number)
+        reply = self.link.ask(beat, min(1.0, lease_s / 4), alive=lambda: not self._ended.is_set())
+        if isinstance(reply, Beating):
+            member.tiers = reply.tiers
+        elif isinstance(reply, Refused) or time.monotonic() - self.link.heard > lease_s:
+            _log.warning("the kvcore server is gone: the engine computes until it is back")
+            self._leave()
+            return 0.0
+        self.link.drain()
+        return RETRY_S if self.waiting else lease_s / 4
+
+    def _try_hello(self) -> float:
+        reply = self._hello(1.0)
+        if isinstance(reply, Refused) and reply.kind == "misfit":
+            if reply.message != self._refusal:
+                _log.error("the kvcore server refuses this engine: %s", reply.message)
+            self._refusal = reply.message
+            return MISFIT_RETRY_S
+        if reply is None:
+            self.link.renew()
+        return RETRY_S
+
+    def _hello(self, timeout: float) -> Reply | None:
+        self.link.refused = None
+        hello = Hello(self.link.ref(), self.model, self._ranks, __version__)
+        reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
+        if not isinstance(reply, Welcome):
+            return reply or self.link.refused
+        try:
+            held = HeldSession(self.folder, reply.file)
+        except KVCoreError as error:
+            # This is the server's folder: the session ended while this process stood still.
+            kind = "busy" if os.path.exists(self.folder / "server.lock") else "misfit"
+            return Refused(reply.ref, kind, f"{error} (server.folder is {self.folder})")
+        self.member = Membership(reply, held)
+        self._refusal = ""
+        self.link.tell(Beat(self.link.ref(), reply.session))
+        _log.info("joined the kvcore server session=%d", reply.session)
+        return reply
+
+    def _may_be_welcome(self) -> bool:
+        """False once what answers is no server of ours: another answer will not come."""
+        refused = self.link.refused
+        return not (self._ended.is_set() or (refused is not None and refused.kind == "misfit"))
+
+    def _leave(self) -> None:
+        member, self.member = self.member, None
+        if member is not None:
+            member.held.close()
+            self.link.tell(Bye(self.link.ref(), member.number))
+
+    def _late(self, reply: Reply) -> None:
+        """Nobody waits for this plan any more: say that nothing of it was done."""
+        member = self.member
+        if isinstance(reply, Launched) and reply.graph is not None and member is not None:
+            self.tell_done(member, undone(reply.graph, RowError.CANCELLED))
+
+
+def undone(graph: TransferGraph, why: RowError) -> list[OpReport]:
+    return [
+        OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why)) for op in graph.ops
+    ]

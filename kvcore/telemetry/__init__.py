@@ -1,0 +1,1 @@
+"""What is measured: metrics, timelines, and rates with their fits."""

@@ -1,0 +1,111 @@
+"""A timeline of transfers and blends, in the format that Chrome and Perfetto open.
+
+One file a process, a JSON array of complete events, one a line; it can be read as it grows, since
+the viewers do not ask for the closing bracket. Times are microseconds of the machine's monotonic
+clock, so that files of processes on one machine can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FileTracer", "Tracer", "read_trace"]
+
+_log = logging.getLogger("kvcore.telemetry.timeline")
+
+MAX_BYTES = 1 << 28
+"""Of one file: a trace is for looking at, and is not to fill the disk."""
+
+
+class Tracer:
+    """Keeps nothing: what is traced to where nobody asked for a trace."""
+
+    def span(self, track: str, name: str, start: float, stop: float, **about: Any) -> None:
+        """Something went on from ``start`` to ``stop``, seconds of `time.monotonic`. From any
+        thread. ``about`` is shown with it: plain values."""
+
+    def close(self) -> None:
+        """Nothing is written from now on."""
+
+
+class FileTracer(Tracer):
+    """Writes to ``folder/name-<process>.json``. Thread-safe; a disk that fails ends the trace.
+
+    Raises OSError when the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}-{os.getpid()}.json"
+        self._lock = threading.Lock()
+        self._tracks: dict[str, int] = {}
+        self._left = MAX_BYTES
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.write("[\n")
+        self._put({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": name}})
+
+    def span(self, track: str, name: str, start: float, stop: float, **about: Any) -> None:
+        with self._lock:
+            self._put(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": os.getpid(),
+                    "tid": self._track(track),
+                    "ts": round(start * 1e6, 1),
+                    "dur": round((stop - start) * 1e6, 1),
+                    "args": about,
+                }
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _track(self, track: str) -> int:
+        number = self._tracks.get(track)
+        if number is None:
+            number = self._tracks[track] = len(self._tracks) + 1
+            about = {"name": track}
+            where = {"pid": os.getpid(), "tid": number}
+            self._put({"ph": "M", "name": "thread_name", **where, "args": about})
+        return number
+
+    def _put(self, event: dict[str, Any]) -> None:
+        if self._file.closed:
+            return
+        line = json.dumps(event, separators=(",", ":")) + ",\n"
+        self._left -= len(line)
+        try:
+            if self._left < 0:
+                _log.warning("trace %s is full and ends here", self.path)
+                self._end()
+            else:
+                self._file.write(line)
+                self._file.flush()
+        except OSError as error:
+            _log.warning("trace %s ends here: %s", self.path, error)
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            _log.warning("trace %s: %s", self.path, error)
+
+
+def read_trace(path: Path) -> Iterator[dict[str, Any]]:
+    """The spans of a trace, each with its ``track``. Raises ValueError at a line that is none."""
+    tracks: dict[int, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        event = json.loads(line.rstrip(","))
+        if event["ph"] == "X":
+            yield {**event, "track": tracks[event["tid"]]}
+        elif event["name"] == "thread_name":
+            tracks[event["tid"]] = event["args"]["name"]

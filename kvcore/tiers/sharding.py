@@ -1,0 +1,185 @@
+"""Parts of a block: what a rank keeps of it, and any part out of those that others kept.
+
+            heads  0     2     4      two tensor-parallel ranks in each of two pipeline
+    layers  0      ┌─────┬─────┐      stages wrote A, B, C and D. A rank that holds heads
+                   │  A ┌┼────┐│      1..4 of layers 1..4 reads the overlap of each with
+            2      ├────┼┼────┼┤      its own part, and lays it where it belongs.
+                   │  C └┼────┘│
+            4      └─────┴─────┘
+
+A part's bytes are a block's, of its heads and layers: in canonical order a range of heads is one
+run of bytes in each layer. Disk and remote stores take this one way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice, pairwise
+from typing import NamedTuple
+
+from kvcore.memory.layout import BlockShape
+from kvcore.tiers.base import Buffers, SlotError
+
+__all__ = ["Part", "Run", "cover", "evenly", "is_tiling", "places", "runs", "splits_of"]
+
+
+class Part(NamedTuple):
+    """KV heads [start, stop) of layers [start, stop) of a block."""
+
+    heads: tuple[int, int]
+    layers: tuple[int, int]
+
+    @classmethod
+    def whole(cls, shape: BlockShape) -> Part:
+        """All of a block of ``shape``."""
+        return cls((0, shape.kv_heads), (0, shape.layers))
+
+    @property
+    def size(self) -> int:
+        """Heads times layers."""
+        (a, b), (c, d) = self
+        return (b - a) * (d - c)
+
+    def shape(self, whole: BlockShape) -> BlockShape:
+        """The part as a block of its own; ``whole`` is the model's."""
+        (a, b), (c, d) = self
+        return whole.with_heads(b - a).with_layers(d - c)
+
+    def within(self, whole: BlockShape) -> bool:
+        """Whether it is a part of a block of ``whole``, and not empty."""
+        (a, b), (c, d) = self
+        return 0 <= a < b <= whole.kv_heads and 0 <= c < d <= whole.layers
+
+    def overlap(self, other: Part) -> Part | None:
+        """What both have; None where that is nothing."""
+        heads = max(self.heads[0], other.heads[0]), min(self.heads[1], other.heads[1])
+        layers = max(self.layers[0], other.layers[0]), min(self.layers[1], other.layers[1])
+        return Part(heads, layers) if heads[0] < heads[1] and layers[0] < layers[1] else None
+
+
+class Run(NamedTuple):
+    """``nbytes`` bytes at ``source`` in a part that is held, which belong at ``target`` in the part
+    that is wanted."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+def cover(parts: Sequence[Part], wanted: Part) -> list[int]:
+    """Which of ``parts``, by number, together hold each element of ``wanted`` once.
+
+    Equal parts (ranks with the same heads) count as one, the first. Raises SlotError where the
+    others overlap, or leave something of ``wanted`` out.
+    """
+    first = {part: number for number, part in reversed(list(enumerate(parts)))}
+    chosen = {number: part.overlap(wanted) for part, number in first.items()}
+    found = {number: part for number, part in chosen.items() if part is not None}
+    if not _tile(list(found.values()), wanted.size):
+        raise SlotError(
+            f"no shards hold KV heads {wanted.heads} of layers {wanted.layers} once each: the "
+            f"store has {sorted(first)}"
+        )
+    return sorted(found)
+
+
+def is_tiling(parts: Sequence[Part], shape: BlockShape) -> bool:
+    """Whether ``parts`` hold each element of a block of ``shape`` once."""
+    whole = shape.layers * shape.kv_heads
+    return all(part.within(shape) for part in parts) and _tile(parts, whole)
+
+
+def evenly(size: int, shares: int) -> tuple[tuple[int, int], ...]:
+    """[0, size) in so many pieces, as equal as can be: heads among ranks, layers among stages."""
+    return tuple(pairwise(share * size // shares for share in range(shares + 1)))
+
+
+def splits_of(parts: Iterable[Part], shape: BlockShape, most: int) -> Iterator[tuple[Part, ...]]:
+    """How deployments may share blocks of ``shape`` that keep ``parts`` of them: stages one behind
+    the other, whose ranks have the heads `evenly`. Those of few ranks first, ``most`` at most."""
+    there = set(parts)
+    stages = sorted({part.layers for part in there}, key=lambda layers: -layers[1])
+
+    def every() -> Iterator[tuple[Part, ...]]:
+        for ranks in range(1, shape.kv_heads + 1):
+            heads = evenly(shape.kv_heads, ranks)
+            whole = [n for n in stages if all(Part(h, n) in there for h in heads)]
+            for way in _chains(whole, shape.layers):
+                yield tuple(sorted(Part(h, n) for n in way for h in heads))
+
+    return islice(every(), most)
+
+
+def _chains(pieces: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every way to put [0, size) together from ``pieces``. No way is begun that has no end."""
+    led = {size}  # from these one comes to the end
+    for start, stop in sorted(pieces, reverse=True):
+        if start < stop and stop in led:
+            led.add(start)
+
+    def onwards(at: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        if at == size:
+            yield ()
+        for start, stop in pieces:
+            if start == at and start < stop and stop in led:
+                yield from (((start, stop), *rest) for rest in onwards(stop))
+
+    return onwards(0)
+
+
+def _tile(parts: Sequence[Part], size: int) -> bool:
+    """Whether parts of something with ``size`` elements are apart and have all of them."""
+    apart = all(
+        one.overlap(other) is None for i, one in enumerate(parts) for other in parts[i + 1 :]
+    )
+    return apart and sum(part.size for part in parts) == size
+
+
+def runs(held: Part, wanted: Part, head_nbytes: int) -> list[Run]:
+    """Where the bytes that ``held`` and ``wanted`` share lie in each, longest runs, in order."""
+    common = held.overlap(wanted)
+    if common is None:
+        return []
+    (first, last), found = common.heads, list[Run]()
+    nbytes = (last - first) * head_nbytes
+    for layer in range(*common.layers):
+        run = Run(
+            _offset(held, layer, first) * head_nbytes,
+            _offset(wanted, layer, first) * head_nbytes,
+            nbytes,
+        )
+        before = found[-1] if found else None
+        if before is not None and _follows(before, run):
+            found[-1] = before._replace(nbytes=before.nbytes + nbytes)
+        else:
+            found.append(run)
+    return found
+
+
+def _offset(part: Part, layer: int, head: int) -> int:
+    """How many heads, of all layers, lie before this one."""
+    (first, last), (top, _) = part
+    return (layer - top) * (last - first) + head - first
+
+
+def _follows(before: Run, run: Run) -> bool:
+    source, target, nbytes = before
+    return (source + nbytes, target + nbytes) == (run.source, run.target)
+
+
+def places(runs: Sequence[Run], buffers: Buffers) -> Iterator[tuple[int, memoryview]]:
+    """(Offset in the part that is held, the memory for the bytes from there on), in order.
+
+    ``buffers`` are of the part that is wanted, and may be longer. Where a run goes on from one
+    buffer to the next it is cut.
+    """
+    flat = [buffer.cast("B") for buffer in buffers]
+    starts = [0, *accumulate(len(buffer) for buffer in flat)]
+    for source, target, nbytes in runs:
+        stop = target + nbytes
+        at = bisect_right(starts, target) - 1
+        while target < stop:
+            piece = flat[at][target - starts[at] : stop - starts[at]]
+            yield source, piece
+            source, target, at = source + len(piece), target + len(piece), at + 1

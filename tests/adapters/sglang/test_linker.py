@@ -1,0 +1,177 @@
+"""The linker without SGLang: loads that must be done when they are planned."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore.config import Config  # noqa: E402
+from kvcore.errors import UnsupportedError  # noqa: E402
+from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
+from kvcore_sglang.messages import Order  # noqa: E402
+from kvcore_sglang.ranks import NoLines  # noqa: E402
+
+BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+
+
+class Leader:
+    """Plans one load, of a request that was answered in part or not."""
+
+    def __init__(self, resumed: bool) -> None:
+        self.resumed = resumed
+        self.refused: list[str] = []
+        self.told: list[str] = []
+
+    def is_resumed(self, rid: str) -> bool:
+        return self.resumed
+
+    def load(self, rid: str, slots: Any) -> Any:
+        self.resumed = False  # it is loaded, and forgotten
+        graph: Any = SimpleNamespace(graph_id=7)
+        return Order(graphs=[graph])
+
+    def refuse(self, rids: Iterable[str]) -> None:
+        self.refused += rids
+
+    def stand_aside(self, why: str) -> None:
+        self.told.append("stand aside")
+
+    def forget_requests(self) -> None:
+        self.told.append("forget requests")
+
+    def forget_all(self) -> None:
+        self.told.append("forget all")
+
+
+class Worker:
+    def __init__(self, lands: bool) -> None:
+        self.lands = lands
+        self.calls: list[Any] = []
+
+    def start_loads(self, graphs: Sequence[Any]) -> None:
+        self.calls.append(("start", [graph.graph_id for graph in graphs]))
+
+    def finish(self, graph_ids: Iterable[int]) -> bool:
+        self.calls.append(("finish", list(graph_ids)))
+        return self.lands
+
+    def quiesce(self, timeout: float) -> bool:
+        return self.lands
+
+
+@pytest.fixture
+def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`KVCoreLinker` over a stand-in for SGLang's base class, which it takes nothing from."""
+    base: Any = ModuleType(BASE)
+    base.UnifiedCacheLinker = object
+    names = [BASE.rsplit(".", depth)[0] for depth in range(1, BASE.count(".") + 1)]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, BASE, base)
+    monkeypatch.delitem(sys.modules, "kvcore_sglang.linker", raising=False)
+    found = importlib.import_module("kvcore_sglang.linker").KVCoreLinker
+    monkeypatch.delitem(sys.modules, "kvcore_sglang.linker")
+    return found
+
+
+def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
+    linker = linker_class.__new__(linker_class)
+    linker._queued = {}
+    linker._parts = SimpleNamespace(
+        leader=leader,
+        follower=None,
+        lines=NoLines(),
+        worker=worker,
+        served=SimpleNamespace(rank=Rank(0, 1, None)),
+    )
+    return linker
+
+
+TRANSFERS = [SimpleNamespace(device_indices=torch.from_numpy(np.arange(64)))]
+
+
+def test_a_load_is_queued_for_its_batch(linker_class: Any) -> None:
+    worker = Worker(lands=True)
+    linker = made(linker_class, Leader(resumed=False), worker)
+    assert linker.load("r", TRANSFERS)
+    assert [graph.graph_id for graph in linker._queued["r"].graphs] == [7]
+    assert not worker.calls, "it starts with the batch"
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_request_that_was_answered_in_part_is_loaded_at_once(
+    linker_class: Any, lands: bool
+) -> None:
+    """Where that fails it is refused, and the engine computes it: nothing waits for its batch."""
+    leader, worker = Leader(resumed=True), Worker(lands)
+    linker = made(linker_class, leader, worker)
+    assert linker.load("r", TRANSFERS) is lands
+    assert worker.calls == [("start", [7]), ("finish", [7])]
+    assert not linker._queued
+    assert leader.refused == ([] if lands else ["r"])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_flush_waits_for_pages_and_for_no_medium(
+    linker_class: Any, lands: bool, keeps: bool
+) -> None:
+    """Copies of pages that do not end are the end of kvcore here; of a medium nothing is asked."""
+    leader, worker = Leader(resumed=False), Worker(lands)
+    linker = made(linker_class, leader, worker)
+    linker._config = SimpleNamespace(sglang=SimpleNamespace(keep_on_flush=keeps))
+    linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
+    linker.reset()
+    first = [] if lands else ["stand aside"]
+    assert leader.told == [*first, "forget requests", *([] if keeps else ["forget all"])]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
+    linker_class: Any, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """It tells rank 0 alone. The other hears of it, and what it has built is closed."""
+    both, words, closed = threading.Barrier(2), ["", ""], list[int]()
+
+    def agree(rank: Rank, word: str) -> list[str]:
+        words[rank.number] = word
+        both.wait(60)
+        found = list(words)
+        both.wait(60)
+        return found
+
+    def build(config: Any, served: Any, *rest: Any, **more: Any) -> Any:
+        if refused and served.rank.number == 0:
+            raise UnsupportedError("the kvcore server refuses this engine")
+        return SimpleNamespace(close=lambda: closed.append(served.rank.number))
+
+    around = linker_class._build.__globals__
+    for name, stand_in in {
+        "hooks": SimpleNamespace(check=lambda: None, TIME_HOOKS=(), fit=lambda hooks: True),
+        "find_rank": lambda rank: rank,
+        "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
+        "agree": agree,
+        "build": build,
+        "_publisher": lambda *given: None,
+    }.items():
+        monkeypatch.setitem(around, name, stand_in)
+
+    def start(number: int) -> Any:
+        linker = linker_class.__new__(linker_class)
+        linker._config = Config()
+        return linker._build(None, Rank(number, 2, None), set())
+
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(start, range(2)))
+    assert [parts is None for parts in made] == [refused, refused]
+    assert closed == ([1] if refused else [])

@@ -1,0 +1,248 @@
+"""TensorRT-LLM's leader: pages that are fenced, loads that are parked, what is kept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvcore.config import load_config
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import CapacityError
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.index.policy import LRU
+from kvcore.manager import HOST, KVManager
+from kvcore.model.spec import LayerGroup
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.worker.lifecycle import refuse_tier
+from kvcore_trtllm.describe import whole
+from kvcore_trtllm.messages import StepPlan
+from kvcore_trtllm.scheduler import Leader
+from kvcore_trtllm.worker import Tally, WorkerSide
+from support.trtllm_parts import facts, make_graph, request
+
+
+def make_leader(sync_load_max: str = "512MiB") -> Leader:
+    settings = {
+        "block": {"tokens": 16},
+        "trtllm": {"min_load_tokens": 1},
+        "transfer": {"sync_load_max": sync_load_max},
+    }
+    config = load_config(overrides=settings, env={})
+    outbox = Outbox()
+    index = BlockIndex([TierSpec(HOST, 64, LRU, {})])
+    manager = KVManager(index, outbox)
+    model = whole(facts(page_tokens=16), (LayerGroup(0, 16, (0, 1, 2)),), 16)
+    return Leader(config, model, manager, outbox, Metrics("leader"), {})
+
+
+def asked(number: int, tokens: list[int]) -> SimpleNamespace:
+    return request(request_id=number, get_tokens=lambda beam: list(tokens))
+
+
+def data(number: int, tokens: list[int], pages: list[int], at: int, count: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=number,
+        new_tokens=tokens,
+        new_block_ids=pages,
+        computed_position=at,
+        num_scheduled_tokens=count,
+    )
+
+
+def output(new: list[Any] | None = None, cached: list[Any] | None = None) -> SimpleNamespace:
+    return SimpleNamespace(new_requests=new or [], cached_requests=cached or [])
+
+
+def begin(leader: Leader, number: int, tokens: list[int], pages: list[int]) -> StepPlan:
+    """The first step of a request that the engine has nothing of."""
+    one = asked(number, tokens)
+    matched, _ = leader.match(one, 0)
+    leader.allocated(one, [pages])
+    return leader.build_plan(output([data(number, tokens, pages, 0, len(tokens) - matched)]))
+
+
+def end(leader: Leader, plan: StepPlan) -> None:
+    """All ranks did what the plan says."""
+    graphs = [g for _, g in (*plan.early_saves, *plan.late_saves, *plan.async_loads)]
+    graphs += plan.sync_loads
+    leader.take_news([OpReport(g.graph_id, op.op_id) for g in graphs for op in g.ops], [])
+
+
+PROMPT = list(range(100, 148))
+
+
+def test_a_page_that_a_save_reads_is_fenced_when_it_is_given_away() -> None:
+    leader = make_leader()
+    plan = begin(leader, 1, PROMPT, [0, 1, 2])
+    [(number, save)] = plan.late_saves
+    assert (number, plan.fence) == (1, [])
+    other = begin(leader, 2, list(range(48)), [5, 2, 7])
+    assert other.fence == [save.graph_id]
+    assert other.cancel == []
+    end(leader, plan)
+    end(leader, other)
+    assert begin(leader, 3, list(range(200, 248)), [0, 1, 2]).fence == []
+
+
+def test_a_new_page_of_a_running_request_is_fenced_too() -> None:
+    leader = make_leader()
+    save = begin(leader, 1, PROMPT, [0, 1, 2]).late_saves[0][1]
+    begin(leader, 2, list(range(16)), [5])
+    plan = leader.build_plan(output(cached=[data(2, [16], [1], 16, 1)]))
+    assert plan.fence == [save.graph_id]
+
+
+def test_requests_that_kvcore_does_not_know_give_pages_away_as_well() -> None:
+    leader = make_leader()
+    save = begin(leader, 1, PROMPT, [0, 1, 2]).late_saves[0][1]
+    dummy = request(request_id=9, is_dummy_request=True)
+    assert leader.match(dummy, 0) == (0, False)
+    leader.allocated(dummy, [[1]])
+    assert leader.build_plan(output([data(9, [0], [1], 0, 1)])).fence == [save.graph_id]
+
+
+def parked(leader: Leader) -> TransferGraph:
+    """A load on its way into pages 10, 11, 12 for request 5."""
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    one = asked(5, PROMPT)
+    assert leader.match(one, 0) == (47, True)
+    leader.allocated(one, [[10, 11, 12]])
+    plan = leader.build_plan(output())
+    [(number, load)] = plan.async_loads
+    assert (number, plan.fence, plan.cancel) == (5, [], [])
+    return load
+
+
+def test_a_load_of_an_aborted_request_is_stopped_when_its_page_is_given_away() -> None:
+    leader = make_leader(sync_load_max="0B")
+    load = parked(leader)
+    plan = begin(leader, 6, list(range(48)), [20, 11, 21])
+    assert (plan.cancel, plan.fence) == ([load.graph_id], [load.graph_id])
+
+
+def test_a_load_into_a_page_that_is_reused_is_waited_for() -> None:
+    leader = make_leader(sync_load_max="0B")
+    load = parked(leader)
+    one = asked(6, PROMPT[:40])
+    leader.match(one, 32)  # the engine has its first two pages
+    leader.allocated(one, [[10, 11, 30]])
+    plan = leader.build_plan(output([data(6, PROMPT[:40], [10, 11, 30], 32, 8)]))
+    assert (plan.cancel, plan.fence) == ([], [load.graph_id])
+
+
+class _Slow:
+    """A worker whose loads end when a step waits for them; the first ``failing`` attempts fail."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing = failing
+        self.attempts = 0
+        self._running: list[TransferGraph] = []
+        self._reports: list[OpReport] = []
+
+    def submit(self, graph: TransferGraph) -> list[OpReport]:
+        self.attempts += 1
+        self._running.append(graph)
+        return []
+
+    def wait_device(self, graph_id: int) -> None:
+        for graph in self._running:
+            failed = {0: RowError.IO} if self.attempts <= self.failing else {}
+            self._reports += [OpReport(graph.graph_id, op.op_id, failed) for op in graph.ops]
+        self._running.clear()
+
+    def poll(self) -> list[OpReport]:
+        found, self._reports = self._reports, []
+        return found
+
+    def cancel(self, graph_id: int) -> None:
+        pass
+
+    def wait_report(self, timeout: float) -> bool:
+        return True
+
+    @property
+    def writes(self) -> bool:
+        return bool(self._running)
+
+
+@pytest.mark.parametrize(("failing", "cancel", "broken"), [
+    (1, False, False), (3, False, True), (1, True, False),
+])  # fmt: skip
+def test_a_fence_waits_until_a_load_is_not_tried_again(
+    failing: int, cancel: bool, broken: bool
+) -> None:
+    """Between two attempts nothing is under way, and the next writes to the page again."""
+    worker: Any = _Slow(failing)
+    side = WorkerSide(
+        worker,
+        Tally(1, lambda mine: [mine]),
+        layers=1,
+        layerwise=True,
+        metrics=Metrics(),
+        open_tier=refuse_tier,
+    )
+    side.begin(StepPlan(async_loads=[(5, make_graph(1))]))
+    plan = StepPlan(fence=[1], cancel=[1] if cancel else [])
+    side.begin(plan)
+    assert not worker.writes
+    assert worker.attempts == (1 if cancel else min(failing + 1, 3))
+    assert bool(plan.broken) == broken
+
+
+def test_promised_blocks_stay_until_they_are_loaded() -> None:
+    """Between the promise and the plan other requests may want the room."""
+    leader = make_leader()
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    one = asked(2, PROMPT)
+    assert leader.match(one, 0) == (47, False)
+    leader.manager.index.evict(HOST, 64)
+    leader.allocated(one, [[4, 5, 6]])
+    plan = leader.build_plan(output([data(2, PROMPT, [4, 5, 6], 0, 1)]))
+    assert len(plan.sync_loads) == 1
+    end(leader, plan)
+    leader.check_integrity()
+    assert len(leader.manager.index.evict(HOST, 64)) == 3  # nothing is pinned any more
+
+
+@pytest.mark.parametrize("pages", [[4, 5], [4, -1, 6]])
+def test_promised_tokens_need_a_page(pages: list[int]) -> None:
+    leader = make_leader()
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    one = asked(2, PROMPT)
+    leader.match(one, 0)
+    leader.allocated(one, [pages])
+    with pytest.raises(CapacityError, match=r"0\.\.47 were promised"):
+        leader.build_plan(output([data(2, PROMPT, pages, 0, 1)]))
+
+
+def test_nothing_is_kept_that_was_not_computed() -> None:
+    """Chunks count up to where they end, and a bound that lags is caught up with at the end."""
+    leader = make_leader()
+    one = asked(1, PROMPT)
+    leader.match(one, 0)
+    leader.allocated(one, [[0, 1, 2]])
+    plan = leader.build_plan(output([data(1, PROMPT, [0, 1, 2], 0, 20)]))
+    assert [g.num_rows for _, g in plan.late_saves] == [1]
+    plan = leader.build_plan(output(cached=[data(1, [], [], 20, 27)]))
+    assert [g.num_rows for _, g in plan.late_saves] == [1]  # 47 tokens: block 2 lacks one
+    assert leader.finished(asked(1, [*PROMPT, 1]), [[0, 1, 2]])
+    assert leader.build_plan(output()).early_saves == []  # the prompt was not finished
+
+
+def test_the_last_block_is_kept_when_a_request_ends() -> None:
+    leader = make_leader()
+    begin(leader, 1, PROMPT[:47], [0, 1, 2])
+    # With overlap the 48th token was computed and is told of only now, with the one after it.
+    assert leader.finished(asked(1, [*PROMPT, 1]), [[0, 1, 2]])
+    assert [g.num_rows for _, g in leader.build_plan(output()).early_saves] == [1]
+
+
+def test_pages_that_the_engine_lacks_are_not_saved() -> None:
+    leader = make_leader()
+    plan = begin(leader, 1, PROMPT, [0, 1])
+    assert plan.late_saves == []

@@ -1,0 +1,216 @@
+"""Two requests of vLLM that want the same blocks from a slow tier: they are read once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcore.config import load_config
+from kvcore.connector.step_transport import Outbox
+from kvcore.fusion.options import FusionOptions
+from kvcore.fusion.segments import Reusable, Segments
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.manager import Backing, KVManager
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import KeyChain
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore_vllm import scheduler
+from kvcore_vllm.fusing import Fusing, FusionLeader
+from kvcore_vllm.scheduler import SchedulerSide
+
+BLOCK, LAYERS = 16, 4
+SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
+MODEL = ModelDescription(SHAPE, (LayerGroup(0, BLOCK, tuple(range(LAYERS))),), b"f" * 32, 1)
+PROMPT = list(range(1, 402))
+PAGES: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
+
+
+def request(name: str) -> Any:
+    return SimpleNamespace(
+        request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
+        prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None, mm_features=[],
+        _all_token_ids=PROMPT, lora_request=None, cache_salt=None, kv_transfer_params=None,
+    )  # fmt: skip
+
+
+class Rig:
+    """A scheduler side with ``PROMPT`` on disk, and time that stands still."""
+
+    def __init__(self, host: int = 64) -> None:
+        self.now = 0.0
+        self.requests: dict[str, Any] = {}
+        self.index = BlockIndex([TierSpec("host", host), TierSpec("disk", 64)])
+        self.outbox = Outbox(1)
+        self.config = load_config(None, {})
+        self.manager = KVManager(
+            self.index, self.outbox, backing=[Backing("disk")], staging_slots=range(100, 104)
+        )
+        self.side = SchedulerSide(
+            self.config, MODEL, self.manager, self.outbox, Metrics(), open_tiers={}, on_close=[]
+        )
+        self.chain = KeyChain(self.side._namespace(request("x")), BLOCK)
+        self.chain.extend(PROMPT)
+        self.space = self.chain.namespace.digest
+        self.index.commit(self.index.reserve("disk", self.chain.keys, 0, 25, self.space))
+
+    def ask(self, name: str) -> Any:
+        asked = self.requests.setdefault(name, request(name))
+        return self.side.get_num_new_matched_tokens(asked, 0)
+
+    def load(self, name: str) -> TransferGraph:
+        """As vLLM does with what was promised."""
+        before = len(self.side._plan.async_loads)
+        self.side.update_state_after_alloc(self.requests[name], PAGES, 400)
+        loads = self.side._plan.async_loads
+        assert len(loads) == before + 1
+        return loads[-1][1]
+
+    def end(self, graph: TransferGraph, why: RowError | None = None) -> None:
+        """Every op of it ends: well, or none that reads does, and what waits for it neither."""
+        for op in graph.ops:
+            reason = why if op.path.reads_tier else RowError.CANCELLED
+            failed = {} if why is None else dict.fromkeys(range(*op.rows), reason)
+            self.manager.complete(OpReport(graph.graph_id, op.op_id, failed))
+        self.index.check_integrity()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    made = Rig()
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: made.now)  # type: ignore[attr-defined]
+    return made
+
+
+def reads(graph: TransferGraph) -> int:
+    return sum(op.rows.size for op in graph.ops if op.path.reads_tier)
+
+
+def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: Rig) -> None:
+    assert rig.ask("a") == (400, True)
+    first = rig.load("a")
+    assert reads(first) == 25
+    for _ in range(3):
+        assert rig.ask("b") == (None, False)
+    rig.end(first)
+    external, _ = rig.ask("b")
+    assert external == 400
+    assert rig.side._requests["b"].hit.blocks_by_tier() == {"host": 25}  # type: ignore[union-attr]
+
+
+def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: Rig) -> None:
+    rig.ask("a")
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False)
+    rig.manager.cancel(first.graph_id)
+    rig.end(first, RowError.CANCELLED)
+    assert rig.ask("b") == (400, True)
+    second = rig.load("b")
+    assert reads(second) == 25
+    rig.end(second)
+
+
+@pytest.mark.parametrize("why", [RowError.CORRUPT, RowError.IO])
+def test_who_joined_a_read_that_fails_computes_as_well(rig: Rig, why: RowError) -> None:
+    """What is rotten is held no more, and a disk that fails is left alone."""
+    rig.ask("a")
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False)
+    rig.end(first, why)
+    assert rig.ask("b") == (0, False)
+
+
+def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: Rig) -> None:
+    rig.ask("a")
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False)
+    rig.now += rig.config.transfer.load_deadline_s + 1
+    assert rig.ask("b") == (400, True), "through the staging slots"
+    second = rig.load("b")
+    assert reads(second) == 25
+    rig.end(second)
+    rig.end(first)
+
+
+def test_what_passes_through_is_nobodys_to_join() -> None:
+    """Host memory has no room to keep it."""
+    rig = Rig(host=1)
+    rig.index.pin("host", _fill(rig))
+    assert rig.ask("a") == (400, True)
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False), "the staging slots are lent"
+    rig.end(first)
+    assert rig.ask("b") == (400, True)
+
+
+def _fill(rig: Rig) -> bytes:
+    key = b"k" * 16
+    rig.index.commit(rig.index.reserve("host", [key], 0, 1, rig.space))
+    return key
+
+
+# -- chunks of a blend ---------------------------------------------------------------------------
+
+
+class Blends:
+    """Fetches of one chunk, the first 64 tokens of the prompt on disk."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        settings = load_config(None, {"fusion": {"enabled": True, "min_tokens": 16}})
+        self.fusion = FusionLeader(settings, SHAPE, rig.manager, Segments(BLOCK), (), BLOCK)
+        chunk = Reusable(100, 64, 0, rig.chain.keys[3])
+        plan = self.fusion.chunks.plan([chunk], 0, 400, 0.1)
+        assert plan is not None
+        self.plan = plan
+
+    def fetch(self, fusing: Fusing) -> list[TransferGraph]:
+        hit = self.rig.manager.get_match([], self.rig.space)
+        return self.fusion.fetches(fusing, self.plan, hit, 0, 30.0)
+
+    def in_host(self) -> bool:
+        return self.fusion.chunks.in_host(self.plan) is not None
+
+
+@pytest.fixture
+def blends(rig: Rig) -> Blends:
+    return Blends(rig)
+
+
+def test_a_chunk_that_another_is_fetching_is_joined(rig: Rig, blends: Blends) -> None:
+    first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
+    [graph] = blends.fetch(first)
+    assert blends.fetch(second) == [], "it is not read twice"
+    assert blends.fusion.waits(second)
+    rig.end(graph)
+    assert not blends.fusion.waits(first)
+    assert not blends.fusion.waits(second)
+    assert second.fetched
+    assert blends.in_host()
+
+
+def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(rig: Rig, blends: Blends) -> None:
+    first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
+    [graph] = blends.fetch(first)
+    assert blends.fetch(second) == []
+    rig.end(graph, RowError.CANCELLED)
+    assert not blends.fusion.waits(second)
+    [own] = blends.fetch(second)
+    assert blends.fusion.waits(second)
+    rig.end(own)
+    assert not blends.fusion.waits(second)
+    assert blends.in_host()
+
+
+def test_a_fetch_that_hangs_is_joined_no_longer_than_ones_own(rig: Rig, blends: Blends) -> None:
+    first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
+    [graph] = blends.fetch(first)
+    assert blends.fetch(second) == []
+    rig.now += 31.0
+    assert not blends.fusion.waits(second)
+    assert blends.fetch(second) == [], "it is computed"
+    rig.end(graph)

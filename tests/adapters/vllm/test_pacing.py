@@ -1,0 +1,154 @@
+"""The fusion controller beside vLLM's scheduler: what it is told, and what follows from it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcore.config.schema import FusionConfig
+from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.fusion_policy import TIMED_TOKENS, Pace, prefills
+from kvcore.fusion.controller import Mode, Part
+from kvcore.telemetry.metrics import Metrics
+from kvcore_vllm.pacing import make_pace, parts_of
+
+LAYERS = 30
+PATHS = {"host": "h2d", "disk": "disk2h"}
+ROW = 2e-5
+"""Seconds of a row and layer of the engine that is played here."""
+
+
+def pace(ranks: int = 1, looks: bool = False, **settings: Any) -> Pace:
+    engine: Any = SimpleNamespace(
+        model_config=SimpleNamespace(get_hidden_size=lambda: 576),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    return make_pace(FusionConfig(**settings), engine, LAYERS, ranks, PATHS, looks)
+
+
+def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:
+    given = {"ok": True, "verdicts": [], "look_s": 0.0, **told}
+    return SimpleNamespace(rows=rows, kept=kept, compute_s=seconds, **given)
+
+
+def prefill(made: Pace, tokens: int, seconds_of_row: float = ROW) -> None:
+    step = made.time([Part(tokens, 0)])
+    made.learn(forwards=[(step, tokens * LAYERS * seconds_of_row)])
+
+
+def moved(path: str, nbytes: int, seconds: float) -> dict[str, Any]:
+    metrics = Metrics("rank0")
+    metrics.transferred(path, nbytes, seconds)
+    return {"counted": metrics.delta()}
+
+
+def ask(made: Pace, tier: str = "host", nbytes: int = 50_000_000) -> Any:
+    return made.decide(4000, 100, 3800, {}, {tier: nbytes})
+
+
+def test_a_blend_that_saves_nothing_is_declined() -> None:
+    """Blends are learnt apart from prefill: as slow as it for all their rows, they are not worth
+    it; as fast for each row, they are."""
+    for slow, mode in ((8.0, Mode.PREFIX), (1.0, Mode.BLEND)):
+        made = pace()
+        for tokens in (500, 2000, 3000, 4000, 1000, 3500):
+            prefill(made, tokens)
+            kept = tokens // 5
+            walked = (2 * tokens + 28 * kept) * ROW * slow
+            made.blended(report(tokens, kept, walked), 0)
+        decision = ask(made)
+        assert decision.mode is mode, decision.reason
+        assert decision.prefix_seconds == pytest.approx(3900 * LAYERS * ROW, rel=0.2)
+
+
+def test_a_profile_alone_sets_the_level() -> None:
+    made = pace()
+    made.learn(profile=[(rows, rows * LAYERS * 1e-3) for rows in (16, 64, 256)])
+    assert ask(made).prefix_seconds == pytest.approx(3900 * LAYERS * 1e-3, rel=0.7)
+    assert ask(pace()).prefix_seconds < 30
+
+
+def test_a_slow_tier_is_learnt_from_the_workers_counters() -> None:
+    made = pace()
+    for tokens in (500, 2000, 3000, 4000):
+        prefill(made, tokens)
+    assert ask(made, "disk").mode is Mode.BLEND
+    for _ in range(30):
+        made.learn(**moved("disk2h", 1_000_000, 1.0))
+    assert ask(made, "disk").mode is Mode.PREFIX
+    assert ask(made, "host").mode is Mode.BLEND
+
+
+def test_more_is_recomputed_where_it_hides_behind_loading_and_never_less_than_the_floor() -> None:
+    fast, slow = pace(ratio=0.1, ratio_max=0.4), pace(ratio=0.1, ratio_max=0.4)
+    for made, rate in ((fast, 1e10), (slow, 2.5e8)):
+        for tokens in (500, 2000, 3000, 4000):
+            prefill(made, tokens)
+        for _ in range(30):
+            made.learn(**moved("h2d", 10_000_000, 10_000_000 / rate))
+    assert ask(fast, nbytes=200_000_000).ratio == 0.1
+    assert 0.1 < ask(slow, nbytes=200_000_000).ratio <= 0.4
+    looking = pace(ratio=0.1, ratio_max=0.4, looks=True)
+    assert ask(looking, nbytes=200_000_000).ratio == 0.1
+    assert pace(ratio=0.9).decide(4000, 0, 3900, {}, {"host": 1}).ratio == 0.9
+
+
+def test_ranks_share_the_load() -> None:
+    one, four = pace(ranks=1), pace(ranks=4)
+    loads = [
+        made.decide(4000, 0, 3900, {}, {"disk": 4_000_000_000}).load_seconds for made in (one, four)
+    ]
+    assert loads[0] == pytest.approx(4 * loads[1], rel=0.1)
+
+
+def test_what_says_nothing_of_a_blend_is_left_out() -> None:
+    made = pace()
+    for tokens in (500, 2000, 3000, 4000):
+        prefill(made, tokens)
+    before = ask(made).blend_seconds
+    for _ in range(20):
+        made.blended(report(1000, 200, 100.0, verdicts=["larger ratio", "go on"]), 0)
+        made.blended(report(1000, 200, 100.0, ok=False), 0)
+    assert ask(made).blend_seconds == before
+    for _ in range(20):
+        made.blended(report(1000, 200, 100.0, verdicts=["go on"]), 0)
+    assert ask(made).blend_seconds > 2 * before
+
+
+def test_only_steps_that_prefill_are_timed_and_what_never_comes_is_forgotten() -> None:
+    made = pace()
+    assert made.time([Part(1, 100)] * (TIMED_TOKENS - 1)) == 0
+    numbers = [made.time([Part(TIMED_TOKENS, 0)]) for _ in range(500)]
+    assert len(set(numbers)) == 500
+    assert 0 not in numbers
+    assert len(made._parts) <= 100
+    made.learn(forwards=[(numbers[0], 1e6), (numbers[-1], 0.01)])  # the first is forgotten
+    assert numbers[-1] not in made._parts
+
+
+def test_parts_of_a_step() -> None:
+    request = SimpleNamespace(num_computed_tokens=7)
+    assert parts_of([(3, request)]) == [Part(3, 7)]
+
+
+def test_a_clock_tells_each_forward_once() -> None:
+    clock = ForwardClock[int](torch.device("cpu"))
+    clock.stop()
+    assert clock.take() == []
+    clock.start(4)
+    clock.start(5)
+    clock.stop()
+    [(number, seconds)] = clock.take()
+    assert number == 5
+    assert 0 <= seconds < 60
+    assert clock.take() == []
+
+
+def test_steps_that_only_decode_are_not_timed() -> None:
+    assert not prefills([1] * 300)
+    assert not prefills([1] * 300 + [TIMED_TOKENS])
+    assert prefills([1] * 300 + [TIMED_TOKENS + 1])
+    assert prefills([20, 20])

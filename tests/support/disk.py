@@ -1,0 +1,70 @@
+"""A disk tier as a leader prepares its store and a worker opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvcore.memory.arena import slot_bytes
+from kvcore.memory.layout import BlockShape
+from kvcore.testing.tier_contract import Block, write_blocks
+from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+
+SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
+GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
+SLOT = slot_bytes(SHAPE)
+ROOM = 1 << 20
+
+
+def open_tier(
+    store: PreparedStore, geometry: Geometry = GEOMETRY, shard: int = 0, **options: Any
+) -> DiskTier:
+    """As a worker opens what its leader prepared."""
+    told = store.options()
+    return DiskTier(
+        Path(told["folder"]),
+        geometry,
+        shard=shard,
+        num_slots=told["num_slots"],
+        slot_nbytes=slot_bytes(geometry.shard_shape(shard)),
+        foreign={int(n): Path(p) for n, p in told["foreign"].items()},
+        clock=told["clock"],
+        **options,
+    )
+
+
+@contextmanager
+def opened(
+    path: Path, geometry: Geometry = GEOMETRY, capacity: int = ROOM, **options: Any
+) -> Iterator[tuple[PreparedStore, DiskTier]]:
+    """Leader and one worker, of shard 0, as after a restart."""
+    store = prepare_store(path, geometry, capacity, wait_s=0)
+    tier = open_tier(store, geometry, **options)
+    try:
+        yield store, tier
+    finally:
+        tier.close()
+        store.close()
+
+
+def flip(file: Path, offset: int, mask: int = 0x10) -> None:
+    """Change bits of one byte."""
+    with file.open("r+b") as data:
+        data.seek(offset)
+        (byte,) = data.read(1)
+        data.seek(offset)
+        data.write(bytes([byte ^ mask]))
+
+
+def some_blocks(count: int, first_seed: int = 0) -> list[Block]:
+    return [Block(slot, first_seed + slot, SLOT) for slot in range(count)]
+
+
+def fill(path: Path, count: int, **options: Any) -> tuple[Path, list[Block]]:
+    """(The folder of a store with ``count`` blocks, the blocks)"""
+    blocks = some_blocks(count)
+    with opened(path, **options) as (store, tier):
+        write_blocks(tier, blocks)
+        return store.folder, blocks

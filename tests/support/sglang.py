@@ -1,0 +1,245 @@
+"""SGLang's leader and worker over pools of token slots, without the engine.
+
+KV of a token is a number that its whole prefix makes, so what a load brings can be checked against
+what it must be: the oracle is `expected`, and the pages of the pool are poisoned before they are
+loaded into. Needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore.config import load_config  # noqa: E402
+from kvcore.connector.forward_timer import ForwardClock  # noqa: E402
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
+from kvcore.explain.recorder import Watch  # noqa: E402
+from kvcore.fusion.segments import Segments  # noqa: E402
+from kvcore.fusion.staging import Staging  # noqa: E402
+from kvcore.memory.layout import BlockShape  # noqa: E402
+from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
+from kvcore.runtime.build import LeaderParts, build_leader, build_worker  # noqa: E402
+from kvcore.telemetry.rates import Part  # noqa: E402
+from kvcore.transfer.graph import OpReport  # noqa: E402
+from kvcore.transfer.plan import layer_steps  # noqa: E402
+from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
+from kvcore_sglang.fusing import FusionLeader  # noqa: E402
+from kvcore_sglang.layout import read_pool  # noqa: E402
+from kvcore_sglang.leader import Leader  # noqa: E402
+from kvcore_sglang.ranks import NoLines  # noqa: E402
+from kvcore_sglang.worker import RankWorker  # noqa: E402
+
+LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
+SETTLE_S = 60.0
+
+
+class MHATokenToKVPool:
+    """What the adapter reads of SGLang's pool of this name."""
+
+    dtype = store_dtype = torch.float32
+
+    def __init__(self, page: int, slots: int = SLOTS, v_dim: int = DIM) -> None:
+        self.k_buffer = [torch.zeros(slots + page, HEADS, DIM) for _ in range(LAYERS)]
+        self.v_buffer = [torch.zeros(slots + page, HEADS, v_dim) for _ in range(LAYERS)]
+
+    @property
+    def buffers(self) -> list[Any]:
+        return [*self.k_buffer, *self.v_buffer]
+
+
+class MLATokenToKVPool:
+    dtype = store_dtype = torch.bfloat16
+
+    def __init__(self, page: int, slots: int = SLOTS) -> None:
+        self.kv_buffer = [
+            torch.zeros(slots + page, 1, 12, dtype=torch.bfloat16) for _ in range(LAYERS)
+        ]
+
+    @property
+    def buffers(self) -> list[Any]:
+        return self.kv_buffer
+
+
+POOLS = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool}
+
+
+def prefix_numbers(tokens: list[int]) -> list[int]:
+    """For each token a small number that it and all before it make."""
+    state, found = hashlib.sha256(), []
+    for token in tokens:
+        state.update(token.to_bytes(4, "little"))
+        found.append(state.digest()[0])
+    return found
+
+
+class Landing:
+    """In the place of blends: brings the chunks of orders to staging, and keeps it."""
+
+    def __init__(self, worker: Any, shape: BlockShape) -> None:
+        self._worker, self._shape = worker, shape
+        self.landed: list[tuple[BlendOrder, Staging]] = []
+
+    def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
+        for order in orders:
+            staging = Staging(self._shape, order.blocks, torch.device("cpu"))
+            self.landed.append((order, staging))
+            for chunk in order.chunks:
+                assert not self._worker.submit(chunk.graph, staging.groups)
+        return []
+
+    def run(self, landed: Any) -> list[int]:
+        for layer in range(LAYERS):
+            landed(layer)
+        for order, _ in self.landed:
+            for chunk in order.chunks:
+                self._worker.release(chunk.graph.graph_id)
+        return []
+
+    def take_reports(self) -> list[BlendReport]:
+        return [BlendReport(order.request_id) for order, _ in self.landed]
+
+    def take_profile(self) -> list[tuple[int, float]]:
+        return []
+
+
+class Rig:
+    """An engine of one rank: `compute` stands for its forward, `slots` for its allocator."""
+
+    def __init__(
+        self, pool: Any, page: int, kvcore: dict[str, Any], *, timed: bool = False
+    ) -> None:
+        self.config = load_config(overrides=kvcore, env={})
+        self.page = page
+        self.pool = pool
+        found = read_pool(pool, page)
+        shape = BlockShape(
+            found.layers,
+            found.heads,
+            found.dim,
+            self.config.block.tokens,
+            found.dtype,
+            kv_factor=1 if found.v_dim is None else 2,
+            v_head_dim=found.v_dim,
+        )
+        groups = (LayerGroup(0, page, tuple(range(found.layers))),)
+        model = ModelDescription(shape, groups, b"model-of-tests-1", 1)
+        self.served = Served(model, Rank(0, 1, None), found, page, 1000)
+        parts = build_worker(self.config, model, 0, [found.view])
+        self.engine = parts.worker
+        self.blends: Any = Landing(parts.worker, shape)
+        clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
+        self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends, clock=clock)
+        watch = Watch.of(self.config)
+        self.leader = Leader(
+            self.config,
+            model,
+            self.worker,
+            NoLines(),
+            lambda outbox: build_leader(self.config, model, outbox, on_event=watch.listener(None)),
+            parts.metrics,
+            fusion=self._fusion if self.config.fusion.enabled else None,
+            watch=watch,
+        )
+        self.random = random.Random(7)
+        self.namespace = self.leader.namespace("", None)
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        limit = time.monotonic() + SETTLE_S
+        while self.leader.state["in_flight"]:
+            assert time.monotonic() < limit
+            self.worker.wait_report(0.02)
+
+    def _fusion(self, parts: LeaderParts) -> FusionLeader:
+        shape = self.served.model.shape
+        segments = Segments(self.config.block.tokens, min_tokens=self.config.fusion.min_tokens)
+        steps = layer_steps(shape.layers)
+        return FusionLeader(
+            self.config, shape, parts.manager, segments, steps, self.page, parts.metrics
+        )
+
+    def slots(self, tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Slots of whole pages, in no order; page 0 is padding."""
+        pages = -(-tokens // self.page)
+        picked = self.random.sample(range(1, SLOTS // self.page), pages)
+        places = [page * self.page + i for page in picked for i in range(self.page)]
+        return np.array(places[:tokens], dtype=np.int64)
+
+    def expected(self, tokens: list[int], buffer: int) -> Any:
+        """``[tokens, heads, dim]`` of one of the pool's buffers."""
+        like = self.pool.buffers[buffer]
+        numbers = torch.tensor(prefix_numbers(tokens), dtype=torch.float32)
+        heads, dim = like.shape[1:]
+        grid = torch.arange(heads * dim, dtype=torch.float32).view(heads, dim)
+        return (numbers[:, None, None] + grid / 4 + buffer * 8).to(like.dtype)
+
+    def compute(self, tokens: list[int], slots: Any) -> None:
+        for i, buffer in enumerate(self.pool.buffers):
+            buffer[torch.from_numpy(slots)] = self.expected(tokens, i)
+
+    def insert(self, tokens: list[int], slots: Any) -> bool:
+        """Offer the tokens, all in the tree at ``slots``; whether there was something to save."""
+        offer = self.leader.offer()
+        order = self.leader.inserted(np.array(tokens), self.namespace, slots, [offer])
+        self.worker.carry_out(order)
+        self.settle()
+        assert self.leader.done_offers() == 1
+        self.leader.take_offer()
+        return bool(order.graphs)
+
+    def keep(self, tokens: list[int]) -> bool:
+        whole = tokens[: len(tokens) // self.page * self.page]
+        slots = self.slots(len(whole))
+        self.compute(whole, slots)
+        return self.insert(whole, slots)
+
+    def lookup(self, rid: str, tokens: list[int], device: int = 0) -> int:
+        """As the scheduler does: again while the request is held back."""
+        while True:
+            gain = self.leader.lookup(rid, np.array(tokens), device, self.namespace)
+            if not self.leader.holds(rid, resting=True):
+                return gain
+
+    def load(self, rid: str, tokens: list[int], device: int, gain: int) -> bool:
+        """Load what was looked up into poisoned slots, and check every element; False where the
+        load was refused or failed."""
+        slots = self.slots(gain)
+        for buffer in self.pool.buffers:
+            buffer[torch.from_numpy(slots)] = float("nan")
+        order = self.leader.load(rid, slots)
+        if order.empty:
+            return False
+        [graph] = order.graphs
+        self.worker.start_loads([graph])
+        for layer in range(LAYERS):
+            self.worker.wait_layer([graph.graph_id], layer)
+            self.check(tokens, device, slots, layer)
+        landed = self.worker.finish([graph.graph_id])
+        self.settle()
+        return landed
+
+    def check(self, tokens: list[int], device: int, slots: Any, layer: int) -> None:
+        for i in range(layer, len(self.pool.buffers), LAYERS):
+            want = self.expected(tokens, i)[device : device + len(slots)]
+            got = self.pool.buffers[i][torch.from_numpy(slots)]
+            assert torch.equal(got, want), f"layer {layer}, buffer {i}"
+
+    def close(self) -> None:
+        self.worker.close()
+        self.leader.check_integrity()
+        self.leader.close()
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+SETTINGS: dict[str, Any] = {"host": {"capacity": "4MiB", "huge_pages": False}}

@@ -1,0 +1,204 @@
+"""Pages as device units, against one token at a time; which graphs use which page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvcore.connector.page_table import (
+    PageUsers,
+    Paging,
+    has_gap,
+    of_its_group,
+    of_one_pool,
+    pages_of,
+    unit_table,
+)
+from kvcore.model.spec import LayerGroup
+from kvcore.transfer.graph import SKIP, UnitTable
+
+sizes = st.sampled_from([1, 2, 3, 8, 12, 16, 64])
+
+
+def tokens_of(table: UnitTable) -> list[int]:
+    """The device slot of every token, SKIP where there is none."""
+    size = table.unit_tokens
+    return [
+        SKIP if unit == SKIP else unit * size + inside
+        for unit in table.array().reshape(-1).tolist()
+        for inside in range(size)
+    ]
+
+
+def naive(
+    pages: list[int], page_tokens: int, block: int, start: int, stop: int, begin: int, no_page: int
+) -> list[int]:
+    """Slots by token: a token at or after ``begin`` whose page there is has one."""
+    slots = []
+    for position in range(start * block, stop * block):
+        inside = position // page_tokens
+        page = pages[inside] if inside < len(pages) else no_page
+        here = page != no_page and position >= begin
+        slots.append(page * page_tokens + position % page_tokens if here else SKIP)
+    return slots
+
+
+@given(
+    page_tokens=sizes,
+    block=sizes,
+    no_page=st.sampled_from([-1, 0]),
+    pages=st.lists(st.integers(1, 40), max_size=12),
+    blocks=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    data=st.data(),
+)
+def test_units_against_one_token_at_a_time(
+    page_tokens: int,
+    block: int,
+    no_page: int,
+    pages: list[int],
+    blocks: tuple[int, int],
+    data: st.DataObject,
+) -> None:
+    dropped = data.draw(st.sets(st.integers(0, 11)), label="dropped")
+    table = [no_page if i in dropped else page for i, page in enumerate(pages)]
+    start, stop = sorted(blocks)
+    group = LayerGroup(0, page_tokens, (0,))
+    # An engine holds whole pages, or whole blocks of ours: both end at a unit.
+    whole = data.draw(st.integers(0, 6), label="begin") * data.draw(
+        st.sampled_from([page_tokens, block])
+    )
+    units = unit_table(group, table, block, start, stop, whole, no_page=no_page)
+    expected = naive(table, page_tokens, block, start, stop, whole, no_page)
+    assert tokens_of(units) == expected
+    assert page_tokens % units.unit_tokens == block % units.unit_tokens == 0
+    assert units.array().shape == (stop - start, block // units.unit_tokens)
+    assert has_gap(units) == (SKIP in expected)
+    used = {slot // page_tokens for slot in expected if slot != SKIP}
+    assert pages_of([units], [group]) == sorted(used)
+
+
+def test_the_unit_is_the_largest() -> None:
+    """Fewer units are fewer copies."""
+    group = LayerGroup(0, 48, (0,))
+    assert unit_table(group, [0], 32, 0, 1, no_page=-1).unit_tokens == 16
+
+
+def test_a_unit_that_begins_before_what_is_wanted_is_left_out() -> None:
+    """A unit is copied whole or not at all: what the engine holds must not be written over."""
+    table = unit_table(LayerGroup(0, 16, (0,)), [5, 6], 16, 0, 2, 4, no_page=-1)
+    assert table.array().tolist() == [[SKIP], [6]]
+
+
+def test_pages_of_groups_are_one_memory_or_their_own() -> None:
+    groups = [LayerGroup(0, 16, (0,)), LayerGroup(1, 16, (1,))]
+    units = [unit_table(group, [3, 4], 16, 0, 2, no_page=-1) for group in groups]
+    assert pages_of(units, groups) == [3, 4]
+    own = pages_of(units, groups, of_its_group)
+    assert own == [3, 4, of_its_group(1, 3), of_its_group(1, 4)]
+
+
+@given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, (1 << 40) - 1)), max_size=20))
+def test_pages_of_their_groups_have_numbers_of_their_own(places: set[tuple[int, int]]) -> None:
+    assert len({of_its_group(*place) for place in places}) == len(places)
+    assert {of_one_pool(*place) for place in places} == {page for _, page in places}
+
+
+# --- over all groups --------------------------------------------------------------------------
+
+GROUPS = (LayerGroup(0, 16, (0, 2)), LayerGroup(1, 32, (1,)))
+PAGES = ([4, 5, 6, 7], [8, 9])
+
+
+def paging() -> Paging:
+    return Paging(GROUPS, 16, no_page=-1, place=of_its_group)
+
+
+def test_units_of_all_groups() -> None:
+    found = paging().units(PAGES, 1, 4, 32)
+    expected = [
+        unit_table(group, pages, 16, 1, 4, 32, no_page=-1)
+        for group, pages in zip(GROUPS, PAGES, strict=True)
+    ]
+    assert found == expected
+    assert paging().pages_of(found) == [6, 7, of_its_group(1, 9)]
+
+
+def test_tables_are_found_by_the_index_of_their_group() -> None:
+    """An engine may have tables of groups that kvcore does not serve."""
+    one = Paging(GROUPS[1:], 16, no_page=-1)
+    assert one.units(PAGES, 0, 2) == [unit_table(GROUPS[1], PAGES[1], 16, 0, 2, no_page=-1)]
+
+
+@pytest.mark.parametrize(
+    ("pages", "whole"),
+    [
+        (PAGES, 4),
+        (([4, 5], [8, -1]), 2),
+        (([4, -1, 6, 7], [8, 9]), 1),
+        (([4], [8, 9]), 1),
+        (([4, 5, 6, 7], [-1, 9]), 0),
+    ],
+)
+def test_blocks_with_a_gap_are_not_whole(pages: Any, whole: int) -> None:
+    for stop in range(1, 5):
+        expected = paging().units(pages, 0, stop) if stop <= whole else None
+        assert paging().whole_units(pages, 0, stop) == expected
+
+
+def test_what_stays_in_host_memory_has_no_place() -> None:
+    tables = paging().no_units(2, 5)
+    assert [table.array().shape[0] for table in tables] == [3, 3]
+    assert all((table.array() == SKIP).all() for table in tables)
+    assert paging().pages_of(tables) == []
+
+
+# --- users of pages ---------------------------------------------------------------------------
+
+
+class PageUsersMachine(RuleBasedStateMachine):
+    """Against a list of (graph, pages)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = PageUsers()
+        self.known: dict[int, set[int]] = {}
+        self.next = 0
+
+    @rule(pages=st.sets(st.integers(0, 9)))
+    def add(self, pages: set[int]) -> None:
+        self.users.add(self.next, sorted(pages))
+        self.known[self.next] = pages
+        self.next += 1
+
+    @rule(graph=st.integers(0, 20))
+    def drop(self, graph: int) -> None:
+        self.users.drop(graph)
+        self.known.pop(graph, None)
+
+    @rule(asked=st.sets(st.integers(0, 12)))
+    def among(self, asked: set[int]) -> None:
+        expected = {
+            page: {graph for graph, pages in self.known.items() if page in pages} for page in asked
+        }
+        found = {page: set(graphs) for page, graphs in self.users.among(asked)}
+        assert found == {page: graphs for page, graphs in expected.items() if graphs}
+
+    @invariant()
+    def sound(self) -> None:
+        self.users.check_integrity()
+        assert set(self.users.graphs) == set(self.known)
+
+
+TestPageUsers = PageUsersMachine.TestCase
+
+
+def test_integrity_is_really_checked() -> None:
+    users = PageUsers()
+    users.add(1, [2, 3])
+    del users._users[3]
+    with pytest.raises(AssertionError, match="differ"):
+        users.check_integrity()

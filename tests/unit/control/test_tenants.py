@@ -1,0 +1,72 @@
+"""Tenants in settings: names, salts, quotas; what makes no sense is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcore.config import load_config, settings
+from kvcore.config.schema_control import parse_quota
+from kvcore.control.tenants import Tenants, Usage
+from kvcore.errors import ConfigError
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.telemetry.metrics import Metrics
+
+BLOCK = 1000
+
+
+def make(**tenants: Any) -> Tenants:
+    config = load_config(None, {"tenants": tenants, "namespace": {"salt": "usual"}})
+    index = BlockIndex([TierSpec("host", 10), TierSpec("disk", 40)])
+    return Tenants(config, b"f" * 16, index, BLOCK, Metrics(), clock=lambda: 0.0)
+
+
+def test_a_tenants_namespaces_are_those_of_its_requests() -> None:
+    spaces = Namespaces(load_config(None, {"namespace": {"salt": "usual"}}).namespace, b"f" * 16)
+    lora = {"sql": "/models/sql"}
+    tenants = make(ann={"loras": lora}, bob={"salt": "b"}, rest={"salt": ""})
+    assert list(tenants.spaces("ann")) == [
+        spaces.of("", "ann"),
+        spaces.of(lora_identity("sql", "/models/sql"), "ann"),
+    ]
+    assert tenants.name_of(spaces.of("", "b").digest) == "bob"
+    assert tenants.name_of(spaces.of().digest) == "rest"
+    assert tenants.name_of(spaces.of("", "c").digest) == ""
+
+
+def test_quotas_are_blocks_of_a_tier() -> None:
+    quota = {"host": "25%", "disk": str(7 * BLOCK + 1)}
+    assert list(make(ann={"quota": quota}, bob={}).usage()) == [
+        Usage("ann", "host", 0, 2),
+        Usage("bob", "host", 0, None),
+        Usage("ann", "disk", 0, 7),
+        Usage("bob", "disk", 0, None),
+    ]
+    assert parse_quota("12.5 %", 80) == 10
+    assert parse_quota("1KiB", 80) == 1024
+
+
+@pytest.mark.parametrize(
+    ("tenants", "why"),
+    [
+        ({"a b": {}}, "tenant name 'a b'"),
+        ({"ann": {"quota": {"host": "much"}}}, "given 'much'"),
+        ({"ann": {"quota": {"host": "101%"}}}, "up to 100%"),
+        ({"ann": {"quota": {"host": True}}}, "given True"),
+        ({"ann": {"quota": {"tape": "1%"}}}, "names the tiers tape; there are disk, host"),
+        ({"ann": {"quota": {"host": "999B"}}}, "less than a block of 1000 bytes"),
+        ({"ann": {"salt": "x"}, "bob": {"salt": "x"}}, "'bob' and 'ann' have one salt"),
+        ({"ann": {"sald": "x"}}, "salt"),
+    ],
+)
+def test_what_makes_no_sense_is_named(tenants: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make(**tenants)
+
+
+def test_a_salt_is_not_shown() -> None:
+    config = load_config(None, {"tenants": {"ann": {"salt": "hunter2"}}})
+    assert "hunter2" not in str(settings(config))
+    assert "hunter2" not in repr(config)

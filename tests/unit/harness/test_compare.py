@@ -1,0 +1,39 @@
+"""What the demo asks of an engine, in each engine's own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcore.config import load_config
+from kvcore.harness.compare import ENGINES, remembering, sized
+
+
+def test_sizes_are_told_in_each_engines_words() -> None:
+    asked: dict[str, Any] = {"dtype": "float32", "request_tokens": 900}
+    room: dict[str, Any] = {"cached_tokens": 2000, "token_nbytes": 512, "batch_tokens": 1024}
+    assert sized("vllm", **asked) == {"dtype": "float32", "max_model_len": 900}
+    assert sized("vllm", **asked, **room) == {
+        "dtype": "float32",
+        "max_model_len": 900,
+        "max_num_batched_tokens": 1024,
+        "kv_cache_memory_bytes": 2000 * 512,
+    }
+    assert sized("sglang", **asked, **room) == {
+        "dtype": "float32",
+        "context_length": 900,
+        "chunked_prefill_size": 1024,
+        "max_total_tokens": 2000,
+        "random_seed": 0,
+        "start_method": "fork",
+    }
+    assert "max_total_tokens" not in sized("sglang", **asked)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_settings_that_survive_a_flush_are_settings(engine: str) -> None:
+    given: dict[str, Any] = {"sglang": {"prefetch": "wait"}, "host": {"capacity": "1GiB"}}
+    config = load_config(overrides=remembering(engine, given), env={})
+    assert config.sglang.keep_on_flush == (engine == "sglang")
+    assert config.sglang.prefetch == "wait"

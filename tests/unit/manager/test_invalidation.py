@@ -1,0 +1,86 @@
+"""What a store is told to remove of blocks that went while they were written to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvcore.index import BlockIndex, Reservation, TierSpec
+from kvcore.manager.invalidation import Removals
+from kvcore.telemetry.metrics import Metrics
+from support.manager import NAMESPACE, Media, chain
+
+KEYS = chain(1, 2, 3, 4)
+
+
+class Lookup:
+    def __init__(self) -> None:
+        self.deleted: list[bytes] = []
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.deleted += keys
+
+    def absent(self, key: bytes) -> None:
+        """It is asked no more for a while."""
+
+
+class Writing:
+    """Four blocks of a prompt on their way to a store, in two graphs."""
+
+    def __init__(self) -> None:
+        self.index = BlockIndex([TierSpec("host", 4), TierSpec("far", 8)])
+        self.lookup = Lookup()
+        stores = {"far": cast(Any, self.lookup)}
+        self.removals = Removals(self.index, Media(), stores, Metrics(), {})
+        self.first = self.index.reserve("far", KEYS, 0, 2, NAMESPACE)
+        self.second = self.index.reserve("far", KEYS, 2, 4, NAMESPACE)
+
+    def end(self, reservation: Reservation, failed_from: int | None = None) -> None:
+        self.removals.forget_dropped(reservation)
+        self.index.commit(reservation, failed_from)
+        self.index.check_integrity()
+
+
+@pytest.fixture
+def writing() -> Writing:
+    return Writing()
+
+
+def test_what_stands_on_a_write_that_failed_is_nobodys_to_remove(writing: Writing) -> None:
+    writing.end(writing.first, failed_from=1)
+    writing.end(writing.second, failed_from=2)
+    assert not writing.lookup.deleted, "of use to whoever writes the others"
+
+
+def test_what_stands_on_a_block_that_was_lost_is_nobodys_to_remove(writing: Writing) -> None:
+    writing.end(writing.first)
+    writing.removals.lose("far", KEYS[1])
+    writing.end(writing.second)
+    assert not writing.lookup.deleted
+
+
+@pytest.mark.parametrize("how", ["clear", "clear of a tier", "clear of a namespace", "drop"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_was_cleared_while_it_was_written_is_removed(
+    writing: Writing, how: str, failed: bool
+) -> None:
+    writing.end(writing.first, failed_from=1 if failed else None)
+    if how == "drop":
+        writing.removals.drop("far", KEYS[:1])
+    elif how == "clear of a namespace":
+        writing.removals.clear(NAMESPACE)
+    else:
+        writing.removals.clear(tier="far" if how == "clear of a tier" else None)
+    writing.end(writing.second)
+    assert set(KEYS[2:]) <= set(writing.lookup.deleted), "it would come back"
+
+
+def test_a_clear_after_all_of_it_was_given_up_reaches_what_is_still_written(
+    writing: Writing,
+) -> None:
+    writing.end(writing.first, failed_from=0)
+    writing.removals.clear(NAMESPACE)  # the index knows of none of its blocks
+    writing.end(writing.second)
+    assert writing.lookup.deleted == KEYS[2:]

@@ -1,0 +1,438 @@
+"""The leader against simulated media, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.errors import CapacityError, KVCoreError
+from kvcore.manager import HOST, Event, Readiness, WritePolicy
+from kvcore.transfer.graph import SKIP, Path, Span, TransferGraph, UnitTable
+from support.manager import NAMESPACE, Rig, chain
+
+
+def test_a_saved_chain_comes_back_from_host() -> None:
+    rig = Rig()
+    keys = chain(1, 2, 3, 4)
+    rig.save(keys)
+    assert rig.manager.get_match(keys, NAMESPACE).depth == 0, "published before its bytes are there"
+    rig.drain()
+    graph = rig.load([*keys, b"?" * 16])
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == keys
+    assert {op.path for op in graph.ops} == {Path.H2D}
+    assert rig.manager.in_flight == 0
+
+
+def test_a_prefix_is_shared_and_saved_once() -> None:
+    rig = Rig()
+    rig.save(chain(1, 2, 3))
+    rig.drain()
+    second = rig.save(chain(1, 2, 9))
+    assert second is not None
+    assert second.keys == tuple(chain(1, 2, 9)[2:])
+    assert rig.save(chain(1, 2)) is None
+
+
+def test_a_block_being_saved_is_not_saved_again() -> None:
+    rig = Rig()
+    rig.save(chain(1, 2))
+    assert rig.save(chain(1, 2)) is None
+    child = rig.save(chain(1, 2, 3))
+    assert child is not None
+    assert child.num_rows == 1
+    rig.drain(3)
+    assert rig.manager.get_match(chain(1, 2, 3), NAMESPACE).depth == 3
+
+
+def test_a_prepared_load_keeps_its_blocks_until_it_is_launched_well_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    keys = chain(1, 2)
+    rig.save(keys)
+    rig.drain()
+    pins = rig.manager.index._tables[0].pins
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    rig.manager.drop_prepared(rig.manager.prepare_load(hit, 0, 2))
+    assert not pins
+    prepared = rig.manager.prepare_load(hit, 0, 2)
+    assert pins
+
+    def refused(*_: object, **__: object) -> None:
+        raise CapacityError("the queue is full")
+
+    monkeypatch.setattr(rig.manager, "launch_load", refused)
+    with pytest.raises(CapacityError):
+        rig.manager.launch_prepared(prepared, [])
+    assert not pins
+
+
+def test_a_child_is_never_published_before_its_parent() -> None:
+    rig = Rig(disk=0)
+    rig.save(chain(1, 2))
+    rig.save(chain(1, 2, 3))
+    rig.media.step(1)  # the child's copy ends first
+    rig.manager.pump()
+    assert rig.manager.get_match(chain(1, 2, 3), NAMESPACE).depth == 0
+    rig.drain()
+    assert rig.manager.get_match(chain(1, 2, 3), NAMESPACE).depth == 3
+
+
+def test_what_left_host_memory_is_loaded_from_disk_and_kept_again() -> None:
+    rig = Rig(host=4, disk=16)
+    old, new = chain(1, 2, 3, 4), chain(7, 8, 9, 10)
+    for keys in (old, new):
+        rig.save(keys)
+        rig.drain()
+    hit = rig.manager.get_match(old, NAMESPACE)
+    assert hit.blocks_by_tier() == {"disk": 4}
+    graph = rig.load(old)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == old
+    assert rig.manager.get_match(old, NAMESPACE).blocks_by_tier() == {HOST: 4}
+    assert rig.metrics.snapshot()["kvcore_evictions_total"] == {HOST: 8}
+
+
+def test_a_load_larger_than_the_host_tier_passes_through_staging() -> None:
+    rig = Rig(host=4, disk=32)
+    keys = chain(*range(12))
+    for stop in (4, 8, 12):
+        rig.save(keys[:stop])
+        rig.drain()
+        if stop < 12:
+            rig.load(keys[:stop])
+            rig.drain()
+    depth = rig.manager.get_match(keys, NAMESPACE).depth
+    graph = rig.load(keys)
+    assert graph is not None
+    rig.drain(5)
+    assert rig.loaded(graph) == keys[:depth]
+    rig.manager.check_integrity()
+
+
+def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
+    """The first source is still there and is pinned; the second has left its tier."""
+    rig = Rig(host=4, disk=16)
+    old = chain(1, 2, 3, 4)
+    rig.save(old)
+    rig.drain()
+    rig.save(chain(7, 8))
+    rig.drain()
+    hit = rig.manager.get_match(old, NAMESPACE)
+    assert hit.blocks_by_tier() == {HOST: 2, "disk": 2}
+    stale = replace(hit, keys=(*old[:3], b"gone" * 4))
+    with pytest.raises(KVCoreError, match="not published"):
+        rig.manager.launch_load(stale, 0, 4, rig.units(4))
+    assert rig.manager.in_flight == 0
+    rig.save(chain(21, 22, 23, 24))  # needs every slot, so none may be pinned
+    rig.drain()
+    assert rig.manager.get_match(chain(21, 22, 23, 24), NAMESPACE).blocks_by_tier() == {HOST: 4}
+
+
+def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
+    rig = Rig(host=4, disk=16)
+    old, new = chain(1, 2, 3, 4), chain(7, 8, 9, 10)
+    for keys in (old, new):
+        rig.save(keys)
+        rig.drain()
+    ended: list[bool] = []
+    assert rig.fetch(old, lambda: ended.append(True))
+    assert {op.path for _, op in rig.media.todo} == {Path.DISK2H}
+    assert not rig.fetch(new, lambda: None), "no slot is free"
+    rig.drain()
+    assert ended == [True]
+    assert rig.manager.get_match(old, NAMESPACE).blocks_by_tier() == {HOST: 4}
+    assert not rig.fetch(old, lambda: None), "it is there"
+    rig.manager.check_integrity()
+
+
+def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
+    rig = Rig()
+    rig.manager.removals.set_quota(HOST, "ann", [NAMESPACE], 3)
+    rig.save(chain(1, 2, 3, 4, 5))
+    rig.drain()
+    assert rig.manager.get_match(chain(1, 2, 3, 4, 5), NAMESPACE).depth == 3
+    assert rig.metrics.snapshot()["kvcore_save_skipped_total"] == {"no_room": 2}
+
+
+def test_write_back_keeps_what_host_memory_has_no_room_for() -> None:
+    rig = Rig(host=8, disk=32, write=WritePolicy.WRITE_BACK)
+    first = chain(1, 2, 3, 4, 5, 6, 7, 8)
+    rig.save(first)
+    rig.drain()
+    assert rig.manager.index.num_used("disk") == 0
+    rig.manager.maintain()
+    rig.drain()
+    assert rig.manager.index.num_used("disk") > 0
+    hit = rig.manager.get_match(first, NAMESPACE)
+    assert hit.depth == 8
+    assert rig.manager.index.num_free(HOST) > 0
+    graph = rig.load(first)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == first
+
+
+def test_selective_writes_wait_for_the_second_use() -> None:
+    rig = Rig(host=8, disk=32, write=WritePolicy.SELECTIVE, admit=2)
+    keys = chain(1, 2, 3)
+    rig.save(keys)
+    rig.drain()
+    assert rig.manager.index.num_used("disk") == 0
+    rig.load(keys)
+    rig.drain()
+    assert rig.manager.index.num_used("disk") == 3
+
+
+def test_a_second_backing_tier_is_written_behind_the_first() -> None:
+    rig = Rig(host=8, disk=16, far=16)
+    rig.save(chain(1, 2, 3))
+    rig.drain()
+    assert rig.manager.index.num_used("far") == 3
+
+
+def test_staging_in_use_is_a_named_refusal_that_leaves_nothing_behind() -> None:
+    rig = Rig(host=2, disk=16, staging=3)
+    long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
+    rig.save(long[:2])
+    rig.drain()
+    rig.save(other)
+    rig.drain()
+    hit = rig.manager.get_match(long, NAMESPACE)
+    rig.manager.flights.staging.clear()
+    blocker = rig.manager.get_match(other, NAMESPACE)
+    pin = rig.manager.index.pin(HOST, other[-1])
+    with pytest.raises(CapacityError, match=r"host\.capacity"):
+        rig.manager.launch_load(hit, 0, 2, rig.units(2))
+    rig.manager.index.unpin(pin)
+    assert blocker.depth == 2
+    assert rig.manager.in_flight == 0
+    rig.manager.check_integrity()
+
+
+def test_a_load_waits_only_for_what_will_come() -> None:
+    """ "Later" must be followed by "ready" when the loads in flight end, or a request starves."""
+    rig = Rig(host=2, disk=16, staging=2, batch=2)
+    long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
+    for keys in (long[:2], other):
+        rig.save(keys)
+        rig.drain()
+    hit = rig.manager.get_match(long, NAMESPACE)
+    pin = rig.manager.index.pin(HOST, other[-1])
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
+    rig.manager.launch_load(hit, 0, 2, rig.units(2))
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.LATER
+    rig.drain()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
+    rig.manager.flights.staging.clear()
+    assert rig.manager.can_load(hit, 0, 2) is Readiness.NEVER
+    rig.manager.index.unpin(pin)
+
+
+def test_cancel_returns_everything() -> None:
+    rig = Rig(host=4, disk=16)
+    keys = chain(1, 2, 3, 4)
+    for saved in (keys, chain(7, 8, 9, 10)):
+        rig.save(saved)
+        rig.drain()
+    graph = rig.load(keys)
+    assert graph is not None
+    rig.manager.cancel(graph.graph_id)
+    assert rig.manager.wait(graph.graph_id, timeout=5)
+    assert rig.manager.in_flight == 0
+    rig.manager.check_integrity()
+    assert rig.manager.get_match(keys, NAMESPACE).depth == 4
+
+
+def test_clear_forgets_a_namespace() -> None:
+    rig = Rig()
+    rig.save(chain(1, 2))
+    rig.drain()
+    assert len(rig.media.tiers["disk"]) == 2
+    told: list[Event] = []
+    rig.manager.index.watch(told.append)
+    assert rig.manager.clear(NAMESPACE) == 4, "two blocks in each of two tiers"
+    assert rig.manager.get_match(chain(1, 2), NAMESPACE).depth == 0
+    assert not rig.media.tiers["disk"], "they would come back with a restart"
+    assert {(e.stored, e.tier, len(e.keys)) for e in told} == {
+        (False, "host", 2),
+        (False, "disk", 2),
+    }
+
+
+@pytest.mark.parametrize("again", [(0,), (1, 2, 0), (0, 0, 0, 2)])
+@pytest.mark.parametrize("copied", [True, False])
+def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
+    again: tuple[int, ...], copied: bool
+) -> None:
+    """Bytes of another block, written under a key that was cleared, would be found by that key
+    after a restart: with a checksum, and wrong."""
+    rig = Rig(host=6, disk=10, batch=3)
+    rig.save(chain(0, 0, 0, 0))
+    if copied:
+        rig.media.step(0)
+        rig.manager.pump()
+    rig.manager.clear()
+    if not copied:
+        rig.media.step(0)
+        rig.manager.pump()
+    rig.save(chain(*again))
+    for pick in (50, 9, 3):
+        rig.media.step(pick)  # asserts that a tier is given what is its
+        rig.manager.check_integrity()
+    rig.drain()
+    rig.manager.clear()
+    rig.manager.check_integrity()
+    assert rig.manager.index.num_used(HOST) == 0
+
+
+def test_a_cleared_tier_is_told_in_a_few_words() -> None:
+    """Slots are told as runs: a tier may have millions, and every worker hears of them."""
+    rig = Rig(host=6, disk=1_000_000)
+    rig.save(chain(1, 2, 3))
+    rig.drain()
+    rig.manager.clear()
+    assert rig.media.forgotten == [("disk", [(0, 1_000_000)])]
+    assert not rig.media.tiers["disk"]
+
+
+def test_what_is_written_after_a_clear_does_not_come_back() -> None:
+    rig = Rig(host=6, disk=10)
+    rig.save(chain(1, 2, 3, 4))
+    rig.manager.clear()
+    rig.drain()
+    assert not rig.media.tiers["disk"], "a restart would find these"
+    rig.save(chain(1, 2))
+    rig.drain()
+    assert {key for key, _ in rig.media.tiers["disk"].values()} == set(chain(1, 2))
+
+
+def test_a_load_reads_its_own_blocks_though_they_were_cleared() -> None:
+    rig = Rig(host=4, disk=16)
+    keys = chain(1, 2, 3, 4)
+    for saved in (keys, chain(7, 8, 9, 10)):
+        rig.save(saved)
+        rig.drain()
+    graph = rig.load(keys)
+    assert graph is not None
+    rig.media.step(0)  # a batch has come from the disk, into host memory
+    rig.manager.pump()
+    rig.manager.clear()
+    rig.save(chain(5, 6, 7))
+    for _ in range(8):
+        rig.media.step(50)  # asserts what is copied to the device
+    rig.drain()
+    rig.manager.check_integrity()
+
+
+@given(st.integers(1, 30), st.integers(0, 30))
+def test_hit_counts_blocks_by_tier(host: int, disk: int) -> None:
+    rig = Rig(host=64, disk=128)
+    keys = chain(*range(host + disk))
+    rig.save(keys)
+    rig.drain()
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    assert sum(hit.blocks_by_tier(1, host).values()) == host - 1
+
+
+def paths(graph: TransferGraph) -> set[Path]:
+    return {op.path for op in graph.ops}
+
+
+def on_disk(rig: Rig, keys: list[bytes]) -> None:
+    """Blocks that the disk tier alone holds."""
+    rig.save(keys)
+    rig.drain()
+    rig.manager.removals.discard(HOST, keys)
+    assert rig.manager.get_match(keys, NAMESPACE).blocks_by_tier() == {"disk": len(keys)}
+
+
+def test_a_load_goes_past_host_memory_and_leaves_nothing_there() -> None:
+    rig, keys = Rig(host=8, disk=16, batch=4, device=4), chain(1, 2, 3, 4, 5)
+    on_disk(rig, keys)
+    graph = rig.load(keys)
+    assert graph is not None
+    assert paths(graph) == {Path.DISK2D, Path.D2D}
+    assert set(graph.host_slots) == {-1}
+    assert set(graph.staged) == {0, 1}, "half of the places are left for another load"
+    rig.drain()
+    assert rig.loaded(graph) == keys
+    assert rig.manager.index.held(HOST, keys) == 0
+    assert sorted(rig.manager.flights.device) == [0, 1, 2, 3]
+
+
+def test_what_host_memory_holds_is_loaded_from_there() -> None:
+    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3, 4)
+    on_disk(rig, keys)
+    rig.save(keys[:2])
+    rig.drain()
+    graph = rig.load(keys)
+    assert graph is not None
+    copied = {(op.path, op.rows) for op in graph.ops if op.path.touches_device}
+    assert copied == {(Path.H2D, Span(0, 2)), (Path.D2D, Span(2, 4))}
+    assert graph.staged[:2] == graph.host_slots[2:] == (-1, -1)
+    rig.drain()
+    assert rig.loaded(graph) == keys
+
+
+def test_loads_beyond_the_places_on_the_device_go_through_host_memory() -> None:
+    rig = Rig(host=8, disk=16, device=2)
+    chains = [chain(i, 9) for i in range(3)]
+    for keys in chains:
+        on_disk(rig, keys)
+    graphs = [rig.load(keys) for keys in chains]
+    ways = [paths(graph) for graph in graphs if graph is not None]
+    assert ways == [{Path.DISK2D, Path.D2D}] * 2 + [{Path.DISK2H, Path.H2D}]
+    rig.drain()
+    assert [rig.loaded(graph) for graph in graphs if graph is not None] == chains
+
+
+def test_what_is_brought_to_be_kept_goes_to_host_memory() -> None:
+    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3)
+    on_disk(rig, keys)
+    nowhere = UnitTable.of(np.full((3, 1), SKIP), 16)
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    graph = rig.manager.launch_load(hit, 0, 3, [nowhere])
+    assert Path.DISK2D not in paths(graph)
+    rig.drain()
+    assert rig.manager.index.held(HOST, keys) == 3
+    other = chain(7, 8)
+    on_disk(rig, other)
+    assert rig.fetch(other, lambda: None)
+    rig.drain()
+    assert rig.manager.index.held(HOST, other) == 2
+
+
+def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
+    rig, keys = Rig(host=8, disk=16, far=16, device=4), chain(1, 2, 3, 4)
+    on_disk(rig, keys[:2])
+    rig.save(keys)
+    rig.drain()
+    rig.manager.removals.discard(HOST, keys)
+    rig.manager.removals.discard("disk", keys[2:])
+    found = rig.manager.get_match(keys, NAMESPACE).blocks_by_tier()
+    assert found == {"disk": 2, "far": 2}
+    graph = rig.load(keys)
+    assert graph is not None
+    assert not any(op.path.is_staged for op in graph.ops)
+    rig.drain()
+    assert rig.manager.index.held(HOST, keys) == 4
+
+
+def test_a_block_that_rotted_on_its_way_past_host_memory_is_forgotten() -> None:
+    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3)
+    on_disk(rig, keys)
+    [slot] = rig.manager.index.slots("disk", keys, 1, 2).tolist()
+    rig.media.tiers["disk"][slot] = (keys[1], b"rot")
+    graph = rig.load(keys)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == [keys[0], None, keys[2]]
+    assert rig.manager.get_match(keys, NAMESPACE).depth == 1

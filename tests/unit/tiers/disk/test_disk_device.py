@@ -1,0 +1,230 @@
+"""Blocks of the disk tier straight into a region on the device, which is host memory here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvcore.errors import CorruptBlock, TierUnavailable
+from kvcore.memory.checksums import bound_to, naive_sum
+from kvcore.memory.copy import builtin_ops
+from kvcore.memory.device_region import DeviceRegion
+from kvcore.memory.nixl import FileAgent, Span
+from kvcore.telemetry.metrics import Metrics
+from kvcore.testing.tier_contract import Block, read_back, write_blocks
+from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
+from kvcore.tiers.disk import STORE_SHIFT, DiskTier
+from kvcore.tiers.disk import gds as direct
+from kvcore.tiers.disk.cipher import BlockCipher
+from kvcore.tiers.disk.format import RECORD_NBYTES, Record
+from kvcore.worker.device_staging import StagedReads
+from kvcore_devtools.servers import need_client
+from support.disk import GEOMETRY, SHAPE, SLOT, fill, flip, opened, some_blocks
+
+need_client("nixl_cu13")
+
+PLACES = 6
+
+
+@pytest.fixture
+def region() -> Iterator[DeviceRegion]:
+    made = DeviceRegion(SHAPE, PLACES, builtin_ops()[-1])
+    made.tensor.fill_(255)
+    yield made
+    made.close()
+
+
+def held(region: DeviceRegion, place: int) -> bytes:
+    at = place * region.slot_nbytes
+    return region.tensor[at : at + SHAPE.nbytes].numpy().tobytes()
+
+
+def wanted(blocks: Sequence[Block], first: int = 0) -> list[DeviceRead]:
+    return [DeviceRead(b.slot, b.key, first + i) for i, b in enumerate(blocks)]
+
+
+def test_blocks_come_to_their_places(path: Path, region: DeviceRegion) -> None:
+    blocks = some_blocks(5)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, blocks)
+        assert tier.attach_device(region) == "POSIX"
+        picked = [blocks[3], blocks[0], blocks[4]]
+        assert tier.read_device(wanted(picked, 2)) == [None] * 3
+        assert [held(region, 2 + i) for i in range(3)] == [b.data[: SHAPE.nbytes] for b in picked]
+        assert set(held(region, 0)) == {255}, "another place was written to"
+        assert [read_back(tier, b) for b in blocks] == [b.data for b in blocks]
+
+
+def test_records_tell_the_sum_also_after_a_restart(path: Path, region: DeviceRegion) -> None:
+    folder, blocks = fill(path, 3, device_sums=True)
+    records = (folder / "shard-0.index").read_bytes()
+    record = Record.unpack(records[:RECORD_NBYTES])
+    assert record is not None
+    data = blocks[0].data
+    assert record.sum == bound_to(blocks[0].key, naive_sum([memoryview(data)], SHAPE.nbytes))
+    with opened(path) as (_, tier):  # new ones get none; the old ones have theirs
+        tier.attach_device(region)
+        assert tier.read_device(wanted(blocks)) == [None] * 3
+
+
+def test_what_is_damaged_is_refused_and_erased(path: Path, region: DeviceRegion) -> None:
+    folder, blocks = fill(path, 3, device_sums=True)
+    flip(folder / "shard-0.data", blocks[1].slot * SLOT + SHAPE.nbytes - 1)
+    with opened(path) as (_, tier):
+        tier.attach_device(region)
+        first, second, third = tier.read_device(wanted(blocks))
+        assert first is None
+        assert third is None
+        assert isinstance(second, CorruptBlock)
+        with pytest.raises(CorruptBlock, match="does not hold"):
+            read_back(tier, blocks[1])
+    with opened(path) as (store, _):
+        assert {record.slot for record in store.records} == {0, 2}
+
+
+def test_a_damaged_sum_is_taken_for_a_damaged_block(path: Path, region: DeviceRegion) -> None:
+    folder, blocks = fill(path, 1, device_sums=True)
+    flip(folder / "shard-0.index", 88)
+    with opened(path) as (_, tier):
+        tier.attach_device(region)
+        [error] = tier.read_device(wanted(blocks))
+        assert isinstance(error, CorruptBlock)
+
+
+def test_swapped_blocks_are_refused(path: Path, region: DeviceRegion) -> None:
+    folder, blocks = fill(path, 2, device_sums=True)
+    data = folder / "shard-0.data"
+    content = data.read_bytes()
+    data.write_bytes(content[SLOT : 2 * SLOT] + content[:SLOT] + content[2 * SLOT :])
+    with opened(path) as (_, tier):
+        tier.attach_device(region)
+        assert all(isinstance(e, CorruptBlock) for e in tier.read_device(wanted(blocks)))
+
+
+def test_another_block_than_the_slots_is_refused(path: Path, region: DeviceRegion) -> None:
+    blocks = some_blocks(1)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, blocks)
+        tier.attach_device(region)
+        wrong = [DeviceRead(0, b"?" * 16, 0), DeviceRead(1 << 30, b"?" * 16, 1)]
+        missing, outside = tier.read_device(wrong)
+        assert isinstance(missing, CorruptBlock)
+        assert isinstance(outside, SlotError)
+
+
+class Watched(StagedReads):
+    """Reads with what they counted."""
+
+    def __init__(self, region: DeviceRegion) -> None:
+        self.metrics = Metrics()
+        super().__init__(region, self.metrics)
+
+    @property
+    def bounced(self) -> int:
+        counts = self.metrics.snapshot().get("kvcore_bounced_blocks_total", {})
+        return int(counts.get("disk", 0))
+
+
+def test_what_cannot_go_straight_comes_by_host_memory(path: Path, region: DeviceRegion) -> None:
+    old, new = some_blocks(3), [Block(slot, 70 + slot, SLOT) for slot in (3, 4, 5)]
+    with opened(path) as (_, tier):
+        write_blocks(tier, old)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, new)
+        tier.attach_device(region)
+        assert [type(e) for e in tier.read_device(wanted(old + new))] == (
+            [NotDirect] * 3 + [type(None)] * 3
+        )
+        reads = Watched(region)
+        region.tensor.fill_(255)
+        assert reads.read("disk", tier, wanted(old + new)) == [None] * 6
+        assert [held(region, i) for i in range(6)] == [b.data[: SHAPE.nbytes] for b in old + new]
+        assert reads.bounced == 3
+
+
+def test_a_block_that_is_damaged_on_its_way_by_host_memory_fails(
+    path: Path, region: DeviceRegion
+) -> None:
+    folder, blocks = fill(path, 2)
+    flip(folder / "shard-0.data", 5)
+    with opened(path) as (_, tier):
+        tier.attach_device(region)
+        first, second = Watched(region).read("disk", tier, wanted(blocks))
+        assert isinstance(first, CorruptBlock)
+        assert second is None
+
+
+@pytest.mark.parametrize("why", ["no NIXL", "cipher", "memory"])
+def test_a_tier_that_reads_none_so(
+    path: Path, region: DeviceRegion, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "no NIXL":
+
+        def refuse(*_: object) -> None:
+            raise TierUnavailable("no such backend")
+
+        monkeypatch.setattr(direct, "FileAgent", refuse)
+    cipher = BlockCipher(bytes(32)) if why == "cipher" else None
+    geometry = GEOMETRY if cipher is None else _encrypted(cipher)
+    blocks = some_blocks(5)
+    with opened(path, geometry, device_sums=True, cipher=cipher) as (_, tier):
+        one: Tier = tier
+        if why == "memory":
+            from kvcore.tiers.memory import MemoryTier
+
+            one = MemoryTier(8, SLOT)
+        write_blocks(one, blocks)
+        assert one.attach_device(region) == ""
+        assert all(isinstance(e, NotDirect) for e in one.read_device(wanted(blocks)))
+        assert Watched(region).read("disk", one, wanted(blocks)) == [None] * 5
+        assert [held(region, i) for i in range(5)] == [b.data[: SHAPE.nbytes] for b in blocks]
+
+
+def _encrypted(cipher: BlockCipher):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    return replace(GEOMETRY, cipher=cipher.name)
+
+
+def test_blocks_of_other_stores_come_by_host_memory(path: Path, region: DeviceRegion) -> None:
+    with opened(path, device_sums=True) as (_, tier):
+        tier.attach_device(region)
+        [error] = tier.read_device([DeviceRead(1 << STORE_SHIFT, b"?" * 16, 0)])
+        assert isinstance(error, NotDirect)
+
+
+def test_after_an_error_another_agent_reads_the_rest(
+    path: Path, region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error may end whatever else is in the agent's queue."""
+    used: list[FileAgent] = []
+    move = FileAgent.move
+
+    def some_fail(self: FileAgent, operation: str, spans: Sequence[Span]) -> str:
+        used.append(self)
+        if any(span.offset == SLOT for span in spans):
+            return "ERR"
+        return move(self, operation, spans)
+
+    blocks = some_blocks(3)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, blocks)
+        tier.attach_device(region)
+        monkeypatch.setattr(FileAgent, "move", some_fail)
+        first, second, third = tier.read_device(wanted(blocks))
+        assert (first, third) == (None, None)
+        assert isinstance(second, NotDirect), "the disk may be well: `read` tells"
+        assert len(set(used)) == 3, "one that failed was used again"
+        assert [held(region, i) for i in (0, 2)] == [blocks[i].data[: SHAPE.nbytes] for i in (0, 2)]
+
+
+def test_after_close_nothing_is_read(path: Path, region: DeviceRegion) -> None:
+    blocks = some_blocks(1)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, blocks)
+        tier.attach_device(region)
+    assert isinstance(tier, DiskTier)
+    [error] = tier.read_device(wanted(blocks))
+    assert error is not None

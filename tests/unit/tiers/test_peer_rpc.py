@@ -1,0 +1,172 @@
+"""Messages between nodes: garbage is refused, whoever sends it, and a dead node costs its time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.errors import ConfigError, FormatError, TierUnavailable
+
+pytest.importorskip("zmq")
+
+import zmq
+
+from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer.messages import (
+    HEADER,
+    MAX_MESSAGE,
+    MAX_NAMES,
+    Done,
+    Ended,
+    Find,
+    Found,
+    Lease,
+    Leased,
+    Meet,
+    Met,
+    Refused,
+    Remove,
+    Removed,
+    decode_reply,
+    decode_request,
+    frames,
+)
+from kvcore.tiers.remote.peer.rpc import Answerer, Peers
+from kvcore_devtools.servers import free_port
+
+BASE = 1 << 40
+
+
+class Node:
+    """What answers, without NIXL."""
+
+    def __init__(self) -> None:
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.lending = Lending(memoryview(bytearray(1 << 16)), lease_s=600.0)
+        self.answerer = Answerer(self.address, self.lending, BASE, lambda: ("me", b"metadata"))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.answerer.close()
+    made.answerer.close()
+
+
+@pytest.fixture
+def peers(node: Node) -> Iterator[Peers]:
+    made = Peers([node.address], 60.0)
+    yield made
+    made.close()
+    made.close()
+
+
+def test_every_question_has_its_answer(node: Node, peers: Peers) -> None:
+    def ask(request: object) -> object:
+        return peers.ask({node.address: request})[node.address]  # type: ignore[dict-item]
+
+    node.lending.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    node.lending.put("kvcore/m/b", [memoryview(b"y" * 100)])
+    assert ask(Find(["kvcore/m/b", "kvcore/m/c"])) == Found(b"\1\0", ["kvcore/m"])
+    assert ask(Meet()) == Met("me", b"metadata")
+    leased = ask(Lease(["kvcore/m/c", "kvcore/m/b"]))
+    assert isinstance(leased, Leased)
+    assert (leased.agent, leased.places) == ("me", [None, (BASE + 128, 100)])
+    assert node.lending.leased == 1
+    assert (leased.folders, peers.folders) == (["kvcore/m"], {"kvcore/m"})
+    assert ask(Remove(["kvcore/m/b"])) == Removed(["kvcore/m"])
+    assert ask(Done(leased.lease)) == Ended(True)
+    assert ask(Done(leased.lease)) == Ended(False)
+    assert ask(Find(["kvcore/m/b"])) == Found(b"\0", ["kvcore/m"])
+    assert ask(Remove(["kvcore/m/a"])) == Removed([])
+    assert peers.folders == set(), "what it said last"
+    assert node.lending.leased == 0
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+def test_what_is_no_message_is_refused(parts: list[bytes]) -> None:
+    for decode in (decode_request, decode_reply):
+        for given_ in (parts, [HEADER, *parts]):
+            try:
+                decode(given_)
+            except FormatError:
+                continue
+            assert given_[0] == HEADER
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"garbage"],
+        [HEADER],
+        [b"kvpeer\x09\0\0\0", frames(Meet())[1]],
+        [HEADER, b"\xc1"],
+        [HEADER, b"\x91" * 5000],
+        [HEADER, b"\x92\xa4find\x91\xa3a b"],
+        frames(Find(["a"] * (MAX_NAMES + 1))),
+        frames(Done(-1)),
+        frames(Removed()),
+    ],
+)
+def test_garbage_is_refused_by_name_and_the_others_are_served(
+    node: Node, peers: Peers, parts: Sequence[bytes]
+) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(node.address)
+    stranger.send_multipart(parts)
+    assert stranger.poll(60_000)
+    assert isinstance(decode_reply(stranger.recv_multipart()), Refused)
+    stranger.close()
+    context.term()
+    assert isinstance(peers.ask({node.address: Meet()})[node.address], Met)
+
+
+def test_what_is_too_long_or_no_zeromq_at_all_harms_nobody(node: Node, peers: Peers) -> None:
+    host, _, port = node.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(node.address)
+    stranger.send_multipart([HEADER, b"x" * (MAX_MESSAGE + 1)])
+    assert isinstance(peers.ask({node.address: Meet()})[node.address], Met)
+    stranger.close()
+    context.term()
+
+
+def test_a_dead_node_costs_its_time_thrice_and_then_nothing(node: Node) -> None:
+    dead = f"tcp://127.0.0.1:{free_port()}"
+    peers = Peers([dead, node.address], 0.3)
+    for _ in range(3):
+        assert set(peers.available()) == {dead, node.address}
+        began = time.monotonic()
+        answers = peers.ask(dict.fromkeys(peers.available(), Meet()))
+        assert time.monotonic() - began >= 0.3
+        assert isinstance(answers[dead], TierUnavailable)
+    assert dead not in peers.available()
+    peers.close()
+
+
+def test_a_port_that_is_taken_is_named(node: Node) -> None:
+    with pytest.raises(TierUnavailable, match="listen"):
+        Answerer(node.address, node.lending, BASE, lambda: ("me", b""))
+
+
+def test_addresses_are_checked() -> None:
+    from kvcore.tiers.remote.peer.store import PeerOptions, addresses
+
+    assert addresses("node-1:7801-7803") == [f"tcp://node-1:{p}" for p in (7801, 7802, 7803)]
+    assert addresses("[fe80::1]:5") == ["tcp://[fe80::1]:5"]
+    for wrong in ("node", "node:0", "node:5-4", "tcp://node:1", "node:1-900", "a b:1", "n:99999"):
+        with pytest.raises(ConfigError):
+            addresses(wrong)
+    assert PeerOptions(listen="0.0.0.0:7801").address(2) == "tcp://0.0.0.0:7803"

@@ -1,0 +1,303 @@
+"""What is asked of a remote store in the background, and what a leader believes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore._util.circuit_breaker import Breaker, BreakerState
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.tiers.remote import (
+    Finder,
+    Question,
+    Shard,
+)
+from kvcore.tiers.remote.memory import MemoryStore
+from support.stores import GEOMETRY, SPACE, Flaky, key_of
+
+
+@pytest.fixture
+def store() -> Flaky:
+    return Flaky()
+
+
+# -- questions ----------------------------------------------------------------------------------
+
+
+SHARDS = Shard.all_of(GEOMETRY, "kvcore")
+
+
+def names_of(key: bytes) -> list[str]:
+    return [shard.name(key) for shard in SHARDS]
+
+
+def hold(store: MemoryStore, seeds: Sequence[int], ranks: int = 2) -> None:
+    for seed in seeds:
+        for name in names_of(key_of(seed))[:ranks]:
+            store.values[name] = b"?"
+
+
+@pytest.fixture
+def finder(store: Flaky) -> Iterator[Finder]:
+    finder = Finder(store, SHARDS, name="far")
+    yield finder
+    store.gate.set()
+    finder.close()
+
+
+def asked(finder: Finder, seeds: Sequence[int]) -> Question:
+    question = finder.ask([key_of(seed) for seed in seeds])
+    assert question is not None
+    for _ in range(100):
+        if question.ended:
+            return question
+        finder.wait(0.3)
+    raise AssertionError("no answer")
+
+
+@given(
+    held=st.lists(st.booleans(), max_size=1100),
+    half=st.sets(st.integers(0, 1099), max_size=3),
+)
+def test_it_finds_the_first_block_that_is_not_whole(held: list[bool], half: set[int]) -> None:
+    """The naive answer: walk the keys. A block that lacks one rank's part is not there."""
+    store = MemoryStore()
+    hold(store, [i for i, there in enumerate(held) if there])
+    hold(store, sorted(half), ranks=1)
+    expected = [*held, False].index(False)
+    finder = Finder(store, SHARDS, name="far")
+    try:
+        question = asked(finder, range(1100)[: len(held) or 1])
+        assert (question.found, question.failed) == (min(expected, len(held) or 1), False)
+    finally:
+        finder.close()
+
+
+def test_several_questions_are_answered_together(finder: Finder, store: Flaky) -> None:
+    hold(store, range(40))
+    store.gate.clear()
+    first = finder.ask([key_of(0)])  # keeps the thread busy
+    while store.calls == 0:
+        pass
+    questions = [finder.ask([key_of(seed) for seed in range(30 + n)]) for n in range(20)]
+    store.gate.set()
+    while not all(question is not None and question.ended for question in [first, *questions]):
+        finder.wait(0.1)
+    assert [q.found for q in questions if q] == [min(40, 30 + n) for n in range(20)]
+    assert store.calls <= 5
+
+
+def test_a_store_that_does_not_answer_ends_the_question(finder: Finder, store: Flaky) -> None:
+    store.down = True
+    assert asked(finder, [1, 2]).failed
+    store.down = False
+    assert not asked(finder, [1, 2]).failed
+
+
+def test_questions_are_bounded(finder: Finder, store: Flaky) -> None:
+    store.gate.clear()
+    taken = [finder.ask([key_of(n)]) for n in range(400)]
+    assert taken[0] is not None
+    assert taken[-1] is None
+    store.gate.set()
+
+
+def test_blocks_are_removed_before_it_closes(store: Flaky) -> None:
+    hold(store, range(5))
+    finder = Finder(store, SHARDS, name="far")
+    finder.delete([key_of(1), key_of(3)])
+    finder.close()
+    assert len(store.values) == 6
+    assert finder.ask([key_of(0)]) is None
+
+
+# -- beliefs ------------------------------------------------------------------------------------
+
+
+class Leader:
+    """An index with a store below host memory, a clock that is set, and a finder that is real."""
+
+    def __init__(self, store: Flaky, slots: int = 64) -> None:
+        self.now = 0.0
+        self.index = BlockIndex([TierSpec("host", 8), TierSpec("far", slots)])
+        self.breaker = Breaker("far", clock=lambda: self.now)
+        self.finder = Finder(store, SHARDS, name="far", lookup_s=1, absent_s=10)
+        self.lookup = StoreLookup(
+            "far", self.index, self.breaker, self.finder, clock=lambda: self.now
+        )
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Ask and take in the answer; how many blocks are believed then."""
+        if self.lookup.ask(keys):
+            while self.lookup._asked and not self.lookup._asked[keys[-1]].question.ended:
+                self.finder.wait(0.1)
+            assert self.lookup.settle(keys, SPACE) is not None
+        self.index.check_integrity()
+        return self.index.match(keys).depths[1]
+
+
+@pytest.fixture
+def leader(store: Flaky) -> Iterator[Leader]:
+    leader = Leader(store)
+    yield leader
+    store.gate.set()
+    leader.finder.close()
+
+
+def keys_of(seeds: Sequence[int]) -> list[bytes]:
+    return [key_of(seed) for seed in seeds]
+
+
+def test_what_another_host_wrote_is_found(leader: Leader, store: Flaky) -> None:
+    hold(store, range(5))
+    keys = keys_of(range(8))
+    assert leader.lookup.ask(keys)
+    assert leader.lookup.ask(keys), "still on its way"
+    assert leader.find(keys) == 5
+    assert not leader.lookup.ask(keys), "block 5 is known to be absent"
+    assert leader.lookup.settle(keys, SPACE) is None
+
+
+def test_a_hole_ends_what_is_believed(leader: Leader, store: Flaky) -> None:
+    hold(store, [0, 1, 3, 4])
+    assert leader.find(keys_of(range(5))) == 2
+
+
+def test_absent_blocks_are_asked_for_again_after_a_while(leader: Leader, store: Flaky) -> None:
+    keys = keys_of(range(4))
+    assert leader.find(keys) == 0
+    hold(store, range(4))
+    calls = store.calls
+    assert leader.find(keys) == 0
+    assert store.calls == calls
+    leader.now += 11
+    assert leader.find(keys) == 4
+
+
+def test_a_late_answer_is_not_waited_for(leader: Leader, store: Flaky) -> None:
+    store.gate.clear()
+    keys = keys_of(range(3))
+    assert leader.lookup.ask(keys)
+    leader.now = 0.9
+    assert leader.lookup.settle(keys, SPACE) is None
+    leader.now = 1.1
+    believed = leader.lookup.settle(keys, SPACE)
+    assert believed is not None
+    assert believed.outcome == "late"
+    assert not leader.lookup.ask(keys), "it does not wait twice in a row"
+
+
+def test_what_was_found_before_the_deadline_counts(leader: Leader, store: Flaky) -> None:
+    """Of a long prompt the first batches were answered, then the store hung."""
+    hold(store, range(100))
+    keys = keys_of(range(100))
+    store.hang_at = 3
+    assert leader.lookup.ask(keys)
+    while store.calls < 3:
+        leader.finder.wait(0.01)
+    leader.now = 2
+    assert leader.lookup.settle(keys, SPACE) is not None
+    assert leader.index.match(keys).depths[1] == 16 + 32
+    assert leader.breaker.allows()
+
+
+def test_a_dead_store_is_left_alone_and_tried_again(leader: Leader, store: Flaky) -> None:
+    store.down = True
+    for n in range(3):
+        assert leader.find(keys_of([n])) == 0
+    assert leader.breaker.state is BreakerState.OPEN
+    calls = store.calls
+    assert not leader.lookup.ask(keys_of([9]))
+    assert store.calls == calls
+    store.down = False
+    hold(store, [9])
+    leader.now = 6
+    assert leader.find(keys_of([9])) == 1
+    assert leader.breaker.state is BreakerState.CLOSED
+
+
+def test_a_store_that_cannot_be_read_is_not_asked(leader: Leader, store: Flaky) -> None:
+    """It would answer, and its answers would be waited for, for nothing."""
+    hold(store, range(3))
+    readable = False
+    leader.lookup._readable = lambda: readable
+    assert leader.find(keys_of(range(3))) == 0
+    assert store.calls == 0
+    readable = True
+    assert leader.find(keys_of(range(3))) == 3
+
+
+def test_a_probe_that_nobody_came_back_for_blocks_nothing(leader: Leader, store: Flaky) -> None:
+    """Its request was aborted. Otherwise a store that is back would never be asked again."""
+    store.down = True
+    for n in range(3):
+        leader.find(keys_of([n]))
+    store.down = False
+    hold(store, [8])
+    leader.now = 6
+    assert leader.lookup.ask(keys_of([7]))
+    assert not leader.lookup.ask(keys_of([8])), "one probe at a time"
+    [probe] = leader.lookup._asked.values()
+    while not probe.question.ended:
+        leader.finder.wait(0.1)
+    leader.now = 8
+    assert leader.find(keys_of([8])) == 1
+
+
+def test_requests_that_go_away_leave_nothing_behind(leader: Leader, store: Flaky) -> None:
+    for n in range(1000):
+        leader.lookup.ask(keys_of([n]))
+        leader.now += 2
+    assert len(leader.lookup._asked) <= 256
+
+
+def test_belief_keeps_to_its_budget(store: Flaky) -> None:
+    """A store holds more than the leader has slots for: old prompts are forgotten, not stored."""
+    leader = Leader(store, slots=6)
+    hold(store, range(100))
+    for start in range(0, 40, 4):
+        assert leader.find(keys_of(range(start, start + 4))) == 4
+    assert leader.index.num_used("far") <= 6
+    assert leader.find(keys_of(range(50, 90))) <= 6
+    assert not leader.lookup.ask(keys_of(range(50, 90))), "what does not fit is not asked for again"
+    leader.finder.close()
+
+
+def test_blocks_dropped_while_it_was_asked_make_no_hole(leader: Leader, store: Flaky) -> None:
+    hold(store, range(6))
+    assert leader.find(keys_of(range(3))) == 3
+    keys = keys_of(range(6))
+    assert leader.lookup.ask(keys)
+    leader.index.drop_subtree("far", keys[1])
+    assert leader.find(keys) == 1
+
+
+@given(st.data())
+def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject) -> None:
+    """Whatever is stored, dropped and asked in between: what an answer adds was there."""
+    store = Flaky()
+    leader = Leader(store, slots=data.draw(st.integers(1, 12)))
+    chains = [keys_of([n // 2 * 100 + i if i < 3 else n * 1000 + i for i in range(6)])
+              for n in range(4)]  # fmt: skip
+    try:
+        for _ in range(data.draw(st.integers(1, 12))):
+            keys = data.draw(st.sampled_from(chains))
+            for key in data.draw(st.sets(st.sampled_from(keys))):
+                for name in names_of(key):
+                    store.values[name] = b"?"
+            before = leader.index.match(keys).depths[1]
+            after = leader.find(keys)
+            there = [names_of(key)[0] in store.values for key in keys]
+            if after > before:
+                assert all(there[before:after])
+            if after and data.draw(st.booleans()):
+                gone = data.draw(st.integers(0, after - 1))
+                leader.index.drop_subtree("far", keys[gone])
+                leader.lookup.absent(keys[gone])
+            leader.now += data.draw(st.sampled_from([0.1, 20]))
+    finally:
+        leader.finder.close()
