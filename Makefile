@@ -24,7 +24,7 @@ help:
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
-	@echo "make lint        ruff and mypy --strict"
+	@echo "make lint        ruff, mypy --strict and the import contract"
 	@echo "make bench       the measurements the project promises"
 	@echo "make docs        write the pages that are generated"
 	@echo "make clean       remove results and caches (clean-env: the environment too)"
@@ -64,6 +64,7 @@ lint: env
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy $(CODE)
+	$(VENV)/bin/lint-imports
 
 bench: env
 	$(RUN) -m benchmarks $(BENCH)

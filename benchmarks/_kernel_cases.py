@@ -20,7 +20,8 @@ from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import keep_top
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.layout import BlockShape, KVView, arena_layout, from_strides, trtllm_layout
+from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
+from kvcore.model.shape import BlockShape
 from kvcore_kernels.attend import launch as attend
 from kvcore_kernels.choose import launch as choose
 from kvcore_kernels.deviation import launch as deviation

@@ -25,7 +25,6 @@ from benchmarks._report import Report, Row
 from kvcore.memory.copy.base import DeviceOps, Units
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.layout import (
-    BlockShape,
     KVView,
     Plane,
     arena_layout,
@@ -33,6 +32,7 @@ from kvcore.memory.layout import (
     unit_tokens,
     vllm_cpu_layout,
 )
+from kvcore.model.shape import BlockShape
 
 BAR = 0.75
 HUGE_PAGE = 2 << 20

@@ -32,7 +32,7 @@ from benchmarks._report import Report, Row
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.disk.cipher import BlockCipher

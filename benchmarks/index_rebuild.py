@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks._report import Report, Row
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.disk import Geometry, prepare_store
-from kvcore.tiers.disk.format import RECORD_NBYTES, Record, read_table, shard_files
+from kvcore.tiers.disk.format import Record, read_table, shard_files
+from kvcore.tiers.geometry import RECORD_NBYTES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

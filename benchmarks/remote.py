@@ -30,9 +30,9 @@ import numpy as np
 from benchmarks._report import Report, Row
 from kvcore.errors import UnsupportedError
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
-from kvcore.tiers.disk.format import Geometry
+from kvcore.tiers.geometry import Geometry
 from kvcore.tiers.remote import Shard, StoreTier
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.mooncake import MooncakeOptions, MooncakeStore

@@ -31,7 +31,7 @@ from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import smollm2
 from kvcore.harness.prompts import windows
 from kvcore.manager.base import Manager
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import build_leader
 from kvcore.transfer.graph import OpReport, UnitTable

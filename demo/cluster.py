@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.conversations import Conversations
+from kvcore._util.optional import client_module
 from kvcore.errors import KVCoreError, TransferError, UnsupportedError
 from kvcore.harness.compare import counted, remembering, sized
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2
-from kvcore.tiers.remote.options import client_module
 from kvcore_devtools.hosts import Host, Network
 from kvcore_devtools.servers import Start, mooncake_lender, mooncake_master, redis_like, servers
 

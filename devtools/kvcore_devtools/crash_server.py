@@ -11,7 +11,7 @@
 An engine is its leader and its workers in one process, with one rank and with two by turns; every
 answer must be that of an engine without kvcore, while the server dies too. Blocks that A was saving
 when it was killed must not be found by B: the next ones in their slots are not theirs. What is left
-of the disk is looked at as in `kvcore_devtools.crash`, by a server that opens it again.
+of the disk is looked at as in `crash_engine`, by a server that opens it again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from kvcore.testing.engine import ReferenceEngine, random_llama
 from kvcore.testing.faults import Faults, Rule, Seam
 from kvcore.testing.faults.engine import faulty_engine
 from kvcore.testing.faults.worker import into_worker
-from kvcore_devtools.crash import (
+from kvcore.testing.waiting import until
+from kvcore_devtools.crash_engine import (
     ANSWER,
     CHECKED,
     OUTSIDE,
@@ -52,7 +53,7 @@ from kvcore_devtools.crash import (
     published_keys,
     teller,
 )
-from kvcore_devtools.served import RunningServer, until
+from kvcore_devtools.served import RunningServer
 
 __all__ = ["server_rounds"]
 
@@ -69,7 +70,7 @@ READY = "ready"
 def server_rounds(
     folder: Path, rounds: int, seed: int, told: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Crash ``rounds`` times in ``folder``, as `kvcore_devtools.crash.crash_rounds` does."""
+    """Crash ``rounds`` times in ``folder``, as `crash_engine.crash_rounds` does."""
     torch.set_num_threads(1)
     outcome = Outcome()
     benches = [Bench(folder / "s", ranks) for ranks in (1, 2)]

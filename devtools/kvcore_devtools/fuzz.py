@@ -106,7 +106,7 @@ def _header(data: bytes, _: Path) -> None:
 
 
 def _geometry(data: bytes, _: Path) -> None:
-    from kvcore.tiers.disk.format import Geometry
+    from kvcore.tiers.geometry import Geometry
 
     Geometry.from_json(_json(data))
 
@@ -136,7 +136,8 @@ def _records(data: bytes, folder: Path) -> None:
 
 
 def _request(data: bytes, _: Path) -> None:
-    from kvcore.server.messages import HEADER, decode_request, split
+    from kvcore.control.messages import HEADER
+    from kvcore.server.messages import decode_request, split
 
     with contextlib.suppress(KVCoreError):
         split(data)
@@ -144,7 +145,8 @@ def _request(data: bytes, _: Path) -> None:
 
 
 def _reply(data: bytes, _: Path) -> None:
-    from kvcore.server.messages import HEADER, decode_reply
+    from kvcore.control.messages import HEADER
+    from kvcore.server.messages import decode_reply
 
     decode_reply([HEADER, data])
 

@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from kvcore.server.messages import Reply, Request
 from kvcore.server.server import Server
 from kvcore.server.session import Keeper
 from kvcore.testing.engine import ReferenceEngine
+from kvcore.testing.waiting import PATIENCE_S, until
 
 __all__ = [
-    "PATIENCE_S",
     "RunningServer",
     "follows",
     "questions",
@@ -32,21 +31,8 @@ __all__ = [
     "serve",
     "server_process",
     "settings",
-    "until",
     "words",
 ]
-
-PATIENCE_S = 60.0
-"""For what ends in milliseconds on a machine that is not held."""
-
-
-def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
-    """The first true value of ``what``; fails when there is none in time."""
-    limit = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < limit, "it did not happen in time"
-        time.sleep(0.01)
-    return value
 
 
 def questions(keeper: Keeper) -> list[Request]:

@@ -33,7 +33,8 @@ from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.prompts import mixed, windows
 from kvcore.server.messages import Load
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
-from kvcore_devtools.served import RunningServer, rested, server_process, settings, until
+from kvcore.testing.waiting import until
+from kvcore_devtools.served import RunningServer, rested, server_process, settings
 
 __all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
 

@@ -10,7 +10,6 @@ import torch
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
 from kvcore.memory.layout import KVView
 from kvcore_kernels.copy.launch import copy_units
-from kvcore_kernels.fusion import TritonFusion
 from kvcore_kernels.sums.launch import sums
 
 __all__ = ["TritonOps"]
@@ -31,9 +30,6 @@ class TritonOps(DeviceOps):
         tensors = [*src.tensors, *dst.tensors]
         devices = {t.device for t in tensors if t.device.type == "cuda"}
         return len(devices) == 1 and all(_reachable(t) for t in tensors)
-
-    def fusion(self) -> TritonFusion:
-        return TritonFusion()
 
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
         """In one launch; offsets are multiples of 16."""

@@ -9,6 +9,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.plugins import OpsPlugin, hookimpl
 
 if TYPE_CHECKING:
+    from kvcore.fusion.ops import FusionOps
     from kvcore.memory.copy import DeviceOps
 
 __all__ = ["kvcore_ops"]
@@ -16,11 +17,26 @@ __all__ = ["kvcore_ops"]
 
 @hookimpl
 def kvcore_ops() -> list[OpsPlugin]:
-    return [OpsPlugin("triton", _make)]
+    return [OpsPlugin("triton", _copies, _fusion)]
 
 
-def _make() -> DeviceOps:
-    """Raises UnsupportedError where there is no Triton or no GPU that torch can use."""
+def _copies() -> DeviceOps:
+    """Raise UnsupportedError where there is no Triton or no GPU that torch can use."""
+    _check()
+    from kvcore_kernels.ops import TritonOps
+
+    return TritonOps()
+
+
+def _fusion() -> FusionOps:
+    """Raise UnsupportedError as `_copies` does."""
+    _check()
+    from kvcore_kernels.fusion import TritonFusion
+
+    return TritonFusion()
+
+
+def _check() -> None:
     if find_spec("triton") is None:
         raise UnsupportedError(
             "Triton is not installed: copies on a GPU fall back to torch's index operations; "
@@ -33,6 +49,3 @@ def _make() -> DeviceOps:
             "torch sees no CUDA or ROCm device, which the Triton copies need; copies in host "
             "memory use the native or the reference operations"
         )
-    from kvcore_kernels.ops import TritonOps
-
-    return TritonOps()

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from kvcore.memory.layout import (
-    BlockShape,
     KVView,
     arena_layout,
     from_strides,
@@ -20,6 +19,7 @@ from kvcore.memory.layout import (
     trtllm_layout,
     vllm_cpu_layout,
 )
+from kvcore.model.shape import BlockShape
 
 __all__ = [
     "ENGINES",

@@ -1,4 +1,4 @@
-"""What an adapter's leader and its ranks tell each other, read from msgpack: one way for all."""
+"""Decoding of msgpack messages: a value, or FormatError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import msgspec
 
 from kvcore.errors import FormatError
 
-__all__ = ["decoder"]
+__all__ = ["MAX_MESSAGE", "decoder"]
+
+MAX_MESSAGE = 16 << 20
+"""Bytes of a message between processes; ZeroMQ drops the connection of who sends more."""
 
 _T = TypeVar("_T")
 

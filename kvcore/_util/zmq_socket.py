@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore.errors import UnsupportedError
-from kvcore.server.messages import MAX_MESSAGE
 
 try:
     import zmq

@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 from kvcore.cli.findings import Finding, Level
 from kvcore.config import Config
 from kvcore.errors import TierUnavailable, UnsupportedError
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager, TierContext
 from kvcore.plugins.manager import reason
-from kvcore.tiers.disk.format import Geometry
+from kvcore.tiers.geometry import Geometry
 
 __all__ = ["CONTACT_S", "contacts"]
 

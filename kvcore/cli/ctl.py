@@ -185,7 +185,8 @@ def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: 
 def ask(target: Target, order: Order) -> dict[str, Any]:
     """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
     listens, any more, or answers in time, KVCoreError for what is refused."""
-    from kvcore.server.messages import Ask, Control, Controlled
+    from kvcore.control.messages import Control, Controlled
+    from kvcore.server.messages import Ask
     from kvcore.server.rpc import Link
     from kvcore.server.runtime_dir import address_of
 

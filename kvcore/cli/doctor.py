@@ -20,12 +20,13 @@ from rich.text import Text
 from kvcore.cli.contact import CONTACT_S, contacts
 from kvcore.cli.findings import Finding, Level
 from kvcore.config import Config, format_size, read_key
+from kvcore.config.paths import folder_of
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.memory.hugepages import PAGE, Pages, gives_huge_pages
 from kvcore.memory.nixl import FileAgent
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import installed, reason
-from kvcore.server.runtime_dir import folder_of, mount_of
+from kvcore.server.runtime_dir import mount_of
 from kvcore.tiers.disk.files import DataFile, Piece
 from kvcore.tiers.disk.gds import BACKENDS
 

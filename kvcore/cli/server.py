@@ -11,12 +11,12 @@ from collections.abc import Callable
 from kvcore import log
 from kvcore.cli.plugins import manager
 from kvcore.config import Config, format_size
+from kvcore.config.paths import folder_of
 from kvcore.control.tenants import check_quotas
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.server.curve_keys import make_keys
 from kvcore.server.messages import Ask, Status
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import folder_of
 from kvcore.server.server import Server
 
 __all__ = ["make_keys", "run", "status", "with_address"]

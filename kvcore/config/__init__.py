@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "FORWARDED_VARIABLE",
+    "AdapterConfig",
     "BackingConfig",
     "Config",
     "NamespaceConfig",
@@ -27,6 +28,7 @@ __all__ = [
 
 from kvcore.config.load import (
     FORWARDED_VARIABLE,
+    AdapterConfig,
     BackingConfig,
     Config,
     NamespaceConfig,

@@ -28,7 +28,7 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.control.audit import identity
+from kvcore.control.messages import Control as Asked
+from kvcore.control.messages import Controlled, NotAnOrder, Refused, decode_order, frames
 from kvcore.control.operations import Control
 from kvcore.errors import ConfigError, FormatError, KVCoreError
-from kvcore.server.messages import Control as Asked
-from kvcore.server.messages import Controlled, Refused, Reply, decode_request, frames
 
 __all__ = ["Endpoint"]
 
@@ -38,7 +38,7 @@ class Endpoint:
         self._control = control
         self._fingerprint = fingerprint
         self._orders: deque[tuple[bytes, Asked, str]] = deque()
-        self._replies: deque[tuple[bytes, Reply]] = deque()
+        self._replies: deque[tuple[bytes, Controlled | Refused]] = deque()
         self._ended = threading.Event()
         self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
@@ -66,7 +66,7 @@ class Endpoint:
 
     def _begin(self, client: bytes, asked: Asked, who: str) -> None:
         def tell(told: dict[str, Any] | KVCoreError) -> None:
-            reply: Reply = (
+            reply: Controlled | Refused = (
                 Refused(asked.ref, "control", str(told)[:1000])
                 if isinstance(told, KVCoreError)
                 else Controlled(asked.ref, told)
@@ -99,15 +99,15 @@ class Endpoint:
 
     def _take(self, client: bytes, parts: list[Any]) -> None:
         try:
-            asked = decode_request([part.bytes for part in parts])
+            asked = decode_order([part.bytes for part in parts])
+        except NotAnOrder as error:
+            self._replies.append((client, Refused(error.ref, "misfit", str(error))))
+            return
         except FormatError as error:
             _log.warning("refused what is no order: %s", error)
             self._replies.append((client, Refused(0, "malformed", str(error)[:1000])))
             return
-        if not isinstance(asked, Asked):
-            why = "an engine with tiers of its own takes orders of `kvcore ctl` only"
-            self._replies.append((client, Refused(asked.ref, "misfit", why)))
-        elif len(self._orders) >= WAITING:
+        if len(self._orders) >= WAITING:
             why = f"{WAITING} orders wait already: ask again"
             self._replies.append((client, Refused(asked.ref, "busy", why)))
         else:

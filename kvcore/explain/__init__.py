@@ -5,8 +5,7 @@ from __future__ import annotations
 __all__ = [
     "Cause",
     "Journal",
-    "Otherwise",
     "Record",
 ]
 
-from kvcore.explain.journal import Cause, Journal, Otherwise, Record
+from kvcore.explain.journal import Cause, Journal, Record

@@ -21,10 +21,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from kvcore.manager import Event, Hit
-from kvcore.manager.load_policy import Ask, Plan
+from kvcore.manager.load_policy import Ask, Otherwise, Plan
 from kvcore.model.keys import Namespace
 
-__all__ = ["Cause", "Journal", "Miss", "Otherwise", "Record"]
+__all__ = ["Cause", "Journal", "Miss", "Record"]
 
 
 WAITING = "waiting"
@@ -52,19 +52,6 @@ class Miss(NamedTuple):
     tier: str = ""
     seconds_ago: float | None = None
     differed: tuple[str, ...] = ()
-
-
-class Otherwise(NamedTuple):
-    """What each way is estimated to take, from measured rates: seconds to the first token with all
-    that was found loaded, and with all of it computed; and seconds of loading alone.
-
-    None is what cannot be said; ``unknown`` says why.
-    """
-
-    load_all: float | None = None
-    recompute: float | None = None
-    loading: float | None = None
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass

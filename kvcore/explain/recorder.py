@@ -13,23 +13,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.explain.file import RecordFile
 from kvcore.explain.journal import Cause, Journal
 from kvcore.explain.otel import Spans
-from kvcore.manager import Event, Hit
+from kvcore.manager import Event, Hit, Manager
 from kvcore.manager.load_advisor import Planning, guessed_rates, learn_loads
 from kvcore.manager.load_policy import Action, Ask, Plan
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics
 from kvcore.telemetry.rates import Part
-
-if TYPE_CHECKING:
-    from kvcore.runtime.build import LeaderParts
 
 __all__ = ["Watch"]
 
@@ -150,7 +147,9 @@ class Watch:
         self,
         config: Config,
         model: ModelDescription,
-        parts: LeaderParts,
+        manager: Manager,
+        metrics: Metrics,
+        read_paths: Mapping[str, str],
         *,
         min_load_tokens: int,
         layerwise: bool,
@@ -165,13 +164,13 @@ class Watch:
             weigher = Planning(
                 config,
                 model,
-                parts.manager,
-                guessed_rates(model, parts.read_paths),
+                manager,
+                guessed_rates(model, read_paths),
                 min_load_tokens=min_load_tokens,
                 layerwise=layerwise,
                 times_forwards=times_forwards,
             )
-            self.weigh_with(weigher, parts.metrics, parts.read_paths)
+            self.weigh_with(weigher, metrics, read_paths)
 
     def learn(
         self,

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore._util.key_table import KeyTable
 from kvcore.fusion._anchors import Tokens
 from kvcore.fusion.find import SegmentIndex, as_array, common
+from kvcore.model.key_table import KeyTable
 
 __all__ = ["Chains", "Piece", "Segment"]
 

@@ -7,13 +7,14 @@
     attend     attention of the rows that go on
 
 `TorchFusion` is the definition of right and serves every device. Device operations may bring a
-faster one along (`DeviceOps.fusion`); `select_fusion` chooses as `select_ops` does for copies.
+faster one along (`kvcore.plugins.OpsPlugin.fusion`); `select_fusion` chooses as `select_ops` does
+for copies.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,10 +114,16 @@ class TorchFusion(FusionOps):
 
 
 def select_fusion(
-    device: torch.device, candidates: Iterable[DeviceOps], backend: str = "auto"
+    device: torch.device,
+    candidates: Iterable[DeviceOps],
+    brought: Mapping[str, FusionOps],
+    backend: str = "auto",
 ) -> FusionOps:
-    """The fusion of the device operations called ``backend``, else of the fastest that has one for
-    ``device``; torch's where these only copy.
+    """Return the fusion of the device operations called ``backend``, else of the fastest of
+    ``candidates`` that brings one for ``device``. Torch's serves where they only copy.
+
+    ``brought`` are the fusions that the candidates bring, by the name of their operations
+    (`kvcore.plugins.PluginManager.fusion_ops`).
 
     Raises ConfigError when ``backend`` names none, or one whose fusion does not serve the device.
     """
@@ -126,14 +133,14 @@ def select_fusion(
             raise ConfigError(
                 f"ops.backend = {backend!r}; available here are auto, {', '.join(sorted(by_name))}"
             )
-        chosen = by_name[backend].fusion() or TorchFusion()
+        chosen = brought.get(backend) or TorchFusion()
         if not chosen.supports(device):
             raise ConfigError(
                 f"ops.backend = {backend!r} cannot blend on {device}; auto takes what can"
             )
         return chosen
     for ops in sorted(by_name.values(), key=lambda ops: ops.priority, reverse=True):
-        found = ops.fusion()
+        found = brought.get(ops.name)
         if found is not None and found.supports(device):
             return found
     return TorchFusion()

@@ -17,16 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion._rotation import (
-    UNSCALED,
-    Linear,
-    Llama3,
-    Pairing,
-    Rope,
-    Scaling,
-    Unscaled,
-    Yarn,
-)
+from kvcore.fusion._rotation import UNSCALED, Linear, Llama3, Pairing, Rope, Scaling, Unscaled, Yarn
 
 __all__ = ["Linear", "Llama3", "Pairing", "Rope", "Scaling", "Unscaled", "Yarn", "rope_of"]
 

@@ -22,8 +22,8 @@ from kvcore.fusion.ops import FusionOps, Place, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.memory.copy.base import DeviceOps
-from kvcore.memory.layout import Axis, BlockShape, KVLayout, KVView, Plane
-from kvcore.worker import DeviceGroup
+from kvcore.memory.layout import Axis, DeviceGroup, KVLayout, KVView, Plane
+from kvcore.model.shape import BlockShape
 
 __all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]
 

@@ -16,15 +16,13 @@ plain order. A tier without quotas knows nothing of all this.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcore.errors import ConfigError
 from kvcore.index.policy.base import EvictionPolicy
-
-if TYPE_CHECKING:
-    from kvcore.index.tables import NodeTable
 
 __all__ = ["Quota", "RationedPolicy", "Share"]
 
@@ -80,6 +78,18 @@ class _Leaves:
         heapify(self._entries)
 
 
+class NodeSpaces(Protocol):
+    """The namespaces of an index's nodes (`kvcore.index.tables.NodeTable`).
+
+    ``space[node]`` is a number, ``space_names`` has the namespace of each number, and ``space_ids``
+    the number of each namespace.
+    """
+
+    space: array[int]
+    space_ids: dict[bytes, int]
+    space_names: list[bytes]
+
+
 class Share:
     """A tenant's part of one tier: ``used`` and ``limit`` are blocks, ``leaves`` may be evicted."""
 
@@ -100,7 +110,7 @@ class RationedPolicy(EvictionPolicy):
 
     name = "rationed"
 
-    def __init__(self, inner: EvictionPolicy, nodes: NodeTable) -> None:
+    def __init__(self, inner: EvictionPolicy, nodes: NodeSpaces) -> None:
         super().__init__(inner.capacity, inner.recency)
         self.inner = inner
         self.shares: dict[str, Share] = {}

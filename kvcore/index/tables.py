@@ -11,12 +11,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcore._util.key_table import KeyTable
 from kvcore.errors import ConfigError
 from kvcore.index.policy import BUILTIN_POLICIES
 from kvcore.index.policy.base import MAX_NODES, EvictionPolicy, Recency
 from kvcore.index.quotas import RationedPolicy
 from kvcore.index.slots import SlotPool
+from kvcore.model.key_table import KeyTable
 from kvcore.model.keys import ROOT_PARENT
 
 Slots = npt.NDArray[np.int64]

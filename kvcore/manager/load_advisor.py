@@ -16,10 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcore.config import Config
-from kvcore.explain import Otherwise
 from kvcore.fusion.controller import Controller
 from kvcore.manager.base import HOST, Hit, Manager
-from kvcore.manager.load_policy import PREFILL, Ahead, Ask, Plan, Planner, Settings, Source
+from kvcore.manager.load_policy import (
+    PREFILL,
+    Ahead,
+    Ask,
+    Otherwise,
+    Plan,
+    Planner,
+    Settings,
+    Source,
+)
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates
 from kvcore.transfer.plan import layer_steps

@@ -506,3 +506,16 @@ def _tiers(ask: Ask) -> list[str]:
     """Tiers that a load would touch; all of it passes through host memory."""
     tiers = dict.fromkeys((source.tier for source in ask.sources), None)
     return [HOST, *(tier for tier in tiers if tier != HOST)] if tiers else []
+
+
+class Otherwise(NamedTuple):
+    """What each way is estimated to take, from measured rates: seconds to the first token with all
+    that was found loaded, and with all of it computed; and seconds of loading alone.
+
+    None is what cannot be said; ``unknown`` says why.
+    """
+
+    load_all: float | None = None
+    recompute: float | None = None
+    loading: float | None = None
+    unknown: tuple[str, ...] = ()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CapacityError
 from kvcore.memory.hugepages import PAGE, Pages
-from kvcore.memory.layout import Arrangement, BlockShape, KVLayout, arena_layout
+from kvcore.memory.layout import Arrangement, KVLayout, arena_layout
+from kvcore.model.shape import BlockShape
 
 if TYPE_CHECKING:
     import torch

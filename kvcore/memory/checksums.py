@@ -22,8 +22,8 @@ import numpy.typing as npt
 import xxhash
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.copy.native import load_library
-from kvcore.tiers.base import Buffers, nbytes_of
+from kvcore.memory.buffers import Buffers, nbytes_of
+from kvcore.memory.native_lib import load_library
 
 if TYPE_CHECKING:
     import torch

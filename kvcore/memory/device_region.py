@@ -16,8 +16,9 @@ from kvcore.errors import UnsupportedError
 from kvcore.memory.arena import slot_bytes
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.hugepages import PAGE, Pages
-from kvcore.memory.layout import Arrangement, BlockShape, KVView, arena_layout
+from kvcore.memory.layout import Arrangement, KVView, arena_layout
 from kvcore.memory.nixl import Memory
+from kvcore.model.shape import BlockShape
 
 if TYPE_CHECKING:
     import torch

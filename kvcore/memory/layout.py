@@ -20,11 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
 from enum import Enum
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcore.errors import LayoutError
+from kvcore.model.shape import BlockShape, item_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrangement",
     "Axis",
-    "BlockShape",
     "KVLayout",
     "KVView",
     "Plane",
@@ -43,90 +50,6 @@ __all__ = [
     "unit_tokens",
     "vllm_cpu_layout",
 ]
-
-ITEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-    "int8": 1,
-}
-"""Dtypes KV is kept in, by their torch names, and their bytes an element."""
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes an element of ``dtype``; LayoutError when kvcore does not know it."""
-    if dtype not in ITEM_BYTES:
-        raise LayoutError(f"KV of dtype {dtype!r}; supported are {', '.join(ITEM_BYTES)}")
-    return ITEM_BYTES[dtype]
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The canonical block of a model, or of one rank's heads and layers of it.
-
-    ``kv_factor`` is 2 for K and V, 1 for a latent (MLA), whose ``v_head_dim`` is not used.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_tokens: int
-    dtype: str
-    kv_factor: int = 2
-    v_head_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.v_head_dim is None:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
-        sizes = (self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.v_head_dim)
-        if any(not isinstance(n, int) or n < 1 for n in sizes) or self.kv_factor not in (1, 2):
-            raise LayoutError(f"not the shape of a block: {self}")
-        item_bytes(self.dtype)
-
-    @property
-    def itemsize(self) -> int:
-        return item_bytes(self.dtype)
-
-    def dims(self) -> tuple[int, ...]:
-        """Head dim of each of the ``kv_factor`` parts."""
-        assert self.v_head_dim is not None
-        return (self.head_dim, self.v_head_dim)[: self.kv_factor]
-
-    @property
-    def head_nbytes(self) -> int:
-        """Bytes of one head of one layer of a block: its K and V."""
-        return sum(self.dims()) * self.block_tokens * self.itemsize
-
-    @property
-    def layer_nbytes(self) -> int:
-        return self.kv_heads * self.head_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.layers * self.layer_nbytes
-
-    def with_heads(self, kv_heads: int) -> BlockShape:
-        """The same block with another number of heads (a rank's share)."""
-        return replace(self, kv_heads=kv_heads)
-
-    def with_layers(self, layers: int) -> BlockShape:
-        """The same block with another number of layers (a pipeline stage's share)."""
-        return replace(self, layers=layers)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; ``from_dict`` reads it back."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> BlockShape:
-        """Raises LayoutError unless ``data`` is what ``to_dict`` gives."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise LayoutError(f"not the shape of a block: {data!r} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -267,7 +190,6 @@ class KVView:
 
 
 def _check_overlap(layout: KVLayout, layer: int, planes: Sequence[Plane]) -> None:
-    import numpy as np
 
     places = []
     for plane in planes:
@@ -443,3 +365,12 @@ def trtllm_layout(shape: BlockShape, num_pages: int, page_tokens: int, order: st
 def unit_tokens(page_tokens: int, block_tokens: int) -> int:
     """Tokens of the largest run that neither a page nor a token block cuts."""
     return gcd(page_tokens, block_tokens)
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Layers that share one page table in the engine: ``layers`` are canonical layer indices and
+    ``view`` has exactly their planes, in that order."""
+
+    layers: tuple[int, ...]
+    view: KVView

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from kvcore._util.optional import client_module
 from kvcore.errors import TierUnavailable
 from kvcore.memory.hugepages import Pages
-from kvcore.tiers.remote.options import client_module
 
 LANE_NBYTES = 16 << 20
 """Bytes of a lane, registered memory that transfers of a call go to and come from. Only those that

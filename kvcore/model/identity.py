@@ -11,13 +11,10 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.config import NamespaceConfig
 from kvcore.model.keys import Namespace, fingerprint_files
-
-if TYPE_CHECKING:
-    from kvcore.plugins.manager import Found
 
 __all__ = [
     "NAMESPACES_KEPT",
@@ -73,13 +70,14 @@ def rope_length(config: Mapping[str, Any], served_length: int | None) -> int | N
     return served_length if kind in ("dynamic", "longrope") else None
 
 
-def hooked(fingerprint: bytes, hooks: Iterable[Found]) -> bytes:
+def hooked(fingerprint: bytes, hooks: Iterable[str]) -> bytes:
     """The fingerprint of a model whose attention plugins may change; the model's own without any.
 
     What a hook changes in one layer is in the KV of all that follow, so engines with other hooks,
-    or none, must not find it. Which hooks there are is told by the plugins' names and versions.
+    or none, must not find it. ``hooks`` names each with its plugin and version, in any order
+    (`kvcore.plugins.manager.Found.identity`).
     """
-    names = sorted(f"{h.origin.distribution}=={h.origin.version}:{h.name}" for h in hooks)
+    names = sorted(hooks)
     if not names:
         return fingerprint
     return hashlib.blake2b(

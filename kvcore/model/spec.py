@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvcore.errors import LayoutError
-from kvcore.memory.layout import BlockShape
-from kvcore.tiers.sharding import Part, evenly
+from kvcore.model.parts import Part, evenly
+from kvcore.model.shape import BlockShape
 
 __all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
 

@@ -7,15 +7,13 @@ from kvcore.plugins.hookspecs import (
     EngineSpec,
     OpsPlugin,
     PolicyPlugin,
-    PreparedTier,
     SelectorPlugin,
     ServeCommand,
-    TierContext,
-    TierPlugin,
     hookimpl,
     store_plugin,
 )
 from kvcore.plugins.manager import PluginManager
+from kvcore.tiers.spec import PreparedTier, TierContext, TierPlugin
 
 __all__ = [
     "AttentionPlugin",

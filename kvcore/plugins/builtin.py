@@ -12,16 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
-from kvcore.plugins.hookspecs import (
-    OpsPlugin,
-    PolicyPlugin,
-    PreparedTier,
-    SelectorPlugin,
-    TierContext,
-    TierPlugin,
-    hookimpl,
-    store_plugin,
-)
+from kvcore.plugins.hookspecs import OpsPlugin, PolicyPlugin, SelectorPlugin, hookimpl, store_plugin
+from kvcore.tiers.spec import PreparedTier, TierContext, TierPlugin
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
 _STORES = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pluggy
@@ -30,15 +30,16 @@ from kvcore.plugins.hookspecs import (
     OpsPlugin,
     PolicyPlugin,
     SelectorPlugin,
-    TierPlugin,
 )
+from kvcore.tiers.spec import TierPlugin
 
 if TYPE_CHECKING:
     from kvcore.config.schema import Config
+    from kvcore.fusion.ops import FusionOps
     from kvcore.fusion.select import Selector
     from kvcore.index.policy.base import EvictionPolicy
     from kvcore.memory.copy.base import DeviceOps
-    from kvcore.memory.layout import BlockShape
+    from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
 
 GROUP = "kvcore.plugins"
@@ -72,6 +73,11 @@ class Found(NamedTuple):
     name: str
     origin: Origin
     item: Any
+
+    @property
+    def identity(self) -> str:
+        """Its name with those of its plugin's distribution and version."""
+        return f"{self.origin.distribution}=={self.origin.version}:{self.name}"
 
 
 class Failure(NamedTuple):
@@ -152,8 +158,17 @@ class PluginManager:
 
         Makes them, which imports torch. One that cannot be made is logged and left out.
         """
-        made = (_make_ops(found) for found in self.found("ops"))
+        made = (_make_ops(found, found.item.factory) for found in self.found("ops"))
         return [ops for ops in made if ops is not None]
+
+    def fusion_ops(self) -> dict[str, FusionOps]:
+        """What the device operations bring for blends, by their name, for `select_fusion`.
+
+        Makes them, which imports torch. One that cannot be made is logged and left out.
+        """
+        found = [offer for offer in self.found("ops") if offer.item.fusion is not None]
+        made = {offer.name: _make_ops(offer, offer.item.fusion) for offer in found}
+        return {name: ops for name, ops in made.items() if ops is not None}
 
     def attention(self, shape: BlockShape, rank: int) -> list[AttentionHook]:
         """Every hook around attention that is for this model. One that cannot be made is logged
@@ -251,9 +266,9 @@ def _check_names(offers: Iterable[Found], found: Mapping[tuple[str, str], Found]
         taken[at] = offer.origin.plugin
 
 
-def _make_ops(found: Found) -> DeviceOps | None:
+def _make_ops(found: Found, factory: Callable[[], _T]) -> _T | None:
     try:
-        ops: DeviceOps = found.item.factory()
+        ops = factory()
     except UnsupportedError as error:
         # No GPU, say: no fault, and others serve. But the native copies are missed where they lack.
         tell = _log.warning if found.origin.plugin == BUILTIN else _log.info

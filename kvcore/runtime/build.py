@@ -29,7 +29,7 @@ from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.manager import HOST, KVManager, Manager, Spell, Transport
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import select_ops
-from kvcore.memory.layout import KVView
+from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.model.keys import pack_tokens
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
@@ -38,7 +38,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
 from kvcore.transfer.graph import Path
-from kvcore.worker import DeviceGroup, KVWorker
+from kvcore.worker import KVWorker
 
 __all__ = [
     "HostSlots",

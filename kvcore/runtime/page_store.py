@@ -20,11 +20,12 @@ from kvcore._util.circuit_breaker import Breaker
 from kvcore.config import Config
 from kvcore.errors import ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.index import BlockIndex, Pin, Reservation
+from kvcore.memory.buffers import Buffers
 from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, prepare_backings
-from kvcore.tiers.base import BlockRead, BlockWrite, Buffers, Tier
-from kvcore.tiers.disk.format import Geometry
+from kvcore.tiers.base import BlockRead, BlockWrite, Tier
+from kvcore.tiers.geometry import Geometry
 
 __all__ = ["PageCounts", "PageStore", "open_pages"]
 

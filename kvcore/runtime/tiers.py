@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcore.config import BackingConfig, Config
+from kvcore.config.paths import folder_of
 from kvcore.config.schema import DiskConfig
 from kvcore.errors import TierError, UnsupportedError
 from kvcore.index import TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse
 from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
-from kvcore.server.runtime_dir import folder_of
 from kvcore.tiers.base import Tier
-from kvcore.tiers.disk.format import Geometry
+from kvcore.tiers.geometry import Geometry
 from kvcore.transfer.graph import Path
 
 _log = logging.getLogger("kvcore.runtime.tiers")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvcore.config import Config
+from kvcore.control.messages import Refused
 from kvcore.errors import CapacityError, TierUnavailable
 from kvcore.manager.base import (
     Backing,
@@ -29,8 +30,8 @@ from kvcore.manager.base import (
     Source,
     Transport,
 )
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import pack_tokens
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_WAIT_S,
@@ -40,7 +41,6 @@ from kvcore.server.messages import (
     Load,
     Match,
     Matched,
-    Refused,
     Save,
     Spell,
     Trail,
@@ -166,6 +166,12 @@ class RemoteManager(Manager):
         """The server does not call: wait a moment, then ask again."""
         time.sleep(min(timeout, RETRY_S / 100))
         return False
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Blocks used and slots by tier, as the last heartbeat said. Empty without a session."""
+        member = self.keeper.member
+        return {} if member is None else member.tiers
 
     def trail(self, key: bytes) -> Trailed:
         """The chain that ends with a block. Raises TierUnavailable when no tier holds it, or the

@@ -1,7 +1,6 @@
-"""What a server and its clients say: msgpack, one message a frame, its version in a frame before.
+"""What a server and its clients say: one of `Request` or of `Reply` in each message.
 
-    frame 0   b"kvcore" and the protocol's version, 4 bytes little-endian
-    frame 1   one of `Request` or of `Reply`
+Orders of operators, and the framing of messages, are in `kvcore.control.messages`.
 
 Every request has a ``ref``, its reply the same one; `Done`, `Withdraw`, `Enter` and `Bye` have no
 reply but a refusal. `Control` may have its reply long after it. A session is spoken in by the
@@ -11,24 +10,20 @@ run of bytes.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from kvcore.control.commands import Order
+from kvcore._util.msgpack import MAX_MESSAGE
+from kvcore.control.messages import HEADER as HEADER  # the protocol is one, for orders too
+from kvcore.control.messages import Control, Controlled, Ref, Refused, decode_frames
+from kvcore.control.messages import frames as frames
 from kvcore.errors import FormatError
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KEY_BYTES
+from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
-
-PROTOCOL = 2
-_NAME = b"kvcore"
-
-MAX_MESSAGE = 16 << 20
-"""Bytes of a message; ZeroMQ drops the connection of who sends more."""
 
 MAX_BLOCKS = 1 << 18
 """Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
@@ -37,7 +32,6 @@ MAX_REPORTS = 4096
 """Ops that a message tells the end of; who has more sends several."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
-Ref = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
 Texts = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
@@ -237,15 +231,6 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     ref: Ref
 
 
-class Control(msgspec.Struct, frozen=True, array_like=True, tag="control"):
-    """An operator's order, for the model whose fingerprint begins so: for the only one, if there
-    is no more."""
-
-    ref: Ref
-    order: Order
-    model: Annotated[bytes, Meta(max_length=64)] = b""
-
-
 Request = (
     Hello
     | Beat
@@ -284,16 +269,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     texts: bool = False
     spells: bool = False
     node: str = ""
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """``kind`` is "busy" (ask again), "session" (over, or another's: say hello), "stale" (what was
-    matched is no longer so), "capacity", "misfit" (this client never can), "malformed", or
-    "control" (an order that cannot be carried out)."""
-
-    ref: Ref
-    kind: str
-    message: str
 
 
 class Beating(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
@@ -363,13 +338,6 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     status: dict[str, Any]
 
 
-class Controlled(msgspec.Struct, frozen=True, array_like=True, tag="controlled"):
-    """What came of an order, as plain data."""
-
-    ref: Ref
-    told: dict[str, Any]
-
-
 Reply = (
     Welcome
     | Refused
@@ -386,55 +354,19 @@ Reply = (
 
 # -- frames ---------------------------------------------------------------------------------
 
-HEADER = _NAME + struct.pack("<I", PROTOCOL)
 
-_encode = msgspec.msgpack.Encoder().encode
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_T = TypeVar("_T")
-
-
-class WrongProtocol(FormatError):
-    """The other side speaks another version, or something else altogether."""
-
-
-def frames(message: Request | Reply) -> list[bytes]:
-    """Raises FormatError for a message that is longer than any may be."""
-    payload = _encode(message)
-    if len(payload) > MAX_MESSAGE:
-        raise FormatError(f"a message of {len(payload)} bytes; at most {MAX_MESSAGE} are allowed")
-    return [HEADER, payload]
 
 
 def decode_request(parts: Sequence[bytes]) -> Request:
     """Raises WrongProtocol, or FormatError for what is no request."""
-    return _decode(_requests, parts)
+    return decode_frames(_requests, parts)
 
 
 def decode_reply(parts: Sequence[bytes]) -> Reply:
     """Raises WrongProtocol, or FormatError for what is no reply."""
-    return _decode(_replies, parts)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], parts: Sequence[bytes]) -> _T:
-    if len(parts) != 2:
-        raise FormatError(f"a message of {len(parts)} frames; supported are 2")
-    header, payload = parts
-    if header != HEADER:
-        raise WrongProtocol(_said(header))
-    if len(payload) > MAX_MESSAGE:
-        raise FormatError(f"a message of {len(payload)} bytes; at most {MAX_MESSAGE} are allowed")
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"not a message of protocol {PROTOCOL}: {error}") from error
-
-
-def _said(header: bytes) -> str:
-    given = f"{len(header)} bytes that are no header"
-    if len(header) == len(HEADER) and header.startswith(_NAME):
-        given = f"protocol {struct.unpack('<I', header[len(_NAME) :])[0]}"
-    return f"{given}; this side speaks protocol {PROTOCOL}: use one version of kvcore on both"
+    return decode_frames(_replies, parts)
 
 
 def join(keys: Sequence[bytes]) -> bytes:

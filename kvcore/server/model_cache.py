@@ -60,14 +60,7 @@ from kvcore.server.pending_prefills import Awaited
 from kvcore.server.runtime_dir import GRAPH_BITS, Folder
 from kvcore.server.segments import learn, search
 from kvcore.telemetry.metrics import Data, Metrics, merge
-from kvcore.transfer.graph import (
-    OpReport,
-    RowError,
-    Span,
-    TransferGraph,
-    TransferOp,
-    UnitTable,
-)
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, TransferOp, UnitTable
 from kvcore.worker import KVWorker
 from kvcore.worker.lifecycle import close_worker, open_tiers
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from kvcore.errors import TierUnavailable, UnsupportedError
 from kvcore.server.messages import Trailed, split
-
-if TYPE_CHECKING:
-    from kvcore.server.client import RemoteManager
 
 __all__ = ["RemoteIndex"]
 
@@ -19,27 +16,34 @@ TRAILS_KEPT = 64
 """Chains at hand: those of the chunks of a few prompts, which are asked for again and again."""
 
 
+class IndexSource(Protocol):
+    """What a `RemoteIndex` asks of the client (`kvcore.server.client.RemoteManager`)."""
+
+    @property
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """Blocks used and slots by tier, as the last heartbeat said. Empty without a session."""
+
+    def held(self, tier: str, keys: Sequence[bytes]) -> int: ...
+
+    def trail(self, key: bytes) -> Trailed: ...
+
+
 class RemoteIndex:
     """What of the server's index an adapter asks. Counts are those of the last heartbeat."""
 
-    def __init__(self, manager: RemoteManager) -> None:
+    def __init__(self, manager: IndexSource) -> None:
         self._manager = manager
         self._trails: OrderedDict[bytes, Trailed] = OrderedDict()
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return tuple(self._counts)
-
-    @property
-    def _counts(self) -> dict[str, tuple[int, int]]:
-        member = self._manager.keeper.member
-        return {} if member is None else member.tiers
+        return tuple(self._manager.counts)
 
     def num_used(self, tier: str) -> int:
-        return self._counts.get(tier, (0, 0))[0]
+        return self._manager.counts.get(tier, (0, 0))[0]
 
     def num_slots(self, tier: str) -> int:
-        return self._counts.get(tier, (0, 0))[1]
+        return self._manager.counts.get(tier, (0, 0))[1]
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int:
         return self._manager.held(tier, keys)

@@ -15,9 +15,10 @@ from typing import Any
 
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.config.schema import ServerConfig
+from kvcore.control.messages import Refused, frames
 from kvcore.errors import FormatError
 from kvcore.server.curve_keys import lock_client
-from kvcore.server.messages import Refused, Reply, Request, decode_reply, frames
+from kvcore.server.messages import Reply, Request, decode_reply
 from kvcore.server.runtime_dir import address_of
 
 __all__ = ["Link"]

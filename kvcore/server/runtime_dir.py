@@ -27,6 +27,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from kvcore.config.paths import folder_of
 from kvcore.config.schema import ServerConfig
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.memory.hugepages import SharedPages, gives_huge_pages
@@ -41,10 +42,6 @@ _SOCKET_PATH_MAX = 107
 def session_of(graph_id: int) -> int:
     """The session that a graph belongs to; 0 for graphs of no session."""
     return graph_id >> GRAPH_BITS
-
-
-def folder_of(config: ServerConfig) -> Path:
-    return config.folder or Path(f"/dev/shm/kvcore-{os.getuid()}")
 
 
 def address_of(config: ServerConfig) -> str:

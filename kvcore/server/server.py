@@ -24,7 +24,9 @@ from typing import Any
 from kvcore import __version__
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.config import Config
+from kvcore.config.paths import folder_of
 from kvcore.control.audit import AuditLog, identity
+from kvcore.control.messages import Control, Controlled, Refused, WrongProtocol, frames
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError, LayoutError
 from kvcore.events.open import check_events
 from kvcore.server.exporter import show
@@ -34,8 +36,6 @@ from kvcore.server.messages import (
     Beating,
     Bye,
     Clear,
-    Control,
-    Controlled,
     Done,
     Enter,
     Held,
@@ -47,7 +47,6 @@ from kvcore.server.messages import (
     Matched,
     Model,
     Read,
-    Refused,
     Reply,
     Request,
     Reuses,
@@ -61,13 +60,11 @@ from kvcore.server.messages import (
     Value,
     Welcome,
     Withdraw,
-    WrongProtocol,
     decode_request,
-    frames,
 )
 from kvcore.server.model_cache import Space
 from kvcore.server.pending_clears import Note, notes_in
-from kvcore.server.runtime_dir import Folder, SessionFile, address_of, folder_of
+from kvcore.server.runtime_dir import Folder, SessionFile, address_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError
 

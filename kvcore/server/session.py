@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvcore import __version__
+from kvcore.config.paths import folder_of
 from kvcore.config.schema import ServerConfig
+from kvcore.control.messages import Refused
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
@@ -30,13 +32,12 @@ from kvcore.server.messages import (
     Hello,
     Launched,
     Model,
-    Refused,
     Reply,
     Request,
     Welcome,
 )
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession, folder_of
+from kvcore.server.runtime_dir import HeldSession
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
 __all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "Keeper", "Membership", "undone"]

@@ -15,16 +15,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcore.config import Config
+from kvcore.config.paths import folder_of
+from kvcore.control.messages import Refused
 from kvcore.errors import KVCoreError, LayoutError, TierUnavailable
 from kvcore.memory.arena import HostArena, arena_bytes
 from kvcore.memory.hugepages import SharedPages
-from kvcore.memory.layout import BlockShape, KVView
+from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
-from kvcore.server.messages import Beat, Enter, Read, Refused, Rows, Withdraw
+from kvcore.server.messages import Beat, Enter, Read, Rows, Withdraw
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession, folder_of, open_arena, session_of
+from kvcore.server.runtime_dir import HeldSession, open_arena, session_of
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, TransferOp
-from kvcore.worker import DeviceGroup, KVWorker, refuse
+from kvcore.worker import KVWorker, refuse
 
 __all__ = ["ServedWorker"]
 

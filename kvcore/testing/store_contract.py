@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierUnavailable
-from kvcore.memory.layout import BlockShape
+from kvcore.model.parts import Part
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, Splits, StoreOptions, StoreTier
-from kvcore.tiers.sharding import Part
 
 __all__ = ["StoreContract", "fetch", "value"]
 

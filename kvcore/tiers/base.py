@@ -11,13 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore.errors import CapacityError, TierError
+from kvcore.memory.buffers import Buffers
 
 if TYPE_CHECKING:
     from kvcore.memory.device_region import DeviceRegion
-
-Buffers = Sequence[memoryview]
-"""The bytes of one block in order, in one piece or several (a layerwise arena): as many as the
-block has, or up to ``slot_nbytes``, what follows the block being padding."""
 
 
 class BlockWrite(NamedTuple):
@@ -128,7 +125,3 @@ class Tier(ABC):
     @abstractmethod
     def check_integrity(self) -> None:
         """Read and verify every block; raises CorruptBlock naming the first that is not whole."""
-
-
-def nbytes_of(buffers: Buffers) -> int:
-    return buffers[0].nbytes if len(buffers) == 1 else sum(part.nbytes for part in buffers)

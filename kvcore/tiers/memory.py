@@ -6,14 +6,8 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from kvcore.errors import CorruptBlock, TierError
-from kvcore.tiers.base import (
-    BlockRead,
-    BlockRecord,
-    BlockWrite,
-    SlotError,
-    Tier,
-    nbytes_of,
-)
+from kvcore.memory.buffers import nbytes_of
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
 
 
 class MemoryTier(Tier):

@@ -15,47 +15,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import NamedTuple
 
-from kvcore.memory.layout import BlockShape
-from kvcore.tiers.base import Buffers, SlotError
+from kvcore.memory.buffers import Buffers
+from kvcore.model.parts import Part, evenly
+from kvcore.model.shape import BlockShape
+from kvcore.tiers.base import SlotError
 
-__all__ = ["Part", "Run", "cover", "evenly", "is_tiling", "places", "runs", "splits_of"]
-
-
-class Part(NamedTuple):
-    """KV heads [start, stop) of layers [start, stop) of a block."""
-
-    heads: tuple[int, int]
-    layers: tuple[int, int]
-
-    @classmethod
-    def whole(cls, shape: BlockShape) -> Part:
-        """All of a block of ``shape``."""
-        return cls((0, shape.kv_heads), (0, shape.layers))
-
-    @property
-    def size(self) -> int:
-        """Heads times layers."""
-        (a, b), (c, d) = self
-        return (b - a) * (d - c)
-
-    def shape(self, whole: BlockShape) -> BlockShape:
-        """The part as a block of its own; ``whole`` is the model's."""
-        (a, b), (c, d) = self
-        return whole.with_heads(b - a).with_layers(d - c)
-
-    def within(self, whole: BlockShape) -> bool:
-        """Whether it is a part of a block of ``whole``, and not empty."""
-        (a, b), (c, d) = self
-        return 0 <= a < b <= whole.kv_heads and 0 <= c < d <= whole.layers
-
-    def overlap(self, other: Part) -> Part | None:
-        """What both have; None where that is nothing."""
-        heads = max(self.heads[0], other.heads[0]), min(self.heads[1], other.heads[1])
-        layers = max(self.layers[0], other.layers[0]), min(self.layers[1], other.layers[1])
-        return Part(heads, layers) if heads[0] < heads[1] and layers[0] < layers[1] else None
+__all__ = ["Run", "cover", "is_tiling", "places", "runs", "splits_of"]
 
 
 class Run(NamedTuple):
@@ -88,11 +56,6 @@ def is_tiling(parts: Sequence[Part], shape: BlockShape) -> bool:
     """Whether ``parts`` hold each element of a block of ``shape`` once."""
     whole = shape.layers * shape.kv_heads
     return all(part.within(shape) for part in parts) and _tile(parts, whole)
-
-
-def evenly(size: int, shares: int) -> tuple[tuple[int, int], ...]:
-    """[0, size) in so many pieces, as equal as can be: heads among ranks, layers among stages."""
-    return tuple(pairwise(share * size // shares for share in range(shares + 1)))
 
 
 def splits_of(parts: Iterable[Part], shape: BlockShape, most: int) -> Iterator[tuple[Part, ...]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 __all__ = [
     "DeadTier",
-    "DeviceGroup",
     "KVWorker",
     "RefusingWorker",
     "refuse",
 ]
 
-from kvcore.worker.worker import DeadTier, DeviceGroup, KVWorker, RefusingWorker, refuse
+from kvcore.worker.refusing import DeadTier, RefusingWorker, refuse
+from kvcore.worker.worker import KVWorker

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcore.errors import KVCoreError, TierUnavailable, UnsupportedError
 from kvcore.tiers.base import Tier
-from kvcore.worker.worker import DeadTier, KVWorker, RefusingWorker
+from kvcore.worker.refusing import DeadTier, RefusingWorker
+from kvcore.worker.worker import KVWorker
 
 __all__ = ["TierOpener", "close_worker", "open_tiers", "refuse_tier"]
 

@@ -9,273 +9,29 @@ nothing and knows no keys but those that graphs carry for verification.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kvcore.errors import (
-    BlockMissing,
-    CapacityError,
-    CorruptBlock,
-    TierError,
-    TierUnavailable,
-    TransferError,
-)
+from kvcore.errors import CapacityError, TierError, TransferError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.layout import KVView
+from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, DeviceRead, Tier
+from kvcore.tiers.base import Tier
 from kvcore.transfer.engine import Executor, OpTiming, TransferEngine
-from kvcore.transfer.graph import (
-    SKIP,
-    OpReport,
-    Path,
-    RowError,
-    TransferGraph,
-    TransferOp,
-)
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph
 from kvcore.worker.device_staging import StagedReads
+from kvcore.worker.executors import DeviceCopy, StagedRead, TierRead, TierWrite
+from kvcore.worker.refusing import refuse
+from kvcore.worker.streams import CudaStream, Stream
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("kvcore.worker")
-
-_MARKS_KEPT = 65536
-_UNMARKED = -1
-"""No graph's id."""
-
-
-@dataclass(frozen=True)
-class DeviceGroup:
-    """Layers that share one page table in the engine: ``layers`` are canonical layer indices and
-    ``view`` has exactly their planes, in that order."""
-
-    layers: tuple[int, ...]
-    view: KVView
-
-
-class _DeviceCopy:
-    """Executor of H2D, D2H and D2D: blocks of the arena, or of the staging on the device, to and
-    from the engine's pages."""
-
-    def __init__(
-        self,
-        ops: DeviceOps,
-        groups: Sequence[DeviceGroup],
-        arena: KVView,
-        to_device: bool,
-        sync: _Stream,
-        elsewhere: Mapping[int, Sequence[DeviceGroup]],
-        first_layer: int,
-    ) -> None:
-        self._ops = ops
-        self._first_layer = first_layer
-        self._groups = groups
-        self._elsewhere = elsewhere
-        self.use(arena)
-        self._block_tokens = arena.layout.page_tokens
-        self._to_device = to_device
-        self._sync = sync
-
-    def use(self, arena: KVView) -> None:
-        """Copy from and to another arena. Nothing may be running."""
-        first = self._first_layer
-        self._arenas = [
-            _select_layers(arena, [layer - first for layer in group.layers])
-            for group in self._groups
-        ]
-
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        places = graph.staged if op.path.is_staged else graph.host_slots
-        slots = np.array([places[row] for row in rows], dtype=np.int64)
-        groups = self._elsewhere.get(graph.graph_id, self._groups)
-        with self._sync.copying(graph.graph_id):
-            for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
-                layers = _positions(group.layers, op)
-                units = table.array()[rows]
-                if layers and (units != SKIP).any():  # rows may go no further than host memory
-                    self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
-        return {}
-
-    def _copy(
-        self,
-        device: KVView,
-        units: npt.NDArray[np.int64],
-        arena: KVView,
-        slots: npt.NDArray[np.int64],
-        layers: Sequence[int],
-        unit_tokens: int,
-    ) -> None:
-        per_block = self._block_tokens // unit_tokens
-        blocks = slots[:, None] * per_block + np.arange(per_block, dtype=np.int64)
-        blocks = np.where(units == SKIP, SKIP, blocks)
-        if self._to_device:
-            self._ops.copy_blocks(arena, blocks, device, units, layers, unit_tokens)
-        else:
-            self._ops.copy_blocks(device, units, arena, blocks, layers, unit_tokens)
-
-
-class _TierRead:
-    """Executor of reads from a backing tier into arena slots. A block is verified by its tier."""
-
-    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
-        self._tiers = tiers
-        self._arena = arena
-
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        requests = [
-            BlockRead(
-                graph.tier_slots[row],
-                graph.keys[row],
-                self._arena.slot_buffers(graph.host_slots[row]),
-                graph.nodes,
-            )
-            for row in rows
-        ]
-        return _errors(op, rows, _tier(self._tiers, op).read(requests))
-
-
-class _StagedRead:
-    """Executor of reads from a backing tier into the staging on the device, where they are
-    verified. It waits for no compute of the engine: it touches none of its pages."""
-
-    def __init__(self, tiers: Mapping[str, Tier], reads: StagedReads, sync: _Stream) -> None:
-        self._tiers = tiers
-        self._reads = reads
-        self._sync = sync
-
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        requests = [
-            DeviceRead(graph.tier_slots[row], graph.keys[row], graph.staged[row]) for row in rows
-        ]
-        with self._sync.copying(_UNMARKED):
-            results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
-        return _errors(op, rows, results)
-
-
-class _TierWrite:
-    """Executor of writes from arena slots to a backing tier."""
-
-    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
-        self._tiers = tiers
-        self._arena = arena
-
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        requests = [
-            BlockWrite(
-                graph.tier_slots[row],
-                graph.keys[row],
-                graph.parent_of(row),
-                graph.namespace,
-                self._arena.slot_buffers(graph.host_slots[row]),
-            )
-            for row in rows
-        ]
-        return _errors(op, rows, _tier(self._tiers, op).write(requests))
-
-
-def _tier(tiers: Mapping[str, Tier], op: TransferOp) -> Tier:
-    return tiers.get(op.tier) or DeadTier(TierUnavailable(f"tier {op.tier!r} is not open here"))
-
-
-def _errors(
-    op: TransferOp, rows: Sequence[int], results: Sequence[TierError | None]
-) -> dict[int, RowError]:
-    failed: dict[int, RowError] = {}
-    for row, error in zip(rows, results, strict=True):
-        if error is not None:
-            failed[row] = _row_error(error)
-            _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, error)
-    return failed
-
-
-def _row_error(error: TierError) -> RowError:
-    if isinstance(error, CorruptBlock):
-        return RowError.CORRUPT
-    return RowError.MISSING if isinstance(error, BlockMissing) else RowError.IO
-
-
-class _Stream:
-    """Orders copies with the engine's compute.
-
-    On a CPU the engine's forward has ended when it hands over, so there is nothing to order.
-    """
-
-    def mark(self, graph_id: int) -> None:
-        """The engine's work submitted so far must end before the graph's copies begin."""
-
-    def copying(self, graph_id: int) -> Any:
-        """Context in which copies are issued; on exit they have ended."""
-        return _NOTHING
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
-
-
-class _CudaStream(_Stream):
-    """A stream of its own for copies, which waits for the compute stream as of ``mark``."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._torch = torch
-        self._device = device
-        self._streams: dict[int, Any] = {}
-        self._marks: dict[int, Any] = {}
-
-    def mark(self, graph_id: int) -> None:
-        event = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._torch.cuda.current_stream(self._device))
-        self._marks[graph_id] = event
-        while len(self._marks) > _MARKS_KEPT:  # ids ascend: the oldest graph ended long ago
-            self._marks.pop(next(iter(self._marks)))
-
-    def copying(self, graph_id: int) -> Any:
-        return _CudaCopying(self, graph_id)
-
-    def enter(self, graph_id: int) -> Any:
-        import threading
-
-        torch = self._torch
-        thread = threading.get_ident()
-        if thread not in self._streams:
-            torch.cuda.set_device(self._device)
-            self._streams[thread] = torch.cuda.Stream(self._device)
-        stream = self._streams[thread]
-        if (event := self._marks.get(graph_id)) is not None:
-            stream.wait_event(event)
-        context = torch.cuda.stream(stream)
-        context.__enter__()
-        return stream, context
-
-
-class _CudaCopying:
-    def __init__(self, owner: _CudaStream, graph_id: int) -> None:
-        self._owner = owner
-        self._graph_id = graph_id
-
-    def __enter__(self) -> None:
-        self._stream, self._context = self._owner.enter(self._graph_id)
-
-    def __exit__(self, *exc: object) -> None:
-        self._context.__exit__(*exc)
-        self._stream.synchronize()
 
 
 class KVWorker:
@@ -316,11 +72,11 @@ class KVWorker:
         self._metrics = metrics or Metrics(enabled=False)
         self.tracer = tracer or Tracer()
         cuda = device is not None and device.type == "cuda"
-        self._stream: _Stream = _CudaStream(device) if cuda and device is not None else _Stream()
-        read, write = reads or _TierRead(self.tiers, arena), _TierWrite(self.tiers, arena)
+        self._stream: Stream = CudaStream(device) if cuda and device is not None else Stream()
+        read, write = reads or TierRead(self.tiers, arena), TierWrite(self.tiers, arena)
 
-        def copier(memory: KVView, *, to_device: bool) -> _DeviceCopy:
-            return _DeviceCopy(
+        def copier(memory: KVView, *, to_device: bool) -> DeviceCopy:
+            return DeviceCopy(
                 ops, groups, memory, to_device, self._stream, self._elsewhere, first_layer
             )
 
@@ -334,7 +90,7 @@ class KVWorker:
         if device_slots:
             region = DeviceRegion(arena.shape, device_slots, ops, device)
             self._staging = StagedReads(region, self._metrics)
-            executors[Path.DISK2D] = _StagedRead(self.tiers, self._staging, self._stream)
+            executors[Path.DISK2D] = StagedRead(self.tiers, self._staging, self._stream)
             executors[Path.D2D] = copier(region.view(), to_device=True)
         executors |= {path: write for path in Path if path.writes_tier}
         threads = {path: io_queues for path in executors if path.reads_tier}
@@ -462,91 +218,3 @@ def _close_tier(name: str, tier: Tier) -> None:
         tier.close()
     except TierError as error:
         _log.error("closing tier %s: %s", name, error)
-
-
-class DeadTier(Tier):
-    """Stands in for a tier that could not be opened: every block fails with its error."""
-
-    slot_nbytes = 0
-
-    def __init__(self, error: TierError) -> None:
-        self._error = error
-
-    def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
-        return [self._error] * len(requests)
-
-    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
-        return [self._error] * len(requests)
-
-    def invalidate(self, slots: Iterable[int]) -> None:
-        pass
-
-    def scan(self) -> list[BlockRecord]:
-        return []
-
-    def check_integrity(self) -> None:
-        raise self._error
-
-
-class RefusingWorker:
-    """Stands in for a worker that could not be built: refuses every graph, so that no one waits."""
-
-    def wave(self) -> int:
-        return 0
-
-    def submit(
-        self,
-        graph: TransferGraph,
-        into: Sequence[DeviceGroup] | None = None,
-        wave: int | None = None,
-    ) -> list[OpReport]:
-        return refuse(graph, RowError.REFUSED)
-
-    def release(self, graph_id: int) -> None:
-        pass
-
-    def open_tier(self, name: str, tier: Tier) -> None:
-        tier.close()
-
-    def poll(self) -> list[OpReport]:
-        return []
-
-    def cancel(self, graph_id: int) -> None:
-        pass
-
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        pass
-
-    def wait_report(self, timeout: float) -> bool:
-        return False
-
-    def wait_graph(self, timeout: float) -> bool:
-        return False
-
-    def wait_device(self, graph_id: int) -> None:
-        pass
-
-    def wait_layer(self, graph_id: int, layer: int) -> None:
-        pass
-
-    def close(self, *, timeout: float = 30.0) -> bool:
-        return True
-
-
-def refuse(graph: TransferGraph, why: RowError) -> list[OpReport]:
-    """Reports that say of every op of ``graph`` that none of its rows was copied."""
-    return [
-        OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why)) for op in graph.ops
-    ]
-
-
-def _select_layers(view: KVView, layers: Sequence[int]) -> KVView:
-    """The view of some layers of ``view``, in the order given."""
-    planes = tuple(view.layout.planes[layer] for layer in layers)
-    return KVView(replace(view.layout, planes=planes), view.tensors)
-
-
-def _positions(layers: Sequence[int], op: TransferOp) -> list[int]:
-    """Positions within a group of the layers that ``op`` carries."""
-    span = op.layers
-    return [i for i, layer in enumerate(layers) if span is None or span.covers(layer)]

@@ -19,16 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.harness.compare import (
-    ANSWER,
-    SMALL,
-    SPACE,
-    Reference,
-    answers,
-    counted,
-    same,
-    settled,
-)
+from kvcore.harness.compare import ANSWER, SMALL, SPACE, Reference, answers, counted, same, settled
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2, tiny_model

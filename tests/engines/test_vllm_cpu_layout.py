@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvcore.memory.copy import DeviceOps, builtin_ops
-from kvcore.memory.layout import BlockShape, KVView, arena_layout, vllm_cpu_layout
+from kvcore.memory.layout import KVView, arena_layout, vllm_cpu_layout
+from kvcore.model.shape import BlockShape
 
 pytestmark = pytest.mark.engine
 

@@ -20,8 +20,9 @@ from kvcore.harness.compare import Reference, all_from, answers, same, settled
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
+from kvcore.testing.waiting import until
 from kvcore_devtools import sharing
-from kvcore_devtools.served import RunningServer, follows, server_process, settings, until
+from kvcore_devtools.served import RunningServer, follows, server_process, settings
 from kvcore_devtools.sharing import Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]

@@ -14,8 +14,8 @@ from kvcore.config import load_config
 from kvcore.connector.disagg import promised
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import build_leader, geometry
 from kvcore.tiers.remote import Shard

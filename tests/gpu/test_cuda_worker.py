@@ -21,11 +21,12 @@ from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.checksums import naive_sum
 from kvcore.memory.copy import builtin_ops, select_ops
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.layout import BlockShape, KVView, from_strides
+from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.transfer.graph import OpReport, UnitTable
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import DeviceGroup, KVWorker
+from kvcore.worker import KVWorker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

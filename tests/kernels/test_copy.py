@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.layout import (
-    BlockShape,
-    KVView,
-    arena_layout,
-    unit_tokens,
-)
+from kvcore.memory.layout import KVView, arena_layout, unit_tokens
+from kvcore.model.shape import BlockShape
 from kvcore_kernels.copy import launch, naive
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.planes import Words, plane_table, widen

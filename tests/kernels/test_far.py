@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.memory.copy import HeadRange
-from kvcore.memory.layout import Axis, BlockShape, KVLayout, KVView, Plane
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
+from kvcore.model.shape import BlockShape
 from kvcore_kernels.attend.launch import attend_rows
 from kvcore_kernels.deviation.launch import deviations
 from kvcore_kernels.merge.launch import merge_rows

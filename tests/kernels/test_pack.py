@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
 from kvcore.memory.copy import HeadRange
-from kvcore.memory.layout import BlockShape, KVView, unit_tokens
+from kvcore.memory.layout import KVView, unit_tokens
+from kvcore.model.shape import BlockShape
 from kvcore_kernels.pack import launch, naive
 from kvcore_kernels.pack.checks import LARGEST
 from kvcore_kernels.testing import ENGINES, arena_view, assert_same, normal, slot_view, twin

@@ -15,7 +15,8 @@ from kvcore.errors import UnsupportedError
 from kvcore.fusion.ops import TorchFusion, select_fusion
 from kvcore.memory.copy import select_ops
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.layout import BlockShape, KVView, arena_layout
+from kvcore.memory.layout import KVView, arena_layout
+from kvcore.model.shape import BlockShape
 from kvcore.plugins.manager import GROUP, PluginManager
 from kvcore_kernels.fusion import TritonFusion
 from kvcore_kernels.ops import TritonOps
@@ -95,6 +96,8 @@ def test_it_serves_one_gpu_and_pinned_memory(
 
 def test_blends_on_a_gpu_are_done_by_triton() -> None:
     candidates = [ReferenceOps(), TritonOps()]
-    assert type(select_fusion(torch.device("cuda", 0), candidates)) is TritonFusion
-    assert type(select_fusion(torch.device("cpu"), candidates)) is TorchFusion
-    assert type(select_fusion(torch.device("cuda", 0), candidates, "reference")) is TorchFusion
+    brought = {"triton": TritonFusion()}
+    gpu = torch.device("cuda", 0)
+    assert type(select_fusion(gpu, candidates, brought)) is TritonFusion
+    assert type(select_fusion(torch.device("cpu"), candidates, brought)) is TorchFusion
+    assert type(select_fusion(gpu, candidates, brought, "reference")) is TorchFusion

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.memory.layout import BlockShape, KVView
+from kvcore.memory.layout import KVView
+from kvcore.model.shape import BlockShape
 from kvcore_kernels.deviation import launch as deviation
 from kvcore_kernels.deviation import naive as naive_deviation
 from kvcore_kernels.merge import launch as merge

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.memory.arena import slot_bytes
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, write_blocks
 from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
 

@@ -6,8 +6,8 @@ import struct
 
 from kvcore.config import Config
 from kvcore.connector.step_transport import Outbox
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KEY_BYTES
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager, join_server

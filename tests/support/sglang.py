@@ -24,7 +24,7 @@ from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E4
 from kvcore.explain.recorder import Watch  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
-from kvcore.memory.layout import BlockShape  # noqa: E402
+from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.runtime.build import LeaderParts, build_leader, build_worker  # noqa: E402
 from kvcore.telemetry.rates import Part  # noqa: E402

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from kvcore.errors import TierError, TierUnavailable
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import Item, Shard
 from kvcore.tiers.remote.memory import MemoryStore

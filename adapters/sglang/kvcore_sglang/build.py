@@ -13,13 +13,7 @@ from kvcore.errors import KVCoreError
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.ops import select_fusion
 from kvcore.fusion.rope import Rope
-from kvcore.runtime.build import (
-    LeaderParts,
-    WorkerParts,
-    build_leader,
-    build_worker,
-    segments_of,
-)
+from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker, segments_of
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.plan import layer_steps
@@ -115,7 +109,7 @@ def _blends(config: Config, served: Served, parts: WorkerParts, fusable: Fusable
         served.model.rank_shape(served.rank.number),
         selector,
         served.page_tokens,
-        select_fusion(device, parts.plugins.ops(), config.ops.backend),
+        select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend),
     )
 
 

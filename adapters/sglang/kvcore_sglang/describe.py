@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.layout import BlockShape
 from kvcore.model.identity import rope_length, weights_identity
 from kvcore.model.keys import model_fingerprint
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_sglang.layout import Pool, read_pool
 

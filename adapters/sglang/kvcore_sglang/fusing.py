@@ -31,8 +31,8 @@ from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import Manager
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain, Namespace, pack_tokens
+from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Data, Metrics
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import Span, TransferGraph

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.layout import ITEM_BYTES, KVView, sglang_layout
+from kvcore.memory.layout import KVView, sglang_layout
+from kvcore.model.shape import ITEM_BYTES
 
 MHA_POOLS = ("MHATokenToKVPool",)
 MLA_POOLS = ("MLATokenToKVPool",)

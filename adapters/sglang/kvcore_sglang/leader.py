@@ -104,7 +104,9 @@ class Leader:
         self._watch.weigh_alone(
             config,
             model,
-            parts,
+            parts.manager,
+            parts.metrics,
+            parts.read_paths,
             min_load_tokens=self._settings.min_load_tokens,
             layerwise=self._settings.layerwise,
             times_forwards=local.times_forwards,

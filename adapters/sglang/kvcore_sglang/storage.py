@@ -29,10 +29,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from kvcore import log
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.memory.layout import ITEM_BYTES, BlockShape
+from kvcore.memory.buffers import Buffers
+from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
-from kvcore.tiers.base import Buffers
-from kvcore.tiers.disk.format import Geometry
+from kvcore.tiers.geometry import Geometry
 from kvcore_sglang.describe import fingerprint
 
 __all__ = ["HostPages", "KVCoreStorage"]

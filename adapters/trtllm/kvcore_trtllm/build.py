@@ -91,7 +91,7 @@ def _blends(
         whole(facts, memory.groups, config.block.tokens).rank_shape(rank),
         parts.plugins.selector(config.fusion.selector, config.fusion.selector_options),
         group.page_tokens,
-        select_fusion(device, parts.plugins.ops(), config.ops.backend),
+        select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend),
     )
 
 
@@ -135,7 +135,9 @@ def build_leader(
     watch.weigh_alone(
         config,
         model,
-        parts,
+        parts.manager,
+        parts.metrics,
+        parts.read_paths,
         min_load_tokens=config.trtllm.min_load_tokens,
         layerwise=config.trtllm.layerwise,
         times_forwards=False,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.memory.layout import BlockShape
 from kvcore.model.identity import rope_length, weights_identity
 from kvcore.model.keys import model_fingerprint
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 
 ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}

@@ -20,8 +20,8 @@ from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import SegmentBook
 from kvcore.manager import HOST, Hit, Manager
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import Namespace, pack_tokens
+from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 

@@ -27,7 +27,8 @@ from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, State
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
-from kvcore.memory.layout import ITEM_BYTES, KVView
+from kvcore.memory.layout import KVView
+from kvcore.model.shape import ITEM_BYTES
 from kvcore_trtllm.describe import ModelFacts
 
 ARCHITECTURES = (

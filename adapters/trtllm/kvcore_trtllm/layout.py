@@ -12,15 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.layout import (
-    ITEM_BYTES,
-    Axis,
-    BlockShape,
-    KVLayout,
-    KVView,
-    Plane,
-    trtllm_layout,
-)
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, trtllm_layout
+from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.model.spec import LayerGroup
 from kvcore_trtllm.describe import FLASH_MLA_PAGE, ModelFacts
 

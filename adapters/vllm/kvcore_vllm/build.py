@@ -20,16 +20,11 @@ from kvcore.fusion.ops import select_fusion
 from kvcore.manager.load_advisor import Planning
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import HeadRange
-from kvcore.memory.layout import BlockShape, KVView
+from kvcore.memory.layout import KVView
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
-from kvcore.runtime.build import (
-    LeaderParts,
-    WorkerParts,
-    build_leader,
-    build_worker,
-    segments_of,
-)
+from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker, segments_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import Span
 from kvcore.transfer.plan import layer_steps
@@ -217,7 +212,7 @@ def _blends(
         return RefusingBlends(page_tokens)
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
     device = parts.worker.groups[0].view.tensors[0].device
-    ops = select_fusion(device, parts.plugins.ops(), config.ops.backend)
+    ops = select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend)
     return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
 
 

@@ -27,11 +27,7 @@ from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import load_plugins
-from kvcore_vllm.build import (
-    build_scheduler_side,
-    build_worker_side,
-    refusing_worker_side,
-)
+from kvcore_vllm.build import build_scheduler_side, build_worker_side, refusing_worker_side
 from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
@@ -97,7 +93,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stand_aside(error)
             return None
         hooks = load_plugins(self._config).found("attention")
-        return replace(model, fingerprint=hooked(model.fingerprint, hooks))
+        return replace(model, fingerprint=hooked(model.fingerprint, [h.identity for h in hooks]))
 
     def _stand_aside(self, error: KVCoreError) -> None:
         _log.warning("kvcore stands aside, the model runs without it: %s", error)

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.layout import BlockShape
 from kvcore.model.identity import rope_length, weights_identity
 from kvcore.model.keys import model_fingerprint
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcore.errors import LayoutError, UnsupportedError
-from kvcore.memory.layout import BlockShape, KVView, from_strides, vllm_cpu_layout
+from kvcore.memory.layout import KVView, from_strides, vllm_cpu_layout
+from kvcore.model.shape import BlockShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

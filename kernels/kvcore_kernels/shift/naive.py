@@ -10,7 +10,8 @@ import torch
 from kvcore.fusion.rope import Rope
 from kvcore.memory.copy.base import HeadRange, Units
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.layout import BlockShape, KVView, arena_layout
+from kvcore.memory.layout import KVView, arena_layout
+from kvcore.model.shape import BlockShape
 from kvcore_kernels.shift.checks import check_shift
 
 __all__ = ["copy_shifted"]

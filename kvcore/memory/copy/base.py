@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import LayoutError
+from kvcore.memory.checksums import tensor_sums
 from kvcore.memory.layout import KVView
 
 if TYPE_CHECKING:
     import torch
-
-    from kvcore.fusion.ops import FusionOps
 
 Units = npt.NDArray[np.int64]
 
@@ -39,17 +38,13 @@ class DeviceOps(ABC):
     def supports(self, src: KVView, dst: KVView) -> bool:
         """Whether this can copy between the devices and dtypes of these views."""
 
-    def fusion(self) -> FusionOps | None:
-        """What these operations bring for blends; None: they only copy, and torch blends."""
-        return None
-
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
-        """Sums (`kvcore.memory.checksums`) of blocks of ``nbytes`` bytes at ``offsets`` of
-        ``data``, flat
-        bytes on a device; offsets are multiples of 8, and behind a block lies as much as fills its
-        last word. Blocks until they are known, on a GPU on the current stream."""
-        from kvcore.memory.checksums import tensor_sums
+        """Return the sums (`kvcore.memory.checksums`) of blocks of ``nbytes`` bytes.
 
+        A block lies at each of ``offsets`` (bytes, multiples of 8) of ``data``, a flat tensor of
+        bytes on a device. Behind a block lies as much as fills its last word. Blocks until the sums
+        are known, on a GPU on the current stream.
+        """
         return tensor_sums(data, offsets, nbytes)
 
     @abstractmethod

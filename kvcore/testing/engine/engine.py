@@ -220,7 +220,9 @@ class ReferenceEngine(Closing):
         fusion = config.fusion
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
             selector = made.plugins.selector(fusion.selector, fusion.selector_options)
-            ops = select_fusion(self.model.device, made.plugins.ops(), config.ops.backend)
+            ops = select_fusion(
+                self.model.device, made.plugins.ops(), made.plugins.fusion_ops(), config.ops.backend
+            )
             self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
         return FusionLeader(
             config,

@@ -31,8 +31,8 @@ from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.fusion.select import Ratio, Selector
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
 from kvcore.manager import Manager
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain
+from kvcore.model.shape import BlockShape
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport

@@ -27,9 +27,10 @@ from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
-from kvcore.memory.layout import BlockShape, KVView, from_strides
+from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.identity import weights_identity
 from kvcore.model.keys import model_fingerprint
+from kvcore.model.shape import BlockShape
 from kvcore.testing.engine.lora import Adapter, Delta, adapt, read_lora
 
 __all__ = ["Llama", "RankModel", "Rows", "Spec", "attend_last", "load", "random_llama"]

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 from kvcore.connector.step_transport import Quorum
 from kvcore.index.slots import SlotRun
+from kvcore.memory.layout import DeviceGroup
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore.worker import DeviceGroup, KVWorker
+from kvcore.worker import KVWorker
 
 __all__ = ["DirectTransport"]
 

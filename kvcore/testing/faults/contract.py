@@ -40,7 +40,7 @@ from kvcore.testing.faults.cells import (
 )
 from kvcore.testing.faults.plan import Fault, Rule, Seam
 from kvcore.testing.faults.process import Planted, plant
-from kvcore_devtools.served import until
+from kvcore.testing.waiting import until
 
 __all__ = ["FaultContract"]
 

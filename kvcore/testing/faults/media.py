@@ -9,24 +9,17 @@ from contextlib import closing
 from typing import TypeVar
 
 from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.testing.faults.plan import Fault, Faults, Seam, Strike, die
-from kvcore.tiers.base import (
-    BlockRead,
-    BlockRecord,
-    BlockWrite,
-    Buffers,
-    DeviceRead,
-    Tier,
-    nbytes_of,
-)
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, DeviceRead, Tier
 from kvcore.tiers.disk import DiskTier
 from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.files import IndexFile
-from kvcore.tiers.disk.format import RECORD_NBYTES
 from kvcore.tiers.disk.gds import DirectReader, Pick
 from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, write_all
+from kvcore.tiers.geometry import RECORD_NBYTES
 from kvcore.tiers.remote.base import BlockStore, Item
 
 __all__ = ["FaultyStore", "FaultyTier", "into_disk"]

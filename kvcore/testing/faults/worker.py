@@ -19,7 +19,8 @@ from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import DiskTier
 from kvcore.transfer.engine import Executor
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
-from kvcore.worker.worker import KVWorker, _DeviceCopy
+from kvcore.worker.executors import DeviceCopy
+from kvcore.worker.worker import KVWorker
 
 __all__ = [
     "FaultyClock",
@@ -40,7 +41,7 @@ def into_worker(worker: KVWorker, faults: Faults) -> None:
     seams = {Path.H2D: Seam.LOAD, Path.D2H: Seam.SAVE}
     for path, seam in seams.items():
         executor = engine._executors[path]
-        assert isinstance(executor, _DeviceCopy)
+        assert isinstance(executor, DeviceCopy)
         executor._ops = FaultyOps(executor._ops, faults)
         engine._executors[path] = FaultyExecutor(executor, faults, seam)
     engine._clock = FaultyClock(faults, engine._clock)
@@ -102,9 +103,6 @@ class FaultyOps(DeviceOps):
 
     def supports(self, src: KVView, dst: KVView) -> bool:
         return self.inner.supports(src, dst)
-
-    def fusion(self) -> Any:
-        return self.inner.fusion()
 
     def copy(
         self,

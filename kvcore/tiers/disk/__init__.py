@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcore.tiers.disk.format import Geometry
 from kvcore.tiers.disk.store import PreparedStore, prepare_store
 from kvcore.tiers.disk.tier import STORE_SHIFT, DiskTier
+from kvcore.tiers.geometry import Geometry
 
 __all__ = ["STORE_SHIFT", "DiskTier", "Geometry", "PreparedStore", "prepare_store"]

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.memory.hugepages import PAGE
-from kvcore.tiers.base import Buffers, nbytes_of
 from kvcore.tiers.disk.io import (
     IOV_MAX,
     Move,

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.memory.buffers import Buffers
 from kvcore.memory.hugepages import Pages
-from kvcore.tiers.base import Buffers
 
 __all__ = ["KEY_NBYTES", "NONCE_NBYTES", "TAG_NBYTES", "BlockCipher", "Scratch", "Seal"]
 

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from kvcore._util.fd import Descriptor
 from kvcore.errors import TierUnavailable
+from kvcore.memory.buffers import Buffers
 from kvcore.memory.hugepages import PAGE, Pages
-from kvcore.tiers.base import Buffers
 from kvcore.tiers.disk.aio import AioMover
-from kvcore.tiers.disk.format import EMPTY_RECORD, RECORD_NBYTES, Record
+from kvcore.tiers.disk.format import EMPTY_RECORD, Record
 from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover, is_aligned
+from kvcore.tiers.geometry import RECORD_NBYTES
 
 _log = logging.getLogger("kvcore.tiers.disk")
 

@@ -13,12 +13,16 @@ from typing import NamedTuple
 
 from kvcore.errors import CorruptBlock, TierError
 from kvcore.memory.arena import slot_bytes
+from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.memory.hugepages import Pages
-from kvcore.tiers.base import Buffers, SlotError, nbytes_of
+from kvcore.model.parts import Part
+from kvcore.tiers.base import SlotError
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk.cipher import BlockCipher, Seal
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
-from kvcore.tiers.disk.format import Geometry, Record, checksum, shard_files
-from kvcore.tiers.sharding import Part, Run, cover, places, runs
+from kvcore.tiers.disk.format import Record, shard_files
+from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.sharding import Run, cover, places, runs
 
 _log = logging.getLogger("kvcore.tiers.disk")
 

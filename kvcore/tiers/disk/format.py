@@ -9,30 +9,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from kvcore.errors import FormatError, LayoutError
 from kvcore.memory.arena import slot_bytes
-from kvcore.memory.layout import BlockShape
-from kvcore.tiers.base import BlockRecord, Buffers
-from kvcore.tiers.sharding import Part
+from kvcore.tiers.base import BlockRecord
+from kvcore.tiers.geometry import RECORD_NBYTES, VERSION, Geometry
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
-VERSION = 1
-STAGED_VERSION = 2
-"""Of a ``store.json`` whose shards hold ranges of layers: a kvcore that knows none leaves it be."""
 MAGIC = b"KVC1"
-RECORD_NBYTES = 128
 _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key parent ns sum nbytes
 _SEAL = _SUM = struct.Struct("<Q")
 _BODY_NB = _BODY.size
@@ -109,16 +100,6 @@ class Record(NamedTuple):
         return cls(*known, pad[:16], pad[16:])
 
 
-def checksum(key: bytes, buffers: Buffers, nbytes: int) -> bytes:
-    """XXH3-128 of the first ``nbytes`` bytes, seeded with the block's key: another block's bytes
-    do not pass for it."""
-    state = xxhash.xxh3_128(seed=int.from_bytes(key[:8], "little"))
-    for part in buffers:
-        state.update(part if part.nbytes <= nbytes else part.cast("B")[:nbytes])
-        nbytes -= min(nbytes, part.nbytes)
-    return state.digest()
-
-
 def read_table(path: Path) -> tuple[Table, int]:
     """(The valid rows of an index file, how many there are that are neither valid nor empty).
 
@@ -174,116 +155,6 @@ class Table(NamedTuple):
         """Records of slots counted from ``first_slot``."""
         columns = (self.rows[name].tolist() for name in ("key", "parent", "namespace", "stamp"))
         return list(map(BlockRecord, (self.slots + first_slot).tolist(), *columns))
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What makes the blocks of two stores comparable, and how one store cuts them into shards.
-
-    ``shape`` is the whole model's block, ``model`` its fingerprint, ``heads`` the KV heads
-    [start, stop) of each shard. ``cipher`` is the name of what its blocks are encrypted with.
-    ``layers`` are the layers [start, stop) of each shard, given only where not all have all.
-    """
-
-    shape: BlockShape
-    model: bytes
-    heads: tuple[tuple[int, int], ...]
-    cipher: str = ""
-    layers: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.layers:
-            object.__setattr__(self, "layers", ((0, self.shape.layers),) * len(self.heads))
-        fits = len(self.layers) == len(self.heads)
-        if not self.heads or not fits or not all(part.within(self.shape) for part in self.parts):
-            raise FormatError(
-                f"shards of KV heads {self.heads} and layers {self.layers}: each is [start, stop) "
-                f"within 0..{self.shape.kv_heads} and 0..{self.shape.layers}"
-            )
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """What each shard holds of a block."""
-        return tuple(map(Part, self.heads, self.layers))
-
-    @property
-    def base(self) -> str:
-        """Name of the folder that stores of comparable blocks share, however they are cut."""
-        cut = {"version": VERSION, "shape": self.shape.to_dict()}
-        data = json.dumps(cut | self._cipher, sort_keys=True)
-        return xxhash.xxh3_128_hexdigest(data.encode() + self.model)
-
-    @property
-    def _cipher(self) -> dict[str, str]:
-        return {"cipher": self.cipher} if self.cipher else {}
-
-    @property
-    def _staged(self) -> bool:
-        """Whether a shard lacks layers."""
-        return any(span != (0, self.shape.layers) for span in self.layers)
-
-    def place(self, shard: int) -> bytes:
-        """Which shard of which blocks this is: what encrypted ones are bound to."""
-        layers = f" {self.layers[shard]}" if self._staged else ""
-        return f"{self.base} {self.heads[shard]}{layers}".encode()
-
-    @property
-    def per_slot(self) -> int:
-        """Bytes on disk of one slot in all shards, records included."""
-        shards = range(len(self.heads))
-        return sum(slot_bytes(self.shard_shape(i)) + RECORD_NBYTES for i in shards)
-
-    def shard_shape(self, shard: int) -> BlockShape:
-        return self.parts[shard].shape(self.shape)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "format": "kvcore disk tier",
-            "version": STAGED_VERSION if self._staged else VERSION,
-            "model": self.model.hex(),
-            "shape": self.shape.to_dict(),
-            "heads": [list(span) for span in self.heads],
-            **({"layers": [list(span) for span in self.layers]} if self._staged else {}),
-            **self._cipher,
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Geometry:
-        """Raises FormatError when ``data`` is not a store.json of a version that is known."""
-        if not isinstance(data, dict) or data.get("format") != "kvcore disk tier":
-            raise FormatError("not a store.json of kvcore's disk tier")
-        version = data.get("version")
-        if version not in (VERSION, STAGED_VERSION):
-            raise FormatError(
-                f"a store of format version {version!r}; this kvcore reads {VERSION} and "
-                f"{STAGED_VERSION}"
-            )
-        try:
-            heads = tuple((int(a), int(b)) for a, b in data["heads"])
-            staged = data["layers"] if version == STAGED_VERSION else ()
-            layers = tuple((int(a), int(b)) for a, b in staged)
-            shape, model = BlockShape.from_dict(data["shape"]), bytes.fromhex(data["model"])
-            return cls(shape, model, heads, str(data.get("cipher", "")), layers)
-        except (KeyError, TypeError, ValueError, LayoutError) as error:
-            raise FormatError(f"a damaged store.json: {error!r}") from error
-
-    def save(self, folder: Path) -> None:
-        """Write store.json whole or not at all."""
-        draft = folder / "store.json.new"
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(self.to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(folder / "store.json")
-
-    @classmethod
-    def load(cls, folder: Path) -> Geometry:
-        """Raises FormatError saying what is wrong with the folder's store.json."""
-        try:
-            data = json.loads((folder / "store.json").read_text())
-        except (OSError, ValueError) as error:
-            raise FormatError(f"no readable store.json in {folder.name}: {error}") from error
-        return cls.from_json(data)
 
 
 def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.memory.hugepages import PAGE, Pages
-from kvcore.tiers.base import Buffers, nbytes_of
 
 IOV_MAX = 1024
 

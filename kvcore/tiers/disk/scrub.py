@@ -20,17 +20,11 @@ import numpy as np
 from kvcore.errors import ConfigError, FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.memory.hugepages import Pages
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
-from kvcore.tiers.disk.format import (
-    RECORD_NBYTES,
-    Geometry,
-    Table,
-    checksum,
-    read_table,
-    shard_files,
-    suspect_slots,
-)
+from kvcore.tiers.disk.format import Table, read_table, shard_files, suspect_slots
 from kvcore.tiers.disk.store import exclusive, lock_store, stores_under
+from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
 __all__ = ["Bad", "State", "StoreReport", "scrub"]
 

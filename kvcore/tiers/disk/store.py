@@ -23,15 +23,10 @@ from typing import Any
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
-from kvcore.tiers.disk.format import (
-    RECORD_NBYTES,
-    Geometry,
-    Table,
-    scan_shard,
-    shard_files,
-)
+from kvcore.tiers.disk.format import Table, scan_shard, shard_files
 from kvcore.tiers.disk.tier import STORE_SHIFT
 from kvcore.tiers.disk.tombstones import Debts, pay
+from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
 _log = logging.getLogger("kvcore.tiers.disk")
 

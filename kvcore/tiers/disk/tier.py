@@ -21,35 +21,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcore._util.threads import started
-from kvcore.errors import (
-    CapacityError,
-    CorruptBlock,
-    FormatError,
-    TierError,
-    TierUnavailable,
-)
+from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierError, TierUnavailable
 from kvcore.index.slots import slot_runs
 from kvcore.memory.arena import slot_bytes
+from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.memory.checksums import bound_to, host_sum
 from kvcore.memory.hugepages import Pages
+from kvcore.model.parts import Part
 from kvcore.tiers.base import (
     BlockRead,
     BlockRecord,
     BlockWrite,
-    Buffers,
     DeviceRead,
     NotDirect,
     SlotError,
     Tier,
-    nbytes_of,
 )
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher, Scratch
 from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
 from kvcore.tiers.disk.foreign import ForeignStore, is_whole
-from kvcore.tiers.disk.format import Geometry, Record, checksum, scan_shard, shard_files
+from kvcore.tiers.disk.format import Record, scan_shard, shard_files
 from kvcore.tiers.disk.io import Outcome
 from kvcore.tiers.disk.tombstones import Stamps
-from kvcore.tiers.sharding import Part
+from kvcore.tiers.geometry import Geometry
 
 if TYPE_CHECKING:
     from kvcore.memory.device_region import DeviceRegion

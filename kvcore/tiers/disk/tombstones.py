@@ -24,7 +24,8 @@ from kvcore.errors import TierUnavailable
 from kvcore.index.slots import slot_runs
 from kvcore.model.keys import KEY_BYTES
 from kvcore.tiers.disk.files import IndexFile
-from kvcore.tiers.disk.format import Geometry, read_table, shard_files
+from kvcore.tiers.disk.format import read_table, shard_files
+from kvcore.tiers.geometry import Geometry
 
 __all__ = ["Debts", "Stamps", "pay"]
 

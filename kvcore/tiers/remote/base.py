@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcore.errors import TierError
-from kvcore.tiers.base import Buffers
+from kvcore.memory.buffers import Buffers
 
 
 class Item(NamedTuple):

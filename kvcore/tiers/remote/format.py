@@ -17,8 +17,8 @@ from typing import NamedTuple
 import xxhash
 
 from kvcore.errors import CorruptBlock
-from kvcore.tiers.base import Buffers
-from kvcore.tiers.disk.format import checksum
+from kvcore.memory.buffers import Buffers
+from kvcore.tiers.checksum import checksum
 
 MAGIC = b"KVR1"
 VERSION = 1

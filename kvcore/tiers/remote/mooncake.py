@@ -20,11 +20,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from kvcore._util.optional import client_module
 from kvcore.config.schema import Size, parse_size
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
-from kvcore.tiers.base import nbytes_of
+from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes
-from kvcore.tiers.remote.options import StoreOptions, client_module
+from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
 _LANE_NBYTES = 16 << 20

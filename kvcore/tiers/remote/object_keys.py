@@ -15,9 +15,10 @@ from functools import cached_property
 
 import xxhash
 
-from kvcore.memory.layout import BlockShape
-from kvcore.tiers.disk.format import Geometry
-from kvcore.tiers.sharding import Part, Run, cover, runs
+from kvcore.model.parts import Part
+from kvcore.model.shape import BlockShape
+from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.sharding import Run, cover, runs
 
 _PLACE = re.compile(r"h([0-9]{1,6})-([0-9]{1,6})\.l([0-9]{1,6})-([0-9]{1,6})")
 

@@ -14,15 +14,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from kvcore.errors import (
-    BlockMissing,
-    ConfigError,
-    CorruptBlock,
-    TierError,
-    TierUnavailable,
-)
+from kvcore._util.optional import client_module
+from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore, Item, fill
-from kvcore.tiers.remote.options import StoreOptions, client_module
+from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
 T = TypeVar("T")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError
 
 from kvcore.config.fields import SchemaModel, Seconds
 from kvcore.config.walk import supported
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcore.plugins import TierContext
+    from kvcore.tiers.spec import TierContext
 
 
 class StoreOptions(SchemaModel):
@@ -73,15 +72,6 @@ def read_options(kind: type[Options], context: TierContext) -> Options:
     except ValidationError as error:
         lines = [_explain(kind, item) for item in error.errors()]
         raise ConfigError(f"[tiers.{context.name}.options]: {'; '.join(lines)}") from error
-
-
-def client_module(name: str, package: str = "") -> Any:
-    """A store's client. Raises UnsupportedError, naming the package, where it cannot be used."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        package = package or name.partition(".")[0]
-        raise UnsupportedError(f"{error}: this store needs `pip install {package}`") from error
 
 
 def _explain(kind: type[StoreOptions], item: Any) -> str:

@@ -11,17 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from kvcore._util.optional import client_module
 from kvcore.config.fields import FolderPath
-from kvcore.errors import (
-    BlockMissing,
-    ConfigError,
-    CorruptBlock,
-    TierError,
-    TierUnavailable,
-)
-from kvcore.tiers.base import nbytes_of
+from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
+from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.options import StoreOptions, client_module
+from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.resp import ReplyError, Wire
 from kvcore.tiers.remote.tier import StoreKind
 

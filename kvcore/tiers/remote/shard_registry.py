@@ -27,9 +27,10 @@ from collections.abc import Callable, Collection, Sequence
 import xxhash
 
 from kvcore.errors import BlockMissing, TierError, TierUnavailable
+from kvcore.model.parts import Part
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.object_keys import Shard
-from kvcore.tiers.sharding import Part, is_tiling, splits_of
+from kvcore.tiers.sharding import is_tiling, splits_of
 
 _log = logging.getLogger("kvcore.tiers.remote")
 

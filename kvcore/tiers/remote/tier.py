@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvcore._util.threads import started
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
-from kvcore.plugins.hookspecs import PreparedTier
-from kvcore.tiers.base import (
-    BlockRead,
-    BlockRecord,
-    BlockWrite,
-    Buffers,
-    SlotError,
-    Tier,
-    nbytes_of,
-)
-from kvcore.tiers.disk.format import checksum
+from kvcore.memory.buffers import Buffers, nbytes_of
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.format import HEADER_NBYTES, Header, verify
 from kvcore.tiers.remote.lookup import Finder
@@ -34,9 +26,10 @@ from kvcore.tiers.remote.options import StoreOptions, read_options
 from kvcore.tiers.remote.pending_deletes import OwedKeys
 from kvcore.tiers.remote.shard_registry import Splits
 from kvcore.tiers.sharding import places
+from kvcore.tiers.spec import PreparedTier
 
 if TYPE_CHECKING:
-    from kvcore.plugins import TierContext
+    from kvcore.tiers.spec import TierContext
 
 _log = logging.getLogger("kvcore.tiers.remote")
 

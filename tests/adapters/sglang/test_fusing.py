@@ -31,8 +31,8 @@ from kvcore.harness.prompts import words as words_of  # noqa: E402
 from kvcore.index import BlockIndex, TierSpec  # noqa: E402
 from kvcore.index.policy import BUILTIN_POLICIES  # noqa: E402
 from kvcore.manager import HOST, KVManager  # noqa: E402
-from kvcore.memory.layout import BlockShape  # noqa: E402
 from kvcore.model.keys import KeyChain, Namespace  # noqa: E402
+from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.telemetry.metrics import Metrics  # noqa: E402
 from kvcore_sglang.fusing import (  # noqa: E402  (needs torch)
     Asking,

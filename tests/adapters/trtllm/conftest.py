@@ -109,7 +109,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for gate in ("loads", "saves"):
         control[gate] = threading.Event()
         control[gate].set()
-    run = kvcore_worker._DeviceCopy.run
+    run = kvcore_worker.DeviceCopy.run
 
     def controlled(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
         loads = op.path is Direction.H2D
@@ -121,5 +121,5 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return dict.fromkeys(rows, RowError.INTERNAL)
         return run(self, graph, op, rows)
 
-    monkeypatch.setattr(kvcore_worker._DeviceCopy, "run", controlled)
+    monkeypatch.setattr(kvcore_worker.DeviceCopy, "run", controlled)
     return control

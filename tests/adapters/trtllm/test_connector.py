@@ -217,10 +217,7 @@ def test_calls_and_their_number(make: Make, model: Any, overlap: bool) -> None:
 def test_signatures_are_the_engines(adapter: Any) -> None:
     import inspect
 
-    from kvcore_trtllm.testing.standins import (
-        KvCacheConnectorScheduler,
-        KvCacheConnectorWorker,
-    )
+    from kvcore_trtllm.testing.standins import KvCacheConnectorScheduler, KvCacheConnectorWorker
 
     pairs = [
         (adapter.KVCoreScheduler, KvCacheConnectorScheduler),
@@ -306,13 +303,13 @@ def test_what_comes_late_serves_the_next_request(
     settle(first)
     first.close()
     second = make({**disk, "trtllm": {"stage_wait_s": 0}})
-    late, read = threading.Event(), kvcore_worker._TierRead.run
+    late, read = threading.Event(), kvcore_worker.TierRead.run
 
     def slow(*given: Any) -> Any:
         late.wait(timeout=60)
         return read(*given)
 
-    monkeypatch.setattr(kvcore_worker._TierRead, "run", slow)
+    monkeypatch.setattr(kvcore_worker.TierRead, "run", slow)
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
     assert loaded(second) == 0
     late.set()

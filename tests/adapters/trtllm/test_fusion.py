@@ -25,7 +25,8 @@ from kvcore.fusion.fusor import State
 from kvcore.fusion.options import FusionOptions
 from kvcore.harness.models import tiny_model
 from kvcore.memory.copy.reference import _plane_view
-from kvcore.memory.layout import BlockShape, KVView, trtllm_layout
+from kvcore.memory.layout import KVView, trtllm_layout
+from kvcore.model.shape import BlockShape
 from kvcore.testing.conformance import Ask, Engine, Kit
 from kvcore.testing.conformance.cases.fusion import FUSED, Mixed, chunks_of, mixed
 from kvcore.transfer.graph import Path as Direction
@@ -195,14 +196,14 @@ def test_a_wish_without_sense_is_answered_exactly(
 def losing_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs whose copies into a staging fail while this list is not empty."""
     failing: list[int] = []
-    run = kvcore_worker._DeviceCopy.run
+    run = kvcore_worker.DeviceCopy.run
 
     def lossy(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
         if failing and op.path is Direction.H2D and graph.graph_id in self._elsewhere:
             return dict.fromkeys(rows, RowError.INTERNAL)
         return run(self, graph, op, rows)
 
-    monkeypatch.setattr(kvcore_worker._DeviceCopy, "run", lossy)
+    monkeypatch.setattr(kvcore_worker.DeviceCopy, "run", lossy)
     return failing
 
 

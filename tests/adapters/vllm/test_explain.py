@@ -15,8 +15,8 @@ from kvcore.explain.recorder import Watch
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
 from kvcore.manager.load_advisor import Planning, tier_priors
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import ComputeRates, Part, Rates

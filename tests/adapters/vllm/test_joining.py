@@ -14,8 +14,8 @@ from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph

@@ -13,8 +13,8 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
 from kvcore.manager.load_advisor import Planning, tier_priors
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import load_plugins
 from kvcore.telemetry.metrics import Metrics, MissReason

@@ -65,11 +65,10 @@ def kvcore_selectors() -> list[SelectorPlugin]:
     return [SelectorPlugin("faulty", faulty_selector), SelectorPlugin("telling", telling_selector)]
 
 
-def faulty_ops() -> Any:
+def faulty_fusion() -> Any:
     import torch
 
     from kvcore.fusion.ops import TorchFusion
-    from kvcore.memory.copy.native import NativeOps
 
     class FaultyFusion(TorchFusion):
         def __init__(self) -> None:
@@ -81,6 +80,12 @@ def faulty_ops() -> Any:
                 raise RuntimeError("no memory on this rank")
             return super().attend(*args)
 
+    return FaultyFusion()
+
+
+def faulty_ops() -> Any:
+    from kvcore.memory.copy.native import NativeOps
+
     class FaultyOps(NativeOps):
         name = "faulty"
         priority = -1
@@ -91,12 +96,9 @@ def faulty_ops() -> Any:
                 raise OSError("a copy that fails, as asked")
             super().copy(src, *args, **options)
 
-        def fusion(self) -> Any:
-            return FaultyFusion()
-
     return FaultyOps()
 
 
 @hookimpl
 def kvcore_ops() -> list[OpsPlugin]:
-    return [OpsPlugin("faulty", faulty_ops)]
+    return [OpsPlugin("faulty", faulty_ops, faulty_fusion)]

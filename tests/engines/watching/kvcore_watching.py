@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.plugins import AttentionPlugin, hookimpl
 
 if TYPE_CHECKING:
-    from kvcore.memory.layout import BlockShape
+    from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcore.fusion.attend import Attention, attend_rows
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.plugins.attention import AttentionCall, AttentionHook
 
 _log = logging.getLogger("kvcore.watching")

@@ -21,8 +21,8 @@ from kvcore.cli.contact import contacts
 from kvcore.cli.findings import Finding, Level
 from kvcore.config import load_config
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierUnavailable, UnsupportedError
-from kvcore.memory.layout import BlockShape
 from kvcore.memory.nixl import LANE_NBYTES, FileAgent, Span
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite

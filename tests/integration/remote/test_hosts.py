@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
-from kvcore_devtools.served import until
+from kvcore.testing.waiting import until
 from kvcore_devtools.servers import (
     S3_ENVIRONMENT,
     Server,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
-from kvcore.memory.layout import BlockShape
 from kvcore.memory.nixl import LANE_NBYTES
+from kvcore.model.shape import BlockShape
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry

@@ -174,7 +174,7 @@ def test_what_others_write_in_etcd_stops_nobody(
 
 
 def test_without_etcd_it_is_refused_by_name() -> None:
-    from kvcore.memory.layout import BlockShape
+    from kvcore.model.shape import BlockShape
     from kvcore.tiers.disk import Geometry
 
     geometry = Geometry(BlockShape(4, 2, 64, 16, "float32"), b"model", ((0, 2),))

@@ -14,13 +14,14 @@ from kvcore.control import commands as o
 from kvcore.control.audit import AuditLog
 from kvcore.errors import CapacityError, ConfigError, KVCoreError, UnsupportedError
 from kvcore.manager import HOST
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain, pack_tokens
+from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server.model_cache import Space
 from kvcore.server.runtime_dir import Folder
+from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport
-from kvcore_devtools.served import settings, until, words
+from kvcore_devtools.served import settings, words
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
 BLOCK = SHAPE.nbytes

@@ -11,8 +11,9 @@ from kvcore.errors import TierUnavailable
 from kvcore.model.keys import KEY_BYTES
 from kvcore.server import messages as m
 from kvcore.server.pending_clears import OwedClears
+from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError
-from kvcore_devtools.served import RunningServer, settings, until
+from kvcore_devtools.served import RunningServer, settings
 from support.server_wire import MODEL, SPACE, join, keys, save, units
 
 Start = Callable[[Config], RunningServer]

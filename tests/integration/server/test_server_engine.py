@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvcore.config import Config
-from kvcore_devtools.served import RunningServer, serve, settings, until, words
+from kvcore.testing.waiting import until
+from kvcore_devtools.served import RunningServer, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 

@@ -16,7 +16,8 @@ from kvcore.events.wire import SNAPSHOT, BlockStored, decode
 from kvcore.events.zmq_bus import ZmqSource
 from kvcore.model.keys import KeyChain
 from kvcore.server.server import Server
-from kvcore_devtools.served import RunningServer, follows, serve, settings, until, words
+from kvcore.testing.waiting import until
+from kvcore_devtools.served import RunningServer, follows, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 BLOCK = 16

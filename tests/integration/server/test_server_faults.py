@@ -16,8 +16,9 @@ from kvcore.manager.base import Hit
 from kvcore.server.client import RemoteManager
 from kvcore.server.runtime_dir import GRAPH_BITS
 from kvcore.testing.engine import EngineArgs, ReferenceEngine
+from kvcore.testing.waiting import until
 from kvcore.transfer.graph import RowError, UnitTable
-from kvcore_devtools.served import RunningServer, questions, serve, settings, until, words
+from kvcore_devtools.served import RunningServer, questions, serve, settings, words
 from kvcore_devtools.servers import stand_still
 
 Start = Callable[[Config], RunningServer]

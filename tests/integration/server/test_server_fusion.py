@@ -18,7 +18,8 @@ from kvcore.fusion.segments import Segments
 from kvcore.model.keys import KEY_BYTES, KeyChain, Namespace
 from kvcore.server import messages as m
 from kvcore.server.segments import LEAD_TOKENS, RemoteSegments, learn, search
-from kvcore_devtools.served import RunningServer, questions, serve, settings, until, words
+from kvcore.testing.waiting import until
+from kvcore_devtools.served import RunningServer, questions, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 FUSION = {"fusion": {"enabled": True}}

@@ -20,6 +20,7 @@ from kvcore.model.keys import KeyChain
 from kvcore.server.client import RemoteManager
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.engine.requests import Request, State
+from kvcore.testing.waiting import until
 from kvcore_devtools import split
 from kvcore_devtools.served import (
     RunningServer,
@@ -28,7 +29,6 @@ from kvcore_devtools.served import (
     serve,
     server_process,
     settings,
-    until,
     words,
 )
 from kvcore_devtools.servers import free_port, need_client, stand_still

@@ -12,13 +12,14 @@ pytest.importorskip("zmq")
 
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.errors import TierUnavailable
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server import runtime_dir as places
 from kvcore.server import server as module
 from kvcore.server.runtime_dir import Folder, HeldSession, SessionFile
 from kvcore.server.server import Server
-from kvcore_devtools.served import settings, until
+from kvcore.testing.waiting import until
+from kvcore_devtools.served import settings
 
 MODEL = m.Model.of(BlockShape(2, 2, 8, 16, "float32"), b"fingerprint")
 LEASE_S = 5.0

@@ -11,13 +11,14 @@ pytest.importorskip("zmq")
 
 from kvcore.errors import FormatError, KVCoreError
 from kvcore.fusion.segments import Segments
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import pack_tokens
+from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server.model_cache import Space
 from kvcore.server.runtime_dir import Folder, session_of
+from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore_devtools.served import settings, until, words
+from kvcore_devtools.served import settings, words
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
 NAMES = [bytes([i + 1]) * 16 for i in range(4)]

@@ -16,7 +16,8 @@ from kvcore.server import worker as worker_module
 from kvcore.server.runtime_dir import HeldSession
 from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
-from kvcore_devtools.served import RunningServer, questions, until, words
+from kvcore.testing.waiting import until
+from kvcore_devtools.served import RunningServer, questions, words
 
 ANSWER = 6
 Start = Callable[[Config], RunningServer]

@@ -9,14 +9,15 @@ import pytest
 pytest.importorskip("zmq")
 
 from kvcore.config import Config
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server import server as module
 from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import HeldSession
+from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore_devtools.served import PATIENCE_S, RunningServer, serve, settings, until, words
+from kvcore_devtools.served import RunningServer, serve, settings, words
 from kvcore_devtools.servers import free_port
 
 Start = Callable[[Config], RunningServer]

@@ -22,16 +22,17 @@ from kvcore.config.schema import ServerConfig
 from kvcore.control import commands as o
 from kvcore.errors import ConfigError, FormatError, TierUnavailable, UnsupportedError
 from kvcore.manager.base import Hit, Promise, Source
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KEY_BYTES
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager
 from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import HeldSession
+from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
-from kvcore_devtools.served import RunningServer, settings, until
+from kvcore_devtools.served import RunningServer, settings
 from kvcore_devtools.servers import free_port
 from support.server_wire import DESCRIBED, MODEL, SHAPE, SPACE, join, keys, save, units
 

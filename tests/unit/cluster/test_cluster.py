@@ -12,8 +12,8 @@ from kvcore.cluster.static import StaticDirectory
 from kvcore.config import load_config
 from kvcore.config.schema_cluster import ClusterConfig
 from kvcore.errors import ConfigError, FormatError
+from kvcore.testing.waiting import until
 from kvcore.tiers.remote.peer.discovery import Roster
-from kvcore_devtools.served import until
 
 A = Member("leader", "a", "tcp://a:1", "m", "g", {"events": "tcp://a:2"})
 B = Member("leader", "b", "tcp://b:1", "m", "g")

@@ -19,14 +19,14 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import KVManager
 from kvcore.manager.base import Backing
 from kvcore.manager.remote_lookup import StoreLookup
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KeyChain, Namespace
+from kvcore.model.parts import Part
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead
 from kvcore.tiers.remote import Finder, Item, Promise, Shard
 from kvcore.tiers.remote.memory import MemoryStore
-from kvcore.tiers.sharding import Part
 from kvcore.transfer.graph import Path, TransferGraph, UnitTable
-from kvcore.worker import _TierRead
+from kvcore.worker.executors import TierRead
 from kvcore_vllm.handover import Handover
 
 
@@ -308,7 +308,7 @@ def test_the_node_of_a_promise_goes_to_the_ranks(how: str) -> None:
     assert graph.nodes == ("here:1",)
     tier = SimpleNamespace(read=lambda given: reads.extend(given) or [None] * len(given))
     arena = SimpleNamespace(slot_buffers=lambda slot: [])
-    _TierRead({"far": tier}, arena).run(graph, graph.ops[0], [0, 1])  # type: ignore[arg-type, dict-item]
+    TierRead({"far": tier}, arena).run(graph, graph.ops[0], [0, 1])  # type: ignore[arg-type, dict-item]
     assert [read.nodes for read in reads] == [("here:1",)] * 2
     finder.close()
 

@@ -31,7 +31,8 @@ from kvcore.fusion import _segment_file as segment_file
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
-from kvcore.tiers.disk.format import MAGIC, Geometry, Record, read_table
+from kvcore.tiers.disk.format import MAGIC, Record, read_table
+from kvcore.tiers.geometry import Geometry
 from kvcore.tiers.remote.format import Header, verify
 from kvcore_devtools import fuzz
 from kvcore_devtools.fuzz import TARGETS, Target, seeds, try_input

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from kvcore.cli.app import app
 from kvcore.config import load_config
-from kvcore.explain import Cause, Journal, Miss, Record
 from kvcore.explain import file as explain_file
 from kvcore.explain.file import RecordFile, read_records
+from kvcore.explain.journal import Cause, Journal, Miss, Record
 from kvcore.explain.recorder import Watch
-from kvcore.manager import Event, Hit, Source
+from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import Action
 from kvcore.model.keys import Namespace
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from kvcore.config import load_config
 from kvcore.explain import Cause, Journal
 from kvcore.explain.recorder import Watch  # after the skip
-from kvcore.manager import Event, Hit, Source
+from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import Ask
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Metrics

@@ -26,19 +26,14 @@ class GpuOps(ReferenceOps):
     name: ClassVar[str] = "gpu"
     priority: ClassVar[int] = 20
 
-    def fusion(self) -> FusionOps | None:
-        return GpuFusion()
-
 
 class Slower(GpuOps):
     name: ClassVar[str] = "slower"
     priority: ClassVar[int] = 15
 
-    def fusion(self) -> FusionOps | None:
-        return TorchFusion()
-
 
 CANDIDATES: list[DeviceOps] = [ReferenceOps(), GpuOps(), Slower()]
+BROUGHT: dict[str, FusionOps] = {"gpu": GpuFusion(), "slower": TorchFusion()}
 
 
 @pytest.mark.parametrize(
@@ -54,18 +49,18 @@ CANDIDATES: list[DeviceOps] = [ReferenceOps(), GpuOps(), Slower()]
 def test_the_fastest_that_serves_the_device(
     device: torch.device, backend: str, kind: type[FusionOps]
 ) -> None:
-    assert type(select_fusion(device, CANDIDATES, backend)) is kind
+    assert type(select_fusion(device, CANDIDATES, BROUGHT, backend)) is kind
 
 
 def test_with_copies_alone_torch_blends() -> None:
-    assert type(select_fusion(GPU, [ReferenceOps()])) is TorchFusion
+    assert type(select_fusion(GPU, [ReferenceOps()], {})) is TorchFusion
 
 
 def test_a_backend_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="'fast'; available here are auto, gpu, reference"):
-        select_fusion(CPU, CANDIDATES, "fast")
+        select_fusion(CPU, CANDIDATES, BROUGHT, "fast")
     with pytest.raises(ConfigError, match="cannot blend on cpu"):
-        select_fusion(CPU, CANDIDATES, "gpu")
+        select_fusion(CPU, CANDIDATES, BROUGHT, "gpu")
 
 
 def test_places_are_written_and_nothing_else() -> None:

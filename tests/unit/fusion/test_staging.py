@@ -19,7 +19,8 @@ from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging  # noqa: E402
 from kvcore.memory.copy.reference import ReferenceOps  # noqa: E402
-from kvcore.memory.layout import Axis, BlockShape, KVLayout, KVView, Plane, arena_layout  # noqa: E402
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout  # noqa: E402
+from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore_devtools.fusion import (  # noqa: E402
     DIM,
     KV_HEADS,

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.errors import ConfigError
-from kvcore.index import BlockIndex, Quota, TierSpec
+from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy import BUILTIN_POLICIES, Priority
+from kvcore.index.quotas import Quota
 
 Path = tuple[int, ...]
 SPACES = [bytes([65 + tenant]) * 16 for tenant in range(3)]

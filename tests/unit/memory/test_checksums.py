@@ -16,7 +16,7 @@ from kvcore.memory import checksums as sums
 from kvcore.memory.checksums import bound_to, host_sum, naive_sum, tensor_sums
 from kvcore.memory.copy import builtin_ops
 from kvcore.memory.copy.build_native import build
-from kvcore.memory.copy.native import prepare_library
+from kvcore.memory.native_lib import prepare_library
 
 SIZES = st.sampled_from([1, 7, 8, 9, 63, 64, 500, 4096, 5000])
 

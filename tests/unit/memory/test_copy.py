@@ -20,6 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import ConfigError, LayoutError, UnsupportedError
+from kvcore.memory import native_lib
 from kvcore.memory.copy import DeviceOps, HeadRange, builtin_ops, native, select_ops
 from kvcore.memory.copy import build_native as build
 from kvcore.memory.copy.base import Units
@@ -27,7 +28,6 @@ from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import (
     Axis,
-    BlockShape,
     KVLayout,
     KVView,
     Plane,
@@ -35,6 +35,7 @@ from kvcore.memory.layout import (
     trtllm_layout,
     vllm_cpu_layout,
 )
+from kvcore.model.shape import BlockShape
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -377,7 +378,7 @@ def test_native_is_for_host_memory_only() -> None:
 def test_the_library_is_built_by_any_compiler_named(tmp_path: Path) -> None:
     made = build.build(tmp_path / "_copy.so")
     assert [p.name for p in tmp_path.iterdir()] == ["_copy.so"]
-    assert ctypes.CDLL(str(made)).kvcore_copy_abi() == native._ABI
+    assert ctypes.CDLL(str(made)).kvcore_copy_abi() == native_lib._ABI
 
 
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,8 +427,8 @@ def test_without_the_library_torch_copies_and_the_log_says_so(
 ) -> None:
     path = tmp_path / "_copy.so"
     make(path)  # type: ignore[operator]
-    monkeypatch.setattr(native, "LIBRARY", path)
-    monkeypatch.setattr(native, "load_library", native.load_library.__wrapped__)
+    monkeypatch.setattr(native_lib, "LIBRARY", path)
+    monkeypatch.setattr(native, "load_library", native_lib.load_library.__wrapped__)
     with pytest.raises(UnsupportedError, match=r"python -m kvcore\.memory\.copy\.build_native"):
         NativeOps()
     with caplog.at_level(logging.WARNING, "kvcore.memory.copy"):

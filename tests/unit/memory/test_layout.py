@@ -20,7 +20,6 @@ from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import (
     Arrangement,
     Axis,
-    BlockShape,
     KVLayout,
     KVView,
     Plane,
@@ -31,6 +30,7 @@ from kvcore.memory.layout import (
     unit_tokens,
     vllm_cpu_layout,
 )
+from kvcore.model.shape import BlockShape
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 POISON = 0x5A

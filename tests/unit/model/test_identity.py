@@ -15,16 +15,10 @@ from kvcore.config import NamespaceConfig
 from kvcore.connector.step_transport import Outbox, Quorum
 from kvcore.errors import TierUnavailable, TransferError, UnsupportedError
 from kvcore.index.slots import slot_runs
-from kvcore.memory.layout import BlockShape
 from kvcore.model import identity
-from kvcore.model.identity import (
-    Namespaces,
-    hooked,
-    lora_identity,
-    rope_length,
-    weights_identity,
-)
+from kvcore.model.identity import Namespaces, hooked, lora_identity, rope_length, weights_identity
 from kvcore.model.keys import Namespace
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 from kvcore.plugins.manager import Found, Origin
 from kvcore.tiers.base import BlockRead, Tier
@@ -284,8 +278,8 @@ def test_an_end_that_hangs_or_fails_is_named(caplog: pytest.LogCaptureFixture) -
 
 
 def test_kv_made_under_hooks_around_attention_is_kept_apart() -> None:
-    def found(name: str, version: str = "1") -> Found:
-        return Found("attention", name, Origin("plugin", "package", version), None)
+    def found(name: str, version: str = "1") -> str:
+        return Found("attention", name, Origin("plugin", "package", version), None).identity
 
     own = b"f" * 32
     assert hooked(own, []) == own

@@ -18,7 +18,7 @@ import pytest
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
 from kvcore.index.policy import BUILTIN_POLICIES
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext
 from kvcore.plugins import manager as manager_module
 from kvcore.plugins.manager import installed, is_supported, require

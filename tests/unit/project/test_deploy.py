@@ -21,7 +21,7 @@ from kvcore.cli import serve
 from kvcore.cli.app import app
 from kvcore.config import load_config
 from kvcore.config.walk import node_at
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.telemetry.metrics import SPECS, Kind, MissReason, SaveSkip
 

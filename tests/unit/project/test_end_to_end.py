@@ -31,7 +31,7 @@ from benchmarks.end_to_end import (
     wrong_tokens,
 )
 from kvcore.testing.engine.fusing import RankLayers
-from kvcore.worker import _DeviceCopy
+from kvcore.worker.executors import DeviceCopy
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -86,14 +86,14 @@ def test_nothing_is_wrong_with_what_is_right(setting: Setting) -> None:
 
 
 def test_kv_that_is_loaded_wrong(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = _DeviceCopy._copy
+    right = DeviceCopy._copy
 
-    def broken(self: _DeviceCopy, device: Any, *rest: Any) -> None:
+    def broken(self: DeviceCopy, device: Any, *rest: Any) -> None:
         right(self, device, *rest)
         if self._to_device:
             device.tensors[0].zero_()
 
-    monkeypatch.setattr(_DeviceCopy, "_copy", broken)
+    monkeypatch.setattr(DeviceCopy, "_copy", broken)
     bad = "\n".join(checked(DRY, setting))
     assert "host hit answered" in bad
     assert "disk hit answered" in bad

@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 from benchmarks import remote
 from benchmarks.remote import KVCORE, Memory, Way, batches, kvcore_way, measure
 from kvcore.errors import BlockMissing
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.remote import StoreOptions
 from kvcore.tiers.remote.memory import MemoryStore
 

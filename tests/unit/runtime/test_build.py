@@ -21,8 +21,9 @@ from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvcore.manager import HOST, Event  # noqa: E402
 from kvcore.memory.arena import slot_bytes  # noqa: E402
-from kvcore.memory.layout import BlockShape, KVView, from_strides  # noqa: E402
+from kvcore.memory.layout import KVView, from_strides  # noqa: E402
 from kvcore.model.keys import KeyChain, Namespace  # noqa: E402
+from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.runtime.build import (  # noqa: E402  # after the skip
     LeaderParts,

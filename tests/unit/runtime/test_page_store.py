@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, TierError, TierUnavailable
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.memory.layout import BlockShape
+from kvcore.memory.buffers import Buffers
+from kvcore.model.shape import BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
-from kvcore.tiers.base import BlockRead, BlockWrite, Buffers, Tier
+from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.memory import MemoryTier
 

@@ -11,7 +11,7 @@ import pytest
 from kvcore.config import load_config
 from kvcore.errors import ConfigError
 from kvcore.manager import WritePolicy
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, prepare_backings
 from kvcore.tiers.base import BlockRead, BlockWrite

@@ -185,14 +185,14 @@ def small() -> Path:
 
 @pytest.fixture
 def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = kvcore_worker._DeviceCopy.run
+    run = kvcore_worker.DeviceCopy.run
 
     def slow(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
         if op.path is Direction.D2H:
             time.sleep(2.0)  # longer than the answer takes to come
         return run(self, graph, op, rows)
 
-    monkeypatch.setattr(kvcore_worker._DeviceCopy, "run", slow)
+    monkeypatch.setattr(kvcore_worker.DeviceCopy, "run", slow)
 
 
 def test_a_slot_off_by_one(fails: Callable[..., None]) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcore.errors import ConfigError, CorruptBlock, TierUnavailable
 from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import slot_bytes
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.testing.faults import (
     FITS,
     Fault,

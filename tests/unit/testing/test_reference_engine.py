@@ -23,14 +23,7 @@ from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.plan import LayerKV
 from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import words
-from kvcore.testing.engine import (
-    EngineArgs,
-    Llama,
-    ReferenceEngine,
-    State,
-    load,
-    random_llama,
-)
+from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load, random_llama
 from kvcore.testing.engine import engine as reference_engine
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
@@ -260,7 +253,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """``open`` gates the loads to pages, ``fail`` is how many of them are to fail."""
     control: dict[str, Any] = {"open": threading.Event(), "fail": 0}
     control["open"].set()
-    run = kvcore_worker._DeviceCopy.run
+    run = kvcore_worker.DeviceCopy.run
 
     def controlled(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
         if op.path is Direction.H2D:
@@ -270,7 +263,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 return dict.fromkeys(rows, RowError.INTERNAL)
         return run(self, graph, op, rows)
 
-    monkeypatch.setattr(kvcore_worker._DeviceCopy, "run", controlled)
+    monkeypatch.setattr(kvcore_worker.DeviceCopy, "run", controlled)
     return control
 
 

@@ -18,20 +18,14 @@ from kvcore.errors import FormatError
 from kvcore.fusion import _segment_file as segment_file
 from kvcore.fusion._chains import Piece
 from kvcore.memory import checksums as sums
-from kvcore.memory.layout import BlockShape
+from kvcore.model.parts import Part
+from kvcore.model.shape import BlockShape
+from kvcore.tiers.checksum import checksum as block_checksum
 from kvcore.tiers.disk.cipher import BlockCipher
-from kvcore.tiers.disk.format import (
-    MAGIC,
-    STAGED_VERSION,
-    VERSION,
-    Geometry,
-    Record,
-    read_table,
-)
-from kvcore.tiers.disk.format import checksum as block_checksum
+from kvcore.tiers.disk.format import MAGIC, Record, read_table
+from kvcore.tiers.geometry import STAGED_VERSION, VERSION, Geometry
 from kvcore.tiers.remote import format as frame
 from kvcore.tiers.remote import shard_registry as splits
-from kvcore.tiers.sharding import Part
 
 PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 DIGEST = st.binary(min_size=16, max_size=16)

@@ -11,16 +11,16 @@ import pytest
 
 from kvcore.config import Config, load_config
 from kvcore.errors import TierUnavailable
-from kvcore.memory.layout import BlockShape
+from kvcore.model.parts import Part
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import PreparedBacking, prepare_backings
+from kvcore.testing.waiting import until
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import Finder, Item, Shard
 from kvcore.tiers.remote import lookup as finder
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.pending_deletes import OwedKeys
-from kvcore.tiers.sharding import Part
-from kvcore_devtools.served import until
 
 SHAPE = BlockShape(1, 1, 16, 8, "float32")
 SHARD = Shard("kvcore", "base", Part.whole(SHAPE), SHAPE)

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager.remote_lookup import StoreLookup
-from kvcore.tiers.remote import (
-    Finder,
-    Question,
-    Shard,
-)
+from kvcore.tiers.remote import Finder, Question, Shard
 from kvcore.tiers.remote.memory import MemoryStore
 from support.stores import GEOMETRY, SPACE, Flaky, key_of
 

@@ -16,26 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.config import load_config
-from kvcore.errors import (
-    BlockMissing,
-    ConfigError,
-    CorruptBlock,
-    TierError,
-    TierUnavailable,
-)
-from kvcore.memory.layout import BlockShape
+from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager, TierContext
 from kvcore.runtime.tiers import prepare_backings
 from kvcore.testing.store_contract import StoreContract
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import (
-    BlockStore,
-    Item,
-    Shard,
-    StoreOptions,
-    StoreTier,
-)
+from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.format import HEADER_NBYTES, Header
 from kvcore.tiers.remote.memory import MemoryStore, shared_store
 from kvcore.tiers.remote.options import read_options

@@ -18,8 +18,8 @@ from kvcore.fusion.segments import Segments
 from kvcore.memory.arena import slot_bytes
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.disk import Geometry, prepare_store
-from kvcore.tiers.disk.format import RECORD_NBYTES
 from kvcore.tiers.disk.scrub import State, StoreReport, scrub
+from kvcore.tiers.geometry import RECORD_NBYTES
 from support.disk import GEOMETRY as ONE
 from support.disk import ROOM, SHAPE, flip, open_tier
 

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import BlockMissing, CorruptBlock, LayoutError, TierError, TierUnavailable
-from kvcore.memory.layout import BlockShape
+from kvcore.model.parts import Part, evenly
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages
 from kvcore.plugins import TierContext
 from kvcore.testing.tier_contract import NAMESPACE
@@ -29,7 +30,7 @@ from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, Splits, pack, unpack
 from kvcore.tiers.remote.tier import StoreKind, prepare
-from kvcore.tiers.sharding import Part, cover, evenly, is_tiling, places, runs, splits_of
+from kvcore.tiers.sharding import cover, is_tiling, places, runs, splits_of
 from support.disk import open_tier
 
 SHAPE = BlockShape(layers=5, kv_heads=4, head_dim=6, block_tokens=4, dtype="bfloat16")

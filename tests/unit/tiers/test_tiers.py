@@ -20,7 +20,8 @@ from kvcore.memory import arena as host
 from kvcore.memory import hugepages as pages
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.hugepages import HUGE_PAGE, Pages
-from kvcore.memory.layout import Arrangement, BlockShape
+from kvcore.memory.layout import Arrangement
+from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, TierContract
 from kvcore.tiers.base import BlockRead, BlockRecord, Tier
 from kvcore.tiers.disk import DiskTier, Geometry

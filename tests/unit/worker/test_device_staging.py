@@ -17,15 +17,16 @@ from kvcore.errors import TierError
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import builtin_ops, select_ops
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.layout import BlockShape, KVView, from_strides
+from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.memory.nixl import FileAgent, Span
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer import graph as transfer
 from kvcore.transfer.graph import SKIP, OpReport, Path, RowError, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_load
-from kvcore.worker import DeviceGroup, KVWorker
+from kvcore.worker import KVWorker
 from kvcore_devtools.servers import need_client
 
 need_client("nixl_cu13")

@@ -34,8 +34,8 @@ from kvcore.errors import (
     TierUnavailable,
     UnsupportedError,
 )
+from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.nixl import LANE_NBYTES, FileAgent, Span
-from kvcore.tiers.base import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill
 from kvcore.tiers.remote.files.lane import Lane
 from kvcore.tiers.remote.options import StoreOptions

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcore.errors import CapacityError
-from kvcore.tiers.base import Buffers, nbytes_of
+from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.tiers.remote.peer.messages import folder_of
 
 MAX_LEASES = 1024

@@ -33,9 +33,10 @@ from kvcore.errors import (
     TierError,
     TierUnavailable,
 )
+from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import Pages
 from kvcore.memory.nixl import LANE_NBYTES, nixl_module
-from kvcore.tiers.base import SlotError, nbytes_of
+from kvcore.tiers.base import SlotError
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
@@ -61,7 +62,7 @@ from kvcore.tiers.remote.tier import StoreKind
 
 if TYPE_CHECKING:
     from kvcore.config.schema_cluster import ClusterConfig
-    from kvcore.plugins import TierContext
+    from kvcore.tiers.spec import TierContext
 
 _log = logging.getLogger("kvcore.tiers.peer")
 

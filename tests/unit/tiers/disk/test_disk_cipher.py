@@ -22,17 +22,19 @@ from hypothesis import strategies as st
 from kvcore.config import load_config, read_key
 from kvcore.errors import ConfigError, CorruptBlock, FormatError
 from kvcore.memory.arena import slot_bytes
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.runtime.build import build_segments
 from kvcore.runtime.tiers import BackingOpener, prepare_backings
 from kvcore.testing.tier_contract import Block, TierContract, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
 from kvcore.tiers.disk import tier as disk_tier
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher
-from kvcore.tiers.disk.format import RECORD_NBYTES, Record, checksum
+from kvcore.tiers.disk.format import Record
 from kvcore.tiers.disk.scrub import State, scrub
+from kvcore.tiers.geometry import RECORD_NBYTES
 from support import disk as disk_rig
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=32, block_tokens=16, dtype="bfloat16")

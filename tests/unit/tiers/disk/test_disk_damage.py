@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from kvcore.errors import CorruptBlock, FormatError
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk import Geometry, prepare_store
-from kvcore.tiers.disk.format import EMPTY_RECORD, RECORD_NBYTES, Record, checksum, read_table
+from kvcore.tiers.disk.format import EMPTY_RECORD, Record, read_table
+from kvcore.tiers.geometry import RECORD_NBYTES
 from support import disk as disk_rig
 from support.disk import GEOMETRY, ROOM, SHAPE, SLOT, fill, flip, open_tier, opened
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvcore.config import load_config
 from kvcore.errors import TierUnavailable
-from kvcore.memory.layout import BlockShape
 from kvcore.model.keys import KEY_BYTES
+from kvcore.model.shape import BlockShape
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.tiers.base import BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
@@ -221,7 +221,8 @@ KILLED = """
 import os, signal, sys
 from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
-from kvcore_devtools.served import serve, until, words
+from kvcore_devtools.served import serve, words
+from kvcore.testing.waiting import until
 from kvcore.tiers.disk import DiskTier
 config = load_config(None, {"disk": {"path": sys.argv[1], "capacity": "64MiB"}})
 engine = ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False), config)

@@ -18,7 +18,8 @@ from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
 from kvcore.tiers.disk import STORE_SHIFT, DiskTier
 from kvcore.tiers.disk import gds as direct
 from kvcore.tiers.disk.cipher import BlockCipher
-from kvcore.tiers.disk.format import RECORD_NBYTES, Record
+from kvcore.tiers.disk.format import Record
+from kvcore.tiers.geometry import RECORD_NBYTES
 from kvcore.worker.device_staging import StagedReads
 from kvcore_devtools.servers import need_client
 from support.disk import GEOMETRY, SHAPE, SLOT, fill, flip, opened, some_blocks

@@ -13,11 +13,12 @@ import pytest
 
 from kvcore.errors import CorruptBlock, TierUnavailable
 from kvcore.memory.arena import slot_bytes
-from kvcore.memory.layout import BlockShape
+from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, prepare_store
-from kvcore.tiers.disk.format import RECORD_NBYTES, shard_files
+from kvcore.tiers.disk.format import shard_files
+from kvcore.tiers.geometry import RECORD_NBYTES
 from support.disk import GEOMETRY, ROOM, SLOT, fill, flip, open_tier, opened, some_blocks
 
 

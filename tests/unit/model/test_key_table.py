@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcore._util.key_table import KeyTable
+from kvcore.model.key_table import KeyTable
 
 
 @pytest.mark.parametrize("seed", range(20))

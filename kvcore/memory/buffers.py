@@ -1,0 +1,15 @@
+"""The bytes of one block in host memory, in one piece or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["Buffers", "nbytes_of"]
+
+Buffers = Sequence[memoryview]
+"""The bytes of one block in order, in one piece or several (a layerwise arena): as many as the
+block has, or up to ``slot_nbytes``, what follows the block being padding."""
+
+
+def nbytes_of(buffers: Buffers) -> int:
+    return buffers[0].nbytes if len(buffers) == 1 else sum(part.nbytes for part in buffers)

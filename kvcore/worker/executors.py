@@ -1,0 +1,180 @@
+"""What carries out the ops of a transfer graph: device copies, tier reads and writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
+from kvcore.memory.arena import HostArena
+from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
+from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
+from kvcore.worker.device_staging import StagedReads
+from kvcore.worker.refusing import DeadTier
+from kvcore.worker.streams import Stream
+
+__all__ = ["DeviceCopy", "StagedRead", "TierRead", "TierWrite"]
+
+_log = logging.getLogger("kvcore.worker")
+
+_UNMARKED = -1
+"""No graph's id."""
+
+
+class DeviceCopy:
+    """Executor of H2D, D2H and D2D: blocks of the arena, or of the staging on the device, to and
+    from the engine's pages."""
+
+    def __init__(
+        self,
+        ops: DeviceOps,
+        groups: Sequence[DeviceGroup],
+        arena: KVView,
+        to_device: bool,
+        sync: Stream,
+        elsewhere: Mapping[int, Sequence[DeviceGroup]],
+        first_layer: int,
+    ) -> None:
+        self._ops = ops
+        self._first_layer = first_layer
+        self._groups = groups
+        self._elsewhere = elsewhere
+        self.use(arena)
+        self._block_tokens = arena.layout.page_tokens
+        self._to_device = to_device
+        self._sync = sync
+
+    def use(self, arena: KVView) -> None:
+        """Copy from and to another arena. Nothing may be running."""
+        first = self._first_layer
+        self._arenas = [
+            _select_layers(arena, [layer - first for layer in group.layers])
+            for group in self._groups
+        ]
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        places = graph.staged if op.path.is_staged else graph.host_slots
+        slots = np.array([places[row] for row in rows], dtype=np.int64)
+        groups = self._elsewhere.get(graph.graph_id, self._groups)
+        with self._sync.copying(graph.graph_id):
+            for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
+                layers = _positions(group.layers, op)
+                units = table.array()[rows]
+                if layers and (units != SKIP).any():  # rows may go no further than host memory
+                    self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
+        return {}
+
+    def _copy(
+        self,
+        device: KVView,
+        units: npt.NDArray[np.int64],
+        arena: KVView,
+        slots: npt.NDArray[np.int64],
+        layers: Sequence[int],
+        unit_tokens: int,
+    ) -> None:
+        per_block = self._block_tokens // unit_tokens
+        blocks = slots[:, None] * per_block + np.arange(per_block, dtype=np.int64)
+        blocks = np.where(units == SKIP, SKIP, blocks)
+        if self._to_device:
+            self._ops.copy_blocks(arena, blocks, device, units, layers, unit_tokens)
+        else:
+            self._ops.copy_blocks(device, units, arena, blocks, layers, unit_tokens)
+
+
+class TierRead:
+    """Executor of reads from a backing tier into arena slots. A block is verified by its tier."""
+
+    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
+        self._tiers = tiers
+        self._arena = arena
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        requests = [
+            BlockRead(
+                graph.tier_slots[row],
+                graph.keys[row],
+                self._arena.slot_buffers(graph.host_slots[row]),
+                graph.nodes,
+            )
+            for row in rows
+        ]
+        return _errors(op, rows, _tier(self._tiers, op).read(requests))
+
+
+class StagedRead:
+    """Executor of reads from a backing tier into the staging on the device, where they are
+    verified. It waits for no compute of the engine: it touches none of its pages."""
+
+    def __init__(self, tiers: Mapping[str, Tier], reads: StagedReads, sync: Stream) -> None:
+        self._tiers = tiers
+        self._reads = reads
+        self._sync = sync
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        requests = [
+            DeviceRead(graph.tier_slots[row], graph.keys[row], graph.staged[row]) for row in rows
+        ]
+        with self._sync.copying(_UNMARKED):
+            results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
+        return _errors(op, rows, results)
+
+
+class TierWrite:
+    """Executor of writes from arena slots to a backing tier."""
+
+    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
+        self._tiers = tiers
+        self._arena = arena
+
+    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+        requests = [
+            BlockWrite(
+                graph.tier_slots[row],
+                graph.keys[row],
+                graph.parent_of(row),
+                graph.namespace,
+                self._arena.slot_buffers(graph.host_slots[row]),
+            )
+            for row in rows
+        ]
+        return _errors(op, rows, _tier(self._tiers, op).write(requests))
+
+
+def _tier(tiers: Mapping[str, Tier], op: TransferOp) -> Tier:
+    return tiers.get(op.tier) or DeadTier(TierUnavailable(f"tier {op.tier!r} is not open here"))
+
+
+def _errors(
+    op: TransferOp, rows: Sequence[int], results: Sequence[TierError | None]
+) -> dict[int, RowError]:
+    failed: dict[int, RowError] = {}
+    for row, error in zip(rows, results, strict=True):
+        if error is not None:
+            failed[row] = _row_error(error)
+            _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, error)
+    return failed
+
+
+def _row_error(error: TierError) -> RowError:
+    if isinstance(error, CorruptBlock):
+        return RowError.CORRUPT
+    return RowError.MISSING if isinstance(error, BlockMissing) else RowError.IO
+
+
+def _select_layers(view: KVView, layers: Sequence[int]) -> KVView:
+    """The view of some layers of ``view``, in the order given."""
+    planes = tuple(view.layout.planes[layer] for layer in layers)
+    return KVView(replace(view.layout, planes=planes), view.tensors)
+
+
+def _positions(layers: Sequence[int], op: TransferOp) -> list[int]:
+    """Positions within a group of the layers that ``op`` carries."""
+    span = op.layers
+    return [i for i, layer in enumerate(layers) if span is None or span.covers(layer)]
