@@ -16,6 +16,9 @@ class Trouble(NamedTuple):
 NOTHING = "Nothing."
 REPORT = "Report the traceback."
 MEDIUM = "Check the medium."
+BUILD_NATIVE = (
+    "Install a wheel, or run `python3 kvcore/memory/copy/build_native.py` (needs a C compiler)."
+)
 RESTART_AND_REPORT = "Restart the engine, and report the traceback."
 OWN_ERROR = "An internal error of kvcore. kvcore turns itself off."
 
@@ -58,8 +61,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble(
             "ops_left_out",
             "An implementation of the copy operations cannot be used. kvcore uses another one.",
-            "For `native`: install a wheel, or run `python3 kvcore/ops/build.py` (needs a C "
-            "compiler).",
+            f"For `native`: {BUILD_NATIVE}",
         ),
         Trouble(
             "attention_hook_left_out",
@@ -70,7 +72,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble(
             "no native copies: %s",
             "The native copy routines are not built. torch copies instead, more slowly.",
-            "Install a wheel, or run `python3 kvcore/ops/build.py` (needs a C compiler).",
+            BUILD_NATIVE,
         ),
         Trouble(
             "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "

@@ -225,8 +225,9 @@ _TAIL = """\
 
 ## Testing another engine
 
-An adapter package `kvcore_<engine>` has a module `conformance` with a function `driver()`.
-`kvcore conformance --engine <engine>` finds it by its name; nothing else has to be registered.
+The adapter package of an engine has a module `kvcore_<engine>.testing.conformance` with a function
+`driver()`. `kvcore conformance --engine <engine>` finds it by its name; nothing else has to be
+registered.
 
 ```python
 class MyDriver(Driver):
@@ -248,8 +249,8 @@ class MyEngine(Engine):
 
 - `kvcore.testing.conformance.reference` is the shortest driver.
 - An engine in its own process subclasses `ProcessDriver` of `kvcore.testing.conformance.process`,
-  as `kvcore_vllm.conformance` does. `kvcore.testing.engine_process` carries the calls. The process
-  may use the interpreter of another environment.
+  as `kvcore_vllm.testing.conformance` does. `kvcore.harness.engine_process` carries the calls. The
+  process may use the interpreter of another environment.
 - `Setup.kvcore` is kvcore's config. None starts the engine without kvcore, for the right answers.
 - `Setup.dtype` is the type in which the model is computed and its KV is stored: float32, except in
   one case.
@@ -267,10 +268,10 @@ class MyEngine(Engine):
 
 ## How the kit itself is tested
 
-`tests/unit/test_conformance_mutations.py` plants adapters with one mistake each in the reference
-engine, and the cases must catch them: a slot off by one, blocks published before they are written,
-a salt or LoRA weights left out, models that are not told apart, two layers swapped, K that is not
-rotated, and a row that sees the token after it.
+`tests/unit/testing/test_conformance_mutations.py` plants adapters with one mistake each in the
+reference engine, and the cases must catch them: a slot off by one, blocks published before they are
+written, a salt or LoRA weights left out, models that are not told apart, two layers swapped, K that
+is not rotated, and a row that sees the token after it.
 """
 
 
