@@ -1,17 +1,17 @@
-"""Every error kvcore raises on purpose.
+"""Every error that kvcore raises on purpose.
 
     KVCoreError
     ├── ConfigError          a setting is unknown, of the wrong type, or out of range
     ├── PluginError          a plugin could not be loaded, or its hooks do not fit
-    ├── UnsupportedError     the engine, version, model or layout is one kvcore does not serve
-    ├── LayoutError          strides, shapes or dtypes do not describe the memory given
-    ├── CapacityError        a request does not fit the budget of a tier
+    ├── UnsupportedError     kvcore does not support this engine, version, model or layout
+    ├── LayoutError          strides, shapes or dtypes do not describe the memory that was given
+    ├── CapacityError        a request exceeds a limit, such as the capacity of a tier
     ├── TierError            a tier could not read or write
     │   ├── TierUnavailable  the medium is missing, read-only, full or down
-    │   ├── BlockMissing     the medium holds the block no more
+    │   ├── BlockMissing     the medium no longer holds the block
     │   └── CorruptBlock     the bytes read are not the bytes written
     ├── ClusterError         the directory of a cluster cannot be reached
-    ├── FormatError          a file or message is of another version, model or shape
+    ├── FormatError          a file or message has another version, model or shape
     └── TransferError        a transfer graph failed
         ├── TransferCancelled
         └── DeadlineExceeded
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 
 class KVCoreError(Exception):
-    """Base of every error kvcore raises on purpose."""
+    """Base class of every error that kvcore raises on purpose."""
 
 
 class ConfigError(KVCoreError, ValueError):
@@ -35,15 +35,15 @@ class PluginError(KVCoreError):
 
 
 class UnsupportedError(KVCoreError):
-    """The engine, version, model or layout is one kvcore does not serve."""
+    """kvcore does not support this engine, version, model or layout."""
 
 
 class LayoutError(KVCoreError, ValueError):
-    """Strides, shapes or dtypes do not describe the memory they were given for."""
+    """Strides, shapes or dtypes do not describe the memory that was given."""
 
 
 class CapacityError(KVCoreError):
-    """What was asked for does not fit the budget of a tier."""
+    """A request exceeds a limit, such as the capacity of a tier."""
 
 
 class TierError(KVCoreError):
@@ -55,7 +55,7 @@ class TierUnavailable(TierError):
 
 
 class BlockMissing(TierError):
-    """The medium holds the block no more: a store that others use may evict it at any time."""
+    """The medium no longer holds the block: a shared store may evict it at any time."""
 
 
 class CorruptBlock(TierError):
@@ -63,11 +63,11 @@ class CorruptBlock(TierError):
 
 
 class ClusterError(KVCoreError):
-    """The directory of a cluster cannot be reached, or does not do what it is asked."""
+    """The directory of a cluster cannot be reached, or does not carry out a request."""
 
 
 class FormatError(KVCoreError, ValueError):
-    """A file or a message is of another version, model or shape than this one."""
+    """A file or message has another version, model or shape than expected."""
 
 
 class TransferError(KVCoreError):

@@ -1,4 +1,4 @@
-"""What kvcore's errors and its log's lines mean, and what to do: for `tools.troubleshooting`."""
+"""The meaning of kvcore's errors and log lines, and what to do: for `tools.troubleshooting`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Trouble(NamedTuple):
-    """A line of the log by its text, what it means, and what to do."""
+    """A log line, identified by its text, with its meaning and the action to take."""
 
     text: str
     means: str
@@ -14,230 +14,228 @@ class Trouble(NamedTuple):
 
 
 NOTHING = "Nothing."
+REPORT = "Report the traceback."
+MEDIUM = "Check the medium."
+BUILD_NATIVE = (
+    "Install a wheel, or run `python3 kvcore/memory/copy/build_native.py` (needs a C compiler)."
+)
+RESTART_AND_REPORT = "Restart the engine, and report the traceback."
+OWN_ERROR = "An internal error of kvcore. kvcore turns itself off."
 
 ERRORS = {
-    "KVCoreError": "See the one that was raised.",
-    "ConfigError": "Change the setting, option or file that the message names; it says what is "
-    "supported. `kvcore config` shows every value and where it came from.",
+    "KVCoreError": "See the specific error that was raised.",
+    "ConfigError": "Change the setting, option or file that the message names. The message says "
+    "what is supported. `kvcore config` shows every value and its source.",
     "PluginError": "Repair or update the plugin, or name it in `plugins.disable`. `kvcore plugins` "
-    "shows what was found.",
-    "UnsupportedError": "See the page of the engine for what is served. The engine itself runs on, "
-    "without kvcore or without the part that is named.",
-    "LayoutError": "Report it with the engine's version and model. KV is not stored where its "
-    "place in memory is not understood.",
-    "CapacityError": "Raise the capacity that is named, or `transfer.queue_depth`.",
-    "TierError": "See the one that was raised.",
-    "TierUnavailable": "Look at the medium: is it there, writable, not full? The tier is tried "
-    "again by itself.",
-    "BlockMissing": "Nothing: a store that others use has dropped it, and it is computed again. "
-    "Where it happens often the store is too small.",
-    "CorruptBlock": "Nothing at once: the block is taken out and computed again. Where it happens "
-    "again look at the medium, and run `kvcore scrub`.",
-    "ClusterError": "Look at etcd: is it there, and do its certificates and `cluster.*` fit? What "
-    "was entered is entered anew by itself.",
-    "FormatError": "Use the version of kvcore that wrote it, or another folder. See "
+    "lists the plugins that were found.",
+    "UnsupportedError": "The engine's page says what is supported. The engine itself continues, "
+    "without kvcore or without the part that the message names.",
+    "LayoutError": "Report it with the engine's version and the model. kvcore stores no KV whose "
+    "memory layout it does not understand.",
+    "CapacityError": "Raise the capacity that the message names, or `transfer.queue_depth`.",
+    "TierError": "See the specific error that was raised.",
+    "TierUnavailable": "Check the medium: does it exist, is it writable, is it full? kvcore tries "
+    "the tier again by itself.",
+    "BlockMissing": "Nothing: a shared store has evicted the block, and it is computed again. If "
+    "it happens often, the store is too small.",
+    "CorruptBlock": "Nothing at once: the block is removed and computed again. If it happens "
+    "again, check the medium and run `kvcore scrub`.",
+    "ClusterError": "Check that etcd is reachable, and that its certificates and the `cluster.*` "
+    "settings are right. kvcore registers its entries again by itself.",
+    "FormatError": "Use the version of kvcore that wrote the data, or another folder. See "
     "[formats](format.md).",
-    "TransferError": "See the lines before it in the log.",
+    "TransferError": "See the log lines before it.",
     "TransferCancelled": NOTHING,
-    "DeadlineExceeded": "Nothing at once: it is computed. Where it happens often the tier is "
-    "slower than computing: see `transfer.load_deadline_s` and `planner.enabled`.",
+    "DeadlineExceeded": "Nothing at once: the tokens are computed. If it happens often, loading "
+    "from the tier is slower than computing: see `transfer.load_deadline_s` and "
+    "`planner.enabled`.",
 }
 
 TROUBLES: dict[str, list[Trouble]] = {
     "Start": [
         Trouble(
             "plugin_left_out",
-            "A plugin could not be loaded; the others serve.",
+            "A plugin could not be loaded. The other plugins work.",
             "Repair it, or name it in `plugins.disable`.",
         ),
         Trouble(
             "ops_left_out",
-            "An implementation of the copies cannot be used; another is.",
-            "For `native`: install a wheel, or run "
-            "`python3 kvcore/memory/copy/build_native.py` (a C compiler).",
+            "An implementation of the copy operations cannot be used. kvcore uses another one.",
+            f"For `native`: {BUILD_NATIVE}",
         ),
         Trouble(
             "attention_hook_left_out",
-            "A plugin's hook around attention is not for this model, or failed.",
-            "Look at its error; name the plugin in `plugins.disable` if it is not wanted.",
+            "A plugin's attention hook does not support this model, or failed.",
+            "See the error in the line. If you do not need the hook, name the plugin in "
+            "`plugins.disable`.",
         ),
         Trouble(
             "no native copies: %s",
-            "The C copies are not built; torch does them, more slowly.",
-            "Install a wheel, or run `python3 kvcore/memory/copy/build_native.py` (a C compiler).",
+            "The native copy routines are not built. torch copies instead, more slowly.",
+            BUILD_NATIVE,
         ),
         Trouble(
             "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
             "hub serves under that name; give the engine a revision or a local folder",
-            "Weights that change under one name would be served old KV.",
+            "If the hub changes the weights under this name, old KV is reused with new weights.",
             "Give the engine a revision or a local folder.",
         ),
         Trouble(
             "the tier %s is off: %s",
-            "A tier cannot be used; the others serve.",
+            "A tier cannot be used. The other tiers work.",
             "Do what the message says, and restart the engine.",
         ),
         Trouble(
             "tier %s cannot be opened here: %s",
-            "A worker cannot open a tier that its leader found; nothing goes there.",
-            "Every worker needs the folder or store: look at mounts, rights and addresses.",
+            "A worker cannot open a tier that the leader has opened. Nothing is stored there.",
+            "Every worker needs access to the folder or store: check mounts, permissions and "
+            "addresses.",
         ),
         Trouble(
             "host memory is not pinned (CUDA error %d, locked-memory limit %s bytes): copies to "
             "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
-            "The GPU cannot copy from host memory by itself.",
+            "The GPU cannot access host memory by DMA.",
             "Raise the limit (`ulimit -l unlimited`, or the container's), or lower "
             "`host.capacity`.",
         ),
         Trouble(
             "little memory is left on this machine: host memory of %d bytes is taken only when "
             "blocks come; lower host.capacity",
-            "Less than an eighth of the machine's memory, or of the container's, would be left.",
-            "Lower `host.capacity`, or give the container more: when host memory fills up, "
-            "something may be killed.",
+            "Less than an eighth of the memory of the machine or container would be left.",
+            "Lower `host.capacity`, or give the container more memory. Otherwise a process may be "
+            "killed when host memory fills up.",
         ),
         Trouble(
             "huge pages are not to be had (%s): disk reads into host memory are slower; write "
             "madvise or always to %s",
-            "Memory is in pages of 4 KiB.",
-            "Write `madvise` to the file named, or set `host.huge_pages = false`.",
+            "Host memory uses pages of 4 KiB.",
+            "Write `madvise` to the file that the line names, or set `host.huge_pages = false`.",
         ),
         Trouble(
             "the server's memory is in pages of 4 KiB: reads from disk are half as fast; as root: "
             "mount -o remount,huge=advise %s",
-            "The tmpfs that `server.folder` lies on was mounted without huge pages.",
-            "Mount it again as the line says and start the server anew, or set "
-            "`host.huge_pages = false`.",
+            "The tmpfs of `server.folder` was mounted without huge pages.",
+            "Remount it as the line says and restart the server, or set `host.huge_pages = false`.",
         ),
         Trouble(
             "no trace is written: %s",
-            "The folder of `trace.path` cannot be written.",
-            "Give one that can.",
+            "The folder `trace.path` is not writable.",
+            "Name a writable folder.",
         ),
         Trouble(
             "attention hooks are left out: %s: %s",
-            "Hooks around attention do not fit this model or runner; the engine runs without.",
-            "Name the plugin in `plugins.disable` if it is not wanted.",
+            "The attention hooks do not fit this model or runner. The engine runs without them.",
+            "If you do not need the hooks, name the plugin in `plugins.disable`.",
         ),
         Trouble(
             "exact prefixes only: %s",
-            "Fusion is on, and is not right for this model or engine.",
-            "Nothing, or `fusion.enabled = false`.",
+            "Fusion is on, but does not support this model or engine.",
+            "Nothing, or set `fusion.enabled = false`.",
         ),
         Trouble(
             "connector_not_registered",
-            "This vLLM is outside of what the adapter serves, or registering failed.",
+            "The adapter does not support this version of vLLM, or registration failed.",
             "Install a version that `kvcore plugins` names.",
         ),
         Trouble(
             "hooks_not_registered",
-            "This SGLang is outside of what the adapter serves, or registering failed.",
+            "The adapter does not support this version of SGLang, or registration failed.",
             "Install a version that `kvcore plugins` names.",
         ),
         Trouble(
             "hook_not_registered",
-            "A function of SGLang that kvcore goes around has changed.",
+            "A function of SGLang that kvcore wraps has changed.",
             "Install a version that `kvcore plugins` names.",
         ),
     ],
-    "Standing aside": [
+    "kvcore turns itself off": [
         Trouble(
             "kvcore stands aside, the model runs without it: %s",
-            "The model, or the way its KV lies, is not one that kvcore serves right.",
-            "See the engine's page. The engine runs as without kvcore.",
+            "kvcore does not support this model, or the layout of its KV.",
+            "See the engine's page. The engine runs as it does without kvcore.",
         ),
         Trouble(
             "the line between two ranks has failed thread=%s",
-            "What one rank of SGLang tells another could not be read or carried out, as the error "
-            "after it says. kvcore stands aside; the engine goes on where its ranks still agree.",
-            "Look at the other ranks' logs, and report it.",
+            "A message between two ranks of SGLang could not be read or carried out; the error "
+            "after it says why. kvcore turns itself off. The engine continues if its ranks still "
+            "agree.",
+            "Look at the logs of the other ranks, and report it.",
         ),
         Trouble(
             "a line between two ranks stays open: %s did not end",
-            "At shutdown a thread of kvcore was still at work on what another rank had told it.",
+            "At shutdown, a thread of kvcore was still working on a message from another rank.",
             NOTHING,
         ),
         Trouble(
             "kvcore stands aside on rank %d: %s",
-            "As above, on one rank.",
-            "See the engine's page. The engine runs as without kvcore.",
+            "kvcore does not support the model, or the layout of its KV, on this rank.",
+            "See the engine's page. The engine runs as it does without kvcore.",
         ),
         Trouble(
             "a worker refused its work: kvcore stands aside until the engine restarts",
-            "A worker cannot move KV; nothing more is promised.",
-            "Look for the worker's own line before it; restart the engine.",
+            "A worker cannot move KV. kvcore reports no more hits to the engine.",
+            "Look for the worker's own line before it, and restart the engine.",
         ),
         Trouble(
             "%s: kvcore stands aside until the engine restarts",
-            "Something unexpected, named in the line; nothing more is promised.",
-            "Restart the engine; report what stands before it in the log.",
+            "Something unexpected happened, which the line names. kvcore reports no more hits to "
+            "the engine.",
+            "Restart the engine, and report the log lines before it.",
         ),
         Trouble(
             "kvcore failed",
-            "An error of kvcore's own in SGLang's scheduler; it stands aside.",
-            "Restart the engine; report the traceback.",
+            "An internal error of kvcore in SGLang's scheduler. kvcore turns itself off.",
+            RESTART_AND_REPORT,
         ),
         Trouble(
             "%s failed",
-            "An error of kvcore's own in TensorRT-LLM's calls; it stands aside.",
-            "Restart the engine; report the traceback.",
+            "An internal error of kvcore in a call by TensorRT-LLM. kvcore turns itself off.",
+            RESTART_AND_REPORT,
         ),
-        Trouble(
-            "the load of request %s cannot be planned",
-            "An error of kvcore's own; it stands aside.",
-            "Restart the engine; report the traceback.",
-        ),
-        Trouble(
-            "the step cannot be planned",
-            "An error of kvcore's own; it stands aside.",
-            "Restart the engine; report the traceback.",
-        ),
-        Trouble(
-            "reports could not be taken in",
-            "An error of kvcore's own; it stands aside.",
-            "Restart the engine; report the traceback.",
-        ),
+        Trouble("the load of request %s cannot be planned", OWN_ERROR, RESTART_AND_REPORT),
+        Trouble("the step cannot be planned", OWN_ERROR, RESTART_AND_REPORT),
+        Trouble("reports could not be taken in", OWN_ERROR, RESTART_AND_REPORT),
     ],
     "Loads and saves": [
         Trouble(
             "load failed, computing instead request=%s attempt=%d retry=%s",
-            "Blocks could not be read; they are computed.",
+            "Blocks could not be read. They are computed.",
             "Look for the tier's own line before it.",
         ),
         Trouble(
             "load refused request=%s: %s",
-            "There was no room to load through; it is computed.",
-            "Where it happens often raise `host.capacity` or `transfer.queue_depth`.",
+            "There was no room for the load. Its tokens are computed.",
+            "If it happens often, raise `host.capacity` or `transfer.queue_depth`.",
         ),
         Trouble(
             "load abandoned at its deadline graph=%d after_s=%s",
-            "A load was late; its tokens are computed.",
-            "Where it happens often look at the tier, or set `planner.enabled = true`.",
+            "A load was late. Its tokens are computed.",
+            "If it happens often, check the tier, or set `planner.enabled = true`.",
         ),
         Trouble(
             "a load failed and is tried again graph=%d",
-            "Blocks could not be read in the first try.",
+            "Blocks could not be read at the first attempt.",
             "Look for the tier's own line before it.",
         ),
         Trouble(
             "a promised load failed request=%s: %s",
-            "TensorRT-LLM takes no word back: the request is failed.",
-            "Look at the tier, and at `trtllm.stage_wait_s`.",
+            "TensorRT-LLM cannot retract a reported hit, so the request fails.",
+            "Check the tier, and `trtllm.stage_wait_s`.",
         ),
         Trouble(
             "computed_again",
-            "A request's KV could not be loaded; SGLang computes it from the start.",
+            "The KV of a request could not be loaded. SGLang computes the request from the start.",
             "Look for the tier's own line before it.",
         ),
-        Trouble("%s tier=%s failed: %s", "An operation on a tier failed.", "Look at the tier."),
+        Trouble("%s tier=%s failed: %s", "An operation on a tier failed.", "Check the tier."),
         Trouble(
             "transfer op failed graph=%d path=%s",
-            "A copy failed; a load is computed, a save is dropped.",
-            "Report the traceback.",
+            "A copy failed. A load is computed; a save is dropped.",
+            REPORT,
         ),
         Trouble(
             "graph refused: %s",
-            "The queue is full: a load is computed, a save is dropped.",
+            "The transfer queue is full. A load is computed; a save is dropped.",
             "Raise `transfer.queue_depth`.",
         ),
         Trouble(
@@ -248,440 +246,456 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble(
             "transfers still hung at shutdown; what they wrote is not published",
             "A medium did not answer before the engine ended.",
-            "Look at the medium.",
+            MEDIUM,
         ),
-        Trouble("shutdown: %s", "Something failed while closing.", "Look at the tier it names."),
+        Trouble("shutdown: %s", "Closing a part of kvcore failed.", "Check the tier it names."),
     ],
     "Tiers": [
         Trouble(
             "tier left alone tier=%s failures=%d pause_s=%g",
-            "Three failures: it is neither read nor written for a while, then tried.",
-            "Look at the medium. It comes back by itself.",
+            "After three failures kvcore neither reads nor writes the tier for a while, and then "
+            "tries it again.",
+            "Check the medium. The tier comes back by itself.",
         ),
-        Trouble("tier works again tier=%s", "It was left alone, and answers.", NOTHING),
-        Trouble("the tier %s failed: %s", "Reading or writing failed.", "Look at the medium."),
-        Trouble("the tier %s raised", "A plugin's tier raised.", "Report the traceback."),
+        Trouble(
+            "tier works again tier=%s",
+            "A tier that was left alone after failures answers again.",
+            NOTHING,
+        ),
+        Trouble("the tier %s failed: %s", "Reading or writing failed.", MEDIUM),
+        Trouble("the tier %s raised", "A plugin's tier raised an exception.", REPORT),
         Trouble(
             "a clear is not written down in %s, and may come undone with a restart: %s",
-            "The disk took no note of a clear. If the engine is killed before its ranks have "
-            "erased what was cleared, that is found again.",
-            "Look at the disk; stop the engine and remove the folder to be sure.",
+            "The clear could not be recorded on disk. If the engine is killed before its ranks "
+            "have erased the cleared blocks, these are found again.",
+            "Check the disk. To be sure, stop the engine and remove the folder.",
         ),
         Trouble(
             "%s cannot be read, all of the store is cleared: %s",
-            "The note of what was cleared is damaged, so that all of it counts as cleared.",
-            "Nothing: what is needed is computed and stored anew.",
+            "The record of cleared blocks is damaged, so the whole store counts as cleared.",
+            "Nothing: KV is computed and stored again as it is needed.",
         ),
         Trouble(
             "a clear is not written down in %s, and lost if this engine ends before a kvcore "
             "server confirms it: %s",
-            "`server.folder` took no note of a clear.",
-            "Look at that folder. If the engine ended before its server was back, stop the server "
-            "and remove its disk tier's folder to be sure.",
+            "The clear could not be recorded in `server.folder`.",
+            "Check that folder. If the engine ended before its server was back, stop the server "
+            "and remove the folder of its disk tier to be sure.",
         ),
         Trouble(
             "%s cannot be read, all of the model is cleared: %s",
-            "The note of what an engine wanted cleared is damaged, so that all counts as cleared.",
-            "Nothing: what is needed is computed and stored anew.",
+            "The record of an engine's clear is damaged, so all blocks of the model are cleared.",
+            "Nothing: KV is computed and stored again as it is needed.",
         ),
         Trouble(
             "%d blocks to be removed from a store are not written down, and stay there if this "
             "engine ends before it is done: %s",
-            "Neither `disk.path` nor `server.folder` took a note of what a store is to remove.",
-            "Look at those folders. If the engine ended before the store was back, empty that.",
+            "The blocks that a store still has to delete could not be recorded in `disk.path` or "
+            "in `server.folder`.",
+            "Check those folders. If the engine ended before the store was back, empty the store.",
         ),
         Trouble(
             "what a store is still to remove cannot be read in %s: %s",
-            "The note of an engine that ended is there and cannot be read.",
-            "Look at that folder; empty the store to be sure.",
+            "An earlier engine left a record of blocks to delete from a store, and it cannot be "
+            "read.",
+            "Check that folder. To be sure, empty the store.",
         ),
         Trouble(
             "tier %s could not forget %d slots: %s",
-            "What was cleared may be found there after a restart.",
-            "Look at the medium; remove the folder if it must be gone.",
+            "Blocks that were cleared may be found there after a restart.",
+            "Check the medium. If they must be gone, remove the folder.",
         ),
-        Trouble("closing tier %s: %s", "It failed while closing.", "Look at the medium."),
+        Trouble("closing tier %s: %s", "Closing the tier failed.", MEDIUM),
         Trouble(
             "a stored page is bad and dropped: %s",
-            "Bytes were not those written; SGLang computes the page.",
-            "Where it happens again look at the medium; `kvcore scrub` for a disk.",
+            "The bytes that were read are not those that were written. SGLang computes the page.",
+            "If it happens again, check the medium; for a disk run `kvcore scrub`.",
         ),
     ],
     "Disk": [
         Trouble(
             "%s: dropped records torn=%d beyond_data_or_of_other_size=%d",
-            "An engine was killed while it wrote, or the files were cut: these blocks are gone.",
-            "Nothing after a crash. Otherwise look at the disk.",
+            "An engine was killed while it wrote, or the files were truncated. These blocks are "
+            "lost.",
+            "Nothing after a crash. Otherwise check the disk.",
         ),
         Trouble(
             "store %s is not used: %s",
-            "Its `store.json` is of another version, or damaged.",
-            "Remove the store's folder if nobody needs it.",
+            "Its `store.json` has another version, or is damaged.",
+            "If nobody needs the store, remove its folder.",
         ),
         Trouble(
             "store %s is not used: it holds blocks of another model",
-            "Two models came to the same name of a folder.",
-            "Remove the store's folder if nobody needs it.",
+            "Two models have got the same folder name.",
+            "If nobody needs the store, remove its folder.",
         ),
         Trouble(
             "the store %s is not read: %s",
-            "A store of another engine vanished or cannot be opened; its blocks are computed.",
+            "Another engine's store disappeared or cannot be opened. Its blocks are computed.",
             NOTHING,
         ),
         Trouble(
             "cutting the store %s to %d blocks to make room",
-            "The capacity is shared by all stores in the folder.",
+            "All stores in the folder share its capacity.",
             "Raise `disk.capacity` to keep more.",
         ),
         Trouble(
             "removing the store %s (%d bytes) to make room",
-            "The capacity is shared by all stores in the folder; this one was used last of all.",
+            "All stores in the folder share its capacity. This one has been unused for longest.",
             "Raise `disk.capacity` to keep more.",
         ),
         Trouble(
             "slot %d could not be marked bad: %s",
-            "A bad block was found, and its record could not be erased; it is not served.",
-            "Look at the disk.",
+            "A damaged block was found, and its record could not be erased. It is not used.",
+            "Check the disk.",
         ),
         Trouble(
             "a flush failed: %s",
-            "What was written may not survive a loss of power.",
-            "Look at the disk.",
+            "Recent writes may not survive a power failure.",
+            "Check the disk.",
         ),
         Trouble(
             "no asynchronous I/O for %s (%s): threads do it instead",
-            "The kernel, its limits or a sandbox refuse it; reads are slower.",
+            "The kernel, its limits or a sandbox refuse asynchronous I/O. Reads are slower.",
             "Raise `fs.aio-max-nr`, or allow io_submit in the container.",
         ),
         Trouble(
             "disk.to_device: blocks go through host memory all the same, for %s",
             "NIXL, or its backend for this memory (GDS_MT, GDS; POSIX on a CPU), does not start.",
-            "What it names: `pip install nixl-cu13`, GPUDirect Storage; or `disk.to_device = off`.",
+            "Fix what the line names (`pip install nixl-cu13`, GPUDirect Storage), or set "
+            "`disk.to_device = off`.",
         ),
         Trouble(
             "tier %s: blocks on their way to the device go through host memory; the first, "
             "for %s; kvcore_bounced_blocks_total counts them",
-            "`disk.to_device` is on, and these cannot be read so: they were written before it was, "
-            "or a read by NIXL failed. They come all the same.",
-            "Nothing, for older blocks; else look at the disk, or set `disk.to_device = off`.",
+            "`disk.to_device` is on, but these blocks cannot be read straight into device memory: "
+            "they were written before the option was on, or a read by NIXL failed. They are "
+            "loaded all the same.",
+            "Nothing for older blocks. Otherwise check the disk, or set `disk.to_device = off`.",
         ),
         Trouble(
             "disk.device_staging of %d bytes does not hold one block of %d: raise it; until then "
             "loads from disk go through host memory",
-            "A block is larger than what is to be set aside for it in device memory.",
+            "One block is larger than the staging buffer in device memory.",
             "Raise `disk.device_staging`, lower `block.tokens`, or set `disk.to_device = off`.",
         ),
         Trouble(
             "no direct I/O in %s: reads and writes go through the page cache",
-            "The file system refuses it.",
-            "Give `disk.path` on a local file system, or leave it.",
+            "The file system refuses direct I/O.",
+            "Nothing, or set `disk.path` to a folder on a local file system.",
         ),
     ],
     "Remote stores": [
         Trouble(
             "store %s does not tell what it holds: %s",
-            "Lookups there failed: misses.",
-            "Look at the store and at the network.",
+            "Lookups in the store failed and count as misses.",
+            "Check the store and the network.",
         ),
-        Trouble(
-            "asking store %s failed", "An error in the store's client.", "Report the traceback."
-        ),
+        Trouble("asking store %s failed", "An error in the client of the store.", REPORT),
         Trouble(
             "store %s still answers nothing at shutdown: it is left behind",
-            "A request hangs.",
-            "Look at the store and at the network.",
+            "A request to the store hangs.",
+            "Check the store and the network.",
         ),
         Trouble(
             "store %s keeps %d blocks: %s",
-            "Blocks that were cleared could not be removed. This engine does not find them, and "
-            "removes them when the store is back, or the engine after it does.",
-            "Look at the store; remove them with its own means if they must be gone before.",
+            "Blocks that were cleared could not be deleted from the store. This engine does not "
+            "find them. It deletes them when the store is back; if it ends first, the next engine "
+            "does.",
+            "Check the store. If the blocks must be gone sooner, delete them with the store's own "
+            "tools.",
         ),
+        Trouble("removing from store %s failed", "An error in the client of the store.", REPORT),
         Trouble(
-            "removing from store %s failed",
-            "An error in the store's client.",
-            "Report the traceback.",
+            "%s is let go: nobody has used its store for long",
+            "A list of blocks to delete from a store is dropped, because nobody has used the store "
+            "for 30 days.",
+            "Nothing if the store no longer exists. Otherwise repeat the clear.",
         ),
         Trouble(
             "at which sizes others write is not known: %s",
-            "A store did not say how other engines share blocks over their ranks and stages. What "
-            "was known of them is.",
-            "Nothing: it is asked again. Where it stays so, look at the store.",
+            "A store did not say how other engines share blocks over their ranks and stages. "
+            "kvcore continues with what it knew before.",
+            "Nothing: kvcore asks again. If it persists, check the store.",
         ),
         Trouble(
             "what this engine writes is found by engines of its size only: %s",
-            "Engines of very many sizes use the store with this model, or one of very many ranks.",
-            "Give `prefix` another value on all of them, or use fewer sizes.",
+            "Engines with too many different numbers of ranks or stages use the store with this "
+            "model, or one has too many ranks.",
+            "Set `prefix` to another value on all of them, or use fewer sizes.",
         ),
         Trouble(
             "%d bad values stay in the store: %s",
-            "They could not be removed. They are not served.",
-            "Look at the store.",
+            "Damaged values could not be deleted. They are not used.",
+            "Check the store.",
         ),
         Trouble(
             "no other node holds KV of %s, only of %s",
-            "The nodes of a `peer` store have another model, another `block.tokens`, or cut heads "
-            "among another number of ranks. Once a model: nothing is read from them.",
-            "Nothing before the first prompts; afterwards compare the two names, and the settings.",
+            "The nodes of a `peer` store have another model or another `block.tokens`, or split "
+            "heads over another number of ranks. Nothing is read from them. Logged once per model.",
+            "Nothing before the first prompts. Afterwards, compare the two names and the settings.",
         ),
         Trouble(
             "a promise names %s, which is not asked: no peer, nor of `guests`",
-            "A request came with a promise of KV at a node that the settings do not let promises "
-            "name. Once a node: its blocks are looked for at the peers.",
-            "Add its host or network to `guests` if it is yours; else look at who sends requests.",
+            "A request brought a promise of KV at a node that the settings do not admit. Its "
+            "blocks are looked for at the peers instead. Logged once per node.",
+            "If the node is yours, add its host or network to `guests`. Otherwise find out who "
+            "sends these requests.",
         ),
         Trouble(
             "a promise names no node: %s",
             "The node in a request's promise is not HOST:PORT or HOST:FIRST-LAST.",
-            "Use one version of kvcore on both; proxies must pass promises on as they are.",
+            "Use the same version of kvcore on both sides. Proxies must pass promises on "
+            "unchanged.",
         ),
         Trouble(
             "another node's message is refused: %s",
-            "Somebody sends a `peer` node what is no message of this version, or holds too many "
-            "leases; the others are served.",
-            "Use one version of kvcore on all nodes; look at who connects to `listen`.",
+            "A `peer` node received something that is not a message of this version, or from a "
+            "sender with too many leases. The other nodes are served.",
+            "Use the same version of kvcore on all nodes. Find out who connects to `listen`.",
         ),
         Trouble(
             "a message of another node could not be answered",
-            "A fault of this node's; the other computes.",
-            "Report the traceback.",
+            "An internal error on this node. The other node computes.",
+            REPORT,
         ),
         Trouble(
             "promise refused request=%s: %s",
-            "A request brings the promise of KV of another prompt, model, tenant or version; it is "
-            "looked up as any other.",
-            "Send a promise with the prompt it was made for, to an engine of the same model.",
+            "A request brought a promise of KV for another prompt, model, tenant or version. It "
+            "is looked up like any other request.",
+            "Send a promise with the prompt it was made for, to an engine with the same model.",
         ),
     ],
     "Fusion": [
         Trouble(
             "request=%s is answered without fusion: %s",
-            "What the request asks of fusion cannot be read.",
+            "The fusion options of the request are invalid.",
             "Change the request: see [fusion](fusion.md).",
         ),
         Trouble(
             "request %s is answered without fusion: %s",
-            "What the request asks of fusion cannot be read.",
+            "The fusion options of the request are invalid.",
             "Change the request: see [fusion](fusion.md).",
         ),
         Trouble(
             "%d blends failed one after another: exact prefixes only until the engine restarts",
             "Fusion fails with this model.",
-            "Report the tracebacks before it; set `fusion.enabled = false`.",
+            "Report the tracebacks before it, and set `fusion.enabled = false`.",
         ),
         Trouble(
             "blend failed, computing instead request=%s",
             "The request is computed in full.",
-            "Report the traceback.",
+            REPORT,
         ),
         Trouble(
             "no memory for the chunks of request=%s: %s",
             "The request is computed in full.",
-            "Lower `fusion.staging_max`, or what the engine takes of the device.",
+            "Lower `fusion.staging_max`, or the device memory that the engine takes.",
         ),
         Trouble(
             "the model's layers could not be timed",
-            "Whether a blend is worth it is not measured.",
-            "Report the traceback.",
+            "kvcore cannot measure whether a blend is worth it.",
+            REPORT,
         ),
         Trouble(
             "a chunk is computed, since it cannot be loaded: %s",
-            "There was no room to load through.",
-            "Where it happens often raise `host.capacity`.",
+            "There was no room for the load.",
+            "If it happens often, raise `host.capacity`.",
         ),
         Trouble(
             "chunks have not arrived from their tier in time, computing instead",
-            "The tier is late.",
-            "Look at the tier, and at `transfer.load_deadline_s`.",
+            "The tier is too slow.",
+            "Check the tier, and `transfer.load_deadline_s`.",
         ),
         Trouble(
             "attention hooks are not called again: %s: %s",
-            "A hook around attention failed.",
-            "Report the traceback to the plugin.",
+            "An attention hook failed.",
+            "Report the traceback to the author of the plugin.",
         ),
         Trouble(
             "attention hook %r failed at layer %d and is not called again",
-            "A hook around attention failed.",
-            "Report the traceback to the plugin.",
+            "An attention hook failed.",
+            "Report the traceback to the author of the plugin.",
         ),
         Trouble(
             "tokens of stored blocks are not kept in %s: %s",
-            "The file of segments cannot be used: after a restart chunks are not found.",
-            "Look at the file; remove it if it is of another version.",
+            "The segments file cannot be used. After a restart, chunks are not found.",
+            "Check the file. If it has another version, remove it.",
         ),
         Trouble(
             "%s is written by another engine: tokens are not kept",
-            "Two engines of one model share the folder: one of them writes.",
-            "Nothing, or give each its own `disk.path`.",
+            "Two engines with the same model share the folder, and only one of them writes the "
+            "segments file.",
+            "Nothing, or give each engine its own `disk.path`.",
         ),
         Trouble(
             "%s could not be %s: %s",
-            "The file of segments could not be written: after a restart chunks are not found.",
-            "Look at the disk.",
+            "The segments file could not be written. After a restart, chunks are not found.",
+            "Check the disk.",
         ),
     ],
     "Server": [
         Trouble(
             "no kvcore server answers: the engine computes until one does",
-            "The engine started before its server, or reaches another address.",
+            "The engine started before its server, or uses a wrong address.",
             "Start `kvcore server`, or correct `server.address`. Engines join by themselves.",
         ),
         Trouble(
             "the server does not answer in %g s",
-            "The engine computes and leaves the server alone until it answers a heartbeat.",
-            "Where it happens often give the server a core of its own, or raise "
+            "The engine computes, and sends no requests until the server answers a heartbeat.",
+            "If it happens often, give the server a CPU core of its own, or raise "
             "`server.deadline_s`.",
         ),
         Trouble(
             "the kvcore server keeps no tokens of what is stored, and only marked chunks are "
             "found: set fusion.enabled for the server too",
-            "Fusion is on in the engine and off in the server, which does not learn what text its "
-            "blocks hold.",
+            "Fusion is on in the engine and off in the server, so the server does not know the "
+            "text of its blocks.",
             "Start the server with the engines' config file, or set `fusion.enabled` there.",
         ),
         Trouble(
             "the kvcore server is gone: the engine computes until it is back",
-            "Nothing was heard of it for a lease.",
-            "Start it again; what is on disk is found again.",
+            "The server was silent for a whole lease.",
+            "Start it again. Blocks on disk are found again.",
         ),
         Trouble(
             "the kvcore server takes no more messages: joining it anew",
-            "The server was behind by thousands of messages, and could not be told what has ended; "
-            "with a new session it gives all of that back.",
-            "Where it happens often give the server a core of its own.",
+            "The server was thousands of messages behind, and the engine could not report what "
+            "has ended. With a new session, the server releases all of it.",
+            "If it happens often, give the server a CPU core of its own.",
         ),
         Trouble(
             "the kvcore server refuses this engine: %s",
-            "Versions, the model or settings do not fit together; the engine runs without KV of "
-            "others.",
-            "Do what the message says: as a rule the same version of kvcore on both sides.",
+            "Versions, the model or settings do not match. The engine runs without shared KV.",
+            "Do what the message says. Usually both sides need the same version of kvcore.",
         ),
         Trouble(
             "not sent: %s",
-            "A message would be larger than the protocol allows; the prompt is computed.",
+            "A message exceeds the size that the protocol allows. The prompt is computed.",
             "Nothing, unless prompts have millions of tokens.",
         ),
         Trouble(
             "refused kind=%s: %s",
-            "The server did not do what a client asked, and says why; the client computes.",
-            "Look at which client it is: another version, or no client of kvcore at all.",
+            "The server refused a client's request; the line says why. The client computes.",
+            "Find out which client it is: one of another version, or not a kvcore client at all.",
         ),
         Trouble(
             "refused: session of another client session=%d who=%s",
-            "A client named a session that its connection has not opened. Nothing was done.",
-            "Nothing where its connection broke: it joins anew. Else look at what `who` is.",
+            "A client named a session that its connection did not open. Nothing was done.",
+            "Nothing if its connection broke: it joins again. Otherwise find out what `who` is.",
         ),
         Trouble(
             "a request failed kind=%s",
-            "A fault of the server's; the client computes.",
+            "An internal error of the server. The client computes.",
             "Report it, with the lines that follow.",
         ),
         Trouble(
             "a reply is lost: %s",
-            "The client does not take its answers: it is gone, or stands still.",
+            "The client does not receive its replies: it is gone, or stopped.",
             NOTHING,
         ),
         Trouble(
             "session is silent session=%d seconds=%.1f",
-            "A client's process lives and says nothing; what its copies use is kept for it.",
-            "Look at that process: is it stopped?",
+            "A client's process is alive but sends nothing. The server keeps the slots that its "
+            "copies may use.",
+            "Check that process: is it stopped?",
         ),
         Trouble(
             "read failed graph=%d op=%d: %s",
-            "The server did not tell in time what became of a read; the prompt is computed.",
+            "The server did not report the result of a read in time. The prompt is computed.",
             "Look at the server's log.",
         ),
         Trouble(
             "graph refused graph=%d: %s",
-            "A plan came of a server that is not the one the worker has mapped; it is computed.",
+            "A transfer belongs to a session that has ended, or to another server. Its tokens are "
+            "computed.",
             NOTHING,
         ),
     ],
     "Events and cluster": [
         Trouble(
             "no block events to %s: pip install %s (%s)",
-            "The package for that bus is missing; nothing is told there.",
+            "The package for that bus is missing. No events are published there.",
             "Install it.",
         ),
         Trouble(
             "no block events: %s",
-            "The endpoint cannot be used; the engine serves without telling.",
+            "The endpoint cannot be used. The engine serves without publishing events.",
             "Correct `events.endpoint`, or free the port.",
         ),
         Trouble(
             "a thread tells block events, as no process can be started: %s",
-            "Python could not be started once more; events are told, at some cost to the engine.",
-            'Look at the reason (limits, a sandbox), or set `events.publisher = "thread"`.',
+            "No second Python process could be started. A thread of the engine publishes the "
+            "events, at some cost to the engine.",
+            'Fix the reason in the line (limits, a sandbox), or set `events.publisher = "thread"`.',
         ),
         Trouble(
             "the process that tells block events is started anew: %s",
-            "It was killed or failed. Consumers see a gap and catch up by a snapshot.",
-            "Where it is out of memory, give the container more: it keeps a copy of what is held.",
+            "The process was killed, or failed. Consumers see a gap and request a snapshot.",
+            "If it ran out of memory, give the container more: it keeps a copy of what is held.",
         ),
         Trouble(
             "block events are told no more, their process ends too often: %s",
-            "It was started anew some times and ended each time. The engine serves without events.",
-            "Look at the lines before; restart the engine when the cause is gone.",
+            "The process was restarted several times and ended each time. The engine serves "
+            "without publishing events.",
+            "Look at the lines before it. Restart the engine when the cause is fixed.",
         ),
         Trouble(
             "block events are told no more: what ships them to their process failed",
-            "A defect in kvcore; the engine serves without events.",
-            "Report it with the traceback; restart the engine.",
+            "An internal error of kvcore. The engine serves without publishing events.",
+            "Report the traceback, and restart the engine.",
         ),
         Trouble(
             "the process that tells block events failed",
-            "A defect in kvcore; it is started anew.",
-            "Report it with the traceback.",
-        ),
-        Trouble(
-            "%s is let go: nobody has used its store for long",
-            "What a store was still to remove is forgotten after 30 days in which nobody used it.",
-            "Nothing, if the store is gone; else clear again what was cleared there.",
+            "An internal error of kvcore. The process is restarted.",
+            REPORT,
         ),
         Trouble(
             "block events do not reach NATS, stream %s: %s",
-            "The server is away or takes nothing. Some batches wait, the newest are left out; "
-            "a line says when it takes them again.",
-            "Look at the NATS server, its JetStream and the network.",
+            "The NATS server is down, or accepts nothing. Some batches wait; the newest are "
+            "dropped. Another line says when it accepts them again.",
+            "Check the NATS server, its JetStream and the network.",
         ),
         Trouble(
             "stream %s is not made or changed: %s",
-            "NATS does not let kvcore make its stream.",
-            "Make it by hand, or give the account the right to.",
+            "NATS does not let kvcore create its stream.",
+            "Create it by hand, or give the account permission.",
         ),
         Trouble(
             "events of blocks=%d were dropped: raise events.queue_blocks",
-            "They came faster than they could be sent. Consumers see the gap and catch up.",
+            "Events came faster than they could be sent. Consumers see the gap and catch up.",
             "Raise `events.queue_blocks`.",
         ),
         Trouble(
             "tokens of blocks are left out of events: %s",
-            "A client of the server sent tokens that do not fit their blocks; the blocks are told.",
-            "Use one version of kvcore on both sides; report it where they are the same.",
+            "A client of the server sent tokens that do not fit their blocks. The blocks are "
+            "published without tokens.",
+            "Use the same version of kvcore on both sides. If they are the same, report it.",
         ),
         Trouble(
             "a request for events is left alone: %s",
-            "Somebody asked the replay socket for what makes no sense.",
-            "Look at who connects there.",
+            "The replay socket received an invalid request.",
+            "Find out who connects there.",
         ),
         Trouble(
             "a request of %d frames is left alone",
-            "Somebody who is no consumer talks to the replay socket.",
-            "Look at who connects there.",
+            "The replay socket received something that is not a consumer's request.",
+            "Find out who connects there.",
         ),
         Trouble(
             "a publisher of block events does not answer; what is known may be old",
-            "A consumer cannot catch up: the engine is gone or cut off.",
-            "Nothing, if it was stopped; it catches up when it is back.",
+            "A consumer cannot catch up, because the engine is down or cut off.",
+            "Nothing if it was stopped on purpose: the consumer catches up when it is back.",
         ),
         Trouble(
             "an answer of a publisher of block events is not understood: %s",
-            "The publisher is of another version, or none.",
+            "The publisher has another version, or is not kvcore.",
             "Use the same version on both sides.",
         ),
         Trouble(
             "a batch of block events is not understood: %s",
-            "The publisher is of another version, or none; the consumer catches up by a snapshot.",
+            "The publisher has another version, or is not kvcore. The consumer requests a "
+            "snapshot.",
             "Use the same version on both sides.",
         ),
         Trouble(
@@ -691,75 +705,76 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble(
             "an entry in etcd is passed over: %s",
-            "Something under `cluster.prefix` is not kvcore's, or of another version.",
+            "An entry under `cluster.prefix` is not kvcore's, or has another version.",
             "Remove it, or use another prefix.",
         ),
         Trouble(
             "the lease %x is lost; what was entered is entered anew",
-            "The process stood still, or was cut off from etcd, for longer than `cluster.ttl_s`.",
-            "Raise `cluster.ttl_s` where it happens often.",
+            "The process was stopped, or cut off from etcd, for longer than `cluster.ttl_s`.",
+            "If it happens often, raise `cluster.ttl_s`.",
         ),
         Trouble(
             "looking up nodes failed, those known stay",
-            "A fault of kvcore. It is tried again, and what failed is in the log.",
+            "An internal error of kvcore, logged with the line. The lookup is repeated.",
             "Report it.",
         ),
         Trouble(
             "keeping a lease in etcd failed; it is tried again",
-            "As above. A lease that is not renewed in time is given up, and taken anew.",
+            "An internal error of kvcore, logged with the line. If the lease is not renewed in "
+            "time, it ends and a new one is taken.",
             "Report it.",
         ),
         Trouble(
             "nodes cannot be looked up, those known stay: %s",
-            "etcd does not answer a `peer` node; it goes on with the nodes it knew last.",
-            "Look at etcd. Once it answers they are looked up again, without being asked to.",
+            "etcd does not answer a `peer` node. The node continues with the nodes it knew last.",
+            "Check etcd. When it answers, the lookup is repeated by itself.",
         ),
         Trouble(
             "a node of the cluster is passed over: its address is %r",
-            "A worker's entry in etcd has a `peer` that is not tcp://HOST:PORT.",
-            "Correct the entry, or take it out.",
+            "The `peer` of a worker's entry in etcd is not tcp://HOST:PORT.",
+            "Correct the entry, or remove it.",
         ),
     ],
-    "Orders of operators": [
+    "Operator commands": [
         Trouble(
             "the audit log lacks a line: %s",
-            "The order was carried out; the line is in the log only.",
-            "Look at the disk of `control.audit`.",
+            "The command was carried out, but its line is only in the log.",
+            "Check the disk of `control.audit`.",
         ),
         Trouble(
             "an order failed kind=%s",
-            "A bug: the order of `kvcore ctl` was not carried out, or in part.",
+            "A bug: a command of `kvcore ctl` was not carried out, or only in part.",
             "Report it with the lines around it.",
         ),
         Trouble(
             "refused what is no order: %s",
-            "Something else than `kvcore ctl` of this version talks to `control.address`.",
-            "Look at who connects there.",
+            "Something other than `kvcore ctl` of this version connects to `control.address`.",
+            "Find out who connects there.",
         ),
         Trouble(
             "an answer to an order is lost: %s",
-            "`kvcore ctl` was interrupted, or asked for more than a message holds.",
-            "`kvcore ctl list` shows what is so; give it a lower `--limit`.",
+            "`kvcore ctl` was interrupted, or asked for more than fits a message.",
+            "`kvcore ctl list` shows the current state. Give it a lower `--limit`.",
         ),
     ],
-    "Traces": [
+    "Traces and records": [
         Trouble(
             "no records of requests are written: %s",
-            "The folder of `explain.path` cannot be written.",
-            "Give one that can.",
+            "The folder `explain.path` is not writable.",
+            "Name a writable folder.",
         ),
         Trouble(
             "records of requests are not written any more: %s",
-            "The disk of `explain.path` failed.",
-            "Look at the disk; restart the engine.",
+            "Writing to `explain.path` failed.",
+            "Check the disk, and restart the engine.",
         ),
         Trouble(
             "no spans are made: %s",
-            "`explain.spans` needs a package that is not there.",
-            "`pip install opentelemetry-api`, or set it to false.",
+            "`explain.spans` needs a package that is not installed.",
+            "`pip install opentelemetry-api`, or set `explain.spans = false`.",
         ),
-        Trouble("trace %s is full and ends here", "A file of 256 MiB.", NOTHING),
-        Trouble("trace %s ends here: %s", "The disk failed.", "Look at the disk."),
-        Trouble("trace %s: %s", "The file could not be closed.", "Look at the disk."),
+        Trouble("trace %s is full and ends here", "The trace file has reached 256 MiB.", NOTHING),
+        Trouble("trace %s ends here: %s", "Writing the trace failed.", "Check the disk."),
+        Trouble("trace %s: %s", "The trace file could not be closed.", "Check the disk."),
     ],
 }

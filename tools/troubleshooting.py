@@ -1,11 +1,11 @@
-"""Writes docs/troubleshooting.md: every error kvcore raises, every warning it logs, what to do.
+"""Write docs/troubleshooting.md: every error that kvcore raises and every warning that it logs.
 
     python -m tools.troubleshooting > docs/troubleshooting.md
 
-What there is comes from the code: the classes of kvcore/errors.py, and each call of a logger's
-``warning``, ``error`` or ``exception`` in kvcore and its adapters. What it means and what to do
-stands in `tools.troubles`. A test fails for a line without an entry, and for an entry without a
-line.
+The errors and lines come from the code: the classes of kvcore/errors.py, and each call of a
+logger's ``warning``, ``error`` or ``exception`` in kvcore and its adapters. Their meaning and what
+to do come from `tools.troubles`. A test fails for a line without an entry, and for an entry without
+a line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEVELS = {"warning": "warning", "error": "error", "exception": "error"}
 
 
 class Line(NamedTuple):
-    """A line that can be logged: its text before anything is filled in."""
+    """A line that the code can log: its format string, its level and the file it is in."""
 
     text: str
     level: str
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def logged(root: Path = ROOT) -> list[Line]:
-    """Every line that can be logged as a warning or an error, in order of files."""
+    """Return every line that can be logged as a warning or an error, ordered by file."""
     found = []
     for room in CODE:
         for file in sorted((root / room).rglob("*.py")):
@@ -59,21 +59,24 @@ def _lines(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _level(func: ast.expr) -> str:
-    """Of a call of ``_log.warning`` and the like, or of the ``tell`` that is picked from them."""
+    """Return the level of a logging call, or "" for any other call.
+
+    ``tell`` is a local name for one of a logger's methods.
+    """
     if isinstance(func, ast.Attribute) and ast.unparse(func.value) in ("_log", "log", "logger"):
         return LEVELS.get(func.attr, "")
     return "warning" if isinstance(func, ast.Name) and func.id == "tell" else ""
 
 
 def error_names() -> list[str]:
-    """Of kvcore's errors, in the order of their module."""
+    """Return the names of kvcore's errors, in the order of their module."""
     classes = inspect.getmembers(errors, inspect.isclass)
     ours = [one for _, one in classes if issubclass(one, errors.KVCoreError)]
     return [one.__name__ for one in sorted(ours, key=lambda one: inspect.getsourcelines(one)[1])]
 
 
 def missing(lines: list[Line]) -> list[str]:
-    """What the catalogue lacks or has too much, in words."""
+    """Return a sentence for each entry that the catalogue lacks or has too many."""
     known = {trouble.text for group in TROUBLES.values() for trouble in group}
     there = {line.text for line in lines}
     texts = [f"{line.file}: no entry for {line.text!r}" for line in lines if line.text not in known]
@@ -86,20 +89,31 @@ HEAD = """\
 <!-- Made by `python -m tools.troubleshooting` from the code; do not edit. -->
 # Troubleshooting
 
-`kvcore doctor` looks at the machine, the engines and the settings first. Below stand every error
-that kvcore raises on purpose, and every warning and error line of its log. `...` is filled in.
+Start with `kvcore doctor -c kvcore.toml`: it checks the machine, the engines, the settings and the
+servers they name ([operations](operations.md#is-this-machine-set-up-right)). `kvcore explain` says
+why a single request was served the way it was.
+
+This page lists every error that kvcore raises on purpose, and every warning and error that it logs.
+Search it for a fixed part of the line; `...` stands for the parts that vary. Unless an entry says
+otherwise, answers stay right: the engine computes what kvcore cannot load.
 """
 
 
 def page(lines: list[Line]) -> str:
-    """docs/troubleshooting.md, of what `logged` found."""
+    """Return docs/troubleshooting.md for the lines that `logged` found."""
     levels = {line.text: line.level for line in lines}
-    rows = [HEAD, "## Errors", "", "| error | means | do |", "|---|---|---|"]
+    rows = [HEAD, "## Errors", "", "| error | meaning | what to do |", "|---|---|---|"]
     for name in error_names():
         means = " ".join((getattr(errors, name).__doc__ or "").split())
         rows.append(_row(f"`{name}`", means, ERRORS[name]))
     for title, troubles in TROUBLES.items():
-        rows += ["", f"## {title}", "", "| line | level | means | do |", "|---|---|---|---|"]
+        rows += [
+            "",
+            f"## {title}",
+            "",
+            "| line | level | meaning | what to do |",
+            "|---|---|---|---|",
+        ]
         for text, means, do in troubles:
             rows.append(_row(f"`{_shown(text)}`", levels[text], means, do))
     return "\n".join(rows) + "\n"

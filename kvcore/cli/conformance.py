@@ -191,14 +191,18 @@ def _result(engine: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     return next((result for result in engine["results"] if result["case"] == name), None)
 
 
+_LEGEND = (
+    "*yes*: passed. *NO*: failed. *-*: left out, because the engine cannot do what the case needs,",
+    "or there was nothing to run it with. *not run*: no result for this engine.",
+)
+
 _HEAD = """\
 <!-- Made by `kvcore conformance --page`; do not edit: the words are in kvcore/cli/conformance.py,
      the results beside this page in conformance.json. -->
 # Conformance
 
-"The same on every engine" is what these cases try. The very same code runs on each engine through a
-small driver; an engine without kvcore says what the answers are, and every case also counts what
-was reused, so that none passes because nothing was.
+The conformance kit runs the same cases on every engine that kvcore supports. Use it to see what is
+verified on which engine, and to test an adapter of your own.
 
     kvcore conformance --engine reference                   # a table; --json, --list, --case GLOB
     kvcore conformance --engine vllm --with trtllm          # exchange KV with another engine
@@ -206,18 +210,24 @@ was reused, so that none passes because nothing was.
     kvcore conformance --engine NAME --with OTHER --store redis://localhost:6379/0
     kvcore conformance --engine NAME --page docs/conformance.md
 
-Engines that cannot be installed together exchange KV all the same: `--python` names the interpreter
-of the environment that has one. `--store` names a remote store; its client must be installed
-wherever an engine runs.
+Each engine is driven by a small driver; the code of a case is the same for all. The right answers
+come from the same engine without kvcore. Cases also count reused tokens, so a case cannot pass
+because nothing was reused.
+
+- `--python` names the interpreter of the environment that has an engine. With it, engines that
+  cannot be installed together still exchange KV.
+- `--store` names a remote store. Its client must be installed in the environment of every engine.
+- The exit code is 1 if a case fails.
 
 """
 
 _TAIL = """\
 
-## Bringing another engine
+## Testing another engine
 
-An adapter package `kvcore_<engine>` has a module `conformance` with a function `driver()`. That is
-all: `kvcore conformance --engine <engine>` finds it by its name.
+The adapter package of an engine has a module `kvcore_<engine>.testing.conformance` with a function
+`driver()`. `kvcore conformance --engine <engine>` finds it by its name; nothing else has to be
+registered.
 
 ```python
 class MyDriver(Driver):
@@ -233,32 +243,33 @@ class MyEngine(Engine):
     def forget(self): ...  # the engine's own prefix cache is empty
     def clear(self): ...  # and so are kvcore's tiers
     def counted(self, name, **labels): ...  # one of kvcore's metrics
-    def check(self): ...  # AssertionError where something is left over
+    def check(self): ...  # AssertionError if something is left over
     def stop(self): ...
 ```
 
-- `kvcore.testing.conformance.reference` is the shortest driver. An engine in a process of its own
-  subclasses `ProcessDriver` of `kvcore.testing.conformance.process`, as
-  `kvcore_vllm.testing.conformance`
-  does (`kvcore.harness.engine_process` carries the calls); its environment can be another one's.
-- `Setup.kvcore` is kvcore's config; None is the engine without it, which is asked for the right
-  answers. `Answer.reused` says how many prompt tokens kvcore brought: without it most cases fail.
-- How many tokens must be reused is the driver's word, and no more nor less may be: `Driver.stores`
-  (of a request's tokens), `reuses` (of a prompt whose start lies in the tiers) and `looks_up`. An
-  engine that stores every computed token and takes any whole block needs none of them.
-- `Setup.dtype` is what the model is computed and its KV is kept in: float32 but for one case.
-- `Setup.path` are folders to search for plugins: the faults come as a tier plugin, which works in
-  any process.
-- What an engine cannot do is left out of its `capabilities`. The case is then left out by name, and
-  the matrix says so; a case is never passed by doing less.
+- `kvcore.testing.conformance.reference` is the shortest driver.
+- An engine in its own process subclasses `ProcessDriver` of `kvcore.testing.conformance.process`,
+  as `kvcore_vllm.testing.conformance` does. `kvcore.harness.engine_process` carries the calls. The
+  process may use the interpreter of another environment.
+- `Setup.kvcore` is kvcore's config. None starts the engine without kvcore, for the right answers.
+- `Setup.dtype` is the type in which the model is computed and its KV is stored: float32, except in
+  one case.
+- `Setup.path` lists folders to search for plugins. Faults come as a tier plugin, which works in any
+  process.
+- `Answer.reused` says how many prompt tokens kvcore loaded. Without it most cases fail.
+- The driver says how many tokens must be reused, and neither more nor fewer may be:
+  `Driver.stores` (of a request's tokens), `reuses` (of a prompt whose start is in the tiers) and
+  `looks_up`. An engine that stores every computed token and takes any whole block needs none of
+  them.
+- Omit from `capabilities` what the engine cannot do. Cases that need it are left out, and the
+  matrix says so. No case passes by doing less.
 - Under pytest, subclass `kvcore.testing.conformance.suite.ConformanceSuite` and return the driver
-  from `make_driver`; every case is a test.
+  from `make_driver`. Every case becomes a test.
 
-## What keeps the kit honest
+## How the kit itself is tested
 
-Adapters with one mistake each are planted in the reference engine, and the cases must catch them
-(`tests/unit/testing/test_conformance_mutations.py`): a slot off by one, blocks published before
-they are
+`tests/unit/testing/test_conformance_mutations.py` plants adapters with one mistake each in the
+reference engine, and the cases must catch them: a slot off by one, blocks published before they are
 written, a salt or LoRA weights left out, models that are not told apart, two layers swapped, K that
 is not rotated, and a row that sees the token after it.
 """
@@ -266,13 +277,19 @@ is not rotated, and a row that sees the token after it.
 
 def page(record: Record) -> str:
     """The page docs/conformance.md."""
-    lines = [_HEAD.rstrip("\n"), "", "## Engines", "", "| engine | | run on | KV exchanged with |"]
+    lines = [
+        _HEAD.rstrip("\n"),
+        "",
+        "## Engines",
+        "",
+        "| engine | what ran | date | KV exchanged with |",
+    ]
     lines.append("|---|---|---|---|")
     for name, engine in record.items():
         partners = ", ".join(engine["partners"]) or "-"
         lines.append(f"| {name} | {engine['about']} | {engine['date']} | {partners} |")
-    lines += ["", "## Matrix", ""]
-    lines.append("| case | " + " | ".join(record) + " | |")
+    lines += ["", "## Matrix", "", *_LEGEND, ""]
+    lines.append("| case | " + " | ".join(record) + " | what it shows |")
     lines.append("|---" * (len(record) + 2) + "|")
     about = {one.name: one.about for one in CASES}
     section = ""
@@ -291,11 +308,11 @@ def _mark(result: Mapping[str, Any] | None) -> str:
 
 
 def _left_out(record: Record) -> str:
-    """A line that explains every dash."""
+    """Return a sentence that explains every dash."""
     said = {
         f"{name}: {result['why']}": None
         for name, engine in record.items()
         for result in engine["results"]
         if result["outcome"] == "left out"
     }
-    return f"A dash is a case left out ({'; '.join(said)})." if said else "Nothing was left out."
+    return f"Cases left out: {'; '.join(said)}." if said else "No case was left out."

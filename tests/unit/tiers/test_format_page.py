@@ -45,8 +45,9 @@ def table(title: str) -> list[tuple[int, int, str, str]]:
 def sealed(title: str) -> int:
     """Bytes that the page says are sealed, in or just above its section."""
     before, after = PAGE.split(f"### {title}\n")
-    found = re.findall(r"Sealed are bytes 0\s+to\s+(\d+)", after.split("\n#")[0])
-    return int((found or re.findall(r"Sealed are bytes 0\s+to\s+(\d+)", before)[-1:])[0])
+    covers = r"The\s+seal\s+covers\s+bytes\s+0\s+to\s+(\d+)"
+    found = re.findall(covers, after.split("\n#")[0])
+    return int((found or re.findall(covers, before)[-1:])[0])
 
 
 def decode(title: str, data: bytes) -> dict[str, bytes]:

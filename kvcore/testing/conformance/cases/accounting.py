@@ -23,7 +23,7 @@ def nothing_left_over(kit: Kit) -> None:
 
 @case("accounting")
 def metrics_add_up(kit: Kit) -> None:
-    """Tokens looked up are tokens asked; tokens hit are tokens reused."""
+    """The metrics count as many tokens looked up as asked, and as many hit as reused."""
     asks = prompts(kit, 3100, (40, 97, 150, 201))
 
     def counted(result: str) -> float:
@@ -45,7 +45,7 @@ def metrics_add_up(kit: Kit) -> None:
 
 @case("accounting")
 def budgets_held(kit: Kit) -> None:
-    """Host memory and disk hold no more than their capacity, however much is asked."""
+    """Host memory and disk never hold more than their capacity."""
     disk = {**kit.disk(), "capacity": "8MiB"}
     asks = prompts(kit, 3200, range(60, 300, 20))
     with kit.fresh(kit.config(host={"capacity": "4MiB"}, disk=disk)) as engine:

@@ -43,21 +43,21 @@ def ranks_of(driver: Driver) -> int:
 
 @case("crossing", pairs=True)
 def reads_what_others_wrote(kit: Kit) -> None:
-    """Through disk, from two ranks to one; tokens reused are counted."""
+    """The engine reads from disk what others wrote, two ranks to one; reused tokens count."""
     for number, partner in enumerate(kit.partners):
         through_disk(kit, partner, kit.driver, 6000 + 100 * number)
 
 
 @case("crossing", pairs=True)
 def others_read_what_it_wrote(kit: Kit) -> None:
-    """And the way back."""
+    """Others read from disk what the engine wrote, two ranks to one."""
     for number, partner in enumerate(kit.partners):
         through_disk(kit, kit.driver, partner, 6500 + 100 * number)
 
 
 @case("crossing", pairs=True, store=True)
 def both_ways_through_a_store(kit: Kit) -> None:
-    """Through a remote store, from two ranks to one; tokens reused are counted."""
+    """The same in both directions through a remote store, two ranks to one."""
     for number, partner in enumerate(kit.partners):
         for way, pair in enumerate([(partner, kit.driver), (kit.driver, partner)]):
             seed = 7300 + 100 * number + 50 * way
@@ -66,7 +66,7 @@ def both_ways_through_a_store(kit: Kit) -> None:
 
 @case("crossing", Capability.RANKS)
 def another_number_of_ranks(kit: Kit) -> None:
-    """What two ranks wrote to disk one rank reads, and the other way."""
+    """One rank reads from disk what two ranks wrote, and the reverse."""
     for wrote, reads in ((2, 1), (1, 2)):
         asks, config = prompts(kit, 6800 + wrote, (97, 150, 201)), kit.config(disk=kit.disk())
         with kit.fresh(config, ranks=wrote) as engine:
@@ -106,13 +106,13 @@ def through(kit: Kit, seed: int, config: Callable[[], dict[str, Any]]) -> None:
 
 @case("crossing", Capability.RANKS, Capability.STAGES)
 def another_number_of_stages(kit: Kit) -> None:
-    """Ranks and pipeline stages through disk, from one size to another."""
+    """KV moves through disk between different numbers of ranks and pipeline stages."""
     through(kit, 7600, lambda: kit.config(disk=kit.disk()))
 
 
 @case("crossing", Capability.RANKS, Capability.STAGES, store=True)
 def any_size_through_a_store(kit: Kit) -> None:
-    """Ranks and pipeline stages through a remote store, from one size to another."""
+    """KV moves through a store between different numbers of ranks and pipeline stages."""
     through(kit, 7700, lambda: kit.config(tiers={"far": kit.far()}))
 
 
@@ -131,20 +131,20 @@ def apart(kit: Kit, seed: int, **other: Any) -> None:
 
 @case("crossing")
 def another_model_is_apart(kit: Kit) -> None:
-    """A model of another shape."""
+    """An engine with a model of another shape finds nothing."""
     apart(kit, 6900, model=tiny_model("llama", layers=2, heads=4, kv_heads=2, head_dim=64))
 
 
 @case("crossing")
 def another_revision_is_apart(kit: Kit) -> None:
-    """Other weights of the same shape."""
+    """An engine with other weights of the same shape finds nothing."""
     other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=1)
     apart(kit, 7000, model=other)
 
 
 @case("crossing")
 def another_rope_is_apart(kit: Kit) -> None:
-    """The same weights, rotated at another speed."""
+    """An engine with the same weights and another rope base finds nothing."""
     folder = kit.new_folder() / "model"
     shutil.copytree(kit.model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -156,5 +156,5 @@ def another_rope_is_apart(kit: Kit) -> None:
 
 @case("crossing")
 def another_dtype_is_apart(kit: Kit) -> None:
-    """The same weights, computed in bfloat16."""
+    """An engine with the same weights, computed in bfloat16, finds nothing."""
     apart(kit, 7200, dtype="bfloat16")

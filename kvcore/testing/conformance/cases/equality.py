@@ -30,7 +30,7 @@ def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, rank
 
 @case("equality")
 def miss(kit: Kit) -> None:
-    """Nothing is stored: own answers, nothing reused."""
+    """Nothing is stored: the engine gives its own answers, and nothing is reused."""
     asks = prompts(kit, 100)
     assert len({tuple(answer) for answer in kit.right(asks)}) > 3, "prompts are answered alike"
     with kit.engine() as engine:
@@ -41,7 +41,7 @@ def miss(kit: Kit) -> None:
 
 @case("equality")
 def host_hit(kit: Kit) -> None:
-    """What was asked before comes from host memory."""
+    """A prompt that was asked before is loaded from host memory."""
     asks = prompts(kit, 200)
     with kit.engine() as engine:
         kit.stored(engine, asks)
@@ -50,7 +50,7 @@ def host_hit(kit: Kit) -> None:
 
 @case("equality")
 def partial_hit(kit: Kit) -> None:
-    """A prompt that leaves a stored one somewhere, on no border of anything."""
+    """A prompt differs from a stored one in the middle of a block and a page."""
     base = kit.words(300, 250)
     asks = [Ask(base[:cut] + kit.words(301 + cut, 37)) for cut in (17, 60, 95, 130, 199)]
     with kit.engine() as engine:
@@ -65,7 +65,7 @@ def partial_hit(kit: Kit) -> None:
 
 @case("equality")
 def page_borders(kit: Kit) -> None:
-    """Prompts that end on a border of blocks or pages, and a token before and after."""
+    """Prompts end on a block or page boundary, and one token before and after it."""
     asks = prompts(kit, 400, [n + d for n in (64, 96, 128, 256) for d in (-1, 0, 1)])
     with kit.engine() as engine:
         kit.stored(engine, asks)
@@ -74,7 +74,7 @@ def page_borders(kit: Kit) -> None:
 
 @case("equality")
 def next_turn(kit: Kit) -> None:
-    """The answer's KV is found by the turn that follows it."""
+    """The next turn of a conversation finds the KV of the answer before it."""
     first = Ask(kit.words(500, 100), max_tokens=40)
     with kit.engine() as engine:
         [answer] = engine.ask([first])
@@ -89,7 +89,7 @@ def next_turn(kit: Kit) -> None:
 
 @case("equality")
 def many_at_once(kit: Kit) -> None:
-    """Requests in one batch, cold and warm."""
+    """Requests run in one batch, cold and warm."""
     asks = prompts(kit, 600, range(40, 280, 30))
     with kit.engine() as engine:
         for _ in range(2):
@@ -102,7 +102,7 @@ def many_at_once(kit: Kit) -> None:
 
 @case("equality")
 def shared_prefixes(kit: Kit) -> None:
-    """Requests in one batch that begin alike, cold and warm."""
+    """Requests with a common prefix run in one batch, cold and warm."""
     shared = kit.words(700, 120)
     asks = [Ask([*shared, *kit.words(701 + i, 10 + 7 * i)]) for i in range(8)]
     with kit.engine() as engine:
@@ -117,7 +117,7 @@ def shared_prefixes(kit: Kit) -> None:
 
 @case("equality")
 def asked_again_at_once(kit: Kit) -> None:
-    """The same prompt while its saves are under way: whatever is found is right."""
+    """A prompt is asked again while it is being saved: whatever is found is right."""
     asks = prompts(kit, 800, (250, 260, 270))
     with kit.engine() as engine:
         for ask in asks:
@@ -128,7 +128,7 @@ def asked_again_at_once(kit: Kit) -> None:
 
 @case("equality", Capability.SALT)
 def salts_kept_apart(kit: Kit) -> None:
-    """A tenant finds its own KV and nobody else's."""
+    """A tenant finds its own KV and no other tenant's."""
     tokens = kit.words(900, 100)
     with kit.engine() as engine:
         found = {}
@@ -145,7 +145,7 @@ def salts_kept_apart(kit: Kit) -> None:
 
 @case("equality")
 def abort_while_saving(kit: Kit) -> None:
-    """Requests aborted when their first token has come; then the same asked again."""
+    """Requests are aborted after their first token, and then asked again."""
     asks = prompts(kit, 1000, (150, 200, 250))
     with kit.engine() as engine:
         engine.ask([Ask(ask.tokens, 40, abort_after=1) for ask in asks])
@@ -156,7 +156,7 @@ def abort_while_saving(kit: Kit) -> None:
 
 @case("equality")
 def abort_while_loading(kit: Kit) -> None:
-    """Requests aborted while their KV is on its way, and others in their pages."""
+    """Requests are aborted while their KV is loaded, and others get their pages."""
     asks, others = prompts(kit, 1100, (150, 200, 250)), prompts(kit, 1200, (150, 200, 250))
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
@@ -172,7 +172,7 @@ def abort_while_loading(kit: Kit) -> None:
 
 @case("equality")
 def large_loads(kit: Kit) -> None:
-    """Loads too large for a step: the requests wait for theirs, others run."""
+    """Loads are too large for one step: their requests wait, others run."""
     asks = prompts(kit, 1300, (100, 180, 260))
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
@@ -183,7 +183,7 @@ def large_loads(kit: Kit) -> None:
 
 @case("equality", Capability.CHUNKED_PREFILL)
 def chunked_prefill(kit: Kit) -> None:
-    """Prompts cut over many steps: every piece is stored, and a hit may end in any of them."""
+    """Prompts are prefilled over many steps: every piece is stored, and a hit may end in any."""
     asks = prompts(kit, 1400, (150, 260, 333))
     with kit.engine(step_tokens=64) as engine:
         kit.same(engine.ask(asks), asks)
@@ -193,7 +193,7 @@ def chunked_prefill(kit: Kit) -> None:
 
 @case("equality")
 def eviction_under_pressure(kit: Kit) -> None:
-    """Host memory for a fraction of what is asked, many requests at once, twice."""
+    """Host memory holds a fraction of many concurrent prompts, which are asked twice."""
     asks = prompts(kit, 1500, range(60, 300, 30))
     with kit.engine(kit.config(host={"capacity": "4MiB"})) as engine:
         for _ in range(2):
@@ -206,7 +206,7 @@ def eviction_under_pressure(kit: Kit) -> None:
 
 @case("equality", Capability.PREEMPTION)
 def preemption(kit: Kit) -> None:
-    """Memory for a fraction of what runs: requests lose their pages and start over."""
+    """Engine memory holds a fraction of what runs: requests lose their pages and start over."""
     asks = [Ask(kit.words(1600 + i, 100), max_tokens=90) for i in range(6)]
     with kit.engine(memory_tokens=640) as engine:
         kit.same(engine.ask(asks), asks)
@@ -217,7 +217,7 @@ def preemption(kit: Kit) -> None:
 
 @case("equality")
 def small_blocks(kit: Kit) -> None:
-    """Token blocks smaller than a page."""
+    """Token blocks are smaller than a page."""
     asks = prompts(kit, 1700)
     with kit.engine(kit.config(block={"tokens": 8})) as engine:
         kit.stored(engine, asks)
@@ -226,7 +226,7 @@ def small_blocks(kit: Kit) -> None:
 
 @case("equality")
 def large_blocks(kit: Kit) -> None:
-    """Token blocks larger than a page, in an arena by layers."""
+    """Token blocks are larger than a page, in an arena ordered by layer."""
     asks = prompts(kit, 1800)
     layerwise = {"arrangement": "layerwise"}
     with kit.engine(kit.config(block={"tokens": 64}, host=layerwise)) as engine:
@@ -236,7 +236,7 @@ def large_blocks(kit: Kit) -> None:
 
 @case("equality", Capability.LORA)
 def lora_kept_apart(kit: Kit) -> None:
-    """KV of LoRA weights is theirs alone."""
+    """KV computed with LoRA weights is reused only with the same weights."""
     weights: Path = tiny_lora(kit.new_folder() / "lora", kit.model, seed=3)
     plain = Ask(kit.words(1900, 100))
     adapted = Ask(plain.tokens, lora=weights)
@@ -263,7 +263,7 @@ def two_ranks(kit: Kit) -> None:
 
 @case("equality")
 def disk_hit_after_restart(kit: Kit) -> None:
-    """What was written to disk is read by the engine that starts next."""
+    """The next engine to start reads what was written to disk."""
     asks = prompts(kit, 2100)
     config = kit.config(disk=kit.disk())
     with kit.fresh(config) as engine:

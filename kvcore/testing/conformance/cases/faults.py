@@ -40,7 +40,7 @@ def after(kit: Kit, damage: Callable[[list[Path]], None], seed: int) -> None:
 
 @case("faults")
 def corrupt_block(kit: Kit) -> None:
-    """Bytes on disk that are not those written are computed again."""
+    """Blocks whose bytes changed on disk are computed again."""
 
     def rot(files: list[Path]) -> None:
         picks = random.Random(5)
@@ -56,7 +56,7 @@ def corrupt_block(kit: Kit) -> None:
 
 @case("faults")
 def vanished_block(kit: Kit) -> None:
-    """A file that lost its second half costs what was in it."""
+    """If a file loses its second half, only the blocks in it are lost."""
 
     def cut(files: list[Path]) -> None:
         for path in files:
@@ -124,25 +124,25 @@ def troubles(kit: Kit, rules: Sequence[Rule], seed: int) -> None:
 
 @case("faults")
 def a_load_that_hangs(kit: Kit) -> None:
-    """A read that does not come back is given up at its deadline."""
+    """A read that hangs is abandoned at its deadline."""
     troubles(kit, HANGS, 4200)
 
 
 @case("faults")
 def a_read_that_fails(kit: Kit) -> None:
-    """A block that is not to be had is computed."""
+    """A block that cannot be read is computed."""
     troubles(kit, FAILS, 4300)
 
 
 @case("faults")
 def a_tier_that_is_down(kit: Kit) -> None:
-    """A store that is gone, for reads and writes, is done without."""
+    """The engine does without a tier that fails reads and writes."""
     troubles(kit, DOWN, 4400)
 
 
 @case("faults")
 def a_tier_brings_back(kit: Kit) -> None:
-    """That tier, when nothing is wrong with it: what host memory lost comes from there."""
+    """The same tier, without faults, brings back blocks that host memory evicted."""
     asks = prompts(kit, 4500, (150, 170, 190, 210))
     with troubled(kit, asks) as (engine, _):
         got = engine.ask(asks[:1])

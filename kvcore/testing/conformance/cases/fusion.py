@@ -98,7 +98,7 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
 
 @case("fusion", Capability.FUSION)
 def everything_recomputed(kit: Kit) -> None:
-    """At ratio 1 a blend is a full prefill, alone and in a batch, marked or found by search."""
+    """At ratio 1 a blend equals a full prefill: alone or batched, chunks marked or found."""
     chunks = chunks_of(kit, 5000)
     asked = mixed(kit, chunks, 5100)
     with kit.engine(kit.config(fusion=FUSED)) as engine:
@@ -114,7 +114,7 @@ def everything_recomputed(kit: Kit) -> None:
 
 @case("fusion", Capability.FUSION)
 def as_the_oracle(kit: Kit) -> None:
-    """At 15% and 50% the very answers of the oracle, whose rows see 0 to their own position."""
+    """At 15% and 50%, answers equal those of an oracle with exact causal attention."""
     chunks = chunks_of(kit, 5200)
     asked = mixed(kit, chunks, 5300)
     for ratio in (0.15, 0.5):
@@ -129,7 +129,7 @@ def as_the_oracle(kit: Kit) -> None:
 
 @case("fusion", Capability.FUSION)
 def no_row_sees_the_future(kit: Kit) -> None:
-    """Rows left over at 30% see no token behind their own: answers that a leak would change."""
+    """At 30%, no row attends to a later token; a leak would change the answers."""
     chunks = chunks_of(kit, 5900)
     asked = mixed(kit, chunks, 6000)
     right = [oracle(kit, prompt, 0.3) for prompt in asked]
@@ -145,7 +145,7 @@ def no_row_sees_the_future(kit: Kit) -> None:
 
 @case("fusion", Capability.FUSION)
 def approximate_is_never_exact(kit: Kit) -> None:
-    """What was blended is not found by a request that wants exact KV, now or later."""
+    """A request that wants exact KV never finds blended KV, now or later."""
     chunks = chunks_of(kit, 5400)
     asked = mixed(kit, chunks, 5500)
     exact = [Ask(prompt.tokens) for prompt in asked]
@@ -168,7 +168,7 @@ def approximate_is_never_exact(kit: Kit) -> None:
 
 @case("fusion", Capability.FUSION, Capability.RANKS)
 def two_ranks_blend(kit: Kit) -> None:
-    """Ranks that hold other heads choose the same rows."""
+    """Ranks with different heads choose the same rows."""
     chunks = chunks_of(kit, 5700)
     asked = mixed(kit, chunks, 5800)
     with kit.engine(kit.config(fusion=FUSED), ranks=2) as engine:
