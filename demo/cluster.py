@@ -151,9 +151,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=None, help="a folder or a hub name; by default SmolLM2-135M-Instruct")
     add("--dtype", default="float32", help="of the model (float32: rounding changes no token)")
-    add(
-        "--store", default="mooncake", choices=sorted(_CLIENTS), help="the hosts' store (mooncake)"
-    )
+    add("--store", default="mooncake", choices=sorted(_CLIENTS), help="the hosts' store (mooncake)")
     add("--documents", type=int, default=2, help="documents that each host answers (2)")
     add("--tokens", type=int, default=1024, help="length of a document (1024)")
     add("--results", type=Path, default=Path("results"), help="for JSON and logs (results)")
