@@ -1,4 +1,7 @@
-"""``python -m benchmarks``: every measurement the project promises, one after another."""
+"""``python -m benchmarks [NAME ...]``: run benchmarks one after another.
+
+Without names, run those that take minutes and need neither a GPU, another engine nor a store.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ APART = (
     "sglang_ttft",
     "remote",
 )
-"""Hours on a small machine, in want of a GPU, of another engine or of stores: run when named."""
+"""Run only when named: these take hours, or need a GPU, another engine or stores."""
 
 
 def main() -> None:

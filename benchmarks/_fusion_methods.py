@@ -1,6 +1,6 @@
-"""Ideas beyond choosing rows once, tried as variants of the reference's `Blender`.
+"""Variants of the reference's `Blender` that do more than choose rows once.
 
-Corrected    rows that are not recomputed are moved as the recomputed ones tell
+Corrected    rows that are not recomputed are corrected by a regression on those that are
 SecondLook   half of the rows, a second look of the question, then the other half
 """
 
@@ -21,17 +21,17 @@ __all__ = ["Corrected", "SecondLook"]
 
 
 class Corrected(Blender):
-    """Predicts what the other rows' KV is off by, from what it is off by at layer 1.
+    """A blender that predicts the KV error of rows that are not recomputed from that at layer 1.
 
-    At layer 1 every row is computed, so (dK, dV) is known for all of them: x. At a later layer it
-    is known for the recomputed rows: y. A ridge regression y = x W through the origin is fitted
-    there and applied to the other rows: a row that was right at layer 1 stays as it is. K is
-    compared with its rotation undone, or the map would have to know every position.
+    At layer 1 every row is computed, so the error x = (dK, dV) is known for all rows. At a later
+    layer the error y is known for the recomputed rows only. A ridge regression y = x W through the
+    origin is fitted to these and applied to the other rows: a row that was right at layer 1 is not
+    changed. K is compared with its rotation undone, so that W does not depend on positions.
     """
 
     FEATURES_LAYER = 1
     RIDGE = 1.0
-    """The penalty, in units of the mean square of a feature times the rows fitted on."""
+    """The penalty, in units of the mean square of a feature times the number of fitted rows."""
 
     def __init__(self, decoder: Any, plan: Any, ropes: Any) -> None:
         super().__init__(decoder, plan, ropes)
@@ -51,7 +51,7 @@ class Corrected(Blender):
             self._move(layer, cache, others, self._predicted(rows, off, others))
 
     def _off(self, layer: int, rows: Tensor, new: LayerKV) -> Tensor:
-        """[rows, 2 * kv_heads * dim]: fresh less cached, K with its rotation undone."""
+        """Return fresh minus cached, K with its rotation undone: [rows, 2 * kv_heads * dim]."""
         was = self.placed[layer]
         keys = self._turned(layer, new.keys - was.keys[rows], -rows)
         return torch.cat([keys.flatten(1), (new.values - was.values[rows]).flatten(1)], dim=1)
@@ -74,10 +74,11 @@ class Corrected(Blender):
 
 
 class SecondLook(Blender):
-    """Half of the rows; then the question looks again, over what they repaired; then the rest.
+    """A blender that recomputes half of the rows, then looks again and recomputes the rest.
 
-    The second half starts from the merged cache of the first. Layers 0 and 1 need no second pass:
-    their output can be kept, so the cost is that of one blend and one more pass of the question.
+    The second look is over the cache that the first half has repaired, and the second half starts
+    from it. Layers 0 and 1 need no second pass, because their output can be kept. So the cost is
+    that of one blend and one more pass of the question.
     """
 
     merged: list[LayerKV] | None = None

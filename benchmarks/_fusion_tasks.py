@@ -1,13 +1,13 @@
-"""The three tasks fusion's quality is measured on, as token ids.
+"""The three tasks on which fusion's quality is measured, as token ids.
 
-    one fact    a fact stands in one of the chunks, a question asks for it
-    two facts   the fact is in one chunk, what it is about in the chunk before; elsewhere stands
-                the same pair about something else
-    running     consecutive text, cut into chunks, to be continued
+    one fact    one of the chunks contains a fact, and a question asks for it
+    two facts   a chunk contains the fact, and the chunk before it says what the fact is about;
+                another pair of chunks does the same for something else
+    running     consecutive text, cut into chunks, is to be continued
 
-Chunks are prose of the Python reference that every interpreter carries (`pydoc_data`), so the same
-text is on every machine. The wording of the questions is such that a model of 135M parameters
-mostly answers from the whole text.
+Chunks are prose from the Python reference that comes with every interpreter (`pydoc_data`), so the
+text is the same on every machine. The questions are worded so that a model of 135M parameters
+mostly answers them when it has computed the whole text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["TASKS", "Prompt"]
 CHUNK_TOKENS = 200
 CHUNKS = (6, 7, 8)
 CONTINUED = 32
-"""Tokens of the real continuation that a running text is scored on."""
+"""Tokens of the real continuation on which running text is scored."""
 
 LEAD = "Read these notes and answer the question.\n\n"
 PLACES = ("library", "harbour", "museum", "bakery", "theatre", "station", "school", "garden")
@@ -36,7 +36,7 @@ COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: an exact prefix, chunks, fresh tokens at the end, and what should come next."""
+    """A prompt: an exact prefix, chunks, fresh tokens at the end, and the right continuation."""
 
     lead: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
@@ -46,13 +46,13 @@ class Prompt:
 
     @property
     def tokens(self) -> list[int]:
-        """The whole prompt, without ``gold``."""
+        """All tokens of the prompt, without ``gold``."""
         return [*self.lead, *(token for chunk in self.chunks for token in chunk), *self.question]
 
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """Prose only: paragraphs that are nearly all letters, cut into sentences, in their order."""
+    """Return sentences of prose in their order: from paragraphs that are nearly all letters."""
     found: list[str] = []
     for text in topics.values():
         for paragraph in text.split("\n\n"):
@@ -64,7 +64,7 @@ def sentences() -> tuple[str, ...]:
 
 
 class Text:
-    """Hands out prose in pieces of a number of tokens; every prompt reads from its own place."""
+    """A source of prose in pieces. Every prompt starts reading at a place of its own."""
 
     def __init__(self, tokenizer: Any, start: int) -> None:
         self.tokenizer = tokenizer
@@ -75,7 +75,7 @@ class Text:
         return found
 
     def pieces(self, tokens: int) -> list[list[int]]:
-        """Whole sentences, at least ``tokens`` of them together."""
+        """Return the next whole sentences that have at least ``tokens`` tokens together."""
         taken: list[list[int]] = []
         while sum(map(len, taken)) < tokens:
             taken.append(self.ids(sentences()[self.next % len(sentences())] + " "))
@@ -84,7 +84,7 @@ class Text:
 
 
 def _chunk(text: Text, inside: str, draw: random.Random) -> tuple[int, ...]:
-    """A chunk of prose with one more sentence somewhere in its middle."""
+    """Return a chunk of prose with the sentence ``inside`` somewhere in its middle."""
     pieces = text.pieces(CHUNK_TOKENS - 30)
     if inside:
         pieces.insert(draw.randint(1, max(1, len(pieces) - 1)), text.ids(inside + " "))
@@ -157,14 +157,14 @@ TASKS: dict[str, Callable[[Any, int], Prompt]] = {
 
 
 def f1(answer: Sequence[str], gold: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over words, each counted as often as it stands."""
+    """Return the harmonic mean of precision and recall over words, counting repeated words."""
     left = list(gold)
     common = sum(1 for word in answer if word in left and not left.remove(word))
     return 2 * common / (len(answer) + len(gold)) if common else 0.0
 
 
 def rouge_l(answer: Sequence[str], gold: Sequence[str]) -> float:
-    """F-measure of the longest common subsequence of words."""
+    """Return the F-measure of the longest common subsequence of words."""
     row = [0] * (len(gold) + 1)
     for word in answer:
         diagonal = 0

@@ -1,6 +1,6 @@
-"""From logged blends to a gate: which observable predicts the loss, and what a bound costs.
+"""Evaluation of logged blends: which observable predicts the loss, and what a bound costs.
 
-Numbers only; nothing is run here. A row is one line of `benchmarks.fusion_gate`'s log.
+No model is run here. A row is one line of the log of `benchmarks.fusion_gate`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DEPTHS = (4, 8, 15, 28)
 
 
 def ranks(values: Sequence[float]) -> Any:
-    """[n], equals sharing their mean rank."""
+    """Return the ranks [n]. Equal values share their mean rank."""
     array = np.asarray(values, dtype=float)
     return np.array([(array < one).sum() + (array == one).sum() / 2 for one in array])
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's; NaN where one side is constant or too short."""
+    """Return Spearman's rank correlation; NaN if a side is constant or has under 3 values."""
     a, b = ranks(one), ranks(other)
     if len(a) < 3 or not a.std() or not b.std():
         return math.nan
@@ -40,7 +40,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def told_apart(values: Sequence[float], lost: Sequence[bool]) -> float:
-    """How often a blend that lost its answer scores above one that did not (area under ROC)."""
+    """Return how often a blend that lost its answer scores above one that did not (ROC area)."""
     bad = [value for value, is_lost in zip(values, lost, strict=True) if is_lost]
     good = [value for value, is_lost in zip(values, lost, strict=True) if not is_lost]
     if not bad or not good:
@@ -49,7 +49,10 @@ def told_apart(values: Sequence[float], lost: Sequence[bool]) -> float:
 
 
 def loss(row: Row) -> float:
-    """Of exact match or Rouge-L, against the full prefill; negative where the blend did better."""
+    """Return the loss of exact match or Rouge-L against the full prefill.
+
+    It is negative if the blend did better.
+    """
     name = "EM" if "EM" in row else "Rouge-L"
     return float(row[f"full {name}"] - row[name])
 
@@ -58,12 +61,12 @@ def loss(row: Row) -> float:
 
 
 def off(row: Row, layer: int) -> float:
-    """What V of the recomputed rows is off by, as `kvcore.fusion.gate` has it."""
+    """Return the deviation of V of the recomputed rows, as `kvcore.fusion.gate` defines it."""
     return float(row["v"][layer - 1])
 
 
 def seen(row: Row) -> dict[str, float]:
-    """Every candidate of one blend, the larger the worse."""
+    """Return every candidate observable of one blend; larger is worse."""
     found = {name: row[name] for name in row if name.startswith(("left", "rel", "moved"))}
     found |= {"entropy": row["entropy"], "-margin": -row["margin"]}
     for name in ("k", "v", "mk", "mv", "qk", "qv"):
@@ -78,11 +81,12 @@ def seen(row: Row) -> dict[str, float]:
 
 
 def observables(rows: Sequence[Row]) -> Report:
-    """One line an observable, the best first.
+    """Return a report with one line for each observable, the best first.
 
-    ``KL, all``: rank correlation over all blends. ``KL, alike``: the mean of those within one task
-    at one ratio, where an observable cannot score by knowing the ratio. ``lost``: how often a blend
-    that lost a fact the full prefill had scores above one that did not.
+    ``KL, all`` is the rank correlation over all blends. ``KL, alike`` is the mean of the
+    correlations within one task at one ratio, where an observable gains nothing from the ratio.
+    ``lost`` is how often a blend that lost a fact of the full prefill scores above one that did
+    not.
     """
     columns = ["observable", "KL, all", "KL, alike", "lost"]
     report = Report("fusion_gate_observables", columns, baseline="full prefill of the same prompt")
@@ -108,7 +112,7 @@ def observables(rows: Sequence[Row]) -> Report:
 
 
 class Played(NamedTuple):
-    """One prompt under a gate: the share of all rows computed, walks given up included."""
+    """One prompt under a gate. ``share`` of all rows computed includes abandoned walks."""
 
     share: float
     lost: float
@@ -116,9 +120,9 @@ class Played(NamedTuple):
 
 
 def play(blends: dict[float, Row], gate: Gate) -> Played:
-    """What the gate would have made of a prompt whose blends at every ratio were logged.
+    """Return what the gate would have done with a prompt whose blends at every ratio are logged.
 
-    A walk given up costs the rows it computed; the full layers serve the next one.
+    An abandoned walk costs the rows that it computed; its full layers serve the next walk.
     """
     ratio, given_up, layer = min(blends), 0.0, gate.layer(LAYERS, FULL_LAYERS)
     while True:
@@ -133,7 +137,7 @@ def play(blends: dict[float, Row], gate: Gate) -> Played:
 
 
 def _so_far(row: Row, layer: int) -> float:
-    """Rows computed behind the full layers, down to and with ``layer``, as a share of all."""
+    """Return the rows computed after the full layers, up to and with ``layer``, as a share."""
     budget = Ratio(row["ratio"], SPREAD)
     shares = [budget.share(one, LAYERS) for one in range(FULL_LAYERS, LAYERS)]
     behind = row["rows"] - FULL_LAYERS / LAYERS
@@ -141,7 +145,7 @@ def _so_far(row: Row, layer: int) -> float:
 
 
 def prompts(rows: Iterable[Row]) -> dict[tuple[str, int], dict[float, Row]]:
-    """The blends of each prompt by ratio; only prompts that have all of them."""
+    """Return the blends of each prompt by ratio, for prompts that have all ratios."""
     found: dict[tuple[str, int], dict[float, Row]] = {}
     for row in rows:
         found.setdefault((row["task"], row["prompt"]), {})[row["ratio"]] = row
@@ -150,7 +154,10 @@ def prompts(rows: Iterable[Row]) -> dict[tuple[str, int], dict[float, Row]]:
 
 
 def bounds(rows: Sequence[Row], tried: Sequence[float], depth: float) -> Report:
-    """One line a task and bound: what it loses, how much is computed, how often in full."""
+    """Return a report with one line for each task and bound.
+
+    It says what the bound loses, what share of rows is computed, and how often all of them are.
+    """
     columns = ["task", "bound", "n", "lost", "rows", "in full"]
     report = Report(
         "fusion_gate_bounds",

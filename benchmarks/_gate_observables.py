@@ -1,13 +1,23 @@
-"""What can be seen of a blend while it runs, layer by layer: the candidates of a quality gate.
+"""What can be observed of a blend while it runs: the candidates for a quality gate.
 
-At the choice, of the rows left behind, as a share of all candidates' (``left ...``): the selector's
-score, |dK|^2, |dV|^2, and |dK|^2 / |K|^2 weighted by the question's look (``mk``). As a share of
-all candidates' |K|^2 or |V|^2, or of the look: ``rel ...``. At every layer from 1 on, of the rows
-of chunks computed there: |dK|^2 / |K|^2 (``k``), the same of V (``v``), both weighted by the
-question's look (``mk``, ``mv``), and what the same rows were off by at layer 1 (``k1``, ``v1``). Of
-the question's rows: how far their K and V are from those of the look over pure reuse (``qk``,
-``qv``). At the end: what the repair moved (KL of the next token against pure reuse), entropy and
-margin of the next token.
+dK and dV are fresh minus cached K and V of a row.
+
+When rows are chosen, of the rows left behind:
+    left ...    their share of all candidates' sum of: the selector's score, |dK|^2 (``k``),
+                |dV|^2 (``v``), |dK|^2 / |K|^2 weighted by the question's look (``mk``), and the
+                look itself (``mass``)
+    rel ...     the same deviations as a share of all candidates' |K|^2 or |V|^2, or of the look
+
+At every layer from 1 on, of the chunks' rows computed there:
+    k, v        |dK|^2 / |K|^2, and the same of V
+    mk, mv      both, weighted by the question's look
+    k1, v1      what ``k`` and ``v`` of the same rows were at layer 1
+
+At every layer from 1 on, of the question's rows:
+    qk, qv      how far their K and V are from those of the look over pure reuse
+
+At the end: ``moved``, the KL of the next token against pure reuse; ``entropy`` and ``margin`` of
+the next token.
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ METHOD = "runs (2) of squared look*key, gradual"
 
 
 class Tap(Decoder):
-    """Keeps what passes through: each layer's rows with their K and V, and the last output."""
+    """A decoder that records each layer's rows with their K and V, and the last output."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -58,7 +68,7 @@ def size(heads: Tensor) -> Tensor:
 
 
 class Witness:
-    """One prompt: the look over pure reuse, then what each blend shows beside it."""
+    """The observer of one prompt: the look over pure reuse, then each blend beside it."""
 
     def __init__(self, case: Case, tap: Tap) -> None:
         self.case, self.tap, self.method = case, tap, METHODS[METHOD]

@@ -1,6 +1,6 @@
-"""What `benchmarks.kernels` runs: every op at every size, with the other ways to do the same.
+"""The cases of `benchmarks.kernels`: every op at every size, with other ways to do the same.
 
-Imports Triton, so TRITON_INTERPRET has to be set before it where there is no GPU.
+This imports Triton. Without a GPU, set TRITON_INTERPRET before importing it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ __all__ = ["DRY", "FULL", "Case", "Scale", "cases", "expanded", "useful_flops"]
 
 OURS, TORCH = "triton", "torch"
 ANGLES = 2.0**-7
-"""A GPU fuses multiply and add: one unit in bfloat16's last place."""
+"""Tolerance of rotated K: a GPU fuses multiply and add, one unit in bfloat16's last place."""
 WEIGHTS = 2e-2
-"""Attention in bfloat16: half an ulp of the weights and of the result, on both sides."""
+"""Tolerance of attention in bfloat16: half an ulp of weights and of result, on both sides."""
 
 
 class Scale(NamedTuple):
-    """How large things are. ``pieces`` and ``naive`` are the blocks up to which ways that make a
-    call for every piece, or wait for every block, are worth their time."""
+    """Sizes of a run.
+
+    Ways that make a call for every piece run up to ``pieces`` blocks; ways that wait for every
+    block run up to ``naive`` blocks.
+    """
 
     shape: BlockShape
     query_heads: int
@@ -57,9 +60,9 @@ class Scale(NamedTuple):
     contexts: tuple[int, ...]
     shares: tuple[float, ...]
     scores: int
-    """Most scores of an attention that torch works out too."""
+    """Most scores of an attention that torch computes too."""
     question: int
-    """Rows of a question, which look at all keys before them."""
+    """Rows of a question. They attend to all keys before them."""
 
 
 FULL = Scale(
@@ -68,7 +71,7 @@ FULL = Scale(
     rows=(256, 4096, 65536), contexts=(4096, 16384, 65536), shares=(0.05, 0.15, 1.0),
     scores=1 << 32, question=64,
 )  # fmt: skip
-"""The shape of Llama-3-8B, whose block of 16 tokens is 2 MiB."""
+"""Llama-3-8B's shape, in which a block of 16 tokens is 2 MiB."""
 
 DRY = Scale(
     BlockShape(1, 2, 16, 4, "float32"), 4,
@@ -80,14 +83,14 @@ DRY = Scale(
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to do, and ways to do it: ``ways[OURS]`` is ours.
+    """A task, and several ways to do it. ``ways[OURS]`` is kvcore's kernel.
 
     Args:
-        amount: bytes read and written, bytes over the link, or useful flops; 0: no floor.
-        floor: what of the machine it is held against: "copy", "to host", "to device", "flash".
-        bar: the share of the floor that ours has to reach.
-        written: what the ways write to; empty where they return their result.
-        tolerance: of a result, relative and to 1; 0: every bit.
+        amount: bytes read and written, bytes over the link, or useful flops; 0 means no floor.
+        floor: the rate of the machine to compare with: "copy", "to host", "to device", "flash".
+        bar: the share of that rate that our way must reach.
+        written: the tensors that the ways write to; empty if they return their result.
+        tolerance: of a result, both relative and absolute; 0 compares every bit.
     """
 
     op: str
@@ -102,7 +105,7 @@ class Case:
 
 
 def cases(scale: Scale, device: torch.device, largest: int) -> Iterator[Case]:
-    """All of them; none whose KV on one side is above ``largest`` bytes."""
+    """Yield all cases whose KV on one side is at most ``largest`` bytes."""
     make = _Cases(scale, device, np.random.default_rng(0))
     for blocks in scale.blocks:
         if blocks * scale.shape.nbytes <= largest:
@@ -129,7 +132,7 @@ class _Cases:
     random: np.random.Generator = field(repr=False)
 
     def copies(self, blocks: int, order: str) -> Iterator[Case]:
-        """Pages to blocks on the device and back."""
+        """Copy pages to blocks on the device, and back."""
         engine, pages = self._engine(blocks, order)
         arena, slots = self._arena(blocks, self.scale.shape)
         for way, a, b in (
@@ -145,7 +148,7 @@ class _Cases:
             )  # fmt: skip
 
     def over_the_link(self, blocks: int) -> Iterator[Case]:
-        """Pages to blocks in pinned host memory and back: at once, or over blocks on the device."""
+        """Copy pages to blocks in pinned host memory, and back: directly, or through the device."""
         engine, pages = self._engine(blocks, "tokens")
         host, slots = self._arena(blocks, self.scale.shape, host=True)
         staging, _ = self._arena(blocks, self.scale.shape)
@@ -176,7 +179,7 @@ class _Cases:
         )  # fmt: skip
 
     def shifted(self, blocks: int) -> Case:
-        """Blocks to pages, K rotated."""
+        """Copy blocks to pages, with K rotated."""
         shape = self.scale.shape
         engine, pages = self._engine(blocks, "tokens")
         arena, slots = self._arena(blocks, shape)
@@ -193,7 +196,7 @@ class _Cases:
         )  # fmt: skip
 
     def packed(self, blocks: int, dtype: str) -> Iterator[Case]:
-        """Pages to blocks of 8 bits and back."""
+        """Pack pages into blocks of 8-bit codes, and unpack them."""
         shape = self.scale.shape
         engine, pages = self._engine(blocks, "tokens")
         arena, slots = self._arena(blocks, replace(shape, dtype=dtype))
@@ -211,11 +214,11 @@ class _Cases:
             ways: dict[str, Callable[[], object]] = {OURS: partial(getattr(pack, name), *args)}
             if blocks <= self.scale.naive:
                 ways[TORCH] = partial(getattr(naive_pack, name), *args)
-            pack.pack_blocks(*there)  # type: ignore[arg-type]  # so that there is what to unpack
+            pack.pack_blocks(*there)  # type: ignore[arg-type]  # so that there is something to unpack
             yield Case(f"{op} {short}", self._size(blocks), amount, "copy", ways, 0.85, written)
 
     def of_rows(self, rows: int) -> Iterator[Case]:
-        """Rows of one layer: deviation (before they are merged), merge, and a choice of them."""
+        """Deviation, merge and choice of rows of one layer. Deviation precedes merge."""
         shape = replace(self.scale.shape, layers=1)
         view, _ = self._engine(-(-rows // shape.block_tokens), "tokens", shape)
         slots = torch.from_numpy(self.random.permutation(rows)).to(self.device)
@@ -241,7 +244,7 @@ class _Cases:
         )  # fmt: skip
 
     def attention(self, context: int, share: float) -> Case:
-        """Rows at random positions over one layer's pages."""
+        """Attention of rows at random positions over one layer's pages."""
         picked = np.sort(self.random.permutation(context)[: max(1, int(share * context))])
         paged, dense = self._layer(context, picked)
         heads, dim = self.scale.query_heads, self.scale.shape.head_dim
@@ -258,8 +261,10 @@ class _Cases:
         )  # fmt: skip
 
     def look(self, context: int) -> Case:
-        """A question's attention, noting what it gives each key: torch's, beside attention alone.
-        What is between the two is what a kernel could save."""
+        """Torch's attention of a question that notes what each key gets, beside attention alone.
+
+        The difference between the two is what a kernel could save.
+        """
         picked = np.arange(context)[-self.scale.question :]
         paged, dense = self._layer(context, picked)
         heads, scale = self.scale.query_heads, self.scale.shape.head_dim**-0.5
@@ -275,8 +280,10 @@ class _Cases:
     def _layer(
         self, context: int, picked: Units
     ) -> tuple[tuple[Tensor, Tensor, KVView, int, Tensor], tuple[Tensor, ...]]:
-        """Rows at positions ``picked`` of one layer: as arguments of an attention over pages, and
-        of one over K and V in order."""
+        """Return rows at positions ``picked`` of one layer as arguments of two attentions.
+
+        The first is over pages, the second over K and V in order.
+        """
         shape = replace(self.scale.shape, layers=1)
         view, pages = self._engine(-(-context // shape.block_tokens), "tokens", shape)
         positions = torch.from_numpy(picked).to(self.device)
@@ -288,7 +295,7 @@ class _Cases:
         return (queries, positions, view, 0, table), (queries, positions, keys, values)
 
     def _size(self, blocks: int) -> str:
-        """Of the KV on the wide side."""
+        """Return the size of the KV on the unpacked side, in words."""
         return f"{blocks * self.scale.shape.nbytes / (1 << 20):g} MiB"
 
     def _normal(self, *size: int) -> Tensor:
@@ -298,10 +305,11 @@ class _Cases:
     def _engine(
         self, blocks: int, order: str, shape: BlockShape | None = None
     ) -> tuple[KVView, Units]:
-        """An engine's pages of a block each, and the blocks' pages in random order.
+        """Return an engine's pages of one block each, and the page of each block in random order.
 
-        "tokens": a tensor a layer with all heads of a token together, as vLLM has it. "pieces": one
-        tensor in which a head's K of a page is one run, and so is its V, as in a canonical block.
+        "tokens" is a tensor a layer in which all heads of a token are together, as in vLLM.
+        "pieces" is one tensor in which a head's K of a page is one run, and so is its V, as in a
+        canonical block.
         """
         shape = shape or self.scale.shape
         heads, tokens, dim = shape.kv_heads, shape.block_tokens, shape.head_dim
@@ -316,7 +324,7 @@ class _Cases:
         return KVView(from_strides(tensors, shape), tensors), order_of
 
     def _arena(self, blocks: int, shape: BlockShape, host: bool = False) -> tuple[KVView, Units]:
-        """Canonical blocks on the device or pinned, and their slots in random order."""
+        """Return canonical blocks on the device or in pinned memory, and slots in random order."""
         memory = self._normal(blocks * shape.nbytes // shape.itemsize).to(
             getattr(torch, shape.dtype)
         )
@@ -335,7 +343,7 @@ def _copy(ops: DeviceOps, src: _Side, dst: _Side) -> Callable[[], object]:
 
 
 def _piece_by_piece(shape: BlockShape, src: _Side, dst: _Side) -> dict[str, Callable[[], object]]:
-    """A copy for every run of memory (a cudaMemcpyAsync on a GPU), and all of them in one call."""
+    """Return two ways: a copy for each run (cudaMemcpyAsync on a GPU), and all in one call."""
     run = shape.block_tokens * shape.head_dim
     sources, targets = [], []
     for a, b in zip(src[1].tolist(), dst[1].tolist(), strict=True):
@@ -359,21 +367,21 @@ def _piece_by_piece(shape: BlockShape, src: _Side, dst: _Side) -> dict[str, Call
 
 
 def _dense(view: KVView, kv: int, slots: Tensor) -> Tensor:
-    """K or V of one layer's tokens in order, [tokens, kv_heads, dim]."""
+    """Return K or V of one layer's tokens in order: [tokens, kv_heads, dim]."""
     layout, memory = view.layout, view.tensors[0]
     whole = memory.transpose(1, 2).reshape(-1, layout.kv_heads, memory.shape[-1])
     return whole[slots].chunk(2, dim=-1)[kv].contiguous()
 
 
 def expanded(kv: Tensor, heads: int) -> Tensor:
-    """[tokens, kv_heads, dim] -> [1, heads, tokens, dim], every query head with K or V its own."""
+    """Give every query head its own K or V: [tokens, kv_heads, dim] -> [1, heads, tokens, dim]."""
     return kv.repeat_interleave(heads // kv.shape[1], 1).transpose(0, 1)[None].contiguous()
 
 
 def _masked(
     queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Callable[[], object]:
-    """Torch's attention over everything, its mask and its K and V for every head made before."""
+    """Return torch's attention over all keys. Its mask and expanded K and V are made beforehand."""
     heads = queries.shape[1]
     mask = positions[:, None] >= torch.arange(len(keys), device=keys.device)
     q = queries.transpose(0, 1)[None].contiguous()
@@ -387,5 +395,5 @@ def _masked(
 
 
 def useful_flops(positions: Units, heads: int, dim: int) -> int:
-    """Multiplications and additions of the scores and values that rows at ``positions`` see."""
+    """Return the multiplications and additions for the keys that rows at ``positions`` see."""
     return int(4 * heads * dim * (positions + 1).sum())

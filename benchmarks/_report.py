@@ -1,4 +1,4 @@
-"""What every benchmark ends with; it lives beside `kvcore bench`, which ends with the same."""
+"""The report that every benchmark writes; `kvcore bench` writes the same."""
 
 from kvcore.cli.report import Plot, Report, Row, machine
 

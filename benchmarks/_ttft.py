@@ -1,12 +1,12 @@
-"""Time to first token of a real engine: what `vllm_ttft` and `sglang_ttft` have in common.
+"""Time to first token of a real engine: the common part of `vllm_ttft` and `sglang_ttft`.
 
 Every contender answers the same prompts, one request at a time. "own cache" is the engine's prefix
-cache without kvcore. "host" is kvcore after the engine's cache was emptied, "disk" kvcore in a new
-engine process; the disk tier reads with O_DIRECT, so the page cache cannot help.
+cache without kvcore. "host" is kvcore after the engine's cache was emptied. "disk" is kvcore in a
+new engine process; the disk tier reads with O_DIRECT, so the page cache cannot help.
 
-What kvcore costs where it does not help is measured side by side: two engines, one with and one
-without it, both up, take turns, so that what else the machine does meets both. "miss" is a prompt
-that nobody has seen; "decode" is four requests at once while kvcore saves.
+The cost of kvcore where it does not help is measured with two engines, one with and one without it.
+Both are up and take turns, so that other work on the machine affects both. "miss" is a prompt that
+nobody has seen; "decode" is four requests at once while kvcore saves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcore.harness.prompts import windows
 from kvcore.memory.arena import PREFAULTED
 
 Forget = Callable[[EngineProcess], None]
-"""Drives what was asked before out of the engine's own cache, and out of nothing else."""
+"""Evicts earlier prompts from the engine's own cache, and from nothing else."""
 
 _Item = TypeVar("_Item")
 
@@ -40,7 +40,7 @@ DRY_RUN = {"tokens": [384], "prompts": 2, "misses": 2, "decode_rounds": 2, "dtyp
 
 
 class Cost(NamedTuple):
-    """Something measured without kvcore and with it."""
+    """A quantity measured without kvcore and with it."""
 
     what: str
     unit: str
@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A promise: ``ratio`` is at most ``at_most``."""
+    """A bar: ``ratio`` should be at most ``at_most``."""
 
     what: str
     tokens: int | None
@@ -62,17 +62,17 @@ class Bar(NamedTuple):
 
 
 class Contest(ABC):
-    """One engine with and without kvcore; a subclass says what is the engine's own.
+    """One engine with and without kvcore. A subclass has what is specific to the engine.
 
-    The model is SmolLM2, in a dry run a tiny random one.
+    The model is SmolLM2; in a dry run it is a tiny random one.
     """
 
     engine: ClassVar[str]
     engine_args: dict[str, Any]
     gigabytes: int
-    """Of host memory, for kvcore and for a peer's cache."""
+    """Gigabytes of host memory for kvcore, and for a peer's cache."""
     settle_s: ClassVar[float] = 1.0
-    """Seconds after which kvcore has saved what was asked last."""
+    """Seconds after which kvcore has saved the last prompt."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -95,29 +95,29 @@ class Contest(ABC):
 
     @abstractmethod
     def forget(self, process: EngineProcess) -> None:
-        """A `Forget` that kvcore is measured with."""
+        """Empty the engine's own cache between requests to kvcore; a `Forget`."""
 
     @abstractmethod
     def compare_peers(self) -> None:
-        """Measure what else there is for the engine."""
+        """Measure other caches for the same engine."""
 
     @property
     def disturb(self) -> Forget | None:
-        """Done before each question to the engine's own cache: as much other work as `forget`."""
+        """Called before each request to the engine's own cache: as much work as `forget`."""
         return None
 
     def tier_args(self) -> dict[str, Any]:
-        """Arguments of the engine that only those with tiers behind it get."""
+        """Return engine arguments for the contenders that have tiers."""
         return {}
 
     def bars(self, costs: Sequence[Cost]) -> list[Bar]:
-        """What the project promises of the engine, from what was measured."""
+        """Return the project's bars for this engine, with the measured ratios."""
         return []
 
     # -- measuring ----------------------------------------------------------------------------
 
     def kvcore(self, folder: str) -> dict[str, Any]:
-        """kvcore's config, its disk tier in ``folder``."""
+        """Return kvcore's config, with its disk tier in ``folder``."""
         config: dict[str, Any] = {
             "host": {"capacity": f"{self.gigabytes}GiB", "prefault": f"{self.gigabytes}GiB"},
             "disk": {"path": folder, "capacity": "8GiB"},
@@ -134,9 +134,10 @@ class Contest(ABC):
         python: Path | None = None,
         **args: Any,
     ) -> Iterator[EngineProcess]:
-        """An engine, warmed up, its kvcore's host memory given by the kernel.
+        """Run an engine that is warmed up, with kvcore's host memory pre-faulted.
 
-        The first long prompts of a process take a fifth longer, wherever their KV comes from.
+        It has answered a long prompt: the first long prompts of a process take a fifth longer,
+        wherever their KV comes from.
         """
         with EngineProcess(
             self.model,
@@ -190,7 +191,7 @@ class Contest(ABC):
         self.compare_peers()
 
     def side_by_side(self) -> list[Cost]:
-        """What kvcore costs, from two engines that take turns."""
+        """Measure the cost of kvcore with two engines that take turns."""
         with (
             tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder,
             self.running(None) as without,
@@ -213,7 +214,7 @@ class Contest(ABC):
         return shown(Cost(f"{MISSES}, {size} tokens", "s", *map(median, times)))
 
     def _decoding(self, engines: Sequence[EngineProcess]) -> Cost:
-        """Tokens a second of four requests at once, after their first token."""
+        """Measure tokens a second of four requests at once, after their first token."""
         rates: tuple[list[float], list[float]] = ([], [])
         for seed, which in _turns(range(self.options.decode_rounds)):
             prompts = _unseen(windows(self.model, 4, 100, 100, seed=0), seed)
@@ -263,7 +264,7 @@ class Contest(ABC):
         report.finish(self.options.out)
 
     def report_bars(self, costs: Sequence[Cost]) -> None:
-        """Each promise beside what this run gave; nothing where the engine has none here."""
+        """Report each bar beside this run's ratio; nothing if there is no bar."""
         bars = self.bars(costs)
         if not bars:
             return
@@ -284,28 +285,28 @@ class Contest(ABC):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every engine's benchmark has."""
+    """Return a parser with the options that every engine's benchmark has."""
     made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     made.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
     made.add_argument("--prompts", type=int, default=5)
-    made.add_argument("--misses", type=int, default=20, help="prompts to measure misses with")
+    made.add_argument("--misses", type=int, default=20, help="prompts that measure misses")
     made.add_argument("--decode-rounds", type=int, default=6)
     made.add_argument(
-        "--dtype", default=fast_dtype(), help="of the model (default here: %(default)s)"
+        "--dtype", default=fast_dtype(), help="type of the model (default here: %(default)s)"
     )
-    made.add_argument("--block-tokens", type=int, help="of kvcore; its default when left out")
+    made.add_argument("--block-tokens", type=int, help="kvcore's block.tokens (its default)")
     made.add_argument("--only", choices=("tiers", "cost"), help="measure only this")
     made.add_argument("--out", type=Path, default=Path("results"))
     made.add_argument(
         "--dry-run",
         action="store_true",
-        help="a tiny model and short prompts: shows that it runs, its times mean nothing",
+        help="a tiny model and short prompts: tests the script, its times mean nothing",
     )
     return made
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options; a dry run has its own sizes."""
+    """Parse the command line. A dry run replaces sizes by its own."""
     options = made.parse_args(arguments)
     if options.dry_run:
         for name, value in DRY_RUN.items():
@@ -326,7 +327,10 @@ def measure(contest: Contest) -> None:
 
 
 def _await_memory(process: EngineProcess) -> None:
-    """What a server does in its first seconds is no part of its answers' times."""
+    """Block until the engine's log says that host memory is pre-faulted.
+
+    That work in an engine's first seconds is no part of its answers' times.
+    """
     line, limit = PREFAULTED.split("%", 1)[0], time.monotonic() + MEMORY_TIMEOUT_S
     while line not in process.log.read_text(errors="replace"):
         if time.monotonic() > limit:
@@ -339,8 +343,11 @@ def _tiny() -> Path:
 
 
 def fast_dtype() -> str:
-    """bfloat16 where the CPU multiplies it; elsewhere engines fall back to code far slower than
-    that for float32, and everything but a hit would look worse than it has to."""
+    """Return bfloat16 if the CPU multiplies it, else float32.
+
+    Without such instructions engines' bfloat16 is far slower than float32, and everything but a hit
+    would look worse than it has to.
+    """
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -349,12 +356,12 @@ def fast_dtype() -> str:
 
 
 def _unseen(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
-    """The prompts, each with a first token that makes every block of it new."""
+    """Return the prompts, each with another first token, which makes every block new."""
     return [[1000 + (number * 31 + i) % 40000, *prompt[1:]] for i, prompt in enumerate(prompts)]
 
 
 def _turns(items: Iterable[_Item]) -> Iterator[tuple[_Item, int]]:
-    """Each item for both engines; who goes first changes."""
+    """Yield each item for both engines. The engine that goes first alternates."""
     for number, item in enumerate(items):
         yield item, number % 2
         yield item, 1 - number % 2

@@ -1,11 +1,11 @@
-"""Finding stored segments in a prompt that does not mark them.
+"""Time to find stored segments in a prompt that does not mark them.
 
     python -m benchmarks.chunk_find [--segments 100000] [--tokens 32768] [--out results]
 
-Prompts are made of stored segments (whole, cut, or none) and of new text, over a vocabulary of
-150,000; the last two are made to hurt: nearly every window is one that is stored. Every row is
-timed in turn with a plain-Python scan that hashes the window at every offset and looks it up in an
-(empty) dict: what it costs before anything is stored.
+Prompts consist of stored segments (whole, cut, or none) and of new text, over a vocabulary of
+150,000 tokens. The last two prompts are worst cases, in which nearly every window is stored. Each
+row is timed in turn with a plain-Python scan that hashes the window at every offset and looks it up
+in an empty dict.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def name(number: int) -> bytes:
 
 
 def plain_scan(tokens: Sequence[int], window: int) -> int:
-    """A polynomial hash rolled over every offset in plain Python, and a look into a dict."""
+    """Roll a polynomial hash over every offset in plain Python, and look each one up in a dict."""
     held: dict[int, int] = {}
     modulus, base, value, hits = (1 << 61) - 1, 1_000_003, 0, 0
     leaving = pow(base, window, modulus)
@@ -52,7 +52,7 @@ def plain_scan(tokens: Sequence[int], window: int) -> int:
 
 
 class Corpus:
-    """Random segments of ``length`` tokens, and prompts made of them."""
+    """Random segments of ``length`` tokens, and pieces for prompts made of them."""
 
     def __init__(self, segments: int, length: int) -> None:
         rng = np.random.default_rng(0)
@@ -72,7 +72,7 @@ class Corpus:
 
 
 def prompts(corpus: Corpus, count: int) -> dict[str, list[int]]:
-    """Prompts of ``count`` tokens by what is in them."""
+    """Return prompts of ``count`` tokens, by their content."""
     kinds: dict[str, Callable[[], list[int]]] = {
         "new text": lambda: corpus.text(512),
         "whole segments": corpus.segment,
@@ -91,7 +91,10 @@ def prompts(corpus: Corpus, count: int) -> dict[str, list[int]]:
 
 
 def fill(corpus: Corpus) -> tuple[SegmentIndex, dict[str, float]]:
-    """An index of all segments, one of one token repeated too, and what adding them cost."""
+    """Return an index of all segments, and what adding them cost.
+
+    The index also has a segment of one repeated token.
+    """
     index = SegmentIndex(MIN_TOKENS)
     gc.collect()
     before, worst, start = resident(), 0.0, time.perf_counter()
@@ -113,7 +116,7 @@ def fill(corpus: Corpus) -> tuple[SegmentIndex, dict[str, float]]:
 
 
 def churn(index: SegmentIndex, corpus: Corpus, count: int) -> float:
-    """Microseconds to remove a segment and add it again."""
+    """Return the microseconds that it takes to remove a segment and add it again."""
     start = time.perf_counter()
     for number in range(count):
         index.remove(name(number))

@@ -1,10 +1,10 @@
-"""The control plane's floor: keys, match, reserve, commit, evict, restore, and memory.
+"""Cost of the control plane: keys, match, reserve, commit, evict, restore, and memory.
 
     python -m benchmarks.control_plane [--blocks 1000000] [--tokens 131072] [--out results]
 
-Everything is in one process against one index, so the columns compare; the machine's speed is that
-of the minute, so every row also gives its ratio to the plain-Python chain of SHA-256 timed in the
-same breath (best of ``--rounds`` each, taken in turn).
+Everything runs in one process against one index, so that rows can be compared. The machine's speed
+changes by the minute, so lookups also have a ratio to a plain-Python chain of SHA-256 that is timed
+in turn with them (best of ``--rounds`` each).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMESPACE = Namespace("benchmark")
-CHAIN = 128  # blocks a prompt of the filling
+CHAIN = 128  # blocks of each prompt that fills the index
 COLUMNS = ["what", "block tokens", "milliseconds", "us per block", "to plain chain", "bar (ms)"]
 BARS = {("first", 16): 5.0, ("again", 16): 0.5, ("first", 256): 1.5}
 
 
 class Record(NamedTuple):
-    """As a disk tier's scan gives it."""
+    """A record as a disk tier's scan gives it."""
 
     slot: int
     key: bytes
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 
 
 def plain_chain(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """What one would write first: SHA-256 of the key before and the block's packed tokens."""
+    """Return keys made the simplest way: SHA-256 of the previous key and the packed tokens."""
     data, step, key, keys = array("I", tokens).tobytes(), 4 * block_tokens, b"", []
     for start in range(0, len(data), step):
         key = hashlib.sha256(key + data[start : start + step]).digest()[:16]
@@ -53,7 +53,7 @@ def plain_chain(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
 
 
 def best(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Seconds of each function: the best of ``rounds``, taken in turn."""
+    """Return the seconds of each function: the best of ``rounds``, taken in turn."""
     times = [float("inf")] * len(functions)
     for _ in range(rounds):
         for i, function in enumerate(functions):
@@ -64,18 +64,18 @@ def best(rounds: int, *functions: Callable[[], object]) -> list[float]:
 
 
 def resident() -> int:
-    """Resident set of this process in bytes."""
+    """Return the resident set of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def prompts(blocks: int, seed: int) -> Iterator[list[bytes]]:
-    """Keys of unrelated prompts of `CHAIN` blocks each."""
+    """Yield the keys of unrelated prompts of `CHAIN` blocks each."""
     for i in range(blocks // CHAIN):
         yield [hashlib.sha256(b"%d.%d.%d" % (seed, i, j)).digest()[:16] for j in range(CHAIN)]
 
 
 def fill(index: BlockIndex, blocks: int) -> tuple[float, float]:
-    """Store that many blocks in both tiers; seconds a block for reserve and commit."""
+    """Store ``blocks`` blocks in both tiers. Return the seconds a block for reserve and commit."""
     reserving = committing = 0.0
     for keys in prompts(blocks, 0):
         for tier in index.tiers:
@@ -143,7 +143,7 @@ def add(
 
 
 def churn(report: Report, index: BlockIndex, blocks: int) -> None:
-    """A full tier: every prompt stored evicts as much."""
+    """Measure a full tier, in which every stored prompt evicts as many blocks."""
     fresh = list(prompts(blocks, 1))
     count = len(fresh) * CHAIN
     spare = index.num_free("host")
@@ -160,7 +160,7 @@ def churn(report: Report, index: BlockIndex, blocks: int) -> None:
 
 
 def restore(report: Report, blocks: int) -> None:
-    """Rebuild a disk tier of that many blocks from records in random order."""
+    """Measure the rebuilding of a disk tier of ``blocks`` blocks from records in random order."""
     records: list[Record] = []
     for keys in prompts(blocks, 3):
         parents = [ROOT_PARENT, *keys[:-1]]

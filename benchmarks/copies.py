@@ -1,9 +1,9 @@
 """Copies between an engine's pages and canonical blocks, against memcpy.
 
-`python -m benchmarks.copies`. Gather takes pages to slots (an offload), scatter slots to pages (a
-load). Pages and slots are in random order. All runs on one thread and in memory of huge pages. The
-bar is three quarters of libc's memcpy of as many bytes, in the same run. For context, two ways to
-do the same in torch.
+`python -m benchmarks.copies`. Gather copies pages to slots (an offload), scatter copies slots to
+pages (a load). Pages and slots are in random order. Everything runs on one thread and in memory of
+huge pages. The bar is three quarters of libc's memcpy of as many bytes in the same run. Two ways to
+do the same in torch are measured for context.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Model(NamedTuple):
     kv_heads: int
     head_dim: int
     tokens: int
-    """Tokens a copy moves: 94 MB of SmolLM2, 268 MB of Llama, beyond every cache."""
+    """Tokens that a copy moves: 94 MB of SmolLM2, 268 MB of Llama, more than any cache holds."""
 
 
 class Pages(NamedTuple):
@@ -55,7 +55,7 @@ class Pages(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to copy: both directions, and how many rounds of it are worth their time."""
+    """One way to copy in both directions, and the number of rounds to measure it for."""
 
     gather: Callable[[], object]
     scatter: Callable[[], object]
@@ -74,7 +74,7 @@ BLOCKS = (16, 128)
 
 
 def huge(nbytes: int) -> torch.Tensor:
-    """Bytes on huge pages, touched."""
+    """Return ``nbytes`` bytes on huge pages, all of them written to."""
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def huge(nbytes: int) -> torch.Tensor:
 
 
 class Case:
-    """An engine's cache, an arena, and which units of one go to which of the other."""
+    """An engine's cache, an arena, and the units of each that are copied to the other."""
 
     def __init__(self, model: Model, pages: Pages, block_tokens: int) -> None:
         layers, heads, dim = model.layers, model.kv_heads, model.head_dim
@@ -149,7 +149,7 @@ TorchCopy = Callable[[torch.Tensor, Units, int, torch.Tensor, Units, int], None]
 def over_planes(
     copy: TorchCopy, src: KVView, src_units: Units, dst: KVView, dst_units: Units, unit: int
 ) -> None:
-    """Calls `copy` for K and for V of every layer."""
+    """Call `copy` for K and for V of every layer."""
     for sources, targets in zip(src.layout.planes, dst.layout.planes, strict=True):
         for a, b in zip(sources, targets, strict=True):
             per = src.layout.page_tokens // unit, dst.layout.page_tokens // unit
@@ -158,7 +158,7 @@ def over_planes(
 
 
 def in_units(view: KVView, plane: Plane, unit: int) -> torch.Tensor:
-    """A plane as `[pages, units of a page, heads, tokens, dim]`."""
+    """Return a plane as a view `[pages, units of a page, heads, tokens, dim]`."""
     layout, token = view.layout, plane.token.stride
     size = (
         layout.num_pages,
@@ -174,7 +174,7 @@ def in_units(view: KVView, plane: Plane, unit: int) -> torch.Tensor:
 def index_copy(
     src: torch.Tensor, src_units: Units, src_per: int, dst: torch.Tensor, dst_units: Units, per: int
 ) -> None:
-    """All units of a plane in two index operations."""
+    """Copy all units of a plane in two index operations."""
     places = [torch.from_numpy(i) for i in (*divmod(src_units, src_per), *divmod(dst_units, per))]
     dst[places[2], places[3]] = src[places[0], places[1]]
 
@@ -182,7 +182,7 @@ def index_copy(
 def each_copy(
     src: torch.Tensor, src_units: Units, src_per: int, dst: torch.Tensor, dst_units: Units, per: int
 ) -> None:
-    """A `copy_` for every unit of a plane."""
+    """Copy each unit of a plane by a `copy_` of its own."""
     for a, b in zip(src_units.tolist(), dst_units.tolist(), strict=True):
         dst[divmod(b, per)].copy_(src[divmod(a, src_per)])
 
@@ -194,9 +194,9 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def against(call: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Row:
-    """Best time of `call` in seconds, and the median over rounds of the baseline's time over its.
+    """Return the best time of `call` in seconds, and its median speed relative to the baseline.
 
-    The two take turns: what else the machine does then weighs on both alike.
+    The two take turns, so that other work on the machine affects both alike.
     """
     times, ratios = [], []
     for _ in range(rounds):
@@ -207,7 +207,7 @@ def against(call: Callable[[], object], baseline: Callable[[], object], rounds: 
 
 
 def measure(case: Case, rounds: int, context: bool) -> Iterable[tuple[str, str, float, float]]:
-    """Rows (way, direction, GB/s, ratio to memcpy)."""
+    """Yield rows (way, direction, GB/s, ratio to memcpy)."""
     libc = ctypes.CDLL(None)
     libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     pointers = case.arena_bytes.data_ptr(), case.other.data_ptr()
@@ -227,7 +227,7 @@ def measure(case: Case, rounds: int, context: bool) -> Iterable[tuple[str, str, 
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """A bar for every native copy, and the bar they have to reach."""
+    """Plot every native copy as a bar, and the share of memcpy that it has to reach."""
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for ax, direction in zip(axes, ("gather", "scatter"), strict=True):
         mine = [r for r in rows if r["way"] == "kvcore native" and r["direction"] == direction]
@@ -241,8 +241,8 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.copies")
-    parser.add_argument("--rounds", type=int, default=15, help="of each native copy")
-    parser.add_argument("--no-context", action="store_true", help="leave torch's ways out")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each native copy")
+    parser.add_argument("--no-context", action="store_true", help="do not measure torch's ways")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""Reads and writes of whole blocks through the disk tier, against the raw methods.
+"""Reads and writes of whole blocks through the disk tier, against raw methods.
 
-`python -m benchmarks.disk`. All work on the same slots of host memory (huge pages where allowed),
-past the page cache, in random order, on one file written before: the tier's. A round lets each do
-the same blocks once, in turn, and the ratio is to the best raw method of the round. The tier also
-checksums, keeps records and verifies; the raw methods only move bytes. NIXL takes part where it can
-be imported (``pip install nixl-cu13``). The bar is 90%.
+`python -m benchmarks.disk`. All ways move the same slots of host memory (on huge pages if allowed),
+in random order and past the page cache. They use one file that was written before, the tier's own.
+In a round each way moves the same blocks once, in turn, and its ratio is to the best raw method of
+the round. The tier also checksums, keeps records and verifies; the raw methods only move bytes.
+NIXL takes part if it can be imported (``pip install nixl-cu13``). The bar is 90%.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ SHAPES = {
 
 
 class Way(NamedTuple):
-    """Move the blocks of all slots, slot i of memory to or from place i on disk. Returns when done,
-    and raises when anything failed."""
+    """One way to move the blocks of all slots: slot i of memory from or to place i on disk.
+
+    Both calls return when done, and raise if anything failed.
+    """
 
     read: Callable[[], None]
     write: Callable[[], None]
@@ -64,7 +66,7 @@ class Way(NamedTuple):
 class Setting(NamedTuple):
     folder: Path
     store: Path
-    """Folder of the tier's own files."""
+    """The folder of the tier's own files."""
     arena: HostArena
     order: Sequence[int]
 
@@ -79,14 +81,16 @@ class Setting(NamedTuple):
 
 
 def drain(results: Iterator[None]) -> None:
-    """Wait for all of them; raises the first error."""
+    """Wait for all results. Raise the first error."""
     deque(results, maxlen=0)
 
 
 @contextmanager
 def one_file(setting: Setting) -> Iterator[int]:
-    """The tier's own data file, opened for direct I/O: where a file lies on the medium makes up to
-    twice the difference, and must not be what is measured. Its bytes are not changed."""
+    """Open the tier's own data file for direct I/O. Its bytes are not changed.
+
+    The place of a file on the medium makes up to twice the difference, so all ways share one file.
+    """
     data, _ = shard_files(setting.store, 0)
     file = os.open(data, os.O_RDWR | os.O_DIRECT)
     try:
@@ -97,7 +101,7 @@ def one_file(setting: Setting) -> Iterator[int]:
 
 @contextmanager
 def threads(setting: Setting, count: int) -> Iterator[Way]:
-    """A call a block, from ``count`` threads."""
+    """Move each block by a call of its own, from ``count`` threads."""
     size = setting.arena.slot_nbytes
     with one_file(setting) as file, ThreadPoolExecutor(count) as pool:
 
@@ -115,7 +119,7 @@ def threads(setting: Setting, count: int) -> Iterator[Way]:
 
 @contextmanager
 def file_per_block(setting: Setting) -> Iterator[Way]:
-    """What most caches do: a file a block, made anew at each write."""
+    """Keep each block in a file of its own, made anew at each write, as most caches do."""
     folder = setting.folder / "objects"
     folder.mkdir()
     size = setting.arena.slot_nbytes
@@ -140,7 +144,7 @@ def file_per_block(setting: Setting) -> Iterator[Way]:
 
 
 def nixl() -> Any:
-    """NIXL's Python module, None where it is not installed."""
+    """Return NIXL's Python module, or None if it is not installed."""
     for name in ("nixl_cu13", "nixl_cu12", "nixl"):
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name)
@@ -149,7 +153,7 @@ def nixl() -> Any:
 
 @contextmanager
 def nixl_posix(setting: Setting, module: Any, queue: str) -> Iterator[Way]:
-    """One request for all blocks, through NIXL's POSIX plugin and its ``queue``."""
+    """Move all blocks by one request, through NIXL's POSIX plugin and its ``queue``."""
     agent = module.nixl_agent(f"bench-{queue}", module.nixl_agent_config(backends=[]))
     agent.create_backend("POSIX", {f"use_{queue}": "true"})
     size = setting.arena.slot_nbytes
@@ -186,8 +190,11 @@ def tier(
     cipher: BlockCipher | None = None,
     region: DeviceRegion | None = None,
 ) -> Iterator[Way]:
-    """The disk tier as a worker has it. Has written all blocks once: what is measured is neither
-    the first write, which allocates, nor a file that has to grow."""
+    """Open the disk tier as a worker does.
+
+    It has written all blocks once before it is measured: the first write allocates, and the file
+    grows.
+    """
     disk = DiskTier(
         setting.store,
         geometry,
@@ -228,7 +235,7 @@ def tier(
 
 @contextmanager
 def encrypted(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]:
-    """The same tier with encryption."""
+    """Open the same tier with encryption."""
     cipher = BlockCipher(os.urandom(32))
     folder = setting.folder / "encrypted"
     folder.mkdir()
@@ -242,8 +249,11 @@ def encrypted(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator
 def straight(
     setting: Setting, geometry: Geometry, io_threads: int, stack: ExitStack
 ) -> dict[str, Way]:
-    """Reads past host memory into a staging on the device (the host's memory here), each block
-    verified there; in one thread, batch by batch. None without NIXL."""
+    """Return the tier with reads straight into device memory; empty without NIXL.
+
+    Reads bypass kvcore's host memory and go into a staging on the device, which is host memory
+    here. Each block is verified there, in one thread, batch by batch.
+    """
     if nixl() is None:
         return {}
     arena, slots = setting.arena, max(1, STAGING_NBYTES // setting.arena.slot_nbytes)
@@ -280,7 +290,7 @@ def all_ways(
 
 
 def timed(act: Callable[[], None], nbytes: int) -> float:
-    """Bytes a second, in GB."""
+    """Return the rate of a call in GB/s."""
     start = time.perf_counter()
     act()
     return nbytes / (time.perf_counter() - start) / 1e9
@@ -291,7 +301,7 @@ def is_raw(name: str) -> bool:
 
 
 def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[float, ...]]:
-    """For each way: medians of (read, its ratio to the best raw one, write, its ratio)."""
+    """Return for each way the medians of (read, ratio to the best raw way, write, ratio)."""
     rates: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     for way in ways.values():
         way.write()
@@ -312,7 +322,7 @@ def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[f
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Reads and writes side by side, a group for each way."""
+    """Plot reads and writes side by side, a group for each way."""
     axes = figure.subplots(1, len(SHAPES), sharex=True)
     for ax, name in zip(axes, SHAPES, strict=True):
         mine = [row for row in rows if row["block"] == name]
@@ -327,10 +337,10 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.disk")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (a temporary one)")
-    parser.add_argument("--mib", type=int, default=256, help="of blocks a pass moves")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (temporary)")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of blocks that a pass moves")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--io-threads", type=int, default=4, help="of the tier")
+    parser.add_argument("--io-threads", type=int, default=4, help="I/O threads of the tier")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     notes = {name: getattr(options, name) for name in ("mib", "rounds", "io_threads")}
@@ -349,10 +359,10 @@ def main() -> None:
 
 
 def run(folder: Path, shape: BlockShape, options: Any) -> Iterator[tuple[object, ...]]:
-    """(way, read, ratio, write, ratio) for blocks of ``shape``."""
+    """Yield (way, read, ratio, write, ratio) for blocks of ``shape``."""
     slots = (options.mib << 20) // shape.nbytes
     arena = HostArena(shape, slots)
-    arena.tensor().fill_(1)  # touch it all
+    arena.tensor().fill_(1)  # so that all of it is in memory
     order = random.Random(1).sample(range(slots), slots)
     geometry = Geometry(shape, b"benchmark", ((0, shape.kv_heads),))
     capacity = slots * geometry.per_slot + 4096

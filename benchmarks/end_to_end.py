@@ -1,25 +1,27 @@
-"""Time to first token on a GPU: computed, loaded from host memory and disk, and blended.
+"""Time to first token on a GPU: computed, loaded from host memory or disk, and blended.
 
     python -m benchmarks.end_to_end [--tokens 4096 16384 32768] [--rounds 5] [--disk FOLDER]
 
-The reference engine of `kvcore.testing.engine`, with random weights of the shape of Llama-3-8B in
-bfloat16, answers one request at a time; a round has a prompt of its own, of 8 chunks. The ways:
+The reference engine of `kvcore.testing.engine`, with random weights of Llama-3-8B's shape in
+bfloat16, answers one request at a time. Each round has a prompt of its own, of 8 chunks. The ways:
 
     cold        the engine without kvcore computes everything
-    own cache   the KV is still in the engine's pages: what no other way can beat
-    miss        the engine with kvcore, which has nothing of it, and saves it
-    host hit    the same again, from host memory
-    disk hit    the same again, after host memory was emptied; read past the page cache
-    blend       nothing is held but the chunks, each computed on its own
+    own cache   the KV is still in the engine's pages: no other way can be faster
+    miss        the engine with kvcore, which has nothing of the prompt and saves it
+    host hit    the same prompt again, from host memory
+    disk hit    the same prompt after host memory was emptied; reads bypass the page cache
+    blend       kvcore has only the chunks, each computed on its own
 
-Correctness comes first: with four layers in float32 the tokens of every exact way, and of a blend
-that recomputes everything, have to be those of ``cold``; and the engine's attention in the model's
-own dtype has to be attention. While times are taken, every way has to bring the tokens it should,
-and a hit has to answer as ``own cache`` does, which computes the same row over the same KV.
-Against ``cold`` agreement is only counted there: another number of rows is another order of sums.
+Correctness is checked first. With four layers in float32, every exact way and a blend that
+recomputes everything must answer with the tokens of ``cold``. The engine's attention in the model's
+own dtype is compared with a naive one.
 
-`--dry-run` does all of it on a CPU with a tiny shape: it proves the script, and its times mean
-nothing. Exits with 1 when something was wrong.
+While times are taken, every way must reuse the tokens that it should, and a hit must answer as
+``own cache`` does, which computes the same row over the same KV. Agreement with ``cold`` is only
+counted then, because another number of rows means another order of sums.
+
+`--dry-run` does all of this on a CPU with a tiny shape. It tests the script, and its times mean
+nothing. The exit status is 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -59,25 +61,25 @@ EXACT = (COLD, OWN, MISS, ON_HOST, ON_DISK)
 RATIO = 0.15
 BLEND, WHOLE_BLEND = f"blend at {RATIO:.0%}", "blend at 100%"
 BLOCK = 16
-"""Tokens of a block and of a page."""
+"""Tokens in a block, and in a page."""
 QUESTION = 2 * BLOCK
-"""Tokens behind the chunks, at least."""
+"""Fewest tokens after the chunks."""
 SHORTEST = 64
-"""Tokens of the shortest chunk that is reused (`fusion.min_tokens`)."""
+"""Tokens of the shortest chunk that is reused: `fusion.min_tokens`."""
 PATIENCE_S = 600.0
 NO_BLEND = FusionOptions(enabled=False)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large things are.
+    """Sizes of a run.
 
     Args:
         shape: arguments of `random_llama`.
-        dtype: of weights and KV.
-        tokens: of the prompts, multiples of a block. A prompt has one more: the one that is
-            computed when all before it are cached.
-        chunks: of a prompt.
+        dtype: type of weights and KV.
+        tokens: lengths of the prompts in tokens, multiples of a block. Each prompt has one token
+            more, which is computed when all tokens before it are cached.
+        chunks: number of chunks in a prompt.
         step: tokens that the engine computes at once.
         batch: blocks that a copy moves at once.
     """
@@ -91,34 +93,34 @@ class Scale:
 
     @property
     def checked(self) -> Scale:
-        """A shape like this one, of which tokens can be compared: fewer layers, in float32."""
+        """A smaller scale for comparing tokens: at most four layers, in float32."""
         shape = {**self.shape, "layers": min(4, self.shape["layers"])}
         tokens = min(2048, *self.tokens)
         step = min(self.step, tokens // 3)
         return replace(self, shape=shape, dtype=torch.float32, tokens=(tokens,), step=step)
 
     def chunk(self, tokens: int) -> int:
-        """Tokens of a chunk, whole blocks, in a prompt of so many."""
+        """Return the tokens of a chunk, in whole blocks, in a prompt of ``tokens`` tokens."""
         return (tokens - BLOCK - QUESTION) // self.chunks // BLOCK * BLOCK
 
     @property
     def token_nbytes(self) -> int:
-        """Of KV, over all layers."""
+        """Bytes of KV of one token, over all layers."""
         shape = self.shape
         return 2 * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * self.dtype.itemsize
 
     @property
     def kv_nbytes(self) -> int:
-        """Of the longest prompt's KV, in whole blocks."""
+        """Bytes of the longest prompt's KV, in whole blocks."""
         return (max(self.tokens) + 2 * BLOCK) * self.token_nbytes
 
     @property
     def needs(self) -> dict[str, int]:
-        """Bytes on the device (about), in host memory and on disk.
+        """Bytes needed on the device (about), in host memory and on disk.
 
-        Each tier has room for a prompt twice, and host memory for what passes through. The device
-        has the weights, the pages of three engines, chunks in staging and placed in the prompt, and
-        what a layer computes of all rows at once.
+        Each tier has room for two prompts, and host memory also for blocks in transit. The device
+        holds the weights, the pages of three engines, chunks in staging and in their place in the
+        prompt, and a layer's activations for all rows.
         """
         shape = self.shape
         hidden, inner = shape["hidden"], shape["intermediate"]
@@ -141,7 +143,7 @@ FULL = Scale(
      "intermediate": 14336, "vocabulary": 128256, "theta": 5e5},
     torch.bfloat16, tokens=(4096, 16384, 32768), chunks=8, step=8192, batch=128,
 )  # fmt: skip
-"""Llama-3-8B's. Chosen for one H200 (139 GiB) and 128 GiB of host memory."""
+"""Llama-3-8B's shape. Sized for one H200 (139 GiB) and 128 GiB of host memory."""
 
 DRY = Scale(
     {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
@@ -151,14 +153,14 @@ DRY = Scale(
 
 
 class Prompt(NamedTuple):
-    """``tokens``, in which ``chunks`` stand between a block of their own and the question."""
+    """A prompt: one block of fresh tokens, the ``chunks``, and the question."""
 
     tokens: list[int]
     chunks: list[list[int]]
 
 
 def prompt_of(scale: Scale, tokens: int, seed: int) -> Prompt:
-    """A prompt of ``tokens + 1`` tokens that no other seed begins like."""
+    """Return a prompt of ``tokens + 1`` tokens that begins like no other seed's prompt."""
     picks = random.Random(f"{tokens} {seed}")
     length = scale.chunk(tokens)
     every = [picks.randrange(1, scale.shape["vocabulary"]) for _ in range(tokens + 1)]
@@ -167,7 +169,7 @@ def prompt_of(scale: Scale, tokens: int, seed: int) -> Prompt:
 
 
 class Answer(NamedTuple):
-    """One request's. ``reused`` are tokens that were not computed, by where they came from."""
+    """The answer to one request. ``reused``: tokens that were not computed, by their source."""
 
     seconds: float
     tokens: tuple[int, ...]
@@ -175,7 +177,7 @@ class Answer(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Where it all runs: ``disk`` is a folder, ``backend`` and ``direct_io`` are kvcore's."""
+    """The device, the disk tier's folder, and the settings `ops.backend` and `disk.direct_io`."""
 
     device: torch.device
     disk: Path
@@ -184,8 +186,10 @@ class Setting(NamedTuple):
 
 
 class Contest:
-    """Engines of one scale: without any cache, with pages of their own kept, and with kvcore.
-    Close it when done."""
+    """Three engines of one scale: without a cache, with a prefix cache of its own, and with kvcore.
+
+    To be closed after use.
+    """
 
     def __init__(self, scale: Scale, setting: Setting, name: str) -> None:
         self.scale = scale
@@ -194,7 +198,7 @@ class Contest:
             num_pages=max(scale.tokens) // BLOCK + 8,
             page_tokens=BLOCK,
             max_num_tokens=scale.step,
-            prefix_cache=False,  # whose keys take their time too
+            prefix_cache=False,  # computing its keys would take time too
         )
         with ExitStack() as stack:
             self.plain = stack.enter_context(ReferenceEngine(model, args))
@@ -234,9 +238,9 @@ class Contest:
         self._stack.close()
 
     def round(self, prompt: Prompt, answer: int, ratios: Mapping[str, float]) -> dict[str, Answer]:
-        """What every way answers in ``answer`` tokens, with a blend for each of ``ratios``.
+        """Return each way's answer of ``answer`` tokens, with a blend for each of ``ratios``.
 
-        Leaves the engines with nothing cached.
+        Afterwards the engines have nothing cached.
         """
         tokens, got = prompt.tokens, {}
         got[COLD] = self._ask(self.plain, tokens, answer)
@@ -262,10 +266,10 @@ class Contest:
         answer: int,
         fusion: FusionOptions = NO_BLEND,
     ) -> Answer:
-        """One request, alone; what it saved is on disk when this returns."""
+        """Answer one request, alone. When this returns, its saves are on disk."""
         began = time.perf_counter()
         request = engine.submit(tokens, answer, fusion=fusion)
-        engine.run(PATIENCE_S)  # ends with tokens on the host: the device is done too
+        engine.run(PATIENCE_S)  # the tokens are then on the host, so the device is done too
         seconds = time.perf_counter() - began
         engine.settle(PATIENCE_S)
         reused = dict(request.reused)
@@ -277,7 +281,7 @@ class Contest:
         self.kvcore.leader.clear()  # type: ignore[union-attr]
 
     def expected(self, prompt: Prompt) -> dict[str, dict[str, int]]:
-        """What each exact way reuses."""
+        """Return the tokens that each exact way must reuse, by their source."""
         before = len(prompt.tokens) - 1
         return {
             COLD: {}, OWN: {"pages": before}, MISS: {}, ON_HOST: {"host": before},
@@ -289,7 +293,7 @@ class Contest:
 
 
 def wrong_reuse(contest: Contest, prompt: Prompt, got: Mapping[str, Answer]) -> Iterator[str]:
-    """The ways that reused something else than they should: their times would mean nothing."""
+    """Yield the ways that did not reuse what they should. Their times would mean nothing."""
     expected = contest.expected(prompt)
     chunks = {"blend": sum(map(len, prompt.chunks))}
     for way, answer in got.items():
@@ -299,14 +303,14 @@ def wrong_reuse(contest: Contest, prompt: Prompt, got: Mapping[str, Answer]) -> 
 
 
 def wrong_tokens(got: Mapping[str, Answer], ways: Sequence[str], right: str) -> Iterator[str]:
-    """Those of ``ways`` that do not answer as the way ``right`` does."""
+    """Yield those of ``ways`` whose answer differs from that of the way ``right``."""
     for way in ways:
         if got[way].tokens != got[right].tokens:
             yield f"{way} answered {got[way].tokens}, {right} {got[right].tokens}"
 
 
 def wrong_attention(scale: Scale, device: torch.device) -> Iterator[str]:
-    """How the engine's attention differs from the naive one, in the model's own dtype."""
+    """Yield where the engine's attention differs from the naive one, in the model's own dtype."""
     shape = scale.shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -328,7 +332,7 @@ def wrong_attention(scale: Scale, device: torch.device) -> Iterator[str]:
 
 
 def checked(scale: Scale, setting: Setting) -> list[str]:
-    """What is wrong, in words, before anything is measured."""
+    """Check all ways before anything is measured. Return what is wrong, in words."""
     bad = list(wrong_attention(scale, setting.device))
     small = scale.checked
     with Contest(small, setting, "checked") as contest:
@@ -343,8 +347,10 @@ def checked(scale: Scale, setting: Setting) -> list[str]:
 
 
 def measured(contest: Contest, report: Report, rounds: int) -> list[str]:
-    """Fill the report; returns what was wrong, in words. The first round of a length is not
-    counted: kernels are compiled and memory is touched."""
+    """Fill the report. Return what was wrong, in words.
+
+    The first round of each length does not count: it compiles kernels and touches memory.
+    """
     bad: list[str] = []
     for tokens in contest.scale.tokens:
         counted: list[dict[str, Answer]] = []
@@ -361,7 +367,10 @@ def measured(contest: Contest, report: Report, rounds: int) -> list[str]:
 
 
 def row_of(tokens: int, way: str, rounds: Sequence[Mapping[str, Answer]]) -> Row:
-    """Medians of one way over the rounds of one length; ``to cold`` is of each round's ratio."""
+    """Return medians of one way over the rounds of one length.
+
+    ``to cold`` is the median of the rounds' ratios.
+    """
     answers = [got[way] for got in rounds]
     return {
         "tokens": tokens,
@@ -375,7 +384,7 @@ def row_of(tokens: int, way: str, rounds: Sequence[Mapping[str, Answer]]) -> Row
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Every way's time by cold's, over the lengths."""
+    """Plot every way's time relative to cold's, over the lengths."""
     axes = figure.subplots()
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
@@ -387,7 +396,7 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def described(scale: Scale, setting: Setting) -> dict[str, Any]:
-    """What numbers depend on beside the machine."""
+    """Return what the numbers depend on, besides the machine."""
     device, folder = setting.device, os.statvfs(setting.disk)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return {
@@ -406,7 +415,7 @@ def described(scale: Scale, setting: Setting) -> dict[str, Any]:
 
 
 def attention_path(scale: Scale, device: torch.device) -> str:
-    """Which of torch's kernels computes a prompt's attention."""
+    """Return which of torch's kernels computes a prompt's attention."""
     shape = scale.shape
     q, kv = (
         torch.empty(1, shape[name], 64, shape["head_dim"], device=device, dtype=scale.dtype)
@@ -417,7 +426,7 @@ def attention_path(scale: Scale, device: torch.device) -> str:
 
 
 def run(scale: Scale, setting: Setting, rounds: int, out: Path) -> int:
-    """Check, measure, write the report; 1 when something was wrong."""
+    """Check, measure and write the report. Return 1 if something was wrong, else 0."""
     report = Report(
         "end_to_end", COLUMNS, "cold: the engine without kvcore", described(scale, setting)
     )
@@ -442,14 +451,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.end_to_end",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, nargs="+", help="of prompts, multiples of 16")
-    parser.add_argument("--rounds", type=int, default=5, help="counted, of each length")
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts, multiples of 16")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, for each length")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure")
     parser.add_argument(
         "--buffered", action="store_true", help="for a file system without direct I/O"
     )
     parser.add_argument("--backend", default="triton", help="kvcore's ops.backend")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, times without sense")
+    parser.add_argument("--dry-run", action="store_true", help="run on a CPU; times mean nothing")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(arguments)
     os.environ.setdefault("COLUMNS", "120")  # of the table, where nothing tells its width

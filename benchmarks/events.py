@@ -1,20 +1,20 @@
-"""What block events cost the thread that stores: the same work with and without a publisher.
+"""Cost of block events to the thread that stores: the same work with and without a publisher.
 
     python -m benchmarks.events [--blocks 50000] [--rate 100000] [--rounds 9] [--out results]
 
-One thread plays the leader: it reserves and commits prompts of 16 blocks in a full index, so that
-each evicts as many, at ``rate`` blocks a second (stored and removed together) or as fast as it can.
-What is measured is the time that thread is at work, by the clock and on a core (other work on the
-machine is in the first and not in the second), waits between two prompts left out:
+One thread acts as the leader. It reserves and commits prompts of 16 blocks in a full index, so that
+each prompt evicts as many blocks, at ``rate`` blocks a second (stored and removed together) or as
+fast as possible. Measured is the time that the thread works, without the waits between two prompts:
+by the clock, and on a core, which leaves out other work on the machine. The kinds:
 
     none                      without events
-    published by a process    by a publisher (ZMQ) in a process of its own, as is the default
-    published                 by one in a thread of this process
-    followed                  by one in a thread, with a consumer in this process too
+    published by a process    by a publisher (ZMQ) in a process of its own, the default
+    published                 by a publisher in a thread of this process
+    followed                  by a thread, with a consumer in this process too
 
-All four are taken in turn on one index, in other orders each round; medians of the rounds. "more"
-is in microseconds on a core a block beyond no events in the same round: at 100,000 blocks a second,
-0.1 of it is one hundredth of the thread.
+All four take turns on one index, in another order each round. Results are medians of the rounds.
+"more" is the microseconds on a core for each block, beyond those of no events in the same round. At
+100,000 blocks a second, 0.1 of it is 1% of the thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS = ("none", "published by a process", "published", "followed")
 
 
 def prompts(count: int, seed: int) -> list[list[bytes]]:
-    """Keys of unrelated prompts."""
+    """Return the keys of ``count`` unrelated prompts."""
     return [
         [hashlib.sha256(b"%d.%d.%d" % (seed, n, i)).digest()[:16] for i in range(CHAIN)]
         for n in range(count)
@@ -54,7 +54,7 @@ def prompts(count: int, seed: int) -> list[list[bytes]]:
 
 @contextmanager
 def publishing(kind: str, index: BlockIndex, metrics: Metrics) -> Iterator[None]:
-    """Events of ``index`` as ``kind`` has it."""
+    """Publish the events of ``index`` as ``kind`` says, within the block."""
     if kind == "none":
         yield
         return
@@ -83,7 +83,7 @@ def nothing() -> Iterator[None]:
 
 @contextmanager
 def following(endpoint: str, replay_endpoint: str) -> Iterator[None]:
-    """A consumer in a thread of this process: its work is on the same interpreter's lock."""
+    """Run a consumer in a thread of this process, which shares the interpreter's lock."""
     consumer = Subscriber(ZmqSource(endpoint, replay_endpoint, "bench"))
     ended = threading.Event()
 
@@ -102,7 +102,7 @@ def following(endpoint: str, replay_endpoint: str) -> Iterator[None]:
 
 
 class Times(NamedTuple):
-    """Seconds of the storing thread: at work by the clock, on a core, and in all."""
+    """Seconds of the storing thread: working by the clock, on a core, and in total with waits."""
 
     busy: float
     core: float
@@ -111,7 +111,7 @@ class Times(NamedTuple):
 
 
 def store(index: BlockIndex, work: Sequence[list[bytes]], rate: float) -> Times:
-    """``rate`` is in blocks told a second, 0 for as fast as can be."""
+    """Store prompts at ``rate`` blocks in events a second; 0 is as fast as possible."""
     busy = core = 0.0
     started = due = time.perf_counter()
     for keys in work:
@@ -137,7 +137,7 @@ def measure(kind: str, index: BlockIndex, blocks: int, rate: float, seed: int) -
 
 
 def rounds(count: int, blocks: int, rate: float) -> dict[str, list[Times]]:
-    """Of each kind, one of each round."""
+    """Return for each kind the times of each round."""
     index = BlockIndex([TierSpec("host", HELD)])
     store(index, prompts(HELD // CHAIN, 0), 0)
     found: dict[str, list[Times]] = {kind: [] for kind in KINDS}

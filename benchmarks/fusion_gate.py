@@ -1,14 +1,15 @@
-"""What a blend can see of its own mistakes, and what a gate on it would be worth.
+"""What a blend can observe of its own errors, and what a gate on that would be worth.
 
     python -m benchmarks.fusion_gate [--prompts 8] [--first 0] [--tasks "one fact" running]
         [--ratios .15 .3 .5] [--bounds 1 .14 .1] [--depth .25] [--out results]
 
-SmolLM2-135M in float32 through `kvcore.fusion.reference`, the prompts of
-`benchmarks.fusion_quality`. A line of ``<out>/fusion_gate.jsonl`` is one blend: its loss against
-the full prefill of the same prompt (KL, exact match, F1, Rouge-L), and what could be seen while it
-ran (`benchmarks._gate_observables`). A run goes on from what it finds, so a long measurement can be
-made in pieces; ``--prompts 0`` only evaluates what is there: which observable predicts the loss,
-and, by bound, what `kvcore.fusion.gate` would have lost and computed (`_gate_calibration`).
+SmolLM2-135M in float32 through `kvcore.fusion.reference`, with the prompts of
+`benchmarks.fusion_quality`. Each line of ``<out>/fusion_gate.jsonl`` is one blend: its loss against
+the full prefill of the same prompt (KL, exact match, F1, Rouge-L), and what could be observed while
+it ran (`benchmarks._gate_observables`). A run continues from the lines that it finds, so a long
+measurement can be made in pieces. ``--prompts 0`` only evaluates these lines: which observable
+predicts the loss, and what `kvcore.fusion.gate` would have lost and computed with each bound
+(`benchmarks._gate_calibration`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How much of a blend's loading hides behind computing, on real vLLM.
+"""Share of a blend's loading that hides behind computing, on real vLLM.
 
     python -m benchmarks.fusion_overlap [--chunks 8] [--tokens 500] [--ratio .15] [--out results]
 
-SmolLM2-135M, one prompt of chunks that were warmed each on its own, blended twice for each way:
-with the default selector, whose look at the question takes every layer, and with ``key``, which
-has no look. The spans come from kvcore's own trace (`trace.path`), of the second blend. ``hidden``
-is the share of the seconds spent loading in which some layer was computed too.
+Chunks are warmed, each on its own, in SmolLM2-135M. Then two prompts made of them are blended in
+each way: with the default selector, whose look with the question needs every layer, and with
+``key``, which has no look. The spans are those of the second blend, from kvcore's own trace
+(`trace.path`). ``hidden`` is the share of the loading time during which some layer was computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Span = dict[str, Any]
 
 
 def joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Their union, ascending: (start, stop) in microseconds, none touching another."""
+    """Return the union of the spans as disjoint (start, stop) in microseconds, ascending."""
     found: list[tuple[float, float]] = []
     for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in spans):
         if found and start <= found[-1][1]:
@@ -48,12 +48,12 @@ def length(parts: Iterable[tuple[float, float]]) -> float:
 
 
 def shared(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
-    """Microseconds in both of two unions."""
+    """Return the microseconds that two unions have in common."""
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in one for c, d in other)
 
 
 def blend(options: argparse.Namespace, selector: str) -> tuple[list[Span], dict[str, Any]]:
-    """Spans of a blend, and what the response told of it."""
+    """Return the spans of a blend, and the response's report on it."""
     model = smollm2()
     chunks = windows(model, options.chunks, options.tokens, options.tokens, seed=1)
     first, last = windows(model, 2, 30, 30, seed=2)

@@ -1,17 +1,18 @@
-"""What a blend loses against a full prefill: by task, selector and ratio.
+"""Quality that a blend loses against a full prefill, by task, selector and ratio.
 
     python -m benchmarks.fusion_quality [--prompts 24] [--first 0] [--tasks "one fact" running]
         [--methods key question*key ...] [--ratios 0 .05 .1 .15 .3 .5 1] [--decode] [--out results]
 
-SmolLM2-135M in float32 through `kvcore.fusion.reference`: quality only, nothing here is a speed.
-Every prompt's full prefill and its chunks' KV are computed once and serve all methods. Scored are
-the next-token distributions after the prompt and along the true answer (a fact's, or 32 tokens of
-the real continuation): mean KL to the full prefill in nats, and how often the likeliest token is
-the same. With ``--decode`` the answer is decoded too: exact match and F1 of facts, Rouge-L of
-running text, beside those of the full prefill. ``random`` is the control.
+SmolLM2-135M in float32 through `kvcore.fusion.reference`. This measures quality only, no speed.
+Every prompt's full prefill and its chunks' KV are computed once and serve all methods.
 
-A prompt's figures go to ``<out>/fusion_quality.jsonl`` as soon as they are there, and a run goes on
-from what it finds; so a long measurement can be made in pieces.
+The next-token distributions after the prompt and along the true answer (the fact, or 32 tokens of
+the real continuation) are scored: mean KL to the full prefill in nats, and how often the most
+likely token is the same. With ``--decode`` the answer is decoded too, and scored by exact match and
+F1 (facts) or Rouge-L (running text), beside the full prefill's. ``random`` is the control.
+
+Figures are appended to ``<out>/fusion_quality.jsonl`` at once, and a run continues from the lines
+that it finds, so a long measurement can be made in pieces.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ COLUMNS = [
 
 
 def busiest_head(probabilities: Tensor) -> Tensor:
-    """A pool for `look`: the head and the row that look hardest."""
+    """Pool for `look`: the maximum over heads and rows."""
     return probabilities.amax(dim=(0, 1))
 
 
 def squared(probabilities: Tensor) -> Tensor:
-    """A pool for `look`: sharp looks count more than broad ones."""
+    """Pool for `look`: squared, so that sharp looks count more than broad ones."""
     return probabilities.square().amax(dim=1).sum(dim=0)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to choose, and what else is done differently."""
+    """A way to choose rows, and the other settings of a blend."""
 
     selector: select.Selector
     spread: float = 0.0
@@ -126,11 +127,11 @@ METHODS = {
     "question*key, gradual, second look": Method(ASKED, spread=0.5, kind=SecondLook),
 }
 LEADING = "Here is a note.\n\n"
-"""What chunks of a prompt without a lead are precomputed behind, where a method wants that."""
+"""Text behind which chunks are precomputed if a method wants one and the prompt has no lead."""
 
 
 class Case:
-    """One prompt with everything methods share. Its chunks are computed when first asked for."""
+    """One prompt and everything that methods share. Chunks are computed when first needed."""
 
     def __init__(self, decoder: Decoder, ropes: Sequence[Any], tokenizer: Any, prompt: Prompt):
         self.decoder, self.ropes, self.tokenizer, self.prompt = decoder, ropes, tokenizer, prompt
@@ -159,7 +160,7 @@ class Case:
     def blender(self, method: Method) -> Blender:
         key = method.behind, method.kind
         if key not in self._blenders:
-            self._blenders.clear()  # one placed cache at a time: some 70 MB
+            self._blenders.clear()  # keep one placed cache at a time, about 70 MB
             first, *others = self.chunks(method.behind)
             start: list[Segment] = [Prefix(self.lead), Cached(first)]
             if (
@@ -178,7 +179,7 @@ class Case:
         return blender.blend(method.selector, method.budget(ratio), self._looks.get(key))
 
     def answer_logits(self, context: Context, last: Tensor) -> Tensor:
-        """[answer tokens, vocabulary] after the prompt and along the true answer."""
+        """Return logits after the prompt and along the true answer: [answer tokens, vocabulary]."""
         tail = context.copy().append(self.prompt.gold[:-1])
         return self.decoder.logits(torch.cat([last, tail]))
 
@@ -191,7 +192,7 @@ class Case:
         }
 
     def answered(self, context: Context, logits: Tensor) -> dict[str, float]:
-        """Exact match, F1 or Rouge-L of the greedy answer."""
+        """Return exact match and F1, or Rouge-L, of the greedy answer."""
         gold = self.tokenizer.decode(list(self.prompt.gold)).split()
         tokens = context.copy().greedy(logits, len(self.prompt.gold))
         answer = self.tokenizer.decode(tokens).split()
@@ -208,7 +209,7 @@ def measured(case: Case, method: Method, ratio: float, decode: bool) -> dict[str
 
 
 class Log:
-    """Figures by task, prompt, method and ratio, in a file that grows."""
+    """Figures by task, prompt, method and ratio, in a file to which rows are appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -233,7 +234,7 @@ class Log:
 
 
 def wanted(options: argparse.Namespace, task: str, prompt: int, log: Log) -> Iterator[Row]:
-    """What is still to be measured on one prompt, methods that share a cache side by side."""
+    """Yield what is still to be measured on one prompt. Methods that share a cache are adjacent."""
     names = sorted(options.methods, key=lambda n: (METHODS[n].behind, METHODS[n].kind.__name__))
     for name in names:
         for ratio in options.ratios:

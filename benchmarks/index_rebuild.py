@@ -1,11 +1,12 @@
-"""From a store on disk to an index that answers: what an engine's start costs with a full disk.
+"""Time from a store on disk to an index that answers: an engine's start with a full disk.
 
     python -m benchmarks.index_rebuild [--blocks 1000000] [--out results]
 
-Makes the index file of a store of so many blocks (prompts of 128 blocks, slots in random order, as
-after much traffic; the data file is as long, and sparse), then does what a leader does at its
-start: lock, make room and scan (`prepare_store`), and restore the index. Best of ``--rounds``, in
-this process, the file in the page cache. The bar is 10 s for a million blocks.
+This makes the index file of a store of ``--blocks`` blocks: prompts of 128 blocks, slots in random
+order as after much traffic, and a sparse data file of full length. Then it does what a leader does
+at its start: lock, make room and scan (`prepare_store`), and restore the index. Results are the
+best of ``--rounds``, in this process, with the file in the page cache. The bar is 10 s for a
+million blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COLUMNS = ("blocks", "step", "seconds", "CPU seconds", "us per block", "to plain
 
 
 def make_store(path: Path, blocks: int) -> Path:
-    """A store of so many blocks; its folder."""
+    """Make a store of ``blocks`` blocks. Return its folder."""
     store = prepare_store(path, GEOMETRY, capacity(blocks))
     store.close()
     slots = list(range(blocks))
@@ -62,7 +63,7 @@ def capacity(blocks: int) -> int:
 
 
 class Times(NamedTuple):
-    """The least of some rounds. On a busy machine the CPU's tell more."""
+    """The least seconds of some rounds. On a busy machine the CPU seconds are more reliable."""
 
     seconds: float
     cpu: float
@@ -73,7 +74,7 @@ class Times(NamedTuple):
 
 
 def best(rounds: int, run: Callable[[], Any]) -> tuple[Times, Any]:
-    """(Least times of so many, what the last returned)"""
+    """Return the least times of ``rounds`` calls, and what the last call returned."""
     times = []
     for _ in range(rounds):
         started = time.perf_counter(), time.process_time()
@@ -144,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where the stores are made, for a while")
+    parser.add_argument("--folder", type=Path, help="folder in which stores are made temporarily")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     report = Report(

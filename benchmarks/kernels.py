@@ -1,16 +1,17 @@
-"""Triton kernels on a GPU, against what the GPU can do and against other ways to do the same.
+"""Triton kernels on a GPU, against the GPU's limits and against other ways to do the same.
 
-`python -m benchmarks.kernels` needs a GPU. Correctness comes first: every way of every small case
-has to give what torch's gives. Then each op over sizes from one block to several GiB:
+`python -m benchmarks.kernels` needs a GPU. Correctness is checked first: every way of every small
+case must give what torch's way gives. Then each op is measured over sizes from one block to several
+GiB, against:
 
     copies, shift, pack, merge   bytes read and written, by the rate of a copy on the device
     to and from the host         bytes, by the rate of the link to pinned memory
     attend                       useful flops, by FlashAttention's dense causal rate
 
-The smallest sizes stay in the GPU's cache and may pass their floor; bars are for the largest.
+The smallest sizes stay in the GPU's cache and may exceed these rates; bars are for the largest.
 
-`--dry-run` goes through all of it on a CPU, in Triton's interpreter, with tiny sizes: it proves the
-script, and its times mean nothing. Exits with 1 when a way is wrong.
+`--dry-run` does all of it on a CPU, in Triton's interpreter, with tiny sizes. It tests the script,
+and its times mean nothing. The exit status is 1 if a way is wrong.
 """
 
 from __future__ import annotations
@@ -41,30 +42,32 @@ COLUMNS = (
     "op", "size", "way", "ms", "host ms", "GB/s", "TFLOP/s", "of floor", "bar", "agrees",
 )  # fmt: skip
 SMALL = 64 << 20
-"""Bytes of results up to which ways are compared."""
+"""Bytes of results up to which ways are checked against each other."""
 FASTER = 5.0
-"""Times that attention of 15% of 16k tokens has to be faster than torch's with a mask."""
+"""Factor by which attention of 15% of 16k tokens must be faster than torch's with a mask."""
 ROUND_S = 0.5
-"""Seconds for the rounds of one way, about."""
+"""Approximate seconds for all rounds of one way."""
 
 
 class Timing(NamedTuple):
-    """Medians over rounds: until the work is done, and until the call returns."""
+    """Medians over rounds: seconds until the work is done, and until the call returns."""
 
     seconds: float
     host_s: float
 
 
 class Clock:
-    """Times calls on one device. On a GPU by events on the current stream."""
+    """A clock for calls on one device. On a GPU it uses events on the current stream."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device = device
         self.rounds = rounds
 
     def __call__(self, way: Callable[[], object]) -> Timing:
-        """Two calls to warm up, then as many rounds as `ROUND_S` allows, at least 3. One round is
-        one call."""
+        """Call ``way`` twice to warm up, then for as many rounds as `ROUND_S` allows, at least 3.
+
+        A clock with one round makes one call.
+        """
         if self.rounds == 1:
             return self._once(way)
         way()
@@ -94,8 +97,11 @@ class Clock:
 
 
 def measured_floors(clock: Clock, dry: bool) -> dict[str, float]:
-    """Rates of this machine: bytes a second of copies (read and written) and of the link, and flops
-    a second of a matrix product in bfloat16."""
+    """Measure the rates of this machine.
+
+    They are bytes a second of copies (read and written) and of the link, and flops a second of a
+    matrix product in bfloat16.
+    """
     device = clock.device
     nbytes, side = (1 << 12, 32) if dry else (1 << 30, 8192)
     here, there = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -110,7 +116,7 @@ def measured_floors(clock: Clock, dry: bool) -> dict[str, float]:
 
 
 def flash_rate(clock: Clock, scale: Scale, context: int) -> float:
-    """Useful flops a second of FlashAttention over ``context`` tokens, dense and causal."""
+    """Measure the useful flops a second of dense causal FlashAttention over ``context`` tokens."""
     shape, heads = scale.shape, scale.query_heads
     dtype = getattr(torch, shape.dtype)
     size = (1, heads, context, shape.head_dim)
@@ -132,9 +138,10 @@ def _flash(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def disagreeing(case: Case) -> list[str]:
-    """The ways that do not give what torch's gives; none where there is no such way.
+    """Return the ways whose result differs from torch's; none if torch has no way.
 
-    Zeros tell nothing, since memory held them before: torch's own way is then named.
+    If torch's own result is all zeros, that way is returned: the memory held zeros before, so such
+    a result shows nothing.
     """
     if "torch" not in case.ways:
         return []
@@ -150,7 +157,7 @@ def disagreeing(case: Case) -> list[str]:
 
 
 def _result(case: Case, way: Callable[[], object]) -> list[Tensor]:
-    """What a way writes over zeros, or returns."""
+    """Return what a way writes over zeros, or what it returns."""
     for tensor in case.written:
         tensor.zero_()
     out = way()
@@ -169,7 +176,7 @@ def _close(got: Tensor, right: Tensor, tolerance: float) -> bool:
 def rows_of(
     case: Case, clock: Clock, floors: dict[str, float], wrong: Sequence[str]
 ) -> Iterator[Row]:
-    """A row of the report for every way that finds its memory."""
+    """Yield a row of the report for every way that does not run out of memory."""
     for name, way in case.ways.items():
         try:
             timing = clock(way)
@@ -193,7 +200,7 @@ def rows_of(
 
 
 def measured(report: Report, clock: Clock, scale: Scale, largest: int) -> list[str]:
-    """Fill the report; returns what was wrong, in words."""
+    """Fill the report. Return what was wrong, in words."""
     from benchmarks._kernel_cases import cases
 
     wrong = {}
@@ -212,7 +219,7 @@ def measured(report: Report, clock: Clock, scale: Scale, largest: int) -> list[s
 
 
 def below_the_bar(rows: Sequence[Row]) -> list[str]:
-    """What does not reach its bar at the largest size of its op, or is not `FASTER` than a mask."""
+    """Return what misses its bar at its op's largest size, or is not `FASTER` than a mask."""
     last = {row["op"]: row for row in rows if row["bar"] is not None}
     low = [
         f"{op}, {row['size']}: {row['of floor']:.2f} of the floor, wanted {row['bar']}"
@@ -229,7 +236,7 @@ def below_the_bar(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """How near ours comes to the floor, over the sizes of every op."""
+    """Plot the share of the floor that our kernels reach, over the sizes of every op."""
     ours = [row for row in rows if row["bar"] is not None]
     axes = figure.subplots()
     axes.barh([f"{row['op']}, {row['size']}" for row in ours], [row["of floor"] for row in ours])
@@ -241,7 +248,7 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def described(device: torch.device, dry: bool) -> dict[str, Any]:
-    """What numbers depend on beside the machine."""
+    """Return what the numbers depend on, besides the machine."""
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
@@ -256,18 +263,18 @@ def described(device: torch.device, dry: bool) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.kernels")
-    parser.add_argument("--rounds", type=int, default=50, help="of each way, at most")
-    parser.add_argument("--gib", type=float, default=4.0, help="of KV on one side, at most")
+    parser.add_argument("--rounds", type=int, default=50, help="most rounds of each way")
+    parser.add_argument("--gib", type=float, default=4.0, help="most GiB of KV on one side")
     parser.add_argument(
-        "--dry-run", action="store_true", help="on a CPU, tiny, times without sense"
+        "--dry-run", action="store_true", help="run tiny sizes on a CPU; times mean nothing"
     )
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(arguments)
-    os.environ.setdefault("COLUMNS", "120")  # of the table, where nothing tells its width
+    os.environ.setdefault("COLUMNS", "120")  # the table's width, if nothing else sets it
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
     elif not torch.cuda.is_available():
-        print("torch sees no GPU: `--dry-run` proves the script on a CPU", file=sys.stderr)
+        print("torch sees no GPU: `--dry-run` tests the script on a CPU", file=sys.stderr)
         return 2
     from benchmarks._kernel_cases import DRY, FULL
 
@@ -281,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         wrong = measured(report, clock, scale, int(options.gib * (1 << 30)))
         report.notes["wrong"] = wrong
-    finally:  # what was measured before an op failed is worth keeping
+    finally:  # keep what was measured before an op failed
         report.finish(options.out, draw)
     low = below_the_bar(report.rows)
     print(f"{len(low)} below the bar", *low, sep="\n  ")

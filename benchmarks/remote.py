@@ -1,11 +1,12 @@
-"""Blocks put into remote stores and got back, through kvcore's tier and by the store's own client.
+"""Puts and gets of blocks in remote stores, by kvcore's tier and by the stores' own clients.
 
-`python -m benchmarks.remote`. The store is on one host and what is measured on another: network
-namespaces with a cable between them (kernel's own, or `--mib-s` made slower), or localhost where
-there are none. All ways move the same blocks from and to the same memory, in calls of `--batch`; a
-round lets each do it once, in turn, and the ratio is to the best own way of the round. kvcore also
-frames, checksums and verifies. Mooncake's own ways are its client's calls that copy nothing, by one
-thread and by four; Redis's are pipelines of its Python client. The bar is 80%.
+`python -m benchmarks.remote`. The store is on one host and the client on another. Hosts are network
+namespaces with a virtual cable between them, which `--mib-s` can slow down; without namespaces both
+are on localhost. All ways move the same blocks from and to the same memory, in calls of `--batch`
+blocks. In a round each way has one turn, and ratios are to the best of the store's own ways in that
+round. kvcore also frames, checksums and verifies blocks. Mooncake's own ways are its client's
+zero-copy calls, by one thread and by four; Redis's are pipelines of its Python client. The bar is
+80%.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ PATIENT = {"timeout_s": 120.0, "deadline_s": 120.0}
 
 
 class Way(NamedTuple):
-    """Each moves the blocks of some slots under a round's names, raises when anything failed, and
-    returns when done. A put is always of new names: Mooncake does not replace a value."""
+    """One way to move the blocks of some slots, under the names of a turn.
+
+    Each call returns when done, and raises if anything failed. Names of a put are always new,
+    because Mooncake does not replace a value.
+    """
 
     put: Callable[[int, Sequence[int]], None]
     get: Callable[[int, Sequence[int]], None]
@@ -64,7 +68,7 @@ class Way(NamedTuple):
 
 
 class Memory:
-    """Blocks in memory, ``slots`` of ``nbytes`` each; the whole is registered with who wants it."""
+    """A memory of ``slots`` blocks of ``nbytes`` bytes each, which clients can register."""
 
     def __init__(self, slots: int, nbytes: int) -> None:
         self.slots, self.nbytes = slots, nbytes
@@ -112,7 +116,7 @@ def kvcore_way(
 
 @contextmanager
 def mooncake_way(client: Any, memory: Memory, batch: int, threads: int) -> Iterator[Way]:
-    """Mooncake's client as it is, ``threads`` calls at a time, each of its share of a batch."""
+    """Use Mooncake's client directly: ``threads`` calls at a time, each with a share of a batch."""
 
     def names(turn: int, slots: Sequence[int]) -> list[str]:
         return [f"own-{threads}/{turn}/{slot}" for slot in slots]
@@ -137,8 +141,10 @@ def mooncake_way(client: Any, memory: Memory, batch: int, threads: int) -> Itera
 
 @contextmanager
 def redis_way(client: Any, memory: Memory, batch: int, threads: int) -> Iterator[Way]:
-    """Pipelines of redis-py, ``threads`` at a time. A get ends with the values as bytes objects:
-    the client has no call that fills memory."""
+    """Use pipelines of redis-py, ``threads`` at a time.
+
+    A get returns the values as bytes objects: the client has no call that fills memory.
+    """
 
     def name(turn: int, slot: int) -> str:
         return f"own-{threads}/{turn}/{slot}"
@@ -167,7 +173,7 @@ def batches(slots: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def succeeded(results: Sequence[object]) -> None:
-    """Raises the first error among the results of a tier."""
+    """Raise the first error among the results of a tier."""
     for error in results:
         if isinstance(error, Exception):
             raise error
@@ -219,8 +225,10 @@ STORES = {"mooncake": mooncake_ways, "redis": redis_ways}
 def measure(
     ways: dict[str, Way], rounds: int, slots: Sequence[int], nbytes: int
 ) -> dict[str, tuple[float, ...]]:
-    """For each way: medians of (get GB/s, its ratio to the best own one, put GB/s, its ratio).
-    The first round warms up and does not count."""
+    """Return for each way the medians of (get GB/s, ratio to the best own way, put GB/s, ratio).
+
+    The first round is for warming up and does not count.
+    """
     turns = count()
     rates: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -246,14 +254,14 @@ def measure(
 def timed(
     act: Callable[[int, Sequence[int]], None], turn: int, slots: Sequence[int], nbytes: int
 ) -> float:
-    """Bytes a second, in GB."""
+    """Return the rate of a call in GB/s."""
     start = time.perf_counter()
     act(turn, slots)
     return nbytes / (time.perf_counter() - start) / 1e9
 
 
 def inside(told: dict[str, Any]) -> None:
-    """Measure one store with one shape and print the rows as JSON: runs on the engine's host."""
+    """Measure one store with one shape and print the rows as JSON. Runs on the engine's host."""
     shape = SHAPES[told["shape"]]
     slots = max((told["mib"] << 20) // shape.nbytes, 1)
     memory = Memory(slots, shape.nbytes)
@@ -270,7 +278,7 @@ def inside(told: dict[str, Any]) -> None:
 
 
 def open_hosts(stack: ExitStack) -> tuple[Host | None, Host | None, str]:
-    """The engine's host and the store's, and in words what they are; None is localhost."""
+    """Return the engine's and the store's host (None: localhost), and their description."""
     try:
         network = stack.enter_context(Network("engine", "store"))
     except UnsupportedError as error:
@@ -279,7 +287,7 @@ def open_hosts(stack: ExitStack) -> tuple[Host | None, Host | None, str]:
 
 
 def start_store(kind: str, start: Start, host: Host | None, nbytes: int) -> str:
-    """Address of a new store with room for ``nbytes``."""
+    """Start a store with room for ``nbytes`` bytes. Return its address."""
     where = host.address if host else "127.0.0.1"
     if kind == "redis":
         return start(redis_like("redis-server", bind=where), host).address
@@ -289,7 +297,7 @@ def start_store(kind: str, start: Start, host: Host | None, nbytes: int) -> str:
 
 
 def rows_of(kind: str, shape: str, options: Any, notes: dict[str, Any]) -> Iterator[Row]:
-    """Measures in a process of its own, on hosts of its own. Blocks for minutes."""
+    """Measure in a new process on new hosts, and yield the rows. Blocks for minutes."""
     with ExitStack() as stack:
         engine, host, notes["network"] = open_hosts(stack)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcore-remote-"))
@@ -318,7 +326,7 @@ def rows_of(kind: str, shape: str, options: Any, notes: dict[str, Any]) -> Itera
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Gets and puts side by side, a picture for each store and block."""
+    """Plot gets and puts side by side, a picture for each store and block."""
     pictures = list(dict.fromkeys((row["store"], row["block"]) for row in rows))
     axes = figure.subplots(len(pictures), 1, squeeze=False)[:, 0]
     for ax, picture in zip(axes, pictures, strict=True):
@@ -336,10 +344,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.remote")
     add = parser.add_argument
     add("--stores", nargs="+", choices=sorted(STORES), default=sorted(STORES))
-    add("--mib", type=int, default=128, help="of blocks that a pass moves (128)")
-    add("--rounds", type=int, default=9, help="that count (9)")
+    add("--mib", type=int, default=128, help="MiB of blocks that a pass moves (128)")
+    add("--rounds", type=int, default=9, help="rounds that count (9)")
     add("--batch", type=int, default=32, help="blocks in a call (32)")
-    add("--mib-s", type=float, default=0, help="make the cable this slow (as fast as it is)")
+    add("--mib-s", type=float, default=0, help="MiB/s to slow the cable down to (not slowed)")
     add("--out", type=Path, default=Path("results"))
     add("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()

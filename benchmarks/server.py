@@ -1,14 +1,14 @@
-"""What a server costs: a scheduler's calls, and the time to first token of a host hit on vLLM.
+"""Cost of a server: a scheduler's calls, and the time to first token of a host hit on vLLM.
 
     python -m benchmarks.server [--rounds 200] [--tokens 512 4096] [--prompts 4] [--out results]
 
-Calls: a match and the plan of a save, with one index of the same size and contents embedded and
-behind a server; they are taken in turn, so the ratio is of one minute on one machine. A report has
-no answer that is waited for. Medians, and the worst of a hundred.
+Calls: a match and the plan of a save, with indexes of the same size and content, one embedded and
+one behind a server. They take turns, so the ratio is of one minute on one machine. Reports are left
+out, because nothing waits for an answer to them. Results are medians, and the 99th percentile.
 
-TTFT: two vLLM engines with SmolLM2, one with kvcore embedded and one behind the server, are asked
-the same prompts in turn, their own caches emptied before each. Medians of `--prompts` x `--turns`.
-The server is a process of its own on a local socket.
+TTFT: two vLLM engines with SmolLM2, one with kvcore embedded and one behind the server, answer the
+same prompts in turn. Their own caches are emptied before each prompt. Results are medians of
+`--prompts` x `--turns`. The server is a process of its own on a local socket.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def units(start: int, stop: int) -> list[UnitTable]:
 
 
 def save(at: Side, keys: Sequence[bytes]) -> float:
-    """Seconds to plan a save; then it is reported done, as the workers would."""
+    """Return the seconds to plan a save. Then report it as done, as the workers would."""
     began = time.perf_counter()
     graph = at.manager.launch_save(keys, SPACE, len(keys), units)
     seconds = time.perf_counter() - began
@@ -118,7 +118,10 @@ def measure(report: Report, sides: Sequence[Side], rounds: int) -> None:
 
 
 def time_hits(report: Report, folder: str, options: argparse.Namespace) -> None:
-    """A row a length of prompt. Raises SystemExit when a hit was none, or an answer differs."""
+    """Report one row for each length of prompt.
+
+    Raises SystemExit if a request was no host hit, or an answer differs.
+    """
     model, longest = smollm2(), max(options.tokens)
     embedded = {"host": {"capacity": f"{GIGABYTES}GiB"}}
     served = {**embedded, "server": {"address": "local", "folder": f"{folder}/kv"}}

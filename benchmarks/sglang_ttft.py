@@ -1,21 +1,23 @@
-"""Time to first token of real SGLang: cold, its radix cache, kvcore and HiCache, each tier.
+"""Time to first token of real SGLang: cold, its radix cache, kvcore's and HiCache's tiers.
 
     python -m benchmarks.sglang_ttft [--tokens 512 4096] [--prompts 5]
 
-`benchmarks._ttft` says what is measured and how. HiCache is SGLang's own cache of tiers, here with
-its file backend; it contends with the same host memory, page size and waiting for the disk as
-kvcore. A flush would empty its host memory too, so before each request that is to be answered from
-host memory, of kvcore as of HiCache, a long prompt crowds the others out of a pool of tokens that
-is hardly larger; the radix cache is asked after as long a prompt. HiCache reads its files through
-the page cache, unlike kvcore: where this process may, it is dropped before each of these requests.
+`benchmarks._ttft` says what is measured and how. HiCache is SGLang's own tiered cache, here with
+its file backend. It has the same host memory and page size as kvcore, and waits for the disk as
+kvcore does.
 
-A host hit is also measured in turns with a hit of the radix cache in one engine, which is flushed.
+- A flush would empty HiCache's host memory too. So before each request that kvcore or HiCache is to
+  answer from host memory, a long prompt pushes the others out of a token pool that is hardly
+  larger. The radix cache is asked after a prompt of the same length.
+- HiCache reads its files through the page cache, unlike kvcore. The page cache is dropped before
+  each of these requests, if this process may do that.
+- A host hit is also measured in turns with a radix hit, in one engine that is flushed.
 
-On a CPU HiCache runs with `kvcore_sglang.testing.hicache`. SGLang's attention there computes the
-whole square of a prompt however much of it was found; `--attention kvcore_rows` gives every
-contender one that computes the rows that are left (`kvcore_sglang.attention`). And SGLang's overlap
-schedule, which on a GPU prepares a step while another is computed, has a CPU send the first token
-when it has computed the second: `--no-overlap` takes that step out of every contender's times.
+On a CPU, HiCache runs with `kvcore_sglang.testing.hicache`. SGLang's attention there computes the
+whole square of a prompt, however much of it was found: `--attention kvcore_rows` gives every
+contender one that computes only the rows that are left (`kvcore_sglang.attention`). SGLang's
+overlap schedule prepares a step while another is computed. On a CPU it sends the first token only
+when the second is computed: `--no-overlap` removes that step from every contender's times.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ from kvcore.harness.prompts import windows
 PEER_MISS, PEER_HOST, PEER_FILE = "hicache miss", "hicache host", "hicache file"
 HITS = "TTFT of a host hit, of the radix hit"
 ROUNDS = 4
-"""Turns of both kinds of hit, with each prompt."""
+"""Turns of each kind of hit, for each prompt."""
 PAGE_CACHE = Path("/proc/sys/vm/drop_caches")
 FILES_SETTLED_S = 3.0
-"""No new file for so long: HiCache has written what it was going to."""
+"""Seconds without a new file after which HiCache has written everything."""
 FILES_TIMEOUT_S = 300.0
 
 
@@ -68,12 +70,12 @@ class SGLangContest(Contest):
         if shortest < 4 * page:
             raise SystemExit(f"--tokens {shortest} with --page-size {page}: at least {4 * page}")
         pool = _up(self.longest + shortest // 2, page)
-        """The long prompt fits, and leaves no room for another."""
+        """Tokens of the pool: the long prompt fits and leaves no room for another."""
         [self._crowd] = windows(self.model, 1, self.longest, self.longest, seed=99)
         self._crowd[0] = 999
         total = sum(options.prompts * (n + 2 * page) for n in options.tokens)
         self.gigabytes = 1 + 2 * (total + pool) * 46_080 // 10**9
-        """About twice what all prompts need in SmolLM2's widest type."""
+        """About twice what all prompts need with SmolLM2 in float32."""
         self.engine_args: dict[str, Any] = {
             "context_length": max(2048, self.longest + 512),
             "max_running_requests": 8,
@@ -83,7 +85,7 @@ class SGLangContest(Contest):
             "dtype": options.dtype,
             "sleep_on_idle": True,
             "start_method": "fork",
-            "forked": options.dry_run,  # nothing of an engine's start is measured
+            "forked": options.dry_run,  # an engine's start is not measured
         }
         if options.attention:
             self.engine_args["attention_backend"] = options.attention
@@ -108,7 +110,7 @@ class SGLangContest(Contest):
         return [*super().side_by_side(), *self._hits()]
 
     def _hits(self) -> Iterator[Cost]:
-        """Host hits and radix hits of the same prompts in turns, in one engine."""
+        """Measure host hits and radix hits of the same prompts in turns, in one engine."""
         with (
             tempfile.TemporaryDirectory(prefix="kvcore-bench-") as folder,
             self.running(self.kvcore(folder)) as process,
@@ -174,18 +176,18 @@ def _up(tokens: int, page: int) -> int:
 
 
 def _source(answer: Generation) -> str:
-    """Where the tokens of an answer's prompt came from."""
+    """Return the sources of the prompt's tokens, in words."""
     sources = answer.tiers or answer.sources
     return " ".join(name for name, tokens in sources.items() if tokens)
 
 
 def _drop_page_cache(process: EngineProcess) -> None:
-    """Have files come from the disk, where this process may do that."""
+    """Drop the page cache, so that files come from the disk, if this process may do that."""
     os.sync()
     if os.access(PAGE_CACHE, os.W_OK):
         PAGE_CACHE.write_text("3")
     else:
-        print(f"{PAGE_CACHE} is not ours to write: HiCache reads its files from memory")
+        print(f"{PAGE_CACHE} is not writable: HiCache reads its files from memory")
 
 
 def _await_files(folder: Path) -> None:
@@ -206,7 +208,10 @@ def _await_files(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument(
-        "--page-size", type=int, default=64, help="of SGLang, for every contender (%(default)s)"
+        "--page-size",
+        type=int,
+        default=64,
+        help="SGLang's page size, for every contender (%(default)s)",
     )
     made.add_argument(
         "--attention", help="SGLang's attention backend, for every contender (kvcore_rows: above)"

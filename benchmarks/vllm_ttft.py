@@ -1,9 +1,9 @@
-"""Time to first token of real vLLM: cold, its own prefix cache, kvcore from host and from disk.
+"""Time to first token of real vLLM: cold, its own prefix cache, kvcore's host and disk tiers.
 
     python -m benchmarks.vllm_ttft [--tokens 512 4096] [--prompts 5] [--peer-python PYTHON]
 
 `benchmarks._ttft` says what is measured and how. ``--peer-python`` names the interpreter of an
-environment in which LMCache's multiprocess server runs; it then contends too.
+environment with LMCache's multiprocess server. LMCache is then measured too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VLLMContest(Contest):
             "max_num_seqs": 8,
         }
         self.gigabytes = 2 + options.prompts * self.longest * 92_160 * 2 // (1 << 30)
-        """Twice what all prompts need, for the engine's own cache too."""
+        """Twice what all prompts need. The engine's own cache has as much."""
         self.env = {"VLLM_CPU_KVCACHE_SPACE": str(self.gigabytes)}
 
     def forget(self, process: EngineProcess) -> None:
@@ -56,7 +56,7 @@ class VLLMContest(Contest):
 
 @contextmanager
 def _lmcache(contest: VLLMContest, python: Path) -> Iterator[EngineProcess]:
-    """vLLM with LMCache's multiprocess connector, and its server beside it."""
+    """Run vLLM with LMCache's multiprocess connector, and LMCache's server beside it."""
     port, http = _free_port(), _free_port()
     command = [
         str(python.parent / "lmcache"), "server", "--port", str(port), "--http-port", str(http),

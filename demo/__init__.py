@@ -1,1 +1,1 @@
-"""The main job in one command: a real engine, real text, and KV cache that comes back."""
+"""The demo: real text through a real engine, with and without kvcore, in one command."""

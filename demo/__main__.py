@@ -1,4 +1,4 @@
-"""`python -m demo`: real prompts through a real engine, with and without kvcore."""
+"""`python -m demo`: the same prompts through a real engine, with and without kvcore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from kvcore.harness.models import smollm2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when every answer equals the engine's own, 1 when one differs or something failed."""
+    """Run the demo. Return 0 if every answer equals the engine's own, else 1.
+
+    A failure that kvcore reports is printed and returns 1, too.
+    """
     options = _parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=130)
     options.results.mkdir(parents=True, exist_ok=True)
@@ -48,13 +51,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", default=None, help="a folder or a hub name; by default SmolLM2-135M-Instruct")
     add("--engine", default="vllm", choices=ENGINES, help="must be installed here (vllm)")
     add("--dtype", default=None, help="by default the engine's choice, on a CPU float32")
-    add("--users", type=int, default=3, help="each with a document of their own (3)")
+    add("--users", type=int, default=3, help="users, each with a document of their own (3)")
     add("--turns", type=int, default=2, help="questions a user asks (2)")
     add("--tokens", type=int, default=None, help="length of a document (4096; slow CPUs: 2048)")
     add("--answer-tokens", type=int, default=16, help="length of an answer (16)")
     add("--results", type=Path, default=Path("results"), help="for table, plot and logs (results)")
-    add("--disk", type=Path, default=None, help="where the disk tier is put, under a new folder")
-    add("--no-kvcore", action="store_true", help="only the reference: the engine alone")
+    add("--disk", type=Path, default=None, help="folder for the disk tier (results)")
+    add("--no-kvcore", action="store_true", help="run only the reference, the engine alone")
     options = parser.parse_args(arguments)
     for name in ("users", "turns", "tokens", "answer_tokens"):
         value = getattr(options, name)
@@ -66,7 +69,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _is_slow() -> bool:
-    """Whether this is an x86 CPU without AVX-512, where 4096 tokens take half a minute."""
+    """Return True on an x86 CPU without AVX-512, where 4096 tokens take half a minute."""
     try:
         processor = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -75,13 +78,13 @@ def _is_slow() -> bool:
 
 
 def _has_gpu() -> bool:
-    """Whether an NVIDIA driver runs here; does not import torch."""
+    """Return True if an NVIDIA driver is running. Does not import torch."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
 def _run(options: argparse.Namespace, console: Console, disk: Path) -> int:
     began = time.monotonic()
-    with console.status("Getting the model (dequantised once, then kept)"):
+    with console.status("Getting the model (dequantised on first use, then cached)"):
         model = options.model or smollm2()
     with console.status("Reading the tokenizer"):
         settings, tokenizer = _settle(options, model, disk)
@@ -131,17 +134,17 @@ def _settle(options: argparse.Namespace, model: Path | str, disk: Path) -> tuple
 
 
 def _dtype() -> str:
-    """float32 on a CPU, where it is rounding that decides otherwise.
+    """Return the dtype: the engine's choice on a GPU, float32 on a CPU.
 
-    In bf16 the engine's answers depend on how a prompt was cut into batches: its own prefix cache
-    then changes tokens, and "the same tokens" would compare rounding. Without bf16 instructions
-    float32 is also several times faster.
+    In bfloat16 an engine's answers depend on how a prompt was split into batches. Its own prefix
+    cache can then change tokens, and comparing tokens would compare rounding. On a CPU without
+    bfloat16 instructions, float32 is also several times faster.
     """
     return "auto" if _has_gpu() else "float32"
 
 
 class _Screen:
-    """Progress bars: one a phase, from the start of its engine to its last answer."""
+    """Progress bars: one for each phase, from the start of its engine to its last answer."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -164,13 +167,13 @@ class _Screen:
         self._progress.stop()
 
     def starting(self, phase: str, requests: int) -> None:
-        if not self._progress.console.is_terminal:  # bars are drawn once, at the end
+        if not self._progress.console.is_terminal:  # bars then appear at the end
             print(f"{phase} ...", flush=True)
         self._task = self._progress.add_task(phase, total=None, last="starting the engine")
         self._left = requests
 
     def answered(self, answer: Answer) -> None:
-        assert self._task is not None, "a phase starts before it is answered"
+        assert self._task is not None, "an answer belongs to a phase that has started"
         name = f"user {answer.user + 1} turn {answer.turn + 1}: {answer.ttft_s * 1000:.0f} ms"
         self._progress.update(self._task, total=self._left, advance=1, last=name)
 

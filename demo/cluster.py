@@ -1,13 +1,13 @@
-"""`python -m demo.cluster`: what one host has computed, another answers from.
+"""`python -m demo.cluster`: one host computes KV, and another host answers from it.
 
     host a: engine ──┐
                      ├── switch ── host store: Mooncake's master, and a client that lends memory
     host b: engine ──┘
 
-Hosts are network namespaces of this machine, each with an address of its own; where those are not
-permitted, all runs on localhost. Host a computes every document (cold); host b, which has never
-seen them, answers from the store; then b again, its engine's own cache emptied, from its own host
-memory. Answers must be the same.
+Hosts are network namespaces of this machine, each with an address of its own. If namespaces are not
+permitted, everything runs on localhost. Host a computes every document (cold). Host b, which has
+never seen them, answers from the store. Then b's engine empties its own cache, and b answers from
+its host memory. All answers must be the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ TIER = "shared"
 BLOCK = 16
 ANSWER = 8
 ALIKE = 64
-"""Tokens at the ends of a prompt that may not be written: shared with others, or no whole block."""
+"""Tokens of a prompt that may not be written to the store: a beginning that all prompts share, and
+an end that fills no whole block."""
 WARM = list(range(100, 400))
 PUBLISH_S = 120.0
 ENGINES = ("a", "b")
@@ -55,7 +56,7 @@ ENGINES = ("a", "b")
 
 @dataclass(frozen=True)
 class Answer:
-    """One document, answered one way. ``tiers`` are the tokens that kvcore brought, by tier."""
+    """The answer to one document in one phase. ``tiers``: tokens that kvcore loaded, by tier."""
 
     phase: str
     document: int
@@ -67,8 +68,10 @@ class Answer:
 
     @property
     def expected(self) -> bool:
-        """Whether the KV came from where this way says, but for the few tokens that every prompt
-        begins with."""
+        """True if most of the KV came from the phase's source.
+
+        The few tokens that all prompts begin with may come from elsewhere.
+        """
         half = self.prompt_tokens / 2
         if self.phase == COLD:
             return sum(self.tiers.values()) < half
@@ -79,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command line and the model settle."""
+    """Settings from the command line and the model's config."""
 
     model: Path | str
     dtype: str
@@ -89,7 +92,7 @@ class Setting:
     results: Path
 
     def engine(self, name: str, host: Host | None, tier: Mapping[str, Any]) -> EngineProcess:
-        """Start a vLLM on ``host`` and return at once."""
+        """Start a vLLM on ``host``. Does not wait until it is ready."""
         kvcore = {"host": {"capacity": "1GiB"}, "block": {"tokens": BLOCK}, "tiers": {TIER: tier}}
         network = {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"} if host else {}
         return EngineProcess(
@@ -109,8 +112,10 @@ class Setting:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when host b answered every document from the store, then from its memory, in host a's
-    words; 1 otherwise."""
+    """Run the demo. Return 0 if host b gave host a's answers, from the store and then from memory.
+
+    Return 1 otherwise.
+    """
     options = _parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=110)
     options.results.mkdir(parents=True, exist_ok=True)
@@ -145,11 +150,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.cluster", description=__doc__)
     add = parser.add_argument
     add("--model", default=None, help="a folder or a hub name; by default SmolLM2-135M-Instruct")
-    add("--dtype", default="float32", help="float32, where rounding decides nothing (float32)")
-    add(
-        "--store", default="mooncake", choices=sorted(_CLIENTS), help="between the hosts (mooncake)"
-    )
-    add("--documents", type=int, default=2, help="asked of each host (2)")
+    add("--dtype", default="float32", help="of the model (float32: rounding changes no token)")
+    add("--store", default="mooncake", choices=sorted(_CLIENTS), help="the hosts' store (mooncake)")
+    add("--documents", type=int, default=2, help="documents that each host answers (2)")
     add("--tokens", type=int, default=1024, help="length of a document (1024)")
     add("--results", type=Path, default=Path("results"), help="for JSON and logs (results)")
     options = parser.parse_args(arguments)
@@ -160,7 +163,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _settle(options: argparse.Namespace) -> tuple[Setting, list[list[int]]]:
-    """The model's sizes, and the prompts."""
+    """Return the settings, with the sizes that the model's config gives, and the prompts."""
     from transformers import AutoConfig, AutoTokenizer
 
     model = options.model or smollm2()
@@ -188,7 +191,7 @@ def _settle(options: argparse.Namespace) -> tuple[Setting, list[list[int]]]:
 
 @contextmanager
 def network(console: Console) -> Iterator[dict[str, Host | None]]:
-    """Hosts by name; all None, which is localhost, where there are none to be had."""
+    """Yield the hosts by name. All are None (localhost) if there are no network namespaces."""
     names = (*ENGINES, "store")
     with ExitStack() as stack:
         hosts: dict[str, Host | None]
@@ -196,7 +199,7 @@ def network(console: Console) -> Iterator[dict[str, Host | None]]:
             made = stack.enter_context(Network(*names))
         except UnsupportedError as error:
             hosts = dict.fromkeys(names)
-            console.print(f"all on localhost: {error}", highlight=False)
+            console.print(f"everything runs on localhost: {error}", highlight=False)
         else:
             hosts = dict(made)
             where = ", ".join(f"{name} {host.address}" for name, host in made.items())
@@ -210,7 +213,7 @@ def run(
     hosts: Mapping[str, Host | None],
     console: Console,
 ) -> Iterator[Answer]:
-    """Every document every way. Blocks for minutes."""
+    """Yield the answer to every document in every phase. Blocks for minutes."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcore-cluster-")))
         start = stack.enter_context(servers(folder))
@@ -245,12 +248,12 @@ def _count(documents: int) -> str:
 
 
 def _say(console: Console, line: str) -> None:
-    """What happens now: the time, since some of it takes long."""
+    """Print a line with the time, because some steps take long."""
     console.print(f"{time.strftime('%H:%M:%S')}  {line}", highlight=False)
 
 
 def _open_store(kind: str, start: Start, host: Host | None, nbytes: int) -> dict[str, Any]:
-    """Start the store; the tier's options. A prompt waits for its answer as long as it takes."""
+    """Start the store. Return the tier's options, with timeouts long enough for a slow machine."""
     address = host.address if host else "127.0.0.1"
     patient = {"lookup_s": 10.0, "timeout_s": 10.0}
     if kind == "redis":
@@ -262,14 +265,14 @@ def _open_store(kind: str, start: Start, host: Host | None, nbytes: int) -> dict
 
 
 def _own(kind: str, host: Host | None) -> dict[str, Any]:
-    """What the engine of a host tells Mooncake of itself."""
+    """Return the options that differ by host: for Mooncake, the address of the engine's host."""
     if kind != "mooncake":
         return {}
     return {"host": host.address if host else "127.0.0.1"}
 
 
 def _warm(a: EngineProcess, b: EngineProcess) -> None:
-    """One prompt on each host, so that connections and code are there."""
+    """Ask each host one prompt, so that connections are open and code is loaded."""
     for engine in (a, b):
         engine.wait_ready()
     for engine in (a, b):
@@ -278,10 +281,10 @@ def _warm(a: EngineProcess, b: EngineProcess) -> None:
 
 
 def _published(engine: EngineProcess, nbytes: int) -> None:
-    """Block until the engine has written so many bytes to the store.
+    """Block until the engine has written ``nbytes`` bytes to the store.
 
-    vLLM tells what its workers count with the steps it makes: it is given little ones to make.
-    Raises TransferError when it takes too long.
+    vLLM reports its workers' counters with each step, so this asks small prompts meanwhile. Raises
+    TransferError after `PUBLISH_S` seconds.
     """
     limit = time.monotonic() + PUBLISH_S
     while (done := counted(engine, "kvcore_transfer_bytes_total", path="h2remote")) < nbytes:
@@ -299,7 +302,7 @@ def _answer(phase: str, document: int, prompt: Sequence[int], engine: EngineProc
 
 
 def problems(answers: Sequence[Answer]) -> list[str]:
-    """What is not as it should be, a line each."""
+    """Return what is wrong, one line each; empty if all is well."""
     right = {answer.document: answer.token_ids for answer in answers if answer.phase == COLD}
     found = []
     for answer in answers:
@@ -312,10 +315,10 @@ def problems(answers: Sequence[Answer]) -> list[str]:
 
 
 def table(title: str, answers: Sequence[Answer]) -> Table:
-    """For the terminal: medians over the documents, TTFT in milliseconds."""
+    """Return the table for the terminal: medians over the documents, TTFT in milliseconds."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
-    for heading in ("TTFT, ms", "faster than cold", "tokens brought", "same tokens"):
+    for heading in ("TTFT, ms", "faster than cold", "tokens loaded", "same tokens"):
         result.add_column(heading, justify="right")
     right = {answer.document: answer for answer in answers if answer.phase == COLD}
     for phase, says in SAYS.items():

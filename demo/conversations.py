@@ -1,7 +1,7 @@
-"""Several users, each with a long document of their own and a question about it.
+"""Conversations of several users, each about a long document of their own.
 
-The documents are the Python language reference that every interpreter carries (`pydoc_data`), cut
-to a number of tokens; so the text is real, long, and on every machine.
+The documents are pieces of the Python language reference that comes with every interpreter
+(`pydoc_data`). So the text is real, long, and present on every machine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Turn:
 
 
 class Conversations:
-    """Makes the prompts; a user's next turn holds the answer that was given to the last one.
+    """A source of prompts. A user's next turn contains the answer given to the last one.
 
     Args:
-        tokenizer: Hugging Face's tokenizer of the model, with or without a chat template.
-        users: how many; each reads different text.
-        tokens: length of each document in tokens; the template and the question come on top.
+        tokenizer: the model's Hugging Face tokenizer, with or without a chat template.
+        users: number of users; each reads different text.
+        tokens: length of each document in tokens, without the template and the question.
     """
 
     def __init__(self, tokenizer: Any, users: int, tokens: int) -> None:
@@ -49,14 +49,15 @@ class Conversations:
         ]
 
     def first(self, user: int) -> Turn:
-        """The document and the first question."""
+        """Return a user's first prompt: the document and the first question."""
         return Turn(user, 0, self._encode(self._text(self._messages[user])))
 
     def following(self, last: Turn, answer_ids: list[int]) -> Turn:
-        """The conversation after `answer_ids` and a new question.
+        """Return the next prompt: the conversation, the answer `answer_ids` and a new question.
 
-        The answer's own tokens are kept, as its KV was made from them; only what the template adds
-        is encoded anew. A template that rewrites what went before is encoded as a whole.
+        The answer keeps its own tokens, because its KV was computed from them. Only the text that
+        the template adds is encoded. If the template rewrites earlier text, the whole conversation
+        is encoded anew.
         """
         messages = self._messages[last.user]
         before = self._text(messages)
@@ -86,7 +87,7 @@ class Conversations:
 
 
 def _documents(tokenizer: Any, tokens: int) -> Iterator[str]:
-    """Endless documents of `tokens` tokens; no two start alike until all text is used up."""
+    """Yield documents of `tokens` tokens. No two begin alike until all text is used up."""
     pages = sorted(topics.items(), key=lambda item: len(item[1]), reverse=True)
     text: list[int] = []
     for edition in range(1, 1000):

@@ -1,15 +1,15 @@
-"""What the demo does, phase by phase; all phases draw on the same prompts, one at a time.
+"""The phases of the demo. All of them use the same prompts, one request at a time.
 
-    engine 1, without kvcore   cold              the reference: its tokens are the right ones
-                               own prefix cache  the best the engine does alone, while it remembers
+    engine 1, without kvcore   cold              the reference: its tokens count as right
+                               own prefix cache  the same prompt again: the best of the engine alone
     engine 2, with kvcore      first time        turn 1 is new; turn 2 finds turn 1 in host memory
-                               host              the engine forgot, kvcore did not
-    engine 3, with kvcore      disk              last turns; a new process: only the disk remembers
-    engine 4, with kvcore      fill              last turns; tiers smaller than the working set,
-                               pressure          filled once, then asked again, latest user first
+                               host              the engine's cache was emptied, kvcore's was not
+    engine 3, with kvcore      disk              last turns in a new process: only the disk has KV
+    engine 4, with kvcore      fill              last turns, with tiers smaller than the working set
+                               pressure          the same again, latest user first
 
-Except for "own prefix cache", the engine's own cache is emptied before every request, so that
-nothing but kvcore can save work. Times to first token are wall-clock, one request at a time.
+Except in "own prefix cache", the engine's own cache is emptied before every request, so that
+only kvcore can save work. Times to first token are wall-clock times.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ COLD, OWN, FIRST, HOST, DISK, FILL, PRESSURE = (
     "pressure",
 )
 HOST_SHARE, DISK_SHARE = 0.4, 0.75
-"""Under pressure: the tiers' sizes as parts of the working set."""
+"""Sizes of the tiers under pressure, as shares of the working set."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One request, measured."""
+    """One request and its measurements. ``equal``: its tokens are those of the reference."""
 
     phase: str
     user: int
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line and the model settle."""
+    """Settings from the command line and the model's config."""
 
     model: Path | str
     engine: str
@@ -73,12 +73,12 @@ class Settings:
 
     @property
     def working_set(self) -> int:
-        """Bytes of KV of all users' conversations at their longest."""
+        """Bytes of KV of all users' conversations at their full length."""
         return self.users * self.max_model_len * self.kv_bytes_per_token
 
     @property
     def engine_args(self) -> dict[str, Any]:
-        """The engine holds two conversations itself: it is kvcore that must hold the rest."""
+        """Arguments of the engine, whose own cache holds two conversations only."""
         return sized(
             self.engine,
             dtype=self.dtype,
@@ -89,10 +89,10 @@ class Settings:
 
 
 class Demo:
-    """Runs the phases in order and keeps every answer.
+    """Runs the phases in order and records every answer.
 
     Args:
-        starting: called with a phase's name and its number of requests, while its engine starts.
+        starting: called with a phase's name and its number of requests, before its engine starts.
         answered: called after every request.
     """
 
@@ -113,7 +113,7 @@ class Demo:
         self._right: dict[tuple[int, int], list[int]] = {}
 
     def run(self, with_kvcore: bool = True) -> None:
-        """All phases; without kvcore only the reference. Blocks for minutes."""
+        """Run all phases, or only the reference without kvcore. Blocks for minutes."""
         self._reference()
         if with_kvcore:
             disk, working_set = self.settings.disk, self.settings.working_set
@@ -124,7 +124,7 @@ class Demo:
             self._pressed(_config(*sizes, disk / "tight"))
 
     def _reference(self) -> None:
-        """The same engine without kvcore, which also settles what each user's next turn says."""
+        """Run the engine without kvcore. Its answers become part of the users' next turns."""
         self._starting(f"{COLD}, {OWN}", 2 * self.settings.users * self.settings.turns)
         with self._engine("reference", None) as engine:
             for user in range(self.settings.users):
@@ -150,7 +150,7 @@ class Demo:
             self._round(engine, HOST, self._turns)
 
     def _restarted(self, config: dict[str, Any]) -> None:
-        last = self._last_turns()  # the first turns would leave them in host memory
+        last = self._last_turns()  # a first turn would bring its part into host memory
         self._starting(DISK, len(last))
         _drop_page_cache(Path(config["disk"]["path"]))
         with self._engine("restarted", config) as engine:
@@ -193,7 +193,7 @@ class Demo:
         self._answered(answer)
 
     def _engine(self, name: str, kvcore: dict[str, Any] | None) -> EngineProcess:
-        """Start an engine and warm it up on text that no prompt shares."""
+        """Start an engine and warm it up with text that no prompt contains."""
         engine = EngineProcess(
             self.settings.model,
             engine=self.settings.engine,
@@ -215,7 +215,7 @@ def _config(host: int, disk: int, path: Path) -> dict[str, Any]:
 
 
 def _drop_page_cache(folder: Path) -> None:
-    """Ask the kernel to forget the files under `folder`, so that the disk is what is measured."""
+    """Drop the files under `folder` from the page cache, so that reads come from the disk."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)

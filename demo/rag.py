@@ -1,9 +1,9 @@
-"""`python -m demo.rag`: documents in ever new orders, answered by fusion.
+"""`python -m demo.rag`: questions about documents in changing orders, answered with fusion.
 
-Pages of Python's language reference, with a fact in the middle of each, are warmed once, each on
-its own. Then questions for the facts come, each behind the pages in another order, so that a prefix
-cache knows the first page at most. Every prompt is answered in full by the same engine without
-kvcore, and then blended at several ratios.
+Pages of Python's language reference, each with a fact in its middle, are warmed once, each on its
+own. Then come questions about the facts, each behind the pages in another order, so that a prefix
+cache has the first page at most. Each prompt is answered in full by the same engine without kvcore,
+and then blended at several ratios.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
 
 Bar = Callable[[str, int], None]
-"""Says what is being done, and how many more steps are."""
+"""Called with what is being done and the number of steps just completed."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Pages and a question, as token ids, and what the pages say to it."""
+    """Pages and a question, as token ids, and the answer that a page gives (``code``)."""
 
     tokens: list[int]
     code: str
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt, answered one way."""
+    """The answer to one prompt, given in one way."""
 
     way: str
     prompt: int
@@ -57,27 +57,27 @@ class Answer:
     token_ids: list[int]
     reused_tokens: int
     share: float
-    """Of rows x layers of the prompt's context: what was computed."""
+    """Share of rows times layers of the prompt's context that was computed."""
     found: bool
-    """Whether the answer names what a page says."""
+    """True if the answer contains the fact."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way, over all prompts."""
+    """One way of answering, over all prompts."""
 
     way: str
     ttft_s: float
     speed_up: float
     share: float
     found: float
-    """Share of the answers that name what a page says."""
+    """Share of the answers that contain the fact."""
     agreement: float
-    """Mean share of the answer's tokens before the first that is not the full prefill's."""
+    """Mean share of the answer's tokens before the first that differs from the full prefill's."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when everything ran and the exact ways gave the engine's own tokens."""
+    """Run the demo. Return 0 if it completed and the exact ways gave the engine's own tokens."""
     options = _parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=110)
     options.results.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--chunks", type=int, default=4, help="pages in a prompt (4)")
     add("--tokens", type=int, default=480, help="length of a page (480)")
     add("--prompts", type=int, default=4, help="questions asked (4)")
-    add("--gate", type=float, help="also with this bound of the quality gate (fusion.gate)")
+    add("--gate", type=float, help="also run with this bound of the quality gate (fusion.gate)")
     add("--attention", help="the engine's attention backend (its own choice)")
     add("--no-overlap", action="store_true", help="SGLang without its overlap schedule")
     add("--answer-tokens", type=int, default=24, help="length of an answer (24)")
@@ -119,12 +119,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.no_overlap and options.engine != "sglang":
-        parser.error(f"--no-overlap is a setting of sglang's, and the engine is {options.engine}")
+        parser.error(f"--no-overlap is for sglang only; the engine is {options.engine}")
     return options
 
 
 def prompts(tokenizer: Any, options: argparse.Namespace) -> tuple[list[list[int]], list[Prompt]]:
-    """(the pages, the prompts made of them). In the middle of each page stands a fact."""
+    """Return the pages and the prompts made of them. Each page has a fact in its middle."""
 
     def ids(words: str) -> list[int]:
         return list(tokenizer.encode(words, add_special_tokens=False))
@@ -204,7 +204,7 @@ def _blended(
     args: dict[str, Any],
     bar: Bar,
 ) -> Iterator[Answer]:
-    """Every prompt, every way, by an engine that has seen the pages and nothing else."""
+    """Answer every prompt in every way, with an engine that has seen only the pages."""
     config = remembering(
         options.engine, {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
     )
@@ -235,7 +235,7 @@ def _answer(way: str, number: int, got: Generation, prompt: Prompt) -> Answer:
 
 
 def summary(answers: Sequence[Answer]) -> list[Row]:
-    """A row for each way, in the order first asked."""
+    """Return a row for each way, in the order in which the ways were first used."""
     right = {a.prompt: a.token_ids for a in answers if a.way == FULL}
     cold = statistics.median(a.ttft_s for a in answers if a.way == FULL)
     rows = []
@@ -265,7 +265,7 @@ def _agreement(got: Sequence[int], right: Sequence[int]) -> float:
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
     for heading in ("TTFT, ms", "faster", "computed", "fact found", "same tokens until"):
@@ -283,7 +283,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Facts found, and agreement with the full prefill, against time to first token."""
+    """Plot facts found and agreement with the full prefill against time to first token."""
     import matplotlib
 
     matplotlib.use("Agg")

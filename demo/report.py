@@ -1,4 +1,4 @@
-"""The table, the plot and the JSON file of one run."""
+"""The table, the plot and the JSON file of a run of the demo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from demo.phases import COLD, DISK, FILL, FIRST, HOST, OWN, PRESSURE, Answer, De
 
 SAYS = {
     COLD: "engine alone, computes everything",
-    OWN: "engine alone, straight again",
+    OWN: "engine alone, same prompt again",
     FIRST: "kvcore, first time",
     HOST: "kvcore, engine's cache emptied",
     DISK: "kvcore, engine restarted",
@@ -28,7 +28,7 @@ SAYS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Requests that tell the same story, summed up by medians."""
+    """The requests of one phase, turn or user, summarised by medians."""
 
     label: str
     answers: Sequence[Answer]
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def speed_up(self) -> float:
-        """Median over requests of the same prompt's cold time over this one's."""
+        """Median over requests of the ratio of the prompt's cold time to this request's time."""
         return median(self.cold[each.user, each.turn] / each.ttft_s for each in self.answers)
 
     @property
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def answered_by(self) -> str:
-        """The tiers tokens came from, most first; what the engine had itself; or nothing."""
+        """The tiers that tokens came from, largest first; else the engine's cache, or neither."""
         prompt = sum(answer.prompt_tokens for answer in self.answers)
         shares = sorted(self.tiers.items(), key=lambda item: -item[1])
         if shares:
@@ -83,7 +83,7 @@ class Row:
 
 
 def rows(answers: Sequence[Answer]) -> list[Row]:
-    """One row a phase; the first time a row a turn, under pressure a row a user."""
+    """Return one row for each phase; for "first time" one a turn, for "pressure" one a user."""
     cold = {(each.user, each.turn): each.ttft_s for each in answers if each.phase == COLD}
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
@@ -97,7 +97,7 @@ def rows(answers: Sequence[Answer]) -> list[Row]:
 
 
 def table(title: str, lines: Sequence[Row]) -> Table:
-    """For the terminal. TTFT in milliseconds."""
+    """Return the table for the terminal. TTFT is in milliseconds."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
     for heading in ("TTFT, ms", "faster than cold", "prompt tokens not computed"):
@@ -119,7 +119,7 @@ def table(title: str, lines: Sequence[Row]) -> Table:
 
 
 def plot(path: Path, title: str, lines: Sequence[Row]) -> None:
-    """Medians as bars on a logarithmic axis, single requests as dots."""
+    """Plot medians as bars on a logarithmic axis, and single requests as dots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,7 +149,7 @@ def plot(path: Path, title: str, lines: Sequence[Row]) -> None:
 
 
 def save_json(path: Path, demo: Demo, lines: Sequence[Row]) -> None:
-    """Everything measured, and what it was measured on."""
+    """Write all measurements, and the machine and settings that they were taken with."""
     settings = demo.settings
     content = {
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
