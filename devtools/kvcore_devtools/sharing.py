@@ -91,7 +91,7 @@ class Pair:
         tables = {"fusion": {"enabled": True}, "host": {"capacity": "256MiB"}, **tables}
         server = RunningServer(settings(self.folder, **tables))
         try:
-            until(lambda: _sessions(server) == 2, LONGEST_S)
+            until(lambda: _sessions(server) == 2, seconds=LONGEST_S)
             yield server
         finally:
             server.close()
@@ -206,7 +206,7 @@ def returns(pair: Pair, texts: Texts, disk: Path) -> None:
     tables = {"disk": {"path": str(disk), "capacity": "256MiB"}}
     with pair.server(**tables) as server:
         pair.learn(texts.chunks)
-        until(lambda: server.idle, LONGEST_S)
+        until(lambda: server.idle, seconds=LONGEST_S)
     with pair.server(**tables):
         [weighed] = answers(pair.second, texts.prompts[-1:])
         assert "error" not in weighed.kvcore.get("fusion", {}), weighed.kvcore

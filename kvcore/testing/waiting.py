@@ -9,13 +9,23 @@ from typing import Any
 __all__ = ["PATIENCE_S", "until"]
 
 PATIENCE_S = 60.0
-"""For what ends in milliseconds on a machine that is not held."""
+"""Seconds to wait for what takes milliseconds on a machine that is not busy."""
 
 
-def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
-    """The first true value of ``what``; fails when there is none in time."""
+def until(
+    true: Callable[[], Any],
+    what: str = "it did not happen in time",
+    *,
+    seconds: float = 3 * PATIENCE_S,
+    hopeless: Callable[[], object] = lambda: False,
+) -> Any:
+    """Return the first true value of ``true()``, which is called every 10 ms. Blocks.
+
+    Raises AssertionError with ``what`` after ``seconds``, or once ``hopeless()`` is true.
+    """
     limit = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < limit, "it did not happen in time"
+    while not (value := true()):
+        assert not hopeless(), f"{what}, and will not be"
+        assert time.monotonic() < limit, what
         time.sleep(0.01)
     return value

@@ -2,8 +2,11 @@
 
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+from kvcore.harness.models import tiny_model
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 """How each engine finds kvcore."""
@@ -21,3 +24,9 @@ def adapter_is_found(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"{name} is not installed here: tools/env.py {name} makes an environment of it")
     names = {entry.name for entry in entry_points(group=GROUPS[name])}
     assert "kvcore" in names, f"kvcore is not installed (editable) beside {name}: run tools/env.py"
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """A small random Llama, which answers hundreds of prompts in minutes."""
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)

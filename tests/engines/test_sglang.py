@@ -36,7 +36,6 @@ from kvcore.harness.compare import (
     small_engine,
 )
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import tokens, windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
@@ -89,12 +88,6 @@ class Written(NamedTuple):
     asked: list[list[int]]
     cold: list[Generation]
     warm: list[Generation]
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    """Small and random, so that hundreds of prompts are answered in minutes."""
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
 @pytest.fixture(scope="module")

@@ -44,11 +44,6 @@ def config(**settings: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-
-
-@pytest.fixture(scope="module")
 def reference(model: Path) -> Iterator[Reference]:
     with engine(model, None, disable_radix_cache=True) as process:
         yield Reference(process)

@@ -19,18 +19,12 @@ import pytest
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
 from kvcore.harness.compare import answers, same, small_engine
 from kvcore.harness.engine_process import EngineDied, EngineProcess, Generation
-from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 LAYERS, HEADS, DIM, PAGES = 3, 2, 8, 12
 Attach = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -34,12 +34,6 @@ TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    """Small and random, so that hundreds of prompts are answered in seconds."""
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-
-
-@pytest.fixture(scope="module")
 def documents(model: Path) -> list[list[int]]:
     return windows(model, 48, 150, 900, seed=1)
 

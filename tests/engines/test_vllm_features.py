@@ -40,11 +40,6 @@ HOST_ONLY = {"host": {"capacity": "256MiB"}}
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-
-
-@pytest.fixture(scope="module")
 def documents(model: Path) -> list[list[int]]:
     return windows(model, 16, 300, 900, seed=21)
 

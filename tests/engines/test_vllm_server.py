@@ -18,7 +18,6 @@ from kvcore.events import Subscriber
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode
 from kvcore.harness.compare import Reference, all_from, answers, same, settled
 from kvcore.harness.compare import small_engine as engine
-from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.waiting import until
 from kvcore_devtools import sharing
@@ -28,11 +27,6 @@ from kvcore_devtools.sharing import Pair, Texts
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 pytest.importorskip("zmq")
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
 @pytest.fixture
@@ -93,13 +87,13 @@ def test_a_servers_events_add_up_to_its_index(folder: Path, tmp_path: Path, mode
         with closing(subscriber()) as first:
             answers(process, documents[:5])
             settled(process)
-            until(partial(follows, first, server), 200.0)
+            until(partial(follows, first, server), seconds=200.0)
             blocks = sum(len(document) // 16 for document in documents[:5])
             assert 0 < len(first.tiers()["host"]) < blocks, "some were evicted"
         answers(process, documents[5:])
         settled(process)
         with closing(subscriber()) as second:
-            until(partial(follows, second, server), 200.0)
+            until(partial(follows, second, server), seconds=200.0)
             answer = second._source.ask(SNAPSHOT, 60.0)
             assert answer is not None
             runs = [e for m in answer for e in decode(m.payload) if isinstance(e, BlockStored)]
@@ -107,7 +101,7 @@ def test_a_servers_events_add_up_to_its_index(folder: Path, tmp_path: Path, mode
             whole = [run.token_ids[: len(last)] for run in runs if run.parent_block_hash is None]
             assert list(last) in whole, "the tokens of a prompt are told with its blocks"
             ask(Target(config, "", None, 60.0), ClearBlocks())
-            until(partial(follows, second, server), 200.0)
+            until(partial(follows, second, server), seconds=200.0)
             assert not second.tiers()
 
 

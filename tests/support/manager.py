@@ -139,7 +139,7 @@ class Media:
         return None
 
 
-class Rig:
+class ManagerRig:
     """A manager over small tiers, and an engine that computes and forgets blocks."""
 
     def __init__(

@@ -110,7 +110,7 @@ class Landing:
         return []
 
 
-class Rig:
+class SGLangRig:
     """An engine of one rank: `compute` stands for its forward, `slots` for its allocator."""
 
     def __init__(

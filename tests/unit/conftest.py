@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,11 @@ def kept_queues(idle_queues: list[aio._Context]) -> Iterator[None]:
         patch.setattr(aio, "_Context", lambda: idle_queues.pop() if idle_queues else make())
         patch.setattr(make, "close", lambda context: idle_queues.append(context))
         yield
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    """The reference engine's random Llama."""
+    from kvcore.testing.engine import random_llama
+
+    return random_llama()

@@ -51,7 +51,7 @@ NAMESPACE = Namespace(b"model")
 SHAPE = BlockShape(2, 1, 4, BLOCK, "float32")
 
 
-class Rig:
+class FusionRig:
     """A fusion leader over chains that are stored in host memory, and the graphs it started."""
 
     def __init__(self, page: int = 1, pace: Any = None, **fusion: Any) -> None:
@@ -100,7 +100,7 @@ class Rig:
 def test_a_blend_lies_between_borders_of_pages(
     page: int, exact: int, before: int, length: int, behind: int
 ) -> None:
-    rig, text = Rig(page), words(1, 208)
+    rig, text = FusionRig(page), words(1, 208)
     rig.put(text)
     prompt = words(2, 64 * exact + before) + text[:length] + words(3, behind)
     start = 64 * exact
@@ -119,7 +119,7 @@ def test_a_blend_lies_between_borders_of_pages(
 
 
 def test_an_order_carries_the_graphs_of_its_chunks() -> None:
-    rig, texts = Rig(), [words(seed, 96) for seed in (1, 2)]
+    rig, texts = FusionRig(), [words(seed, 96) for seed in (1, 2)]
     for text in texts:
         rig.put(text)
     prompt = [*words(9, 20), *texts[1], *words(8, 5), *texts[0], 1, 2, 3]
@@ -140,7 +140,7 @@ def test_an_order_carries_the_graphs_of_its_chunks() -> None:
 
 def test_the_staging_of_a_batch_is_bounded() -> None:
     nbytes = SHAPE.nbytes
-    rig, texts = Rig(staging_max=10 * nbytes), [words(seed, 96) for seed in (1, 2)]
+    rig, texts = FusionRig(staging_max=10 * nbytes), [words(seed, 96) for seed in (1, 2)]
     for text in texts:
         rig.put(text)
     prompts = [[7, *text, 1] for text in texts]
@@ -162,7 +162,7 @@ def test_the_staging_of_a_batch_is_bounded() -> None:
 )
 def test_failures_one_after_another_end_fusion(report: BlendReport, ends: bool) -> None:
     """Not loads that fail, as they do when a server has ended: the next one may be there soon."""
-    rig, text = Rig(), words(1, 96)
+    rig, text = FusionRig(), words(1, 96)
     rig.put(text)
     prompt = [7, *text, 1]
     for number in range(MAX_FAILURES):
@@ -184,7 +184,7 @@ class Declining:
 
 
 def test_a_decision_is_heeded_unless_the_request_wants_a_ratio() -> None:
-    rig, text = Rig(pace=Declining()), words(1, 96)
+    rig, text = FusionRig(pace=Declining()), words(1, 96)
     rig.put(text)
     prompt = [7, *text, 1]
     assert rig.plan("plain", prompt) is None
@@ -213,7 +213,7 @@ def test_wishes_come_as_json() -> None:
     for wrong in ("{", '{"fusion": {"ratio": 2}}', '{"fusion": {"chunks": [[3, 99]]}}'):
         with pytest.raises(ConfigError):
             options_of(asking_of(request({"kvcore": wrong})))
-    rig, text = Rig(), words(1, 96)
+    rig, text = FusionRig(), words(1, 96)
     rig.put(text)
     assert rig.plan("wrong", [7, *text, 1], wishes="{") is None
     assert "JSON" in rig.leader.results["wrong"]["error"]
@@ -230,7 +230,7 @@ def test_the_controller_of_an_engine_decides() -> None:
     pace = make_pace(
         config, hidden=64, device="cpu", layers=8, ranks=1, paths={HOST: "h2d"}, looks=False
     )
-    rig, text = Rig(pace=pace), words(1, 96)
+    rig, text = FusionRig(pace=pace), words(1, 96)
     rig.put(text)
     prompt = [7, *text, 1]
     decided = rig.plan("one", prompt)

@@ -27,7 +27,7 @@ from support.sglang import (  # noqa: E402
     POOLS,
     SETTINGS,
     MHATokenToKVPool,
-    Rig,
+    SGLangRig,
     text,
 )
 
@@ -37,10 +37,10 @@ from support.sglang import (  # noqa: E402
 @pytest.mark.parametrize("block", [8, 16, 64])
 @pytest.mark.parametrize("layerwise", [True, False])
 def test_what_was_computed_comes_back(
-    rigs: list[Rig], kind: str, page: int, block: int, layerwise: bool
+    rigs: list[SGLangRig], kind: str, page: int, block: int, layerwise: bool
 ) -> None:
     settings = {**SETTINGS, "block": {"tokens": block}, "sglang": {"layerwise": layerwise}}
-    rig = Rig(POOLS[kind](page), page, settings)
+    rig = SGLangRig(POOLS[kind](page), page, settings)
     rigs.append(rig)
     for seed, length in enumerate([300, 64, 77, 512]):
         tokens = text(length, seed)
@@ -57,8 +57,8 @@ def test_what_was_computed_comes_back(
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_a_prefix_is_found_and_a_like_text_is_not(rigs: list[Rig], page: int) -> None:
-    rig = Rig(MHATokenToKVPool(page), page, SETTINGS)
+def test_a_prefix_is_found_and_a_like_text_is_not(rigs: list[SGLangRig], page: int) -> None:
+    rig = SGLangRig(MHATokenToKVPool(page), page, SETTINGS)
     rigs.append(rig)
     tokens = text(400, 1)
     rig.keep(tokens)
@@ -72,10 +72,10 @@ def test_a_prefix_is_found_and_a_like_text_is_not(rigs: list[Rig], page: int) ->
 
 
 def test_a_name_that_comes_again_with_another_prompt_finds_that_prompts_kv(
-    rigs: list[Rig],
+    rigs: list[SGLangRig],
 ) -> None:
     """Clients choose requests' names: as long a prompt under a name is not the same prompt."""
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
     rigs.append(rig)
     first, second = text(320, 20), text(320, 21)
     assert rig.lookup("job", first) == 0
@@ -87,8 +87,10 @@ def test_a_name_that_comes_again_with_another_prompt_finds_that_prompts_kv(
     assert rig.load("job", second, 0, gain)
 
 
-def test_a_request_that_was_answered_in_part_is_known_until_it_is_loaded(rigs: list[Rig]) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+def test_a_request_that_was_answered_in_part_is_known_until_it_is_loaded(
+    rigs: list[SGLangRig],
+) -> None:
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
     rigs.append(rig)
     tokens = text(320, 22)
     rig.keep(tokens)
@@ -100,13 +102,15 @@ def test_a_request_that_was_answered_in_part_is_known_until_it_is_loaded(rigs: l
     assert not rig.leader.is_resumed("r")
 
 
-def test_what_another_host_put_into_a_store_is_found(rigs: list[Rig]) -> None:
+def test_what_another_host_put_into_a_store_is_found(rigs: list[SGLangRig]) -> None:
     options = {"name": uuid.uuid4().hex, "lookup_s": 60}
     far = {"plugin": "memory-store", "capacity": "4MiB", "options": options}
     waits = {"prefetch": "wait", "prefetch_timeout_s": 60}
     tokens = text(500, 4)
     one, other = (
-        Rig(MHATokenToKVPool(page), page, {**SETTINGS, "tiers": {"far": far}, "sglang": waits})
+        SGLangRig(
+            MHATokenToKVPool(page), page, {**SETTINGS, "tiers": {"far": far}, "sglang": waits}
+        )
         for page in (16, 1)
     )
     rigs.extend([one, other])
@@ -117,9 +121,9 @@ def test_what_another_host_put_into_a_store_is_found(rigs: list[Rig]) -> None:
     assert other.leader.state["requests"]["there"] == {"far": 496}
 
 
-def test_what_left_host_memory_since_the_lookup_is_refused(rigs: list[Rig]) -> None:
+def test_what_left_host_memory_since_the_lookup_is_refused(rigs: list[SGLangRig]) -> None:
     settings = {"host": {"capacity": "320KiB", "huge_pages": False}}
-    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, settings)
     rigs.append(rig)
     tokens = text(400, 5)
     rig.keep(tokens)
@@ -132,8 +136,8 @@ def test_what_left_host_memory_since_the_lookup_is_refused(rigs: list[Rig]) -> N
     assert rig.leader.manager.in_flight == 0
 
 
-def test_a_load_that_is_dropped_leaves_nothing(rigs: list[Rig]) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+def test_a_load_that_is_dropped_leaves_nothing(rigs: list[SGLangRig]) -> None:
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
     rigs.append(rig)
     tokens = text(400, 6)
     rig.keep(tokens)
@@ -147,9 +151,9 @@ def test_a_load_that_is_dropped_leaves_nothing(rigs: list[Rig]) -> None:
 
 @pytest.mark.parametrize("failures", [1, ATTEMPTS - 1, ATTEMPTS])
 def test_a_copy_that_fails_is_tried_again(
-    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch, failures: int
+    rigs: list[SGLangRig], monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "sglang": {"layerwise": False}})
+    rig = SGLangRig(MHATokenToKVPool(1), 1, {**SETTINGS, "sglang": {"layerwise": False}})
     rigs.append(rig)
     tokens = text(400, 7)
     rig.keep(tokens)
@@ -176,9 +180,9 @@ def test_a_copy_that_fails_is_tried_again(
     assert rig.lookup("another", tokens) == gain
 
 
-def test_everything_is_forgotten_for_good(rigs: list[Rig], tmp_path: Path) -> None:
+def test_everything_is_forgotten_for_good(rigs: list[SGLangRig], tmp_path: Path) -> None:
     disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
-    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "disk": disk})
+    rig = SGLangRig(MHATokenToKVPool(1), 1, {**SETTINGS, "disk": disk})
     rigs.append(rig)
     tokens = text(400, 8)
     rig.keep(tokens)
@@ -191,8 +195,8 @@ def test_everything_is_forgotten_for_good(rigs: list[Rig], tmp_path: Path) -> No
     assert rig.lookup("new", tokens) == 400
 
 
-def test_offers_end_in_order_and_only_with_their_copies(rigs: list[Rig]) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+def test_offers_end_in_order_and_only_with_their_copies(rigs: list[SGLangRig]) -> None:
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
     rigs.append(rig)
     tokens = text(320, 9)
     slots = rig.slots(320)
@@ -244,8 +248,8 @@ def test_a_pool_that_cannot_be_copied_is_named(made: Any, message: str) -> None:
         read_pool(made, 16)
 
 
-def test_k_and_v_of_unlike_width(rigs: list[Rig]) -> None:
-    rig = Rig(MHATokenToKVPool(16, v_dim=8), 16, SETTINGS)
+def test_k_and_v_of_unlike_width(rigs: list[SGLangRig]) -> None:
+    rig = SGLangRig(MHATokenToKVPool(16, v_dim=8), 16, SETTINGS)
     rigs.append(rig)
     tokens = text(300, 11)
     rig.keep(tokens)
@@ -255,11 +259,11 @@ def test_k_and_v_of_unlike_width(rigs: list[Rig]) -> None:
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("fail", [False, True])
 def test_chunks_land_behind_an_exact_prefix(
-    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch, page: int, fail: bool
+    rigs: list[SGLangRig], monkeypatch: pytest.MonkeyPatch, page: int, fail: bool
 ) -> None:
     """The prefix goes to the request's slots, the chunks to staging, each with the KV it was stored
     with; a chunk that fails to land is told."""
-    rig = Rig(MHATokenToKVPool(page), page, {**SETTINGS, "fusion": {"enabled": True}})
+    rig = SGLangRig(MHATokenToKVPool(page), page, {**SETTINGS, "fusion": {"enabled": True}})
     rigs.append(rig)
     opening, *chunks = (text(256, seed) for seed in (1, 2, 3))
     for stored in (opening, *chunks):
@@ -312,10 +316,10 @@ def test_a_model_with_a_pool_beside_its_kv_is_not_served(other: str) -> None:
         _check_components([full, more])
 
 
-def test_a_name_that_comes_again_with_other_wishes_gets_those(rigs: list[Rig]) -> None:
+def test_a_name_that_comes_again_with_other_wishes_gets_those(rigs: list[SGLangRig]) -> None:
     """Who asks for exact KV is not blended because the one before him of that name wished it: that
     one was looked up, and gone before it was loaded."""
-    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "fusion": {"enabled": True}})
+    rig = SGLangRig(MHATokenToKVPool(1), 1, {**SETTINGS, "fusion": {"enabled": True}})
     rigs.append(rig)
     opening, chunk = text(256, 1), text(256, 2)
     for stored in (opening, chunk):

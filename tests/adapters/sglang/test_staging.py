@@ -11,19 +11,19 @@ import pytest
 
 pytest.importorskip("torch")
 
-from support.sglang import SETTINGS, MHATokenToKVPool, Rig, text
+from support.sglang import SETTINGS, MHATokenToKVPool, SGLangRig, text
 
 
 def test_blocks_of_the_disk_are_staged_before_they_are_answered(
-    rigs: list[Rig], tmp_path: Path
+    rigs: list[SGLangRig], tmp_path: Path
 ) -> None:
     disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
     settings = {**SETTINGS, "disk": disk, "sglang": {"prefetch": "wait"}}
     tokens = text(500, 3)
-    first = Rig(MHATokenToKVPool(16), 16, settings)
+    first = SGLangRig(MHATokenToKVPool(16), 16, settings)
     first.keep(tokens)
     first.close()
-    second = Rig(MHATokenToKVPool(1), 1, settings)
+    second = SGLangRig(MHATokenToKVPool(1), 1, settings)
     rigs.append(second)
     gain = second.lookup("again", tokens)
     assert gain == 496
@@ -35,38 +35,40 @@ def test_blocks_of_the_disk_are_staged_before_they_are_answered(
 
 
 @pytest.fixture
-def from_disk(rigs: list[Rig], tmp_path: Path) -> Callable[[dict[str, Any], list[int]], Rig]:
+def from_disk(
+    rigs: list[SGLangRig], tmp_path: Path
+) -> Callable[[dict[str, Any], list[int]], SGLangRig]:
     """Makes a rig on whose disk a prompt lies, as another left it."""
 
-    def made(sglang: dict[str, Any], tokens: list[int]) -> Rig:
+    def made(sglang: dict[str, Any], tokens: list[int]) -> SGLangRig:
         disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
         settings = {**SETTINGS, "disk": disk, "sglang": sglang}
-        first = Rig(MHATokenToKVPool(1), 1, settings)
+        first = SGLangRig(MHATokenToKVPool(1), 1, settings)
         first.keep(tokens)
         first.close()
-        second = Rig(MHATokenToKVPool(1), 1, settings)
+        second = SGLangRig(MHATokenToKVPool(1), 1, settings)
         rigs.append(second)
         return second
 
     return made
 
 
-FromDisk = Callable[[dict[str, Any], list[int]], Rig]
+FromDisk = Callable[[dict[str, Any], list[int]], SGLangRig]
 
 
-def held_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def held_back(rig: SGLangRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Nothing that the worker did is heard of until the returned function is called."""
     poll = rig.worker.poll
     monkeypatch.setattr(rig.worker, "poll", list)
     return lambda: monkeypatch.setattr(rig.worker, "poll", poll)
 
 
-def ask_once(rig: Rig, rid: str, tokens: list[int]) -> tuple[int, bool]:
+def ask_once(rig: SGLangRig, rid: str, tokens: list[int]) -> tuple[int, bool]:
     gain = rig.leader.lookup(rid, np.array(tokens), 0, rig.namespace)
     return gain, rig.leader.holds(rid)
 
 
-def missed(rig: Rig) -> dict[str, float]:
+def missed(rig: SGLangRig) -> dict[str, float]:
     counted = rig.leader.metrics.snapshot().get("kvcore_misses_total", {})
     return {name: count for name, count in counted.items() if count}
 
@@ -131,7 +133,7 @@ def test_a_request_waits_once_whatever_it_waits_for(
     assert rounds == 5
 
 
-def two_on_disk(rigs: list[Rig], tmp_path: Path) -> tuple[Rig, dict[str, list[int]]]:
+def two_on_disk(rigs: list[SGLangRig], tmp_path: Path) -> tuple[SGLangRig, dict[str, list[int]]]:
     """A rig whose disk has two prompts, of which host memory holds one."""
     tokens = {"one": text(500, 50), "two": text(500, 51)}
     settings: dict[str, Any] = {
@@ -139,11 +141,11 @@ def two_on_disk(rigs: list[Rig], tmp_path: Path) -> tuple[Rig, dict[str, list[in
         "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"},
         "sglang": {"prefetch": "wait"},
     }
-    first = Rig(MHATokenToKVPool(1), 1, settings)
+    first = SGLangRig(MHATokenToKVPool(1), 1, settings)
     for prompt in tokens.values():
         first.keep(prompt)
     first.close()
-    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, settings)
     rigs.append(rig)
     slots = rig.leader.manager.index.num_slots("host")
     assert 32 <= slots < 62, slots
@@ -151,7 +153,7 @@ def two_on_disk(rigs: list[Rig], tmp_path: Path) -> tuple[Rig, dict[str, list[in
 
 
 def test_two_that_do_not_fit_together_come_up_one_after_the_other(
-    rigs: list[Rig], tmp_path: Path
+    rigs: list[SGLangRig], tmp_path: Path
 ) -> None:
     """Side by side each would push out what came for the other, until both were late."""
     rig, tokens = two_on_disk(rigs, tmp_path)
@@ -170,7 +172,7 @@ def test_two_that_do_not_fit_together_come_up_one_after_the_other(
 
 @pytest.mark.parametrize("how", ["aborted", "another prompt", "flushed", "too late"])
 def test_one_that_goes_makes_room_for_the_next(
-    how: str, rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, rigs: list[SGLangRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, tokens = two_on_disk(rigs, tmp_path)
     now = 100.0
@@ -200,15 +202,15 @@ def test_one_that_goes_makes_room_for_the_next(
 
 
 def test_best_effort_answers_at_once_and_stages_for_the_next(
-    rigs: list[Rig], tmp_path: Path
+    rigs: list[SGLangRig], tmp_path: Path
 ) -> None:
     disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
     settings = {**SETTINGS, "disk": disk, "sglang": {"prefetch": "best_effort"}}
     tokens = text(500, 3)
-    first = Rig(MHATokenToKVPool(1), 1, settings)
+    first = SGLangRig(MHATokenToKVPool(1), 1, settings)
     first.keep(tokens)
     first.close()
-    second = Rig(MHATokenToKVPool(1), 1, settings)
+    second = SGLangRig(MHATokenToKVPool(1), 1, settings)
     rigs.append(second)
     second.lookup("early", tokens)
     second.settle()
@@ -218,19 +220,19 @@ def test_best_effort_answers_at_once_and_stages_for_the_next(
 
 
 def test_a_rotten_block_on_disk_is_computed_again(
-    rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rigs: list[SGLangRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
     settings = {**SETTINGS, "disk": disk, "sglang": {"prefetch": "wait"}}
     tokens = text(500, 4)
-    first = Rig(MHATokenToKVPool(1), 1, settings)
+    first = SGLangRig(MHATokenToKVPool(1), 1, settings)
     first.keep(tokens)
     first.close()
     [data] = (tmp_path / "kv").rglob("shard-0.data")
     with data.open("r+b") as file:
         file.seek(20 * 4096 + 100)  # somewhere in the 21st block
         file.write(b"\xa5" * 64)
-    second = Rig(MHATokenToKVPool(1), 1, settings)
+    second = SGLangRig(MHATokenToKVPool(1), 1, settings)
     rigs.append(second)
     gain = second.lookup("rotten", tokens)
     assert 0 < gain < 496

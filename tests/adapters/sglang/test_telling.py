@@ -14,10 +14,10 @@ pytest.importorskip("torch")
 from kvcore.explain.file import read_records
 from kvcore.telemetry.rates import Part
 from kvcore_sglang.gate import LayerGate
-from support.sglang import SETTINGS, MHATokenToKVPool, Rig, text
+from support.sglang import SETTINGS, MHATokenToKVPool, SGLangRig, text
 
 
-def told(rig: Rig, folder: Path) -> dict[str, dict[str, Any]]:
+def told(rig: SGLangRig, folder: Path) -> dict[str, dict[str, Any]]:
     """Records by request; none but the last of each name."""
     rig.close()
     found = list(read_records(folder))
@@ -35,12 +35,12 @@ def test_each_request_is_told_once_with_where_its_kv_lay(tmp_path: Path) -> None
         "explain": {"path": str(records)},
     }
     tokens = text(500, 3)
-    first = Rig(MHATokenToKVPool(1), 1, settings)
+    first = SGLangRig(MHATokenToKVPool(1), 1, settings)
     assert first.lookup("cold", tokens) == 0
     first.keep(tokens)
     first.leader.ended("cold", "stop")
     assert told(first, records)["cold"]["misses"] == [{"cause": "never seen"}]
-    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, settings)
     gain = rig.lookup("disk", tokens)
     assert rig.load("disk", tokens, 0, gain)
     rig.lookup("disk", tokens, 496)  # it goes on behind what was loaded
@@ -70,7 +70,7 @@ def test_each_request_is_told_once_with_where_its_kv_lay(tmp_path: Path) -> None
 
 def test_a_load_that_failed_and_one_that_is_gone_are_told(tmp_path: Path) -> None:
     settings = {**SETTINGS, "explain": {"path": str(tmp_path)}}
-    rig = Rig(MHATokenToKVPool(1), 1, settings)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, settings)
     tokens = text(320, 4)
     rig.keep(tokens)
     gain = rig.lookup("failed", tokens)
@@ -95,7 +95,7 @@ def test_a_load_that_failed_and_one_that_is_gone_are_told(tmp_path: Path) -> Non
 
 
 def test_loads_are_estimated_by_what_they_took(tmp_path: Path) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, {**SETTINGS, "explain": {"path": str(tmp_path)}})
+    rig = SGLangRig(MHATokenToKVPool(1), 1, {**SETTINGS, "explain": {"path": str(tmp_path)}})
     texts = [text(320, seed) for seed in range(30, 35)]
     for tokens in texts:
         rig.keep(tokens)
@@ -109,21 +109,21 @@ def test_loads_are_estimated_by_what_they_took(tmp_path: Path) -> None:
     assert found["4"]["otherwise"]["load_all_ms"] is None
 
 
-def saved(rig: Rig) -> dict[str, float]:
+def saved(rig: SGLangRig) -> dict[str, float]:
     """Seconds to the first token, of requests that loaded: expected as they were, and otherwise."""
     return dict(rig.leader.metrics.snapshot().get("kvcore_expected_ttft_seconds_total", {}))
 
 
-def forwards(rig: Rig, *rows: int) -> None:
+def forwards(rig: SGLangRig, *rows: int) -> None:
     gate = LayerGate(rig.worker, layerwise=True)
     for count in rows:
         with gate.around_forward([Part(count, 0)]):
             pass
 
 
-def test_what_loads_save_is_counted_where_forwards_were_timed(rigs: list[Rig]) -> None:
+def test_what_loads_save_is_counted_where_forwards_were_timed(rigs: list[SGLangRig]) -> None:
     """With no record of requests: from when prefill and loads were measured, and once each."""
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS, timed=True)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS, timed=True)
     rigs.append(rig)
     texts = [text(320, seed) for seed in range(50, 60)]
     for tokens in texts:
@@ -153,8 +153,8 @@ def test_what_loads_save_is_counted_where_forwards_were_timed(rigs: list[Rig]) -
     assert saved(rig) == before, "it was computed"
 
 
-def test_nothing_is_counted_where_forwards_are_not_timed(rigs: list[Rig]) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS)
+def test_nothing_is_counted_where_forwards_are_not_timed(rigs: list[SGLangRig]) -> None:
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
     rigs.append(rig)
     forwards(rig, 100, 200, 300, 400)
     tokens = text(320, 60)
@@ -166,8 +166,8 @@ def test_nothing_is_counted_where_forwards_are_not_timed(rigs: list[Rig]) -> Non
     assert rig.worker.take_forwards() == []
 
 
-def test_a_forward_that_waits_or_decodes_is_not_timed(rigs: list[Rig]) -> None:
-    rig = Rig(MHATokenToKVPool(1), 1, SETTINGS, timed=True)
+def test_a_forward_that_waits_or_decodes_is_not_timed(rigs: list[SGLangRig]) -> None:
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS, timed=True)
     rigs.append(rig)
     tokens = text(320, 61)
     rig.keep(tokens)

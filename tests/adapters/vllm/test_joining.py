@@ -38,7 +38,7 @@ def request(name: str) -> Any:
     )  # fmt: skip
 
 
-class Rig:
+class JoiningRig:
     """A scheduler side with ``PROMPT`` on disk, and time that stands still."""
 
     def __init__(self, host: int = 64) -> None:
@@ -80,8 +80,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    made = Rig()
+def rig(monkeypatch: pytest.MonkeyPatch) -> JoiningRig:
+    made = JoiningRig()
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: made.now)  # type: ignore[attr-defined]
     return made
 
@@ -90,7 +90,7 @@ def reads(graph: TransferGraph) -> int:
     return sum(op.rows.size for op in graph.ops if op.path.reads_tier)
 
 
-def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: Rig) -> None:
+def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: JoiningRig) -> None:
     assert rig.ask("a") == (400, True)
     first = rig.load("a")
     assert reads(first) == 25
@@ -102,7 +102,7 @@ def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: R
     assert rig.side._requests["b"].hit.blocks_by_tier() == {"host": 25}  # type: ignore[union-attr]
 
 
-def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: Rig) -> None:
+def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: JoiningRig) -> None:
     rig.ask("a")
     first = rig.load("a")
     assert rig.ask("b") == (None, False)
@@ -115,7 +115,7 @@ def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("why", [RowError.CORRUPT, RowError.IO])
-def test_who_joined_a_read_that_fails_computes_as_well(rig: Rig, why: RowError) -> None:
+def test_who_joined_a_read_that_fails_computes_as_well(rig: JoiningRig, why: RowError) -> None:
     """What is rotten is held no more, and a disk that fails is left alone."""
     rig.ask("a")
     first = rig.load("a")
@@ -124,7 +124,7 @@ def test_who_joined_a_read_that_fails_computes_as_well(rig: Rig, why: RowError) 
     assert rig.ask("b") == (0, False)
 
 
-def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: Rig) -> None:
+def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: JoiningRig) -> None:
     rig.ask("a")
     first = rig.load("a")
     assert rig.ask("b") == (None, False)
@@ -138,7 +138,7 @@ def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: Rig) ->
 
 def test_what_passes_through_is_nobodys_to_join() -> None:
     """Host memory has no room to keep it."""
-    rig = Rig(host=1)
+    rig = JoiningRig(host=1)
     rig.index.pin("host", _fill(rig))
     assert rig.ask("a") == (400, True)
     first = rig.load("a")
@@ -147,7 +147,7 @@ def test_what_passes_through_is_nobodys_to_join() -> None:
     assert rig.ask("b") == (400, True)
 
 
-def _fill(rig: Rig) -> bytes:
+def _fill(rig: JoiningRig) -> bytes:
     key = b"k" * 16
     rig.index.commit(rig.index.reserve("host", [key], 0, 1, rig.space))
     return key
@@ -159,7 +159,7 @@ def _fill(rig: Rig) -> bytes:
 class Blends:
     """Fetches of one chunk, the first 64 tokens of the prompt on disk."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: JoiningRig) -> None:
         self.rig = rig
         settings = load_config(None, {"fusion": {"enabled": True, "min_tokens": 16}})
         self.fusion = FusionLeader(settings, SHAPE, rig.manager, Segments(BLOCK), (), BLOCK)
@@ -177,11 +177,11 @@ class Blends:
 
 
 @pytest.fixture
-def blends(rig: Rig) -> Blends:
+def blends(rig: JoiningRig) -> Blends:
     return Blends(rig)
 
 
-def test_a_chunk_that_another_is_fetching_is_joined(rig: Rig, blends: Blends) -> None:
+def test_a_chunk_that_another_is_fetching_is_joined(rig: JoiningRig, blends: Blends) -> None:
     first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == [], "it is not read twice"
@@ -193,7 +193,9 @@ def test_a_chunk_that_another_is_fetching_is_joined(rig: Rig, blends: Blends) ->
     assert blends.in_host()
 
 
-def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(rig: Rig, blends: Blends) -> None:
+def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(
+    rig: JoiningRig, blends: Blends
+) -> None:
     first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == []
@@ -206,7 +208,9 @@ def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(rig: Rig, blen
     assert blends.in_host()
 
 
-def test_a_fetch_that_hangs_is_joined_no_longer_than_ones_own(rig: Rig, blends: Blends) -> None:
+def test_a_fetch_that_hangs_is_joined_no_longer_than_ones_own(
+    rig: JoiningRig, blends: Blends
+) -> None:
     first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == []

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcore.errors import UnsupportedError
+from kvcore.testing.waiting import until
 from kvcore_devtools.hosts import Facts, Host, Network, keeper
 
 PORT = 4000
@@ -34,13 +35,6 @@ def lossy(
 
 def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
-
-
-def until_listening(host: Host) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not host.listens(PORT):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 ECHO = """
@@ -201,7 +195,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 
 def transfer(host: Host, server: Host, nbytes: int) -> subprocess.Popen[bytes]:
     server.start(python(SERVE, server.address, PORT, nbytes))
-    until_listening(server)
+    until(lambda: server.listens(PORT))
     return host.start(python(FETCH, server.address, PORT), stdout=subprocess.PIPE)
 
 

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import kvcore
+from kvcore.testing.waiting import until
 from kvcore_devtools.hosts import Host, Network
 from kvcore_devtools.servers import Start, etcd, need_client
 
@@ -104,13 +105,6 @@ def candidates(
     yield made[0], made[1]
     for candidate in made:
         candidate.end()
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, what
-        time.sleep(0.05)
 
 
 def leases_last(candidates: tuple[Candidate, Candidate]) -> bool:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvcore.testing.waiting import until
+
 pytest.importorskip("transformers")
 
 from kvcore.harness.engine_process import EngineProcess, Generation
@@ -206,15 +208,6 @@ def share(engine: EngineProcess, prompt: Sequence[int]) -> list[int]:
 def far(got: Generation) -> int:
     """Prompt tokens that came from the store."""
     return got.tiers.get("far", 0)
-
-
-def until(what: Callable[[], Any]) -> None:
-    """Wait for ``what``; fails when it does not happen in time."""
-    for _ in range(int(SLACK_S / SLICE_S)):
-        if what():
-            return
-        time.sleep(SLICE_S)
-    raise AssertionError("it did not happen in time")
 
 
 def need_loss(network: Network) -> None:

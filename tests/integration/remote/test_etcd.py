@@ -18,6 +18,7 @@ import pytest
 from kvcore.cluster import Leadership, Member, open_directory
 from kvcore.errors import ClusterError
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
+from kvcore.testing.waiting import until
 from kvcore_devtools.served import RunningServer, settings
 from kvcore_devtools.servers import Server, Start, etcd, need_client
 
@@ -48,13 +49,6 @@ def connect(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable
     yield one
     for directory in made:
         directory.close()
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, what
-        time.sleep(0.02)
 
 
 def test_members_are_found_until_they_leave(connect: Callable[[], EtcdDirectory]) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvcore.testing.waiting import until
 
 zmq = pytest.importorskip("zmq")
 
@@ -45,13 +46,6 @@ def key(n: int) -> bytes:
     return n.to_bytes(16, "big")
 
 
-def until(true: Callable[[], Any], what: str) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, what
-        time.sleep(0.005)
-
-
 def state(pid: int) -> str:
     """As /proc has it: T is stopped; a dead one that nobody reaped is Z, and "" is none."""
     try:
@@ -76,7 +70,7 @@ def held_by(index: BlockIndex) -> View:
     return found
 
 
-class Rig:
+class ProcessRig:
     """An index, its events by a process, and consumers of them."""
 
     def __init__(self, folder: Path, **plan: Any) -> None:
@@ -136,11 +130,11 @@ class Rig:
 
 
 @pytest.fixture
-def rigged(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
+def rigged(tmp_path: Path) -> Iterator[Callable[..., ProcessRig]]:
+    made: list[ProcessRig] = []
 
-    def make(**plan: Any) -> Rig:
-        made.append(Rig(tmp_path, **plan))
+    def make(**plan: Any) -> ProcessRig:
+        made.append(ProcessRig(tmp_path, **plan))
         assert made[-1].process.start()
         return made[-1]
 
@@ -150,7 +144,7 @@ def rigged(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 
 
 @pytest.fixture
-def rig(rigged: Callable[..., Rig]) -> Rig:
+def rig(rigged: Callable[..., ProcessRig]) -> ProcessRig:
     return rigged()
 
 
@@ -222,7 +216,7 @@ def test_a_consumer_of_a_process_knows_what_one_of_a_thread_knows(
         each.close()
 
 
-def test_tokens_and_counts_pass_through(rigged: Callable[..., Rig]) -> None:
+def test_tokens_and_counts_pass_through(rigged: Callable[..., ProcessRig]) -> None:
     rig = rigged(token_ids=True)
     consumer = rig.consumer()
     rig.feed.spell([key(1), key(2)], pack_tokens(range(32)))
@@ -285,7 +279,7 @@ def test_what_is_packed_is_what_was_queued(batches: list[list[Item]], step: int)
 
 
 def test_a_stopped_process_holds_nobody_up_and_resumes_from_all_that_is_held(
-    rigged: Callable[..., Rig],
+    rigged: Callable[..., ProcessRig],
 ) -> None:
     rig = rigged(queue_blocks=256)
     consumer = rig.consumer()
@@ -309,7 +303,7 @@ def test_a_stopped_process_holds_nobody_up_and_resumes_from_all_that_is_held(
 
 
 def test_a_process_that_hangs_is_killed_and_started_anew(
-    rigged: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+    rigged: Callable[..., ProcessRig], caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = rigged(queue_blocks=256)
     rig.process.STALL_S, rig.process.BACKOFF_S = 3.0, 0.1
@@ -338,7 +332,7 @@ def lines(caplog: pytest.LogCaptureFixture, text: str) -> int:
 
 @pytest.mark.parametrize("idle", [False, True], ids=["storing", "idle"])
 def test_a_killed_process_is_started_anew_with_all_that_is_held(
-    rig: Rig, caplog: pytest.LogCaptureFixture, idle: bool
+    rig: ProcessRig, caplog: pytest.LogCaptureFixture, idle: bool
 ) -> None:
     rig.process.BACKOFF_S = 0
     consumer = rig.consumer()
@@ -367,7 +361,7 @@ def test_a_killed_process_is_started_anew_with_all_that_is_held(
 
 
 def test_one_that_fails_again_and_again_is_given_up_and_nobody_fails_with_it(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: ProcessRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.process.RESTARTS, rig.process.BACKOFF_S = 2, 0
     gone: list[int] = []
@@ -391,7 +385,7 @@ def test_one_that_fails_again_and_again_is_given_up_and_nobody_fails_with_it(
     assert rig.told()["dropped"] >= before + 2, "what is not told is not counted"
 
 
-def test_signals_that_end_engines_do_not_end_it(rig: Rig) -> None:
+def test_signals_that_end_engines_do_not_end_it(rig: ProcessRig) -> None:
     consumer, pid = rig.consumer(), rig.pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
@@ -403,7 +397,7 @@ def test_signals_that_end_engines_do_not_end_it(rig: Rig) -> None:
 # -- the leader goes --------------------------------------------------------------------------
 
 
-def test_what_is_queued_is_sent_when_it_is_closed_and_nothing_stays(rig: Rig) -> None:
+def test_what_is_queued_is_sent_when_it_is_closed_and_nothing_stays(rig: ProcessRig) -> None:
     consumer = rig.consumer()
     rig.store(1)
     rig.agree(consumer, "not told")
@@ -424,7 +418,7 @@ def test_what_is_queued_is_sent_when_it_is_closed_and_nothing_stays(rig: Rig) ->
     rig.process.close()
 
 
-def test_a_stopped_process_does_not_hold_a_close_up(rig: Rig) -> None:
+def test_a_stopped_process_does_not_hold_a_close_up(rig: ProcessRig) -> None:
     rig.process.CLOSE_S = 0.2
     pid = rig.pid
     stop(pid)
@@ -439,10 +433,10 @@ def test_a_stopped_process_does_not_hold_a_close_up(rig: Rig) -> None:
 LEADER = """
 import os, sys, time
 from pathlib import Path
-from tests_rig import Rig, key
+from tests_rig import ProcessRig, key
 
 def main():
-    rig = Rig(Path(sys.argv[1]))
+    rig = ProcessRig(Path(sys.argv[1]))
     rounds, ship = [0], rig.process._ship_queued
 
     def shipping(child):
@@ -484,7 +478,7 @@ def test_a_leader_that_is_killed_takes_its_process_along_after_it_has_sent_what_
     assert leader.stdin is not None
     assert leader.stdout is not None
     pid, forked = int(leader.stdout.readline()), int(leader.stdout.readline())
-    twin = Rig(tmp_path)  # to consume, and to say what is held
+    twin = ProcessRig(tmp_path)  # to consume, and to say what is held
     twin.feed.close()
     consumer = twin.consumer()
     try:
@@ -522,7 +516,7 @@ def test_a_leader_that_is_killed_takes_its_process_along_after_it_has_sent_what_
 # -- what it is -------------------------------------------------------------------------------
 
 
-def test_it_has_nothing_of_the_engines(tmp_path: Path, rigged: Callable[..., Rig]) -> None:
+def test_it_has_nothing_of_the_engines(tmp_path: Path, rigged: Callable[..., ProcessRig]) -> None:
     secret = "nats://user:hunter2@127.0.0.1:1"
     with (tmp_path / "engines").open("wb") as opened:
         os.set_inheritable(opened.fileno(), True)
@@ -549,7 +543,7 @@ def test_a_machine_that_starts_no_process_has_a_thread(
 
 
 def test_its_log_lines_are_the_leaders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(tmp_path, endpoint="tcp://*:nowhere")
+    rig = ProcessRig(tmp_path, endpoint="tcp://*:nowhere")
     assert not rig.process.start()
     [record] = [record for record in caplog.records if "no block events" in record.getMessage()]
     assert (record.name, record.levelno) == ("kvcore.events", logging.WARNING)

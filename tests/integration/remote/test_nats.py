@@ -15,6 +15,7 @@ from kvcore.events import Feed, Pacing, Plan, Publisher, PublisherProcess, Subsc
 from kvcore.events.wire import SNAPSHOT, Message
 from kvcore.index import Event
 from kvcore.model.keys import ROOT_PARENT
+from kvcore.testing.waiting import until
 from kvcore_devtools.servers import Server, Start, nats, need_client
 
 need_client("nats")
@@ -51,13 +52,6 @@ def server(start_server: Start) -> Iterator[Server]:
 
 def url(server: Server) -> str:
     return f"nats://127.0.0.1:{server.port}"
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, what
-        time.sleep(0.01)
 
 
 def source(server: Server, topic: str) -> NatsSource:

@@ -25,6 +25,7 @@ from kvcore.tiers.remote.peer.rpc import MAX_GUESTS
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
 from kvcore_devtools.peer_node import PATIENCE_S, PeerNode, address
 from kvcore_devtools.servers import need_client
+from support.clock import Clock
 
 need_client("nixl_cu13")
 
@@ -392,13 +393,6 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         while agent._lost:  # NIXL says that it has ended: the lane is used again
             assert time.monotonic() < limit
             fetch(reader, A, NBYTES)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from kvcore.config.schema_cluster import ClusterConfig
 from kvcore.errors import ConfigError
 from kvcore.plugins import TierContext
 from kvcore.testing.store_contract import fetch, value
+from kvcore.testing.waiting import until
 from kvcore_devtools.peer_node import PATIENCE_S, PeerNode, address
 from kvcore_devtools.servers import Server, Start, etcd, need_client
 
@@ -53,16 +53,6 @@ def reader(cluster: dict[str, Any]) -> Iterator[PeerStore]:
     store.join(ClusterConfig(**cluster))
     yield store
     store.close()
-
-
-def until(
-    true: Callable[[], object], what: str, hopeless: Callable[[], object] = lambda: False
-) -> None:
-    limit = time.monotonic() + PATIENCE_S
-    while not true():
-        assert not hopeless(), f"{what}, and will not be"
-        assert time.monotonic() < limit, what
-        time.sleep(0.05)
 
 
 def patient(cluster: dict[str, Any]) -> EtcdDirectory:

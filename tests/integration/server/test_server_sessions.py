@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from support.clock import Clock
+
 pytest.importorskip("zmq")
 
 from kvcore._util.zmq_socket import Context, make_socket, zmq
@@ -23,13 +25,6 @@ from kvcore_devtools.served import settings
 
 MODEL = m.Model.of(BlockShape(2, 2, 8, 16, "float32"), b"fingerprint")
 LEASE_S = 5.0
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

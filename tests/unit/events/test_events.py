@@ -17,7 +17,7 @@ from kvcore.telemetry.metrics import Metrics
 from support.events import Bus, key, removed, stored
 
 
-class Rig:
+class FeedRig:
     """A publisher over an index that the test plays."""
 
     def __init__(self, now: float = 100.0, **pacing: Any) -> None:
@@ -44,7 +44,7 @@ class Rig:
 
 
 def test_a_full_queue_drops_what_is_in_it_counts_it_and_leaves_a_gap() -> None:
-    rig = Rig(queue_blocks=4)
+    rig = FeedRig(queue_blocks=4)
     rig.feed.note(stored(9))
     rig.publisher.step()
     [first] = rig.numbers
@@ -145,7 +145,7 @@ def test_a_queue_that_nobody_takes_from_any_more_counts_all_as_dropped() -> None
 
 
 def test_a_consumer_that_missed_little_is_told_that_alone() -> None:
-    rig = Rig(batch_blocks=1)
+    rig = FeedRig(batch_blocks=1)
     consumer = Subscriber(rig.bus)
     rig.feed.note(stored(1))
     rig.publisher.step()
@@ -161,7 +161,7 @@ def test_a_consumer_that_missed_little_is_told_that_alone() -> None:
 
 
 def test_an_idle_publisher_lets_a_consumer_find_that_it_missed_the_last_batch() -> None:
-    rig = Rig(heartbeat_s=5)
+    rig = FeedRig(heartbeat_s=5)
     consumer = Subscriber(rig.bus)
     rig.publisher.step()
     rig.now += 5
@@ -178,7 +178,7 @@ def test_an_idle_publisher_lets_a_consumer_find_that_it_missed_the_last_batch() 
 
 
 def test_a_publisher_that_falls_silent_is_asked() -> None:
-    rig = Rig()
+    rig = FeedRig()
     now = [0.0]
     consumer = Subscriber(rig.bus, silence_s=30, clock=lambda: now[0])
     rig.feed.note(stored(1))
@@ -196,7 +196,7 @@ def test_a_publisher_that_falls_silent_is_asked() -> None:
 
 
 def test_a_restarted_publisher_never_goes_on_where_a_consumer_left_off() -> None:
-    rig, later = Rig(), Rig(now=100.002)
+    rig, later = FeedRig(), FeedRig(now=100.002)
     for each in (rig, later):
         for n in range(3):
             each.feed.note(stored(n))
@@ -206,7 +206,7 @@ def test_a_restarted_publisher_never_goes_on_where_a_consumer_left_off() -> None
 
 
 def test_a_publisher_that_comes_back_with_an_earlier_clock_is_asked_for_everything() -> None:
-    rig, back = Rig(), Rig(now=50.0)
+    rig, back = FeedRig(), FeedRig(now=50.0)
     consumer = Subscriber(rig.bus, retry_s=0)
     for each, first in ((rig, 1), (back, 10)):
         consumer._source = each.bus  # one address, then another process behind it
@@ -219,7 +219,7 @@ def test_a_publisher_that_comes_back_with_an_earlier_clock_is_asked_for_everythi
 
 
 def test_history_is_bounded_in_bytes() -> None:
-    rig = Rig(batch_blocks=1, history_bytes=2000)
+    rig = FeedRig(batch_blocks=1, history_bytes=2000)
     for n in range(200):
         rig.feed.note(stored(n))
     rig.publisher.step()
@@ -230,7 +230,7 @@ def test_history_is_bounded_in_bytes() -> None:
 
 
 def test_a_large_snapshot_comes_in_batches_of_one_number() -> None:
-    rig = Rig(batch_blocks=10, queue_blocks=1000)
+    rig = FeedRig(batch_blocks=10, queue_blocks=1000)
     chain = stored(*range(95))
     rig.feed.note(chain)
     rig.feed.note(stored(*range(200, 203), tier="disk"))
@@ -245,7 +245,7 @@ def test_a_large_snapshot_comes_in_batches_of_one_number() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"12345", b"123456789"])
 def test_a_request_that_makes_no_sense_is_left_alone(body: bytes) -> None:
-    rig = Rig()
+    rig = FeedRig()
     assert rig.bus.ask(body, 1) is None
 
 
@@ -256,7 +256,7 @@ def test_a_request_that_makes_no_sense_is_left_alone(body: bytes) -> None:
 def test_a_payload_that_is_none_is_refused_and_asked_for_again(payload: bytes) -> None:
     with pytest.raises(FormatError):
         decode(payload)
-    rig = Rig()
+    rig = FeedRig()
     consumer = Subscriber(rig.bus, retry_s=0)
     rig.feed.note(stored(1))
     rig.publisher.step()

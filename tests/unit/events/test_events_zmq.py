@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvcore.testing.waiting import until
+
 zmq = pytest.importorskip("zmq")
 
 from kvcore.errors import ConfigError  # noqa: E402
@@ -32,14 +34,7 @@ def stored(*numbers: int) -> Event:
     return Event(True, "host", tuple(map(key, numbers)), ROOT_PARENT)
 
 
-def until(true: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, what
-        time.sleep(0.005)
-
-
-class Rig:
+class ZmqRig:
     def __init__(self, folder: Path) -> None:
         self.outlet = ZmqOutlet(f"ipc://{folder}/pub", f"ipc://{folder}/ask", "kvcore")
         pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.2)
@@ -55,8 +50,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
+def rig(tmp_path: Path) -> Iterator[ZmqRig]:
+    made = ZmqRig(tmp_path)
     yield made
     made.publisher.close()
 
@@ -69,7 +64,7 @@ def holds(consumer: Subscriber, numbers: set[int]) -> Callable[[], bool]:
     return true
 
 
-def test_a_consumer_follows_and_catches_up(rig: Rig) -> None:
+def test_a_consumer_follows_and_catches_up(rig: ZmqRig) -> None:
     rig.feed.note(stored(1, 2, 3, 4, 5))
     consumer = Subscriber(rig.source(), answer_s=LIMIT_S)
     until(holds(consumer, {1, 2, 3, 4, 5}), "a late consumer was not told what is held")
@@ -78,7 +73,7 @@ def test_a_consumer_follows_and_catches_up(rig: Rig) -> None:
     consumer.close()
 
 
-def test_one_that_lost_its_connection_for_a_while(rig: Rig) -> None:
+def test_one_that_lost_its_connection_for_a_while(rig: ZmqRig) -> None:
     source = rig.source()
     consumer = Subscriber(source, answer_s=LIMIT_S)
     rig.feed.note(stored(1))
@@ -96,7 +91,7 @@ def test_one_that_lost_its_connection_for_a_while(rig: Rig) -> None:
 
 
 def test_a_publisher_that_went_and_one_that_came(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
+    first = ZmqRig(tmp_path)
     source = first.source()
     consumer = Subscriber(source, answer_s=1, retry_s=0.1, silence_s=0.5)
     first.feed.note(stored(1))
@@ -108,7 +103,7 @@ def test_a_publisher_that_went_and_one_that_came(tmp_path: Path) -> None:
         return not consumer.synced
 
     until(knows, "the publisher is gone and this is not known")
-    second = Rig(tmp_path)
+    second = ZmqRig(tmp_path)
     second.feed.note(stored(7))
     until(holds(consumer, {7}), "what the second holds is not known")
     consumer.close()
@@ -142,7 +137,7 @@ def test_an_answer_that_is_not_whole_is_none(
     context.destroy(linger=0)
 
 
-def test_a_consumer_of_vllm_reads_it_and_asks_again_as_it_does(rig: Rig) -> None:
+def test_a_consumer_of_vllm_reads_it_and_asks_again_as_it_does(rig: ZmqRig) -> None:
     """As its documentation has it: a SUB socket, and a request with the first number wanted."""
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
     decode = msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode

@@ -16,17 +16,12 @@ from kvcore.manager.load_advisor import Memo  # after the skip
 from kvcore.manager.load_policy import Action
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Part, Rates
-from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, Request, random_llama
+from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, Request
 
 BLOCK = 16
 PROMPT = [random.Random(7).randrange(1, 512) for _ in range(200)]
 OTHERS = [[random.Random(n).randrange(1, 512) for _ in range(200)] for n in range(8, 16)]
 ARGS = EngineArgs(num_pages=64, prefix_cache=False)
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return random_llama()
 
 
 @pytest.fixture(scope="module")

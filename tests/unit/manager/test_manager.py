@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.manager import HOST, Event, Readiness, WritePolicy
 from kvcore.transfer.graph import SKIP, Path, Span, TransferGraph, UnitTable
-from support.manager import NAMESPACE, Rig, chain
+from support.manager import NAMESPACE, ManagerRig, chain
 
 
 def test_a_saved_chain_comes_back_from_host() -> None:
-    rig = Rig()
+    rig = ManagerRig()
     keys = chain(1, 2, 3, 4)
     rig.save(keys)
     assert rig.manager.get_match(keys, NAMESPACE).depth == 0, "published before its bytes are there"
@@ -30,7 +30,7 @@ def test_a_saved_chain_comes_back_from_host() -> None:
 
 
 def test_a_prefix_is_shared_and_saved_once() -> None:
-    rig = Rig()
+    rig = ManagerRig()
     rig.save(chain(1, 2, 3))
     rig.drain()
     second = rig.save(chain(1, 2, 9))
@@ -40,7 +40,7 @@ def test_a_prefix_is_shared_and_saved_once() -> None:
 
 
 def test_a_block_being_saved_is_not_saved_again() -> None:
-    rig = Rig()
+    rig = ManagerRig()
     rig.save(chain(1, 2))
     assert rig.save(chain(1, 2)) is None
     child = rig.save(chain(1, 2, 3))
@@ -53,7 +53,7 @@ def test_a_block_being_saved_is_not_saved_again() -> None:
 def test_a_prepared_load_keeps_its_blocks_until_it_is_launched_well_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig = Rig()
+    rig = ManagerRig()
     keys = chain(1, 2)
     rig.save(keys)
     rig.drain()
@@ -74,7 +74,7 @@ def test_a_prepared_load_keeps_its_blocks_until_it_is_launched_well_or_not(
 
 
 def test_a_child_is_never_published_before_its_parent() -> None:
-    rig = Rig(disk=0)
+    rig = ManagerRig(disk=0)
     rig.save(chain(1, 2))
     rig.save(chain(1, 2, 3))
     rig.media.step(1)  # the child's copy ends first
@@ -85,7 +85,7 @@ def test_a_child_is_never_published_before_its_parent() -> None:
 
 
 def test_what_left_host_memory_is_loaded_from_disk_and_kept_again() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     old, new = chain(1, 2, 3, 4), chain(7, 8, 9, 10)
     for keys in (old, new):
         rig.save(keys)
@@ -101,7 +101,7 @@ def test_what_left_host_memory_is_loaded_from_disk_and_kept_again() -> None:
 
 
 def test_a_load_larger_than_the_host_tier_passes_through_staging() -> None:
-    rig = Rig(host=4, disk=32)
+    rig = ManagerRig(host=4, disk=32)
     keys = chain(*range(12))
     for stop in (4, 8, 12):
         rig.save(keys[:stop])
@@ -119,7 +119,7 @@ def test_a_load_larger_than_the_host_tier_passes_through_staging() -> None:
 
 def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
     """The first source is still there and is pinned; the second has left its tier."""
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     old = chain(1, 2, 3, 4)
     rig.save(old)
     rig.drain()
@@ -137,7 +137,7 @@ def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
 
 
 def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     old, new = chain(1, 2, 3, 4), chain(7, 8, 9, 10)
     for keys in (old, new):
         rig.save(keys)
@@ -154,7 +154,7 @@ def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
 
 
 def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
-    rig = Rig()
+    rig = ManagerRig()
     rig.manager.removals.set_quota(HOST, "ann", [NAMESPACE], 3)
     rig.save(chain(1, 2, 3, 4, 5))
     rig.drain()
@@ -163,7 +163,7 @@ def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
 
 
 def test_write_back_keeps_what_host_memory_has_no_room_for() -> None:
-    rig = Rig(host=8, disk=32, write=WritePolicy.WRITE_BACK)
+    rig = ManagerRig(host=8, disk=32, write=WritePolicy.WRITE_BACK)
     first = chain(1, 2, 3, 4, 5, 6, 7, 8)
     rig.save(first)
     rig.drain()
@@ -181,7 +181,7 @@ def test_write_back_keeps_what_host_memory_has_no_room_for() -> None:
 
 
 def test_selective_writes_wait_for_the_second_use() -> None:
-    rig = Rig(host=8, disk=32, write=WritePolicy.SELECTIVE, admit=2)
+    rig = ManagerRig(host=8, disk=32, write=WritePolicy.SELECTIVE, admit=2)
     keys = chain(1, 2, 3)
     rig.save(keys)
     rig.drain()
@@ -192,14 +192,14 @@ def test_selective_writes_wait_for_the_second_use() -> None:
 
 
 def test_a_second_backing_tier_is_written_behind_the_first() -> None:
-    rig = Rig(host=8, disk=16, far=16)
+    rig = ManagerRig(host=8, disk=16, far=16)
     rig.save(chain(1, 2, 3))
     rig.drain()
     assert rig.manager.index.num_used("far") == 3
 
 
 def test_staging_in_use_is_a_named_refusal_that_leaves_nothing_behind() -> None:
-    rig = Rig(host=2, disk=16, staging=3)
+    rig = ManagerRig(host=2, disk=16, staging=3)
     long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
     rig.save(long[:2])
     rig.drain()
@@ -219,7 +219,7 @@ def test_staging_in_use_is_a_named_refusal_that_leaves_nothing_behind() -> None:
 
 def test_a_load_waits_only_for_what_will_come() -> None:
     """ "Later" must be followed by "ready" when the loads in flight end, or a request starves."""
-    rig = Rig(host=2, disk=16, staging=2, batch=2)
+    rig = ManagerRig(host=2, disk=16, staging=2, batch=2)
     long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
     for keys in (long[:2], other):
         rig.save(keys)
@@ -237,7 +237,7 @@ def test_a_load_waits_only_for_what_will_come() -> None:
 
 
 def test_cancel_returns_everything() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)
@@ -252,7 +252,7 @@ def test_cancel_returns_everything() -> None:
 
 
 def test_clear_forgets_a_namespace() -> None:
-    rig = Rig()
+    rig = ManagerRig()
     rig.save(chain(1, 2))
     rig.drain()
     assert len(rig.media.tiers["disk"]) == 2
@@ -274,7 +274,7 @@ def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
 ) -> None:
     """Bytes of another block, written under a key that was cleared, would be found by that key
     after a restart: with a checksum, and wrong."""
-    rig = Rig(host=6, disk=10, batch=3)
+    rig = ManagerRig(host=6, disk=10, batch=3)
     rig.save(chain(0, 0, 0, 0))
     if copied:
         rig.media.step(0)
@@ -295,7 +295,7 @@ def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
 
 def test_a_cleared_tier_is_told_in_a_few_words() -> None:
     """Slots are told as runs: a tier may have millions, and every worker hears of them."""
-    rig = Rig(host=6, disk=1_000_000)
+    rig = ManagerRig(host=6, disk=1_000_000)
     rig.save(chain(1, 2, 3))
     rig.drain()
     rig.manager.clear()
@@ -304,7 +304,7 @@ def test_a_cleared_tier_is_told_in_a_few_words() -> None:
 
 
 def test_what_is_written_after_a_clear_does_not_come_back() -> None:
-    rig = Rig(host=6, disk=10)
+    rig = ManagerRig(host=6, disk=10)
     rig.save(chain(1, 2, 3, 4))
     rig.manager.clear()
     rig.drain()
@@ -315,7 +315,7 @@ def test_what_is_written_after_a_clear_does_not_come_back() -> None:
 
 
 def test_a_load_reads_its_own_blocks_though_they_were_cleared() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)
@@ -334,7 +334,7 @@ def test_a_load_reads_its_own_blocks_though_they_were_cleared() -> None:
 
 @given(st.integers(1, 30), st.integers(0, 30))
 def test_hit_counts_blocks_by_tier(host: int, disk: int) -> None:
-    rig = Rig(host=64, disk=128)
+    rig = ManagerRig(host=64, disk=128)
     keys = chain(*range(host + disk))
     rig.save(keys)
     rig.drain()
@@ -346,7 +346,7 @@ def paths(graph: TransferGraph) -> set[Path]:
     return {op.path for op in graph.ops}
 
 
-def on_disk(rig: Rig, keys: list[bytes]) -> None:
+def on_disk(rig: ManagerRig, keys: list[bytes]) -> None:
     """Blocks that the disk tier alone holds."""
     rig.save(keys)
     rig.drain()
@@ -355,7 +355,7 @@ def on_disk(rig: Rig, keys: list[bytes]) -> None:
 
 
 def test_a_load_goes_past_host_memory_and_leaves_nothing_there() -> None:
-    rig, keys = Rig(host=8, disk=16, batch=4, device=4), chain(1, 2, 3, 4, 5)
+    rig, keys = ManagerRig(host=8, disk=16, batch=4, device=4), chain(1, 2, 3, 4, 5)
     on_disk(rig, keys)
     graph = rig.load(keys)
     assert graph is not None
@@ -369,7 +369,7 @@ def test_a_load_goes_past_host_memory_and_leaves_nothing_there() -> None:
 
 
 def test_what_host_memory_holds_is_loaded_from_there() -> None:
-    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3, 4)
+    rig, keys = ManagerRig(host=8, disk=16, device=4), chain(1, 2, 3, 4)
     on_disk(rig, keys)
     rig.save(keys[:2])
     rig.drain()
@@ -383,7 +383,7 @@ def test_what_host_memory_holds_is_loaded_from_there() -> None:
 
 
 def test_loads_beyond_the_places_on_the_device_go_through_host_memory() -> None:
-    rig = Rig(host=8, disk=16, device=2)
+    rig = ManagerRig(host=8, disk=16, device=2)
     chains = [chain(i, 9) for i in range(3)]
     for keys in chains:
         on_disk(rig, keys)
@@ -395,7 +395,7 @@ def test_loads_beyond_the_places_on_the_device_go_through_host_memory() -> None:
 
 
 def test_what_is_brought_to_be_kept_goes_to_host_memory() -> None:
-    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3)
+    rig, keys = ManagerRig(host=8, disk=16, device=4), chain(1, 2, 3)
     on_disk(rig, keys)
     nowhere = UnitTable.of(np.full((3, 1), SKIP), 16)
     hit = rig.manager.get_match(keys, NAMESPACE)
@@ -411,7 +411,7 @@ def test_what_is_brought_to_be_kept_goes_to_host_memory() -> None:
 
 
 def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
-    rig, keys = Rig(host=8, disk=16, far=16, device=4), chain(1, 2, 3, 4)
+    rig, keys = ManagerRig(host=8, disk=16, far=16, device=4), chain(1, 2, 3, 4)
     on_disk(rig, keys[:2])
     rig.save(keys)
     rig.drain()
@@ -427,7 +427,7 @@ def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
 
 
 def test_a_block_that_rotted_on_its_way_past_host_memory_is_forgotten() -> None:
-    rig, keys = Rig(host=8, disk=16, device=4), chain(1, 2, 3)
+    rig, keys = ManagerRig(host=8, disk=16, device=4), chain(1, 2, 3)
     on_disk(rig, keys)
     [slot] = rig.manager.index.slots("disk", keys, 1, 2).tolist()
     rig.media.tiers["disk"][slot] = (keys[1], b"rot")

@@ -8,11 +8,11 @@ from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.manager import HOST, Readiness
 from kvcore.manager.inflight import STALLED_S
 from kvcore.transfer.graph import OpReport, RowError
-from support.manager import NAMESPACE, Rig, chain
+from support.manager import NAMESPACE, ManagerRig, chain
 
 
 def test_a_failed_save_publishes_what_came_before_it_only() -> None:
-    rig = Rig()
+    rig = ManagerRig()
     rig.save(chain(1))
     rig.drain()
     rig.media.fail_next = RowError.INTERNAL
@@ -25,7 +25,7 @@ def test_a_failed_save_publishes_what_came_before_it_only() -> None:
 
 
 def test_a_rotten_block_is_quarantined_with_all_that_stands_on_it() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     rig.save(keys)
     rig.drain()
@@ -41,7 +41,7 @@ def test_a_rotten_block_is_quarantined_with_all_that_stands_on_it() -> None:
 
 
 def test_a_dead_tier_is_left_alone_then_probed() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     rig.save(keys)
     rig.drain()
@@ -65,7 +65,7 @@ def test_a_dead_tier_is_left_alone_then_probed() -> None:
 def test_nothing_waits_for_a_load_that_was_given_up(why: RowError) -> None:
     """Its read hangs and keeps the staging slots; another request is computed, and does not hang
     with it."""
-    rig = Rig(host=2, disk=16, staging=2, batch=2)
+    rig = ManagerRig(host=2, disk=16, staging=2, batch=2)
     long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
     for keys in (long[:2], other):
         rig.save(keys)
@@ -93,7 +93,7 @@ def test_nothing_waits_for_a_load_that_was_given_up(why: RowError) -> None:
 def test_nothing_waits_behind_saves_that_do_not_end() -> None:
     """A disk whose writes hang fills the flights with saves: loads wait while some end, not for
     ever."""
-    rig = Rig(host=16, disk=16)
+    rig = ManagerRig(host=16, disk=16)
     rig.manager.flights._max_in_flight = 3
     rig.save(chain(1, 2))
     rig.drain()
@@ -135,7 +135,7 @@ def test_breaker_backs_off_further_each_time_a_probe_fails() -> None:
 @pytest.mark.parametrize("found", ["corrupt", "missing", "cancelled"])
 def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) -> None:
     """The medium answered, or was not asked at all: neither may shut it out for good."""
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)
@@ -155,7 +155,7 @@ def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) ->
     assert breaker.allows()
 
 
-def late_load(rig: Rig, keys: list[bytes]) -> list[OpReport]:
+def late_load(rig: ManagerRig, keys: list[bytes]) -> list[OpReport]:
     """A load that is given up while its read runs; what the read reports when it ends after all."""
     hit = rig.manager.get_match(keys, NAMESPACE)
     graph = rig.manager.launch_load(hit, 0, hit.depth, rig.units(hit.depth))
@@ -173,7 +173,7 @@ def late_load(rig: Rig, keys: list[bytes]) -> list[OpReport]:
 
 def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
     """They end well, after their deadline, and what is written between them ends well in time."""
-    rig = Rig(host=4, disk=64)
+    rig = ManagerRig(host=4, disk=64)
     rig.save(chain(1, 2, 3, 4))
     rig.drain()
     for turn in range(3):
@@ -194,7 +194,7 @@ def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
 
 
 def test_a_full_disk_is_still_read() -> None:
-    rig = Rig(host=4, disk=64)
+    rig = ManagerRig(host=4, disk=64)
     rig.save(chain(1, 2, 3, 4))
     rig.drain()
     for turn in range(4):
@@ -214,7 +214,7 @@ def test_a_full_disk_is_still_read() -> None:
 
 
 def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
-    rig = Rig(host=4, disk=16)
+    rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)

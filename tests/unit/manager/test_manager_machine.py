@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, WritePolicy
 from kvcore.transfer.graph import RowError
-from support.manager import NAMESPACE, Rig, chain
+from support.manager import NAMESPACE, ManagerRig, chain
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -25,7 +25,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(
+        self.rig = ManagerRig(
             host=6, disk=10, write=self.write, staging=3, batch=3, admit=2, device=self.device
         )
 

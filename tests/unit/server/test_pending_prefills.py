@@ -8,14 +8,7 @@ from kvcore.index import BlockIndex, Reservation, TierSpec
 from kvcore.manager.base import HOST, Promise
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.server.pending_prefills import MAX_AWAITED, Awaited
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from support.clock import Clock
 
 NAMESPACE = b"n" * 16
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcore.config import load_config
 from kvcore.harness.prompts import words
-from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
+from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine
 from kvcore.testing.faults import FITS, Fault, Faults, FaultyStore, Rule, Seam
 from kvcore.testing.faults.engine import faulty_engine, held, nothing_left
 from kvcore.tiers.remote import memory
@@ -51,11 +51,6 @@ def prompts() -> list[list[int]]:
     """Some share a beginning."""
     shared = words(0, 64)
     return [words(1, 150), shared + words(2, 60), shared + words(3, 90), words(4, 33)]
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return random_llama()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.plan import LayerKV
 from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import words
-from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load, random_llama
+from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load
 from kvcore.testing.engine import engine as reference_engine
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
@@ -31,11 +31,6 @@ from kvcore.transfer.graph import Path as Direction
 from kvcore.worker import worker as kvcore_worker  # after the skip
 
 ANSWER = 6
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return random_llama()
 
 
 Ask = Callable[..., list[int]]

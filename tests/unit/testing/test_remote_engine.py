@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcore.config import load_config
-from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
+from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine
 from kvcore.tiers.remote.memory import MemoryStore, shared_store
 
 Hosts = Callable[..., ReferenceEngine]
@@ -26,11 +26,6 @@ VOCABULARY = 512
 def words(seed: int, count: int) -> list[int]:
     picks = random.Random(seed)
     return [picks.randrange(1, VOCABULARY) for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return random_llama()
 
 
 @pytest.fixture(scope="module")

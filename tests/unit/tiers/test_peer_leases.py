@@ -12,16 +12,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvcore.errors import CapacityError
 from kvcore.tiers.remote.peer import leases as module
 from kvcore.tiers.remote.peer.leases import Lending, Room
+from support.clock import Clock
 
 LEASE_S = 10.0
 NBYTES = 4096
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make(nbytes: int = NBYTES) -> tuple[Lending, Clock]:

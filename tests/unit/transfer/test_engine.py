@@ -50,7 +50,7 @@ class Recorder:
         return {row: self.fail[row] for row in rows if row in self.fail}
 
 
-class Rig:
+class EngineRig:
     def __init__(self, **options: object) -> None:
         self.log: list[tuple[int, int, tuple[int, ...]]] = []
         lock = threading.Lock()
@@ -64,8 +64,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Rig:
-    made = Rig()
+def rig() -> EngineRig:
+    made = EngineRig()
     yield made  # type: ignore[misc]
     for recorder in made.at.values():
         recorder.gate.set()
@@ -92,7 +92,7 @@ def save(graph_id: int, rows: int) -> TransferGraph:
     return build_save(graph_id, chain(rows), range(rows), units(rows), sink, batch_rows=2)
 
 
-def test_every_op_runs_once_after_its_deps(rig: Rig) -> None:
+def test_every_op_runs_once_after_its_deps(rig: EngineRig) -> None:
     graph = load(1, 3, 5)
     rig.engine.submit(graph)
     reports = rig.finish(graph)
@@ -110,7 +110,7 @@ def test_every_op_runs_once_after_its_deps(rig: Rig) -> None:
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
-    rig = Rig()
+    rig = EngineRig()
     graphs = []
     for graph_id in range(data.draw(st.integers(1, 4))):
         ops = []
@@ -165,7 +165,7 @@ def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
 def test_a_wave_is_copied_layer_by_layer_and_before_the_next(
     layers: list[int], behind: int
 ) -> None:
-    rig = Rig()
+    rig = EngineRig()
     copies = rig.at[Path.H2D]
     copies.gate.clear()
     held = load(99, 1, 0, layers=())
@@ -188,7 +188,7 @@ def test_a_wave_is_copied_layer_by_layer_and_before_the_next(
     assert rig.engine.close(timeout=WAIT)
 
 
-def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: Rig) -> None:
+def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: EngineRig) -> None:
     rig.at[Path.DISK2H].fail = {4: RowError.CORRUPT}
     graph = load(1, 2, 4)
     rig.engine.submit(graph)
@@ -200,7 +200,7 @@ def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: Rig) -> No
     assert (1, copy.op_id, (5,)) in rig.log
 
 
-def test_an_executor_that_raises_fails_its_rows_and_its_thread_lives(rig: Rig) -> None:
+def test_an_executor_that_raises_fails_its_rows_and_its_thread_lives(rig: EngineRig) -> None:
     rig.at[Path.D2H].explode = True
     first = save(1, 3)
     rig.engine.submit(first)
@@ -213,7 +213,7 @@ def test_an_executor_that_raises_fails_its_rows_and_its_thread_lives(rig: Rig) -
     assert all(not report.failed for report in rig.finish(second).values())
 
 
-def test_a_tier_that_raises_has_failed_like_one_that_says_so(rig: Rig) -> None:
+def test_a_tier_that_raises_has_failed_like_one_that_says_so(rig: EngineRig) -> None:
     """Its breaker must hear of it."""
     rig.at[Path.H2DISK].explode = True
     graph = save(1, 2)
@@ -222,7 +222,7 @@ def test_a_tier_that_raises_has_failed_like_one_that_says_so(rig: Rig) -> None:
     assert failed == [{}, dict.fromkeys(range(2), RowError.IO)]
 
 
-def test_loads_overtake_saves_that_wait(rig: Rig) -> None:
+def test_loads_overtake_saves_that_wait(rig: EngineRig) -> None:
     disk = rig.at[Path.DISK2H]
     disk.gate.clear()
     spill_like = [
@@ -251,7 +251,7 @@ def test_loads_overtake_saves_that_wait(rig: Rig) -> None:
     assert reads.index(9) == 1, f"the load waited behind saves: {reads}"
 
 
-def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: Rig) -> None:
+def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: EngineRig) -> None:
     graph = load(1, 2, 0)
     gate = threading.Semaphore(0)
     plain = rig.at[Path.H2D].run
@@ -270,7 +270,7 @@ def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: Rig) -> None:
     assert rig.engine.wait_layer(1, 3, timeout=WAIT)
 
 
-def test_a_medium_that_hangs_leaves_the_device_free(rig: Rig) -> None:
+def test_a_medium_that_hangs_leaves_the_device_free(rig: EngineRig) -> None:
     for path in (Path.DISK2H, Path.H2DISK):
         rig.at[path].gate.clear()
     saving, loading = save(1, 4), load(2, 0, 2)
@@ -284,7 +284,7 @@ def test_a_medium_that_hangs_leaves_the_device_free(rig: Rig) -> None:
     assert rig.engine.on_device == 0 < rig.engine.in_flight
 
 
-def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: Rig) -> None:
+def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: EngineRig) -> None:
     device = rig.at[Path.H2D]
     device.gate.clear()
     rig.engine.submit(load(1, host=0, disk=4))
@@ -298,7 +298,7 @@ def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: Rig) -> None:
     assert not rig.engine.wait_graph(0.0), "it was polled"
 
 
-def test_cancel_ends_what_has_not_started(rig: Rig) -> None:
+def test_cancel_ends_what_has_not_started(rig: EngineRig) -> None:
     rig.at[Path.DISK2H].gate.clear()
     graph = load(1, 0, 4)
     rig.engine.submit(graph)
@@ -314,7 +314,7 @@ def test_cancel_ends_what_has_not_started(rig: Rig) -> None:
     assert [entry[1] for entry in rig.log] == [0], "a cancelled copy ran"
 
 
-def test_a_load_past_its_deadline_never_touches_the_device(rig: Rig) -> None:
+def test_a_load_past_its_deadline_never_touches_the_device(rig: EngineRig) -> None:
     ahead = [0.0]
     rig.engine._clock = lambda: time.monotonic() + ahead[0]
     rig.at[Path.DISK2H].gate.clear()
@@ -331,7 +331,7 @@ def test_a_load_past_its_deadline_never_touches_the_device(rig: Rig) -> None:
 
 
 def test_the_queue_is_bounded_and_says_so() -> None:
-    rig = Rig(queue_depth=3)
+    rig = EngineRig(queue_depth=3)
     rig.at[Path.D2H].gate.clear()
     rig.engine.submit(save(1, 2))
     with pytest.raises(CapacityError, match=r"queue_depth"):
@@ -355,7 +355,7 @@ def test_what_cannot_run_is_refused_before_it_is_queued() -> None:
 
 
 def test_close_finishes_saves_in_flight() -> None:
-    rig = Rig()
+    rig = EngineRig()
     rig.at[Path.D2H].gate.clear()
     rig.engine.submit(save(1, 6))
     threading.Timer(0.05, rig.at[Path.D2H].gate.set).start()
@@ -364,7 +364,7 @@ def test_close_finishes_saves_in_flight() -> None:
 
 
 def test_close_without_drain_drops_what_waits() -> None:
-    rig = Rig()
+    rig = EngineRig()
     rig.at[Path.D2H].gate.clear()
     rig.engine.submit(save(1, 6))
     assert rig.at[Path.D2H].entered.wait(WAIT)

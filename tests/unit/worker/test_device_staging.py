@@ -53,7 +53,7 @@ def pages_of(order: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return tensors, [t.transpose(1, 2) if order == "LBNHC" else t for t in tensors]
 
 
-class Rig:
+class StagingRig:
     """A worker over two groups of layers, its disk tier filled."""
 
     def __init__(self, folder: Folder, order: str, *, places: int = 3, sums: bool = True) -> None:
@@ -147,8 +147,8 @@ class Rig:
 
 
 @pytest.fixture(params=["LBNHC", "LBHNC"])
-def rig(request: pytest.FixtureRequest, tmp_path: Folder) -> Iterator[Rig]:
-    made = Rig(tmp_path, request.param)
+def rig(request: pytest.FixtureRequest, tmp_path: Folder) -> Iterator[StagingRig]:
+    made = StagingRig(tmp_path, request.param)
     yield made
     made.close()
 
@@ -162,7 +162,7 @@ def all_units() -> npt.NDArray[np.int64]:
 def test_the_pages_are_those_that_come_by_host_memory(
     tmp_path: Folder, order: str, sums: bool
 ) -> None:
-    rig = Rig(tmp_path, order, places=3, sums=sums)
+    rig = StagingRig(tmp_path, order, places=3, sums=sums)
     ids = iter(range(1, 10_000))
 
     @settings(max_examples=25, deadline=None)
@@ -186,7 +186,7 @@ def test_the_pages_are_those_that_come_by_host_memory(
     rig.close()
 
 
-def test_a_damaged_block_reaches_no_page(rig: Rig) -> None:
+def test_a_damaged_block_reaches_no_page(rig: StagingRig) -> None:
     data = next(rig.store.folder.glob("*.data"))
     with data.open("r+b") as file:
         file.seek(4 * SLOT + 8)
@@ -222,7 +222,7 @@ class HungTier(MemoryTier):
 @pytest.mark.parametrize("way", ["direct", "host memory"])
 @pytest.mark.parametrize("given_up", ["deadline", "cancel"])
 def test_a_disk_that_comes_back_writes_to_no_page_that_was_given_away(
-    rig: Rig, way: str, given_up: str, monkeypatch: pytest.MonkeyPatch
+    rig: StagingRig, way: str, given_up: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, name = Gate(), "disk"
     if way == "direct":
@@ -255,8 +255,8 @@ def test_a_disk_that_comes_back_writes_to_no_page_that_was_given_away(
 
 
 def test_a_worker_without_a_staging_refuses_such_graphs(tmp_path: Folder) -> None:
-    made = Rig(tmp_path, "LBHNC", places=3)
-    bare = Rig(tmp_path / "bare", "LBHNC", places=0)
+    made = StagingRig(tmp_path, "LBHNC", places=3)
+    bare = StagingRig(tmp_path / "bare", "LBHNC", places=0)
     graph = made.graph(all_units())
     refused = bare.worker.submit(graph)
     assert {r.op_id for r in refused} == {op.op_id for op in graph.ops}
