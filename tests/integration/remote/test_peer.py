@@ -397,7 +397,7 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
 
 def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:
     """Nor is what it holds evicted while it may still read it."""
-    owner, clock = open_store(lend=MIB, lease_s=600.0), Clock()
+    owner, clock = open_store(lend=MIB, lease_s=600.0), Clock(0.0)
     assert owner.lending is not None
     owner.lending._clock = clock
     put(owner, {A: value(1, 900_000)})
@@ -432,7 +432,7 @@ SPACE = b"namespace".ljust(16, b"\0")
 
 def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
     """The owner says that it has lapsed; and where that is not heard, the block's checksum does."""
-    owner, clock = open_store(lend=SHARD.block_nbytes + 500, lease_s=600.0), Clock()
+    owner, clock = open_store(lend=SHARD.block_nbytes + 500, lease_s=600.0), Clock(0.0)
     assert owner.lending is not None
     owner.lending._clock = clock
     writer = StoreTier(owner, SHARD, StoreOptions())

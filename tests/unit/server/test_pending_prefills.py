@@ -21,7 +21,7 @@ def keys_of(seed: int, blocks: int = 6) -> list[bytes]:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture
