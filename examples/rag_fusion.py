@@ -4,7 +4,8 @@
 
 A prefix cache reuses the documents only in the order in which it saw them. Fusion reuses each one
 where it now stands and recomputes a share of its tokens (`ratio`), so its answer is close to the
-engine's own and not always equal to it: docs/fusion.md.
+engine's own and not always equal to it: docs/fusion.md. With SmolLM2-135M, which is small, a share
+of 0.15 gives a wrong answer here, and 0.3 the right one.
 """
 
 import os
@@ -41,7 +42,7 @@ def main() -> None:
         kv_transfer_config={
             "kv_connector": "KVCoreConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"fusion": {"enabled": True, "ratio": 0.15}},
+            "kv_connector_extra_config": {"fusion": {"enabled": True, "ratio": 0.3}},
         },
     )
     encode = llm.get_tokenizer().encode
@@ -50,7 +51,7 @@ def main() -> None:
         ask(llm, tokens, 1, enabled=False)
     time.sleep(1)  # saves end in the background
     llm.reset_prefix_cache()
-    question = encode("Question: what is Cove known for?\nAnswer: Cove is known for its")
+    question = encode("\n\nQuestion: what is Brill known for?\nAnswer: Brill is known for its")
     shuffled = [*documents[3], *documents[1], *documents[2], *documents[0], *question]
     for name, wishes in {"blended": {}, "exact": {"enabled": False}}.items():
         began = time.perf_counter()

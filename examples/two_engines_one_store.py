@@ -1,29 +1,30 @@
 """Two engines on one store: the second engine answers with KV that the first one computed.
 
     pip install obstore
-    python examples/two_engines_one_store.py MODEL [STORE_URL]
+    python examples/two_engines_one_store.py MODEL STORE_URL     # on one host
+    python examples/two_engines_one_store.py MODEL STORE_URL     # on another, or later
 
 STORE_URL is whatever obstore reaches: `s3://BUCKET/PATH`, `gs://...`, or `file:///FOLDER` for a
-folder that every host mounts. The engines run one after the other here, each in a process of its
-own; on two hosts they may run at the same time.
+folder that every host mounts. Each engine has host memory of its own and keeps nothing on disk.
 """
 
-import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM takes nearly all
 
+from vllm import LLM, SamplingParams
+
 DOCUMENT = " ".join(f"Rule {n}: the shelf numbered {n} holds {n * 7} books." for n in range(60))
+REPORT = {"kv_transfer_params": {"kvcore": {"report": True}}}
 
 
-def answer(model: str, url: str) -> tuple[str, dict]:
-    """Start an engine, ask it, and return its text and the tokens it reused by tier."""
-    from vllm import LLM, SamplingParams
-
+def main() -> None:
+    model, url = sys.argv[1:]
+    if url.startswith("file://"):
+        Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
     llm = LLM(
         model,
         max_model_len=4096,
@@ -36,24 +37,11 @@ def answer(model: str, url: str) -> tuple[str, dict]:
             },
         },
     )
-    report = {"kv_transfer_params": {"kvcore": {"report": True}}}
-    sampling = SamplingParams(temperature=0, max_tokens=8, extra_args=report)
+    sampling = SamplingParams(temperature=0, max_tokens=8, extra_args=REPORT)
     [output] = llm.generate([DOCUMENT], sampling, use_tqdm=False)
+    tiers = output.kv_transfer_params["kvcore"]["tiers"]
+    print(f"reused by tier: {tiers}, {output.outputs[0].text!r}")
     time.sleep(2)  # the store is written in the background
-    return output.outputs[0].text, output.kv_transfer_params["kvcore"]["tiers"]
-
-
-def main() -> None:
-    model = sys.argv[1]
-    folder = Path("kvcore-shared").absolute()
-    url = sys.argv[2] if len(sys.argv) > 2 else folder.as_uri()
-    if url.startswith("file://"):
-        Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
-    spawn = multiprocessing.get_context("spawn")
-    for name in ("first engine", "second engine"):
-        with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            text, tiers = process.submit(answer, model, url).result()
-        print(f"{name}: reused by tier: {tiers}, {text!r}")
 
 
 if __name__ == "__main__":
