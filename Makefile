@@ -12,9 +12,11 @@ SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py
 
-.PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs clean clean-env
+SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+.PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +29,7 @@ help:
 	@echo "make lint        ruff, mypy --strict and the import contract"
 	@echo "make bench       the measurements the project promises"
 	@echo "make docs        write the pages that are generated"
+	@echo "make docs-site   the documentation as a site, in site/; fails on a broken link"
 	@echo "make clean       remove results and caches (clean-env: the environment too)"
 
 env:
@@ -44,6 +47,7 @@ demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
 test: env env-sglang
+	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
 	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine" $(PYTEST)
 	$(RUN) -m pytest $(ELSEWHERE) -m whole_machine $(PYTEST)
@@ -73,8 +77,11 @@ docs: env
 	$(VENV)/bin/kvcore config --docs > docs/configuration.md
 	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
 
+docs-site: env
+	$(SITE)
+
 clean:
-	rm -rf results build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf results site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
 	rm -rf $(VENV) .venvs/sglang

@@ -14,9 +14,9 @@ scheduling loop, so every call has to be fast.
 from array import array
 from collections.abc import Iterable
 
+from kvcore.index.policy import EvictionPolicy, LeafHeap, Recency
+from kvcore.index.policy.base import fit
 from kvcore.plugins import PolicyPlugin, hookimpl
-from kvcore.policy import EvictionPolicy, LeafHeap, Recency
-from kvcore.policy.base import fit
 
 
 class Fifo(EvictionPolicy):

@@ -202,6 +202,25 @@ def _vllm_name(env: Environment) -> None:
         env.pip("install", "--no-deps", str(wheel))
 
 
+STAND_INS = "zz_kvcore_sglang_stand_ins.pth"
+"""A file that Python's site module reads after the one that puts kvcore on the path."""
+INSTALL_STAND_INS = (
+    "import importlib.util; importlib.util.find_spec('kvcore_sglang') and "
+    "importlib.import_module('kvcore_sglang.testing.standins').install()\n"
+)
+
+
+def _stand_ins(env: Environment) -> None:
+    """Have each Python of the environment answer SGLang's imports of modules that it lacks.
+
+    SGLang imports torchvision and sgl_kernel on a CPU too, and there is no CPU build of either
+    beside this torch. With this file ``python -m sglang.launch_server`` starts, and so do the
+    processes that it spawns.
+    """
+    site = env.output("import sysconfig; print(sysconfig.get_path('purelib'), end='')")
+    Path(site, STAND_INS).write_text(INSTALL_STAND_INS)
+
+
 def _system(env: Environment) -> None:
     """Install the system packages that are missing, where this may be done; else name them."""
     missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
@@ -262,6 +281,7 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
             Step("torch", _install(TORCH)),
             Step("what SGLang imports", _install(TORCH, *SGLANG_CPU_NEEDS.split())),
             Step("SGLang 0.5.23", _install("--no-deps", *SGLANG_CPU)),
+            Step("stand-ins for what it lacks on a CPU", _stand_ins),
         ],
         ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
@@ -280,7 +300,7 @@ ENGINES = ("vllm", "sglang")
 
 
 def _kvcore(env: Environment) -> None:
-    env.pip("install", "--editable", f"{ROOT}[dev,bench,kernels]")
+    env.pip("install", "--editable", f"{ROOT}[dev,bench,docs,kernels]")
 
 
 # --- stamps -----------------------------------------------------------------------------------

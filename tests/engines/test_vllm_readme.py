@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvcore.testing.models import smollm2
+from kvcore.harness.models import smollm2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -126,3 +127,39 @@ def test_requirements_are_read_from_a_wheel(env: ModuleType, tmp_path: Path) -> 
         check=True,
     )
     assert done.stdout.split() == ["numpy>=1", "fastapi[standard]<1"]
+
+
+def test_vllm_s_cpu_build_gets_the_name_that_its_command_asks_for(
+    env: ModuleType, tmp_path: Path
+) -> None:
+    wheel = env.empty_wheel(tmp_path, "vllm", "0.32.0+cpu", "a name")
+    target = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--target", str(target), str(wheel)], check=True)
+    (found,) = importlib.metadata.distributions(name="vllm", path=[str(target)])
+    assert found.version == "0.32.0+cpu"
+    assert not found.entry_points
+
+
+def test_stand_ins_are_let_be_until_kvcore_is_there(env: ModuleType, tmp_path: Path) -> None:
+    """Python runs the file at each start, and pip's is before kvcore is installed."""
+    (tmp_path / env.STAND_INS).write_text(env.INSTALL_STAND_INS)
+    code = "import site, sys; site.addsitedir(sys.argv[1]); print(__builtins__.__import__)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("<built-in function __import__>")
+    assert done.stderr == ""
+    adapter = str(SCRIPT.parents[1] / "adapters" / "sglang")
+    core = str(SCRIPT.parents[1])
+    (tmp_path / "paths.pth").write_text(f"{adapter}\n{core}\n")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "_Import" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""The examples that need no engine. Those on vLLM are run by tests/engines/test_vllm_examples.py."""
+"""The examples that need no engine; tests/engines/test_vllm_examples.py runs those on vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_lla
 from kvcore.testing.store_contract import StoreContract
 from kvcore.tiers.remote import BlockStore
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def example(name: str) -> ModuleType:
