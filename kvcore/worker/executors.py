@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
@@ -93,6 +94,7 @@ class TierRead:
 
     def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
         self._tiers = tiers
+        self._limit = LogLimit()
         self._arena = arena
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
@@ -105,7 +107,7 @@ class TierRead:
             )
             for row in rows
         ]
-        return _errors(op, rows, _tier(self._tiers, op).read(requests))
+        return _errors(op, rows, _tier(self._tiers, op).read(requests), self._limit)
 
 
 class StagedRead:
@@ -114,6 +116,7 @@ class StagedRead:
 
     def __init__(self, tiers: Mapping[str, Tier], reads: StagedReads, sync: Stream) -> None:
         self._tiers = tiers
+        self._limit = LogLimit()
         self._reads = reads
         self._sync = sync
 
@@ -123,7 +126,7 @@ class StagedRead:
         ]
         with self._sync.copying(_UNMARKED):
             results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
-        return _errors(op, rows, results)
+        return _errors(op, rows, results, self._limit)
 
 
 class TierWrite:
@@ -131,6 +134,7 @@ class TierWrite:
 
     def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
         self._tiers = tiers
+        self._limit = LogLimit()
         self._arena = arena
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
@@ -144,7 +148,7 @@ class TierWrite:
             )
             for row in rows
         ]
-        return _errors(op, rows, _tier(self._tiers, op).write(requests))
+        return _errors(op, rows, _tier(self._tiers, op).write(requests), self._limit)
 
 
 def _tier(tiers: Mapping[str, Tier], op: TransferOp) -> Tier:
@@ -152,13 +156,26 @@ def _tier(tiers: Mapping[str, Tier], op: TransferOp) -> Tier:
 
 
 def _errors(
-    op: TransferOp, rows: Sequence[int], results: Sequence[TierError | None]
+    op: TransferOp,
+    rows: Sequence[int],
+    results: Sequence[TierError | None],
+    limit: LogLimit,
 ) -> dict[int, RowError]:
+    """Return the rows that failed, and log why.
+
+    A medium that fails, such as a full disk, fails every block: its line is limited. Corrupt and
+    missing blocks are logged one by one.
+    """
     failed: dict[int, RowError] = {}
     for row, error in zip(rows, results, strict=True):
-        if error is not None:
-            failed[row] = _row_error(error)
-            _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, error)
+        if error is None:
+            continue
+        failed[row] = _row_error(error)
+        by_medium = failed[row] is RowError.IO
+        left_out = limit.admit((op.path, op.tier, type(error))) if by_medium else 0
+        if left_out is not None:
+            more = f" ({left_out} more failed since the last line)" if left_out else ""
+            _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, f"{error}{more}")
     return failed
 
 

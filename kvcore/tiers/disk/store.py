@@ -20,6 +20,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
@@ -87,10 +88,11 @@ def prepare_store(
     going away. Raises TierUnavailable when the folder cannot be used, saying what to change.
     """
     deadline = time.monotonic() + wait_s
+    limit = LogLimit()  # every attempt finds the same stores
     while True:
         try:
             with exclusive(path):
-                return _prepare(path, geometry, capacity, capacity // share)
+                return _prepare(path, geometry, capacity, capacity // share, limit)
         except _Crowded:
             if time.monotonic() >= deadline:
                 raise
@@ -101,10 +103,12 @@ def prepare_store(
         time.sleep(_POLL_S)
 
 
-def _prepare(path: Path, geometry: Geometry, capacity: int, part: int) -> PreparedStore:
+def _prepare(
+    path: Path, geometry: Geometry, capacity: int, part: int, limit: LogLimit
+) -> PreparedStore:
     base = path / geometry.base
     with ExitStack() as locks:
-        own, mounted = _adopt(base, geometry, locks)
+        own, mounted = _adopt(base, geometry, locks, limit)
         others = _make_room(path, own, mounted, capacity - part // 2)
         num_slots = (min(part, capacity - others) - _OVERHEAD) // geometry.per_slot
         if num_slots < 1:
@@ -205,16 +209,19 @@ def _last_write(folder: Path) -> float:
     return max((f.stat().st_mtime for f in files), default=0.0)
 
 
-def _adopt(base: Path, geometry: Geometry, locks: ExitStack) -> tuple[_Held | None, list[_Held]]:
+def _adopt(
+    base: Path, geometry: Geometry, locks: ExitStack, limit: LogLimit
+) -> tuple[_Held | None, list[_Held]]:
     """(The store to write to, the others of the same blocks), of those that no engine uses."""
     own: _Held | None = None
     mounted: list[_Held] = []
     for folder in stores_under(base):
         lock = lock_store(folder)
         if lock is None:
-            _log.info("store %s is in use by another engine", folder)
+            if limit.admit(("in use", folder)) is not None:
+                _log.info("store %s is in use by another engine", folder)
             continue
-        found = _load(folder, geometry)
+        found = _load(folder, geometry, limit)
         if found is None:
             os.close(lock)
             continue
@@ -227,15 +234,17 @@ def _adopt(base: Path, geometry: Geometry, locks: ExitStack) -> tuple[_Held | No
     return own, mounted
 
 
-def _load(folder: Path, wanted: Geometry) -> Geometry | None:
+def _load(folder: Path, wanted: Geometry, limit: LogLimit) -> Geometry | None:
     """The store's geometry when its blocks are comparable, else None with a log line."""
     try:
         found = Geometry.load(folder)
     except FormatError as error:
-        _log.warning("store %s is not used: %s", folder, error)
+        if limit.admit(("not used", folder)) is not None:
+            _log.warning("store %s is not used: %s", folder, error)
         return None
     if found.base != wanted.base:
-        _log.warning("store %s is not used: it holds blocks of another model", folder)
+        if limit.admit(("not used", folder)) is not None:
+            _log.warning("store %s is not used: it holds blocks of another model", folder)
         return None
     return found
 

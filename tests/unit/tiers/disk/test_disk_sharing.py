@@ -240,3 +240,14 @@ def test_a_foreign_store_is_cut_to_make_room(path: Path) -> None:
         assert 2 <= len(kept) < 8
         assert all(one_read(tier, record.slot, record.key[0]) is None for record in kept)
         assert total_bytes(path) + store.num_slots * split(1).per_slot <= capacity + 4096
+
+
+def test_a_store_that_stays_in_use_is_logged_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = prepare_store(path, GEOMETRY, ROOM)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="kvcore.tiers.disk"), pytest.raises(TierUnavailable):
+        prepare_store(path, GEOMETRY, ROOM, wait_s=0.5)
+    assert caplog.messages == [f"store {running.folder} is in use by another engine"]
+    running.close()

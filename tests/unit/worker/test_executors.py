@@ -1,0 +1,44 @@
+"""What the executors of tier operations log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvcore._util.log_limit import LogLimit
+from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.transfer.graph import Path, RowError, Span, TransferOp
+from kvcore.worker import executors
+
+
+def op(path: Path) -> TransferOp:
+    return TransferOp(op_id=0, path=path, rows=Span(0, 50), tier="disk")
+
+
+def test_a_full_disk_is_logged_once_and_then_once_a_minute_with_a_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    limit = LogLimit(60.0, clock=lambda: now[0])
+    rows = list(range(50))
+    full: list[TierError | None] = [
+        TierUnavailable(f"slot {row}: the disk is full") for row in rows
+    ]
+    with caplog.at_level(logging.WARNING, logger="kvcore.worker"):
+        failed = executors._errors(op(Path.H2DISK), rows, full, limit)
+        executors._errors(op(Path.H2DISK), rows, full, limit)
+        assert caplog.messages == ["h2disk tier=disk failed: slot 0: the disk is full"]
+        now[0] = 60.0
+        executors._errors(op(Path.H2DISK), rows, full, limit)
+    assert failed == dict.fromkeys(rows, RowError.IO)
+    assert caplog.messages[1:] == [
+        "h2disk tier=disk failed: slot 0: the disk is full (99 more failed since the last line)"
+    ]
+
+
+def test_every_corrupt_block_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    bad: list[TierError | None] = [CorruptBlock("slot 3"), None, CorruptBlock("slot 5")]
+    with caplog.at_level(logging.WARNING, logger="kvcore.worker"):
+        executors._errors(op(Path.DISK2H), [0, 1, 2], bad, LogLimit())
+    assert len(caplog.messages) == 2
