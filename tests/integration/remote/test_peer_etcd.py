@@ -144,8 +144,8 @@ def test_what_others_write_in_etcd_stops_nobody(
     directory.join(Member("worker", "nowhere", details={"peer": "tcp://-:7"}))
     with node(cluster) as other:
         other.call("put", seeds={A: 1}, nbytes=NBYTES)
-        until(lambda: knows(reader, other), "not found among them", fails)
-        until(lambda: "tcp://-:7" in reader.peers, "what stands there is not taken as it is", fails)
+        until(lambda: knows(reader, other), "not found among them", hopeless=fails)
+        until(lambda: "tcp://-:7" in reader.peers, "what stands there is not taken as it is", hopeless=fails)
         assert reader.exists([A, B]) == [True, False], "one that is nowhere fails no others"
         assert fetch(reader, A, NBYTES) == value(1, NBYTES)
     with monkeypatch.context() as patch:
@@ -156,10 +156,10 @@ def test_what_others_write_in_etcd_stops_nobody(
             raise RuntimeError("a fault")
 
         patch.setattr(roster._directory, "members", fault)
-        until(looked.is_set, "nobody looked", ended)
-        until(lambda: FAULT in caplog.text, "nobody is told", ended)
+        until(looked.is_set, "nobody looked", hopeless=ended)
+        until(lambda: FAULT in caplog.text, "nobody is told", hopeless=ended)
     with node(cluster) as other:
-        until(lambda: knows(reader, other), "nobody looks any more", ended)
+        until(lambda: knows(reader, other), "nobody looks any more", hopeless=ended)
     directory.close()
 
 

@@ -55,9 +55,9 @@ def test_what_a_crash_left_behind_does_not_come_back_after_a_clear(tmp_path: Pat
 
 
 def run(module: str, *arguments: str) -> str:
-    """What a command of `kvcore.testing` prints. It forks, or looks at its own memory: it has a
+    """What a command of `kvcore_devtools` prints. It forks, or looks at its own memory: it has a
     process of its own."""
-    command = [sys.executable, "-m", f"kvcore.testing.{module}", *arguments]
+    command = [sys.executable, "-m", f"kvcore_devtools.{module}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
