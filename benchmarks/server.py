@@ -26,6 +26,7 @@ from typing import NamedTuple
 from benchmarks._report import Report
 from benchmarks._ttft import fast_dtype
 from kvcore.config import Config, load_config
+from kvcore.connector.build import build_leader
 from kvcore.connector.step_transport import Outbox
 from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import smollm2
@@ -33,7 +34,6 @@ from kvcore.harness.prompts import windows
 from kvcore.manager.base import Manager
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
-from kvcore.runtime.build import build_leader
 from kvcore.transfer.graph import OpReport, UnitTable
 from kvcore_devtools.served import server_process
 

@@ -1,11 +1,13 @@
-"""Leader and worker of an engine, put together from a config.
+"""The parts of one process, composed from a config: an index over tiers with its manager, and the
+worker of a rank.
 
-    config + model ── build_leader ──▶ LeaderParts   index, backing tiers, manager
-    config + model ── build_worker ──▶ WorkerParts   arena, copies, tiers to open     (each rank)
+    config + model ── build_manager ──▶ LeaderParts   index, lower tiers, manager
+    config + model ── build_worker ───▶ WorkerParts   arena, copies, tiers to open     (each rank)
              pages ──┘
 
-Both compute the size of the arena from the same numbers, so that a slot of the leader's index is a
-slot of every rank.
+Both compute the size of the arena from the same numbers, so that a slot of the index is a slot of
+every rank. An engine's adapter uses `kvcore.connector.build`, where a server may take the place of
+the manager.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore.cluster import Directory, enter
@@ -44,7 +45,6 @@ __all__ = [
     "HostSlots",
     "LeaderParts",
     "WorkerParts",
-    "build_leader",
     "build_manager",
     "build_segments",
     "build_worker",
@@ -54,6 +54,7 @@ __all__ = [
     "host_slots",
     "load_plugins",
     "segments_of",
+    "with_control",
 ]
 
 _log = logging.getLogger("kvcore.connector")
@@ -71,9 +72,10 @@ class HostSlots(NamedTuple):
 
 
 def host_slots(config: Config, model: ModelDescription) -> HostSlots:
-    """How many slots every rank's arena has; all ranks together stay below ``host.capacity``.
+    """Return how many slots every rank's arena has; all ranks together stay below
+    ``host.capacity``.
 
-    Raises UnsupportedError where not one block fits.
+    Raises UnsupportedError if not one block fits.
     """
     per_slot = sum(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
     total = config.host.capacity // per_slot
@@ -86,7 +88,8 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
 
 
 def device_slots(config: Config, model: ModelDescription) -> int:
-    """How many blocks every rank's staging on the device holds; none where nothing is read so."""
+    """Return how many blocks every rank's staging on the device holds; 0 if no tier is read to the
+    device directly."""
     disk = config.disk
     if disk.path is None or disk.to_device == "off" or config.server.address is not None:
         return 0
@@ -103,7 +106,8 @@ def device_slots(config: Config, model: ModelDescription) -> int:
 
 
 def geometry(model: ModelDescription) -> Geometry:
-    """What a stored block of the model is, and which heads and layers each rank keeps of it."""
+    """Return what a stored block of the model is, and which of its heads and layers each rank
+    holds."""
     ranks = range(model.world_size)
     heads = tuple(model.head_range(rank) for rank in ranks)
     layers = tuple(model.layer_range(rank) for rank in ranks)
@@ -111,7 +115,7 @@ def geometry(model: ModelDescription) -> Geometry:
 
 
 def load_plugins(config: Config) -> PluginManager:
-    """Plugins as ``[plugins]`` wants them."""
+    """Load the plugins that ``[plugins]`` does not disable."""
     return PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
 
 
@@ -120,8 +124,11 @@ def load_plugins(config: Config) -> PluginManager:
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """A leader's manager. ``backings`` are the tiers of its own, restored; behind a server there
-    are none. ``releases`` are called once, when the workers have closed."""
+    """A leader's manager and what belongs to it.
+
+    ``backings`` are its own lower tiers, restored; a server's client has none. The owner calls each
+    of ``releases`` once, after the workers have closed.
+    """
 
     manager: Manager
     metrics: Metrics
@@ -134,7 +141,8 @@ class LeaderParts:
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
-        """What every worker must hear before any graph: tiers by name, with what they told."""
+        """What every worker needs before its first graph: each tier's name, and what its leader's
+        part says to the ranks."""
         return {found.spec.name: dict(found.prepared.told) for found in self.backings}
 
     @property
@@ -144,30 +152,6 @@ class LeaderParts:
         return {HOST: Path.H2D.value, **backing}
 
 
-def build_leader(
-    config: Config,
-    model: ModelDescription,
-    transport: Transport,
-    *,
-    on_event: Callable[[Event], None] | None = None,
-    data_parallel_rank: int | None = None,
-) -> LeaderParts:
-    """The leader's part of a model, in this process, or a server's client where ``config`` names
-    one. Does I/O: a disk tier scans its records, a server is greeted.
-
-    Raises as `build_manager` does, and UnsupportedError where a server refuses this client.
-    ``data_parallel_rank`` tells leaders of one engine apart where there are several.
-    """
-    if config.server.address is None:
-        parts = build_manager(
-            config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
-        )
-        parts = _with_control(config, model, parts, data_parallel_rank)
-    else:
-        parts = _join(config, model, transport)
-    return enter_directory(config, model, parts, "leader", data_parallel_rank)
-
-
 def enter_directory(
     config: Config,
     model: ModelDescription,
@@ -175,8 +159,11 @@ def enter_directory(
     kind: str,
     data_parallel_rank: int | None = None,
 ) -> LeaderParts:
-    """``parts`` with this process in the directory of ``[cluster]``, where there is one, and where
-    its events are had. Raises ConfigError, and has released them then."""
+    """Enter this process in the directory of ``[cluster]``, if there is one, together with the
+    endpoints of its events. Return ``parts`` with what leaves the directory again.
+
+    Raises ConfigError after releasing ``parts``.
+    """
     told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
     if parts.events is not None:
         told |= endpoints(config, data_parallel_rank)
@@ -191,10 +178,14 @@ def enter_directory(
     return replace(parts, directory=directory, releases=[directory.close, *parts.releases])
 
 
-def _with_control(
+def with_control(
     config: Config, model: ModelDescription, parts: LeaderParts, data_parallel_rank: int | None
 ) -> LeaderParts:
-    """Take orders of operators where ``config`` names a socket."""
+    """Return ``parts`` with an endpoint for operators' commands, if ``config`` names a socket.
+
+    ``parts`` are those of `build_manager`. If the endpoint cannot be opened, they are released and
+    a KVCoreError is raised.
+    """
     if config.control.address is None:
         return parts
     assert isinstance(parts.manager, KVManager)
@@ -211,19 +202,6 @@ def _with_control(
     return replace(parts, releases=[endpoint.close, audit.close, *parts.releases])
 
 
-def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
-    """The leader's part of a server's client."""
-    from kvcore.server.client import join_server
-
-    metrics = Metrics("leader", enabled=config.metrics.enabled)
-    plugins = load_plugins(config)
-    plugins.check(config)
-    manager = join_server(config, model, transport, metrics)
-    if config.events.endpoint or config.events.nats:
-        _log.info("block events are told by the kvcore server, which has the tiers")
-    return LeaderParts(manager, metrics, (), plugins, [manager.close])
-
-
 def build_manager(
     config: Config,
     model: ModelDescription,
@@ -234,15 +212,14 @@ def build_manager(
     ids: Iterator[int] | None = None,
     sink_saves: bool = True,
 ) -> LeaderParts:
-    """A manager over tiers of its own. Does I/O: a disk tier scans its records.
+    """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
-    ``ids`` and ``sink_saves`` are as `KVManager` has them.
+    ``ids`` and ``sink_saves`` are as in `KVManager`. ``on_event`` gets what the feed of
+    ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank`` tells the leaders of one
+    engine apart if there are several.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
-    that name no plugin or do not fit one, UnsupportedError where host memory holds no block.
-
-    ``on_event`` is told beside the feed of ``[events]``; see `BlockIndex.watch`.
-    ``data_parallel_rank`` tells leaders of one engine apart where there are several.
+    that name no plugin or do not fit one, UnsupportedError if host memory does not hold one block.
     """
     plugins = load_plugins(config)
     plugins.check(config)
@@ -314,7 +291,8 @@ def _both(
 
 
 def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
-    """Put what a backing tier still holds into the index; slots beyond its own that did not fit."""
+    """Put what a lower tier still holds into the index. Return the slots of lost records that lie
+    beyond the tier's present size."""
     lost = index.restore(found.spec.name, found.prepared.records)
     _log.info(
         "tier restored name=%s blocks=%d dropped=%d slots=%d",
@@ -327,8 +305,9 @@ def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
 
 
 def build_segments(config: Config, model: ModelDescription) -> Segments:
-    """Tokens of stored blocks; beside the disk tier's, they outlive the engine as its blocks do.
-    Where blocks are encrypted they stay in memory: they are the user's text."""
+    """Build the book of the stored blocks' tokens. Beside a disk tier it is a file, and outlives
+    the engine as the tier's blocks do. If those are encrypted it stays in memory: tokens are the
+    user's text."""
     path = None
     if config.disk.path is not None and config.disk.path.is_dir() and not config.disk.encrypted:
         name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
@@ -337,7 +316,7 @@ def build_segments(config: Config, model: ModelDescription) -> Segments:
 
 
 def segments_of(config: Config, model: ModelDescription, manager: Manager) -> SegmentBook:
-    """Where a leader finds chunks: the server's tokens of stored blocks, or its own."""
+    """Return where a leader finds chunks: the server's book of tokens, or one of its own."""
     return manager.segments or build_segments(config, model)
 
 
@@ -346,7 +325,7 @@ def segments_of(config: Config, model: ModelDescription, manager: Manager) -> Se
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """A rank's worker, and what opens the tiers that the leader names."""
+    """A rank's worker, and what opens the tiers that its leader names."""
 
     worker: KVWorker
     metrics: Metrics
@@ -355,30 +334,37 @@ class WorkerParts:
 
 
 def build_worker(
-    config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
+    config: Config,
+    model: ModelDescription,
+    rank: int,
+    views: Sequence[KVView],
+    served: Callable[..., KVWorker] | None = None,
 ) -> WorkerParts:
-    """The worker of ``rank``; ``views`` are its pages, one view for each of the model's groups
-    that has layers on this rank: exactly those.
+    """Build the worker of ``rank``; ``views`` are its pages: one view for each of the model's
+    groups that has layers on this rank, and no others.
 
-    Allocates the arena. Raises UnsupportedError or LayoutError where KV cannot be moved right:
-    nothing may be stored then, and nothing is left open.
+    Allocates the arena. ``served`` makes a worker that copies to and from another process's memory
+    instead; its own arena then has one slot.
+
+    Raises UnsupportedError or LayoutError if KV cannot be moved right. Nothing is left open then,
+    and the caller must store nothing.
     """
     device = views[0].tensors[0].device
-    served = config.server.address is not None
+    own = served is None
     arena = HostArena(
         model.rank_shape(rank),
-        1 if served else host_slots(config, model).total,  # the server has the others
+        host_slots(config, model).total if own else 1,
         arrangement=config.host.arrangement,
-        huge_pages=config.host.huge_pages and not served,
-        pin=config.host.pin and device.type == "cuda" and not served,
-        prefault=0 if served else config.host.prefault,
+        huge_pages=config.host.huge_pages and own,
+        pin=config.host.pin and device.type == "cuda" and own,
+        prefault=config.host.prefault if own else 0,
     )
     metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)
     try:
         arena_view = KVView(arena.layout(), [arena.tensor()])
         plugins = load_plugins(config)
         ops = select_ops(views[0], arena_view, plugins.ops(), config.ops.backend)
-        worker = _worker_type(config, model, rank)(
+        worker = (served or KVWorker)(
             arena=arena,
             arena_view=arena_view,
             groups=_groups(model, rank, views),
@@ -408,22 +394,14 @@ def build_worker(
 
 
 def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list[DeviceGroup]:
-    """The model's groups on a rank, in the order of a graph's tables."""
+    """Return the model's groups on a rank, in the order of a graph's tables."""
     groups, nothing = model.rank_groups(rank), views[0].select_layers(())
     given = dict(zip([group.index for group in groups if group.layers], views, strict=True))
     return [DeviceGroup(group.layers, given.get(group.index, nothing)) for group in groups]
 
 
-def _worker_type(config: Config, model: ModelDescription, rank: int) -> Callable[..., KVWorker]:
-    if config.server.address is None:
-        return KVWorker
-    from kvcore.server.worker import ServedWorker
-
-    return partial(ServedWorker, served=config, model=model, rank=rank)
-
-
 def _tracer(config: Config, rank: int) -> Tracer:
-    """Where this rank's spans go; nowhere when no folder is set or it cannot be written."""
+    """Return where this rank's spans go: nowhere if no folder is set or it cannot be written."""
     if config.trace.path is None:
         return Tracer()
     try:

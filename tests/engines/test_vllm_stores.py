@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from kvcore.config import load_config
+from kvcore.connector.build import build_leader
 from kvcore.connector.disagg import promised
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
-from kvcore.runtime.build import build_leader, geometry
+from kvcore.runtime.build import geometry
 from kvcore.tiers.remote import Shard
 from kvcore.tiers.remote.memory import shared_store
 

@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore.config import load_config  # noqa: E402
+from kvcore.connector.build import LeaderParts, build_leader, build_worker  # noqa: E402
 from kvcore.connector.forward_timer import ForwardClock  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
 from kvcore.explain.recorder import Watch  # noqa: E402
@@ -26,7 +27,6 @@ from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
-from kvcore.runtime.build import LeaderParts, build_leader, build_worker  # noqa: E402
 from kvcore.telemetry.rates import Part  # noqa: E402
 from kvcore.transfer.graph import OpReport  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402

@@ -6,14 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcore.config import Config
+from kvcore.connector.build import (
+    LeaderParts,
+    build_blends,
+    build_leader,
+    build_policy,
+    build_worker,
+)
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_policy import Pace, make_pace
 from kvcore.connector.fusion_worker import Blends
 from kvcore.errors import KVCoreError
 from kvcore.explain.recorder import Watch
-from kvcore.fusion.ops import select_fusion
 from kvcore.fusion.rope import Rope
-from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker, segments_of
+from kvcore.runtime.build import segments_of
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.plan import layer_steps
@@ -70,7 +75,10 @@ def build(
     """
     rank, model = served.rank, served.model
     parts = build_worker(config, model, rank.number, [served.pool.view])
-    blends = None if fusable is None else _blends(config, served, parts, fusable)
+    blends = None
+    if fusable is not None:
+        layers, ropes = fusable.layers, fusable.ropes
+        blends = build_blends(Blends, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
     clock = ForwardClock[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
     worker = RankWorker(parts.worker, parts.open_tier, fence, blends, clock)
@@ -98,23 +106,17 @@ def build(
     return Parts(served, worker, lines, leader, None)
 
 
-def _blends(config: Config, served: Served, parts: WorkerParts, fusable: Fusable) -> Blends:
-    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    device = served.pool.view.tensors[0].device
-    return Blends(
-        config,
-        parts.worker,
-        fusable.layers,
-        fusable.ropes,
-        served.model.rank_shape(served.rank.number),
-        selector,
-        served.page_tokens,
-        select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend),
-    )
-
-
 def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> FusionLeader:
+    """Build what plans blends. Its policy knows layers from their timing at start, and learns
+    forwards, blends and loads as they come."""
     model = served.model
+    policy = build_policy(
+        config,
+        model,
+        parts,
+        hidden=int(served.checkpoint.text["hidden_size"]),
+        device=served.pool.view.tensors[0].device.type,
+    )
     return FusionLeader(
         config,
         model.shape,
@@ -123,20 +125,5 @@ def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> Fusion
         layer_steps(model.shape.layers),
         served.page_tokens,
         parts.metrics,
-        _pace(config, served, parts) if config.fusion.adaptive else None,
-    )
-
-
-def _pace(config: Config, served: Served, parts: LeaderParts) -> Pace:
-    """The controller. It knows layers from their timing at start, forwards, blends and loads as
-    they come."""
-    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    return make_pace(
-        config.fusion,
-        hidden=int(served.checkpoint.text["hidden_size"]),
-        device=served.pool.view.tensors[0].device.type,
-        layers=served.model.shape.layers,
-        ranks=served.model.world_size,
-        paths=parts.read_paths,
-        looks=selector.needs_question,
+        policy if config.fusion.adaptive else None,
     )

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.config import Config
+from kvcore.connector.build import LeaderParts
 from kvcore.connector.fusion_scheduler import BlendPlan
 from kvcore.connector.page_table import Paging
 from kvcore.connector.step_transport import Outbox
@@ -35,7 +36,6 @@ from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
-from kvcore.runtime.build import LeaderParts
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore.config import Config
+from kvcore.connector import build
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
-from kvcore.fusion.ops import select_fusion
-from kvcore.runtime import build
+from kvcore.runtime.build import segments_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
@@ -80,19 +80,11 @@ def _blends(
         max_rows=getattr(llm_args, "max_num_tokens", None),
         gather=allgather if facts.world_size > 1 else None,
     )
-    device = view.tensors[0].device
     # Without its timings, which are a collective: whether all ranks can blend is not known yet.
     fusion = config.fusion.model_copy(update={"adaptive": False})
-    return SureBlends(
-        config.model_copy(update={"fusion": fusion}),
-        parts.worker,
-        layers,
-        ropes,
-        whole(facts, memory.groups, config.block.tokens).rank_shape(rank),
-        parts.plugins.selector(config.fusion.selector, config.fusion.selector_options),
-        group.page_tokens,
-        select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend),
-    )
+    untimed = config.model_copy(update={"fusion": fusion})
+    model = whole(facts, memory.groups, config.block.tokens)
+    return build.build_blends(SureBlends, untimed, model, rank, parts, layers, ropes)
 
 
 def agree_on_fusion(config: Config, side: WorkerSide, ranks: int, allgather: Allgather) -> None:
@@ -146,7 +138,7 @@ def build_leader(
         worker.open(parts.open_tiers)
     fusion, releases = None, [watch.close, *parts.releases]
     if worker.blends is not None:
-        segments = build.segments_of(config, model, parts.manager)
+        segments = segments_of(config, model, parts.manager)
         steps = layer_steps(model.shape.layers)
         fusion = FusionLeader(config, model.shape, parts.manager, segments, steps, parts.metrics)
         releases = [fusion.chunks.close, *releases]

@@ -10,23 +10,29 @@ import numpy as np
 import torch
 
 from kvcore.config import Config
+from kvcore.connector.build import (
+    LeaderParts,
+    WorkerParts,
+    build_blends,
+    build_leader,
+    build_planner,
+    build_policy,
+    build_worker,
+)
 from kvcore.connector.forward_timer import ForwardClock
 from kvcore.connector.fusion_policy import Pace
 from kvcore.connector.fusion_worker import Blends, RefusingBlends
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
-from kvcore.fusion.ops import select_fusion
-from kvcore.manager.load_advisor import Planning
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.layout import KVView
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
-from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker, segments_of
+from kvcore.runtime.build import segments_of
 from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import Span
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 from kvcore.worker.lifecycle import refuse_tier
@@ -35,7 +41,6 @@ from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.layout import group_view, verify_cpu_layout
-from kvcore_vllm.pacing import make_pace
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerSide
 
@@ -51,12 +56,11 @@ _log = logging.getLogger("kvcore.vllm")
 def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
 ) -> SchedulerSide:
-    """The leader. A tier that cannot be used is named in the log and left out."""
+    """Build the leader. A tier that cannot be used is named in the log and left out."""
     assert vllm_config.kv_transfer_config is not None
     outbox = Outbox(model.world_size)
     side: SchedulerSide
-    steps = layer_steps(model.shape.layers) if config.vllm.layerwise else []
-    watch = Watch.of(config)
+    settings, watch = config.vllm, Watch.of(config)
     tell = (lambda event: side.note_event(event)) if _wants_events(vllm_config) else None
     parts = build_leader(
         config,
@@ -65,10 +69,25 @@ def build_scheduler_side(
         on_event=watch.listener(tell),
         data_parallel_rank=_data_parallel_rank(vllm_config),
     )
-    pace = _pace(config, vllm_config, model, parts, tells=watch.is_on or config.metrics.enabled)
-    planning = None if pace is None else _planning(config, model, parts, pace)
-    if planning is not None:
-        watch.weigh_with(planning, parts.metrics)
+    pace = build_policy(
+        config,
+        model,
+        parts,
+        hidden=vllm_config.model_config.get_hidden_size(),
+        device=str(vllm_config.device_config.device_type),
+        watch=watch,
+    )
+    planning = None
+    if pace is not None:
+        planning = build_planner(
+            config,
+            model,
+            parts,
+            pace.rates,
+            watch,
+            min_load_tokens=settings.min_load_tokens,
+            layerwise=settings.layerwise,
+        )
     side = SchedulerSide(
         config,
         model,
@@ -77,12 +96,12 @@ def build_scheduler_side(
         parts.metrics,
         open_tiers=parts.open_tiers,
         on_close=parts.releases,
-        fusion=_fusion_leader(config, vllm_config, model, parts, steps, pace),
+        fusion=_fusion_leader(config, vllm_config, model, parts, pace),
         pace=pace,
-        planning=planning if config.planner.enabled else None,
+        planning=planning,
         watch=watch,
         handover=Handover(
-            vllm_config.kv_transfer_config.kv_role, config.vllm.promise_s, parts.manager
+            vllm_config.kv_transfer_config.kv_role, settings.promise_s, parts.manager
         ),
     )
     return side
@@ -93,10 +112,9 @@ def _fusion_leader(
     vllm_config: VllmConfig,
     model: ModelDescription,
     parts: LeaderParts,
-    steps: Sequence[Span],
     pace: Pace | None,
 ) -> FusionLeader | None:
-    """None where fusion is off, or the model is not one it is right for."""
+    """Build what plans blends; None if fusion is off, or not right for the model."""
     if not config.fusion.enabled:
         return None
     try:
@@ -109,46 +127,9 @@ def _fusion_leader(
         model.shape,
         parts.manager,
         segments_of(config, model, parts.manager),
-        steps,
+        layer_steps(model.shape.layers) if config.vllm.layerwise else [],
         model.groups[0].page_tokens,
         pace if config.fusion.adaptive else None,
-    )
-
-
-def _pace(
-    config: Config,
-    vllm_config: VllmConfig,
-    model: ModelDescription,
-    parts: LeaderParts,
-    *,
-    tells: bool = False,
-) -> Pace | None:
-    """None where nobody decides by rates, or ``tells`` of them."""
-    fuses = config.fusion.enabled and config.fusion.adaptive
-    if not (fuses or config.planner.enabled or tells):
-        return None
-    looks = False
-    if fuses:
-        options = config.fusion.selector_options
-        looks = parts.plugins.selector(config.fusion.selector, options).needs_question
-    return make_pace(
-        config.fusion,
-        vllm_config,
-        model.shape.layers,
-        model.world_size,
-        parts.read_paths,
-        looks,
-    )
-
-
-def _planning(config: Config, model: ModelDescription, parts: LeaderParts, pace: Pace) -> Planning:
-    return Planning(
-        config,
-        model,
-        parts.manager,
-        pace.rates,
-        min_load_tokens=config.vllm.min_load_tokens,
-        layerwise=config.vllm.layerwise,
     )
 
 
@@ -183,7 +164,7 @@ def build_worker_side(
     _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
     return WorkerSide(
         parts.worker,
-        blends=_blends(config, vllm_config, model, parts, shape),
+        blends=_blends(config, vllm_config, model, rank, parts),
         clock=ForwardClock(views[0].tensors[0].device),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
@@ -196,24 +177,20 @@ def _blends(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
+    rank: int,
     parts: WorkerParts,
-    shape: BlockShape,
 ) -> Blends | RefusingBlends:
-    """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
-    page_tokens = model.groups[0].page_tokens
+    """Build what blends on this rank, or what refuses to if vLLM's layers are not as expected."""
+    group = model.groups[0]
     if not config.fusion.enabled:
-        return RefusingBlends(page_tokens)  # the leader has the same setting: there are no orders
+        return RefusingBlends(group.page_tokens)  # the leader has the same setting: no orders come
     try:
         ropes = ropes_of(vllm_config, model)
-        names = model.groups[0].names
-        layers = VllmLayers(vllm_config, find_worker(vllm_config), names)
+        layers = VllmLayers(vllm_config, find_worker(vllm_config), group.names)
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
-        return RefusingBlends(page_tokens)
-    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    device = parts.worker.groups[0].view.tensors[0].device
-    ops = select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend)
-    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
+        return RefusingBlends(group.page_tokens)
+    return build_blends(Blends, config, model, rank, parts, layers, ropes)
 
 
 def _hook_attention(

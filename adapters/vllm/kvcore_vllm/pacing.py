@@ -6,37 +6,10 @@ StepNews.forwards    seconds of the steps that StepPlan.timed asked for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from kvcore.connector import fusion_policy as pacing
-from kvcore.connector.fusion_policy import Pace
-from kvcore.fusion.controller import Part
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from kvcore.config.schema import FusionConfig
-
-
-def make_pace(
-    config: FusionConfig,
-    vllm_config: VllmConfig,
-    layers: int,
-    ranks: int,
-    paths: Mapping[str, str],
-    looks: bool,
-) -> Pace:
-    """The controller of an engine, with guesses for what has not been measured yet."""
-    return pacing.make_pace(
-        config,
-        hidden=vllm_config.model_config.get_hidden_size(),
-        device=str(vllm_config.device_config.device_type),
-        layers=layers,
-        ranks=ranks,
-        paths=paths,
-        looks=looks,
-    )
+from kvcore.telemetry.rates import Part
 
 
 def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[Part]:

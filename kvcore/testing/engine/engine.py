@@ -23,21 +23,26 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvcore.config import Config
+from kvcore.connector.build import (
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_planner,
+    build_worker,
+    fusion_parts,
+)
 from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.explain.recorder import Watch
-from kvcore.fusion.ops import select_fusion
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.manager.load_advisor import (
     OTHER_TIER,
-    Planning,
     guess_compute,
     learn_loads,
     tier_priors,
 )
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
-from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker
 from kvcore.telemetry.rates import Part, Rates, TierRates
 from kvcore.testing.closing import Closing
 from kvcore.testing.engine.fusing import FusionLeader, RankBlender
@@ -180,8 +185,16 @@ class ReferenceEngine(Closing):
         fusion = None
         if config.fusion.enabled:
             fusion = self._fusion(config, described, built.manager, transport)
-        planning = self._planning(config, described, built)
-        watch.weigh_with(planning, built.metrics)
+        self.rates = self._guess(built)
+        planning = build_planner(
+            config,
+            described,
+            built,
+            self.rates,
+            watch,
+            min_load_tokens=self.args.min_load_tokens,
+            layerwise=True,
+        )
         self.leader = self.leader_type(
             config,
             described,
@@ -193,42 +206,29 @@ class ReferenceEngine(Closing):
             promise_s=self.args.promise_s,
             fusion=fusion,
             watch=watch,
-            planning=planning if config.planner.enabled else None,
+            planning=planning,
             on_close=built.releases,
         )
 
-    def _planning(
-        self, config: Config, described: ModelDescription, built: LeaderParts
-    ) -> Planning:
+    def _guess(self, built: LeaderParts) -> Rates:
+        """Return what to expect of compute and tiers before anything is measured."""
         spec = self.model.spec
         compute = guess_compute(spec.hidden, spec.layers, self.args.ranks, self.model.device.type)
         self._paths = built.read_paths
         self.priors = tier_priors(self._paths)
-        self.rates = Rates(spec.layers, compute, self.priors, otherwise=OTHER_TIER)
-        return Planning(
-            config,
-            described,
-            built.manager,
-            self.rates,
-            min_load_tokens=self.args.min_load_tokens,
-            layerwise=True,
-        )
+        return Rates(spec.layers, compute, self.priors, otherwise=OTHER_TIER)
 
     def _fusion(
         self, config: Config, described: ModelDescription, manager: Any, transport: DirectTransport
     ) -> FusionLeader:
-        fusion = config.fusion
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
-            selector = made.plugins.selector(fusion.selector, fusion.selector_options)
-            ops = select_fusion(
-                self.model.device, made.plugins.ops(), made.plugins.fusion_ops(), config.ops.backend
-            )
+            selector, ops = fusion_parts(config, made)
             self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
         return FusionLeader(
             config,
             manager,
             transport,
-            manager.segments or Segments(config.block.tokens, min_tokens=fusion.min_tokens),
+            manager.segments or Segments(config.block.tokens, min_tokens=config.fusion.min_tokens),
             [described.rank_shape(rank) for rank in range(described.world_size)],
             self.model.device,
             layer_steps(described.shape.layers),

@@ -10,10 +10,10 @@ import torch
 
 from kvcore.config.schema import FusionConfig
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_policy import TIMED_TOKENS, Pace, prefills
+from kvcore.connector.fusion_policy import TIMED_TOKENS, Pace, make_pace, prefills
 from kvcore.fusion.controller import Mode, Part
 from kvcore.telemetry.metrics import Metrics
-from kvcore_vllm.pacing import make_pace, parts_of
+from kvcore_vllm.pacing import parts_of
 
 LAYERS = 30
 PATHS = {"host": "h2d", "disk": "disk2h"}
@@ -22,11 +22,15 @@ ROW = 2e-5
 
 
 def pace(ranks: int = 1, looks: bool = False, **settings: Any) -> Pace:
-    engine: Any = SimpleNamespace(
-        model_config=SimpleNamespace(get_hidden_size=lambda: 576),
-        device_config=SimpleNamespace(device_type="cpu"),
+    return make_pace(
+        FusionConfig(**settings),
+        hidden=576,
+        device="cpu",
+        layers=LAYERS,
+        ranks=ranks,
+        paths=PATHS,
+        looks=looks,
     )
-    return make_pace(FusionConfig(**settings), engine, LAYERS, ranks, PATHS, looks)
 
 
 def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore.config import load_config
+from kvcore.config import Config, load_config
+from kvcore.connector.build import build_planner, build_policy
+from kvcore.connector.fusion_policy import Pace
 from kvcore.connector.step_transport import Outbox
+from kvcore.explain.recorder import Watch
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
 from kvcore.manager.load_advisor import Planning, tier_priors
@@ -19,7 +22,6 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import load_plugins
 from kvcore.telemetry.metrics import Metrics, MissReason
 from kvcore.telemetry.rates import ComputeRates, Part, Rates
-from kvcore_vllm import build
 from kvcore_vllm.scheduler import SchedulerSide
 
 BLOCK, LAYERS = 16, 4
@@ -125,21 +127,32 @@ def test_a_load_between_steps_has_the_deadline_of_its_plan() -> None:
 
 
 def test_rates_are_kept_where_a_planner_or_fusion_decides_by_them() -> None:
-    engine: Any = SimpleNamespace(
-        model_config=SimpleNamespace(get_hidden_size=lambda: 256),
-        device_config=SimpleNamespace(device_type="cpu"),
-    )
     parts: Any = SimpleNamespace(
         manager=Side().manager,
+        metrics=Metrics(enabled=False),
         plugins=load_plugins(load_config(None)),
         read_paths={"host": "h2d", "disk": "disk2h"},
     )
-    plain = load_config(None)
-    assert build._pace(plain, engine, MODEL, parts) is None
+
+    def policy(config: Config, watch: Watch | None = None) -> Pace | None:
+        return build_policy(config, MODEL, parts, hidden=256, device="cpu", watch=watch)
+
+    def planner(config: Config, rates: Rates) -> Planning | None:
+        return build_planner(
+            config, MODEL, parts, rates, Watch(), min_load_tokens=1, layerwise=False
+        )
+
+    plain = load_config(None, {"metrics": {"enabled": False}})
+    assert policy(plain) is None
+    assert policy(plain, Watch()) is None
+    assert policy(load_config(None), Watch()) is not None  # what loads save is counted
     blends = load_config(None, {"fusion": {"enabled": True}})
-    assert build._pace(blends, engine, MODEL, parts) is not None
+    assert policy(blends) is not None
     plans = load_config(None, {"planner": {"enabled": True}})
-    pace = build._pace(plans, engine, MODEL, parts)
+    pace = policy(plans)
     assert pace is not None
     assert pace.rates.tiers == {"host", "disk"}
-    assert build._planning(plans, MODEL, parts, pace).planner.rates is pace.rates
+    planning = planner(plans, pace.rates)
+    assert planning is not None
+    assert planning.planner.rates is pace.rates
+    assert planner(plain, pace.rates) is None

@@ -16,6 +16,12 @@ torch = pytest.importorskip("torch")
 from kvcore.cluster import Member, enter  # noqa: E402
 from kvcore.cluster.static import StaticDirectory  # noqa: E402
 from kvcore.config import Config, load_config  # noqa: E402
+from kvcore.connector.build import (  # noqa: E402  # after the skip
+    LeaderParts,
+    WorkerParts,
+    build_leader,
+    build_worker,
+)
 from kvcore.connector.page_table import Paging  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402
@@ -25,14 +31,7 @@ from kvcore.memory.layout import KVView, from_strides  # noqa: E402
 from kvcore.model.keys import KeyChain, Namespace  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
-from kvcore.runtime.build import (  # noqa: E402  # after the skip
-    LeaderParts,
-    WorkerParts,
-    build_leader,
-    build_worker,
-    geometry,
-    host_slots,
-)
+from kvcore.runtime.build import geometry, host_slots  # noqa: E402
 from kvcore.worker.lifecycle import close_worker, open_tiers  # noqa: E402
 
 PAGE, BLOCK, PAGES = 32, 16, 6

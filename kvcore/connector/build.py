@@ -1,0 +1,198 @@
+"""Leader and worker of an engine, composed from a config. The choice between tiers of this process
+and a kvcore server is made here, and nowhere else.
+
+    config + model ── build_leader ──▶ LeaderParts     index, lower tiers, manager; or a client
+    config + model ── build_worker ──▶ WorkerParts     arena, copies, tiers to open     (each rank)
+             pages ──┘
+    parts + what the engine knows ──── build_policy, build_planner, build_blends
+
+Both sides compute the size of the arena from the same numbers, so that a slot of the leader's index
+is a slot of every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvcore.config import Config
+from kvcore.connector.fusion_policy import Pace, make_pace
+from kvcore.connector.fusion_worker import Blends, EngineLayers
+from kvcore.explain.recorder import Watch
+from kvcore.fusion.ops import FusionOps, select_fusion
+from kvcore.fusion.rope import Rope
+from kvcore.fusion.select import Selector
+from kvcore.index import Event
+from kvcore.manager import Transport
+from kvcore.manager.load_advisor import Planning
+from kvcore.memory.layout import KVView
+from kvcore.model.spec import ModelDescription
+from kvcore.runtime import build as runtime
+from kvcore.runtime.build import LeaderParts, WorkerParts
+from kvcore.telemetry.metrics import Metrics
+from kvcore.telemetry.rates import Rates
+
+__all__ = [
+    "LeaderParts",
+    "WorkerParts",
+    "build_blends",
+    "build_leader",
+    "build_planner",
+    "build_policy",
+    "build_worker",
+    "fusion_parts",
+]
+
+_log = logging.getLogger("kvcore.connector")
+
+_B = TypeVar("_B", bound=Blends)
+
+
+# -- leader ---------------------------------------------------------------------------------
+
+
+def build_leader(
+    config: Config,
+    model: ModelDescription,
+    transport: Transport,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    data_parallel_rank: int | None = None,
+) -> LeaderParts:
+    """Build the leader of a model: over tiers of this process, or as a client of the server that
+    ``config`` names. Does I/O: a disk tier scans its records, or a server is greeted.
+
+    ``data_parallel_rank`` tells the leaders of one engine apart if there are several. ``on_event``
+    is as in `kvcore.runtime.build.build_manager`; a server tells nobody but its own subscribers.
+
+    Raises what `build_manager` raises, and UnsupportedError if a server refuses this client.
+    """
+    if config.server.address is None:
+        parts = runtime.build_manager(
+            config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
+        )
+        parts = runtime.with_control(config, model, parts, data_parallel_rank)
+    else:
+        parts = _join(config, model, transport)
+    return runtime.enter_directory(config, model, parts, "leader", data_parallel_rank)
+
+
+def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
+    """Build the leader of a server's client."""
+    from kvcore.server.client import join_server
+
+    metrics = Metrics("leader", enabled=config.metrics.enabled)
+    plugins = runtime.load_plugins(config)
+    plugins.check(config)
+    manager = join_server(config, model, transport, metrics)
+    if config.events.endpoint or config.events.nats:
+        _log.info("block events are published by the kvcore server, which has the tiers")
+    return LeaderParts(manager, metrics, (), plugins, [manager.close])
+
+
+def build_policy(
+    config: Config,
+    model: ModelDescription,
+    parts: LeaderParts,
+    *,
+    hidden: int,
+    device: str,
+    watch: Watch | None = None,
+) -> Pace | None:
+    """Build what learns an engine's rates and decides about blends; None if nobody wants to know.
+
+    The fusion controller and the planner decide by rates. A ``watch`` that records requests, or
+    counts what loads save, estimates by them. ``hidden`` is the model's width and ``device`` the
+    torch device's type.
+    """
+    fuses = config.fusion.enabled and config.fusion.adaptive
+    estimates = watch is not None and (watch.is_on or config.metrics.enabled)
+    if not (fuses or config.planner.enabled or estimates):
+        return None
+    looks = False
+    if fuses:
+        options = config.fusion.selector_options
+        looks = parts.plugins.selector(config.fusion.selector, options).needs_question
+    return make_pace(
+        config.fusion,
+        hidden=hidden,
+        device=device,
+        layers=model.shape.layers,
+        ranks=model.world_size,
+        paths=parts.read_paths,
+        looks=looks,
+    )
+
+
+def build_planner(
+    config: Config,
+    model: ModelDescription,
+    parts: LeaderParts,
+    rates: Rates,
+    watch: Watch,
+    *,
+    min_load_tokens: int,
+    layerwise: bool,
+) -> Planning | None:
+    """Have ``watch`` estimate by ``rates``; return what plans by them, None if planning is off."""
+    planning = Planning(
+        config,
+        model,
+        parts.manager,
+        rates,
+        min_load_tokens=min_load_tokens,
+        layerwise=layerwise,
+    )
+    watch.weigh_with(planning, parts.metrics)
+    return planning if config.planner.enabled else None
+
+
+# -- worker ---------------------------------------------------------------------------------
+
+
+def build_worker(
+    config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
+) -> WorkerParts:
+    """Build the worker of ``rank``, with an arena of its own or over that of a server.
+
+    See `kvcore.runtime.build.build_worker` for ``views`` and for what is raised.
+    """
+    if config.server.address is None:
+        return runtime.build_worker(config, model, rank, views)
+    from kvcore.server.worker import ServedWorker
+
+    served = partial(ServedWorker, served=config, model=model, rank=rank)
+    return runtime.build_worker(config, model, rank, views, served=served)
+
+
+def fusion_parts(config: Config, parts: WorkerParts) -> tuple[Selector, FusionOps]:
+    """Build a rank's selector of rows, and pick its kernels, as ``[fusion]`` and ``[ops]`` say."""
+    selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
+    device, plugins = parts.worker.groups[0].view.tensors[0].device, parts.plugins
+    ops = select_fusion(device, plugins.ops(), plugins.fusion_ops(), config.ops.backend)
+    return selector, ops
+
+
+def build_blends(
+    kind: type[_B],
+    config: Config,
+    model: ModelDescription,
+    rank: int,
+    parts: WorkerParts,
+    layers: EngineLayers,
+    ropes: Sequence[Rope | None],
+) -> _B:
+    """Build what blends on ``rank`` with the engine's own ``layers``, which rotate as ``ropes``."""
+    selector, ops = fusion_parts(config, parts)
+    return kind(
+        config,
+        parts.worker,
+        layers,
+        ropes,
+        model.rank_shape(rank),
+        selector,
+        model.groups[0].page_tokens,
+        ops,
+    )
