@@ -145,7 +145,9 @@ def test_what_others_write_in_etcd_stops_nobody(
     with node(cluster) as other:
         other.call("put", seeds={A: 1}, nbytes=NBYTES)
         until(lambda: knows(reader, other), "not found among them", hopeless=fails)
-        until(lambda: "tcp://-:7" in reader.peers, "what stands there is not taken as it is", hopeless=fails)
+        until(
+            lambda: "tcp://-:7" in reader.peers, "its address is not taken as it is", hopeless=fails
+        )
         assert reader.exists([A, B]) == [True, False], "one that is nowhere fails no others"
         assert fetch(reader, A, NBYTES) == value(1, NBYTES)
     with monkeypatch.context() as patch:
