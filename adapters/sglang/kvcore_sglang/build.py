@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kvcore.config import Config
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_policy import Pace, make_pace
-from kvcore.connector.fusion_worker import Blends
+from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
+from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import KVCoreError
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.ops import select_fusion
@@ -18,8 +19,8 @@ from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.describe import Served
-from kvcore_sglang.fusing import FusionLeader
 from kvcore_sglang.fusion import SglangLayers
+from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
 from kvcore_sglang.worker import Fence, RankWorker
@@ -98,10 +99,10 @@ def build(
     return Parts(served, worker, lines, leader, None)
 
 
-def _blends(config: Config, served: Served, parts: WorkerParts, fusable: Fusable) -> Blends:
+def _blends(config: Config, served: Served, parts: WorkerParts, fusable: Fusable) -> FusionWorker:
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
     device = served.pool.view.tensors[0].device
-    return Blends(
+    return FusionWorker(
         config,
         parts.worker,
         fusable.layers,
@@ -113,25 +114,25 @@ def _blends(config: Config, served: Served, parts: WorkerParts, fusable: Fusable
     )
 
 
-def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> FusionLeader:
+def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:
     model = served.model
-    return FusionLeader(
+    return SglangFusionScheduler(
         config,
-        model.shape,
+        model.shape.nbytes,
         parts.manager,
         segments_of(config, model, parts.manager),
         layer_steps(model.shape.layers),
-        served.page_tokens,
         parts.metrics,
+        FusionTraits(served.page_tokens, ends_at_page=True),
         _pace(config, served, parts) if config.fusion.adaptive else None,
     )
 
 
-def _pace(config: Config, served: Served, parts: LeaderParts) -> Pace:
+def _pace(config: Config, served: Served, parts: LeaderParts) -> FusionPolicy:
     """The controller. It knows layers from their timing at start, forwards, blends and loads as
     they come."""
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
-    return make_pace(
+    return make_fusion_policy(
         config.fusion,
         hidden=int(served.checkpoint.text["hidden_size"]),
         device=served.pool.view.tensors[0].device.type,

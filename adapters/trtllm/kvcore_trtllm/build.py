@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
@@ -17,10 +19,9 @@ from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 from kvcore.worker.lifecycle import refuse_tier
 from kvcore_trtllm import engine
-from kvcore_trtllm.blending import SureBlends
 from kvcore_trtllm.describe import whole
-from kvcore_trtllm.fusing import FusionLeader
 from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
+from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.layout import Memory
 from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import Allgather, Tally, WorkerSide
@@ -66,7 +67,7 @@ def _blends(
     parts: build.WorkerParts,
     rank: int,
     allgather: Allgather,
-) -> SureBlends:
+) -> PromisedFusionWorker:
     """What blends on this rank. Raises UnsupportedError where it could not be right."""
     facts = memory.facts
     ropes = ropes_of(llm_args, facts)
@@ -83,7 +84,7 @@ def _blends(
     device = view.tensors[0].device
     # Without its timings, which are a collective: whether all ranks can blend is not known yet.
     fusion = config.fusion.model_copy(update={"adaptive": False})
-    return SureBlends(
+    return PromisedFusionWorker(
         config.model_copy(update={"fusion": fusion}),
         parts.worker,
         layers,
@@ -148,7 +149,15 @@ def build_leader(
     if worker.blends is not None:
         segments = build.segments_of(config, model, parts.manager)
         steps = layer_steps(model.shape.layers)
-        fusion = FusionLeader(config, model.shape, parts.manager, segments, steps, parts.metrics)
+        fusion = TrtllmFusionScheduler(
+            config,
+            model.shape.nbytes,
+            parts.manager,
+            segments,
+            steps,
+            parts.metrics,
+            FusionTraits(memory.groups[0].page_tokens, promises=True),
+        )
         releases = [fusion.chunks.close, *releases]
     leader = Leader(
         config,

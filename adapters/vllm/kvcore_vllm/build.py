@@ -11,8 +11,9 @@ import torch
 
 from kvcore.config import Config
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_policy import Pace
-from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.connector.fusion_policy import FusionPolicy
+from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
@@ -31,8 +32,8 @@ from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 from kvcore.worker.lifecycle import refuse_tier
 from kvcore_vllm.attention import install
-from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
+from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.pacing import make_pace
@@ -78,7 +79,7 @@ def build_scheduler_side(
         open_tiers=parts.open_tiers,
         on_close=parts.releases,
         fusion=_fusion_leader(config, vllm_config, model, parts, steps, pace),
-        pace=pace,
+        policy=pace,
         planning=planning if config.planner.enabled else None,
         watch=watch,
         handover=Handover(
@@ -94,8 +95,8 @@ def _fusion_leader(
     model: ModelDescription,
     parts: LeaderParts,
     steps: Sequence[Span],
-    pace: Pace | None,
-) -> FusionLeader | None:
+    pace: FusionPolicy | None,
+) -> VllmFusionScheduler | None:
     """None where fusion is off, or the model is not one it is right for."""
     if not config.fusion.enabled:
         return None
@@ -104,13 +105,14 @@ def _fusion_leader(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return None
-    return FusionLeader(
+    return VllmFusionScheduler(
         config,
-        model.shape,
+        model.shape.nbytes,
         parts.manager,
         segments_of(config, model, parts.manager),
         steps,
-        model.groups[0].page_tokens,
+        parts.metrics,
+        FusionTraits(model.groups[0].page_tokens),
         pace if config.fusion.adaptive else None,
     )
 
@@ -122,7 +124,7 @@ def _pace(
     parts: LeaderParts,
     *,
     tells: bool = False,
-) -> Pace | None:
+) -> FusionPolicy | None:
     """None where nobody decides by rates, or ``tells`` of them."""
     fuses = config.fusion.enabled and config.fusion.adaptive
     if not (fuses or config.planner.enabled or tells):
@@ -141,7 +143,9 @@ def _pace(
     )
 
 
-def _planning(config: Config, model: ModelDescription, parts: LeaderParts, pace: Pace) -> Planning:
+def _planning(
+    config: Config, model: ModelDescription, parts: LeaderParts, pace: FusionPolicy
+) -> Planning:
     return Planning(
         config,
         model,
@@ -198,22 +202,22 @@ def _blends(
     model: ModelDescription,
     parts: WorkerParts,
     shape: BlockShape,
-) -> Blends | RefusingBlends:
+) -> FusionWorker | RefusingFusionWorker:
     """What blends on this rank; one that refuses where vLLM's layers are not what they were."""
     page_tokens = model.groups[0].page_tokens
     if not config.fusion.enabled:
-        return RefusingBlends(page_tokens)  # the leader has the same setting: there are no orders
+        return RefusingFusionWorker(page_tokens)  # the leader has the same setting
     try:
         ropes = ropes_of(vllm_config, model)
         names = model.groups[0].names
         layers = VllmLayers(vllm_config, find_worker(vllm_config), names)
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
-        return RefusingBlends(page_tokens)
+        return RefusingFusionWorker(page_tokens)
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
     device = parts.worker.groups[0].view.tensors[0].device
     ops = select_fusion(device, parts.plugins.ops(), parts.plugins.fusion_ops(), config.ops.backend)
-    return Blends(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
+    return FusionWorker(config, parts.worker, layers, ropes, shape, selector, page_tokens, ops)
 
 
 def _hook_attention(
@@ -250,7 +254,7 @@ def refusing_worker_side(model: ModelDescription) -> WorkerSide:
     page_tokens = tuple(group.page_tokens for group in model.groups)
     return WorkerSide(
         RefusingWorker(),
-        blends=RefusingBlends(page_tokens[0]),
+        blends=RefusingFusionWorker(page_tokens[0]),
         clock=ForwardClock(torch.device("cpu")),
         layer_of={},
         page_tokens=page_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvcore.connector import fusion_policy as pacing
-from kvcore.connector.fusion_policy import Pace
+from kvcore.connector.fusion_policy import FusionPolicy
 from kvcore.fusion.controller import Part
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def make_pace(
     ranks: int,
     paths: Mapping[str, str],
     looks: bool,
-) -> Pace:
+) -> FusionPolicy:
     """The controller of an engine, with guesses for what has not been measured yet."""
-    return pacing.make_pace(
+    return pacing.make_fusion_policy(
         config,
         hidden=vllm_config.model_config.get_hidden_size(),
         device=str(vllm_config.device_config.device_type),

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.ops import select_fusion
@@ -38,9 +39,10 @@ from kvcore.manager.load_advisor import (
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.runtime.build import LeaderParts, WorkerParts, build_leader, build_worker
+from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Part, Rates, TierRates
 from kvcore.testing.closing import Closing
-from kvcore.testing.engine.fusing import FusionLeader, RankBlender
+from kvcore.testing.engine.fusing import RankBlender, ReferenceFusionScheduler
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
 from kvcore.testing.engine.requests import Request, State
@@ -179,7 +181,7 @@ class ReferenceEngine(Closing):
             open_tiers(made.worker, made.open_tier, built.open_tiers)
         fusion = None
         if config.fusion.enabled:
-            fusion = self._fusion(config, described, built.manager, transport)
+            fusion = self._fusion(config, described, built.manager, transport, built.metrics)
         planning = self._planning(config, described, built)
         watch.weigh_with(planning, built.metrics)
         self.leader = self.leader_type(
@@ -215,8 +217,13 @@ class ReferenceEngine(Closing):
         )
 
     def _fusion(
-        self, config: Config, described: ModelDescription, manager: Any, transport: DirectTransport
-    ) -> FusionLeader:
+        self,
+        config: Config,
+        described: ModelDescription,
+        manager: Any,
+        transport: DirectTransport,
+        metrics: Metrics,
+    ) -> ReferenceFusionScheduler:
         fusion = config.fusion
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
             selector = made.plugins.selector(fusion.selector, fusion.selector_options)
@@ -224,14 +231,18 @@ class ReferenceEngine(Closing):
                 self.model.device, made.plugins.ops(), made.plugins.fusion_ops(), config.ops.backend
             )
             self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
-        return FusionLeader(
+        shapes = [described.rank_shape(rank) for rank in range(described.world_size)]
+        return ReferenceFusionScheduler(
             config,
+            sum(shape.nbytes for shape in shapes),
             manager,
-            transport,
             manager.segments or Segments(config.block.tokens, min_tokens=fusion.min_tokens),
-            [described.rank_shape(rank) for rank in range(described.world_size)],
-            self.model.device,
             layer_steps(described.shape.layers),
+            metrics,
+            FusionTraits(self.args.page_tokens),
+            transport=transport,
+            shapes=shapes,
+            device=self.model.device,
         )
 
     def close(self) -> None:
