@@ -18,8 +18,8 @@ from functools import partial
 from typing import TypeVar
 
 from kvcore.config import Config
-from kvcore.connector.fusion_policy import Pace, make_pace
-from kvcore.connector.fusion_worker import Blends, EngineLayers
+from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
+from kvcore.connector.fusion_worker import EngineLayers, FusionWorker
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.ops import FusionOps, select_fusion
 from kvcore.fusion.rope import Rope
@@ -47,7 +47,7 @@ __all__ = [
 
 _log = logging.getLogger("kvcore.connector")
 
-_B = TypeVar("_B", bound=Blends)
+_B = TypeVar("_B", bound=FusionWorker)
 
 
 # -- leader ---------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def build_policy(
     hidden: int,
     device: str,
     watch: Watch | None = None,
-) -> Pace | None:
+) -> FusionPolicy | None:
     """Build what learns an engine's rates and decides about blends; None if nobody wants to know.
 
     The fusion controller and the planner decide by rates. A ``watch`` that records requests, or
@@ -115,7 +115,7 @@ def build_policy(
     if fuses:
         options = config.fusion.selector_options
         looks = parts.plugins.selector(config.fusion.selector, options).needs_question
-    return make_pace(
+    return make_fusion_policy(
         config.fusion,
         hidden=hidden,
         device=device,

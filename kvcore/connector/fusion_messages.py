@@ -1,33 +1,58 @@
-"""What a leader tells its workers of blends, and what they tell it.
+"""Messages between a leader and its workers about blends.
 
-    leader ──BlendOrder──▶ every rank       one prompt, with the graphs that bring its chunks
-    leader ◀──BlendReport─ a rank           what became of it
+    leader ──BlendOrder──▶ every rank       one prompt, with the graphs that load its chunks
+    leader ◀──BlendReport─ one rank         the result
 
-Adapters put these into the messages that they send anyway.
+Adapters embed these in the messages that they exchange at every step anyway.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from kvcore.fusion.segments import Reusable
 from kvcore.transfer.graph import TransferGraph
 
-if TYPE_CHECKING:
-    from kvcore.connector.fusion_scheduler import BlendPlan
-
-__all__ = ["FULL_LAYERS", "BlendOrder", "BlendReport", "ChunkLoad", "pages_made", "told"]
+__all__ = [
+    "FULL_LAYERS",
+    "BlendOrder",
+    "BlendPlan",
+    "BlendReport",
+    "ChunkLoad",
+    "blend_summary",
+    "pages_made",
+]
 
 FULL_LAYERS = 2
-"""The first layers compute every row (`kvcore.fusion.select.Ratio`)."""
+"""The number of first layers at which every row is computed (`kvcore.fusion.select.Ratio`)."""
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """What a blend of one request consists of: KV for [exact, stop), ``chunks`` ascending.
+
+    ``ratio`` is the share of the chunks' rows to recompute. Stays in the leader.
+    """
+
+    exact: int
+    stop: int
+    ratio: float
+    chunks: tuple[Reusable, ...]
+
+    @property
+    def reused(self) -> int:
+        """The number of tokens in the chunks."""
+        return sum(chunk.length for chunk in self.chunks)
 
 
 class ChunkLoad(msgspec.Struct, array_like=True):
-    """A chunk of a blend: ``graph`` copies its blocks to rows of the staging.
+    """A chunk of a blend: ``graph`` copies its blocks into rows of the staging memory.
 
-    Tokens [first, first + length) of the staging stand at ``position`` of the prompt; they were
-    computed ``distance`` positions before that.
+    Tokens [first, first + length) of the staging belong at ``position`` of the prompt. They were
+    computed ``distance`` positions earlier.
     """
 
     graph: TransferGraph
@@ -38,14 +63,13 @@ class ChunkLoad(msgspec.Struct, array_like=True):
 
 
 class BlendOrder(msgspec.Struct, array_like=True):
-    """One prompt to be blended in this step, before the forward.
+    """One prompt to blend in this step, before the forward.
 
     ``tokens`` are the prompt's (`kvcore.model.keys.pack_tokens`) and ``pages`` the request's pages
-    in
-    the engine. KV is made for positions [exact, stop). Of what stands before, [0, readable) can be
-    read from the pages; the rest is being computed in this very step, and is computed here too.
-    ``blocks`` is the size of the staging. ``lora`` is the adapter's number in the engine, 0 for
-    none.
+    in the engine. KV is made for positions [exact, stop). Positions [0, readable) can be read from
+    the pages. Positions [readable, exact) are computed by another request in this very step, so the
+    blend computes them too. ``blocks`` is the size of the staging in blocks. ``lora`` is the
+    engine's number of the LoRA adapter, 0 for none.
     """
 
     request_id: str
@@ -61,12 +85,14 @@ class BlendOrder(msgspec.Struct, array_like=True):
 
 
 class BlendReport(msgspec.Struct, array_like=True):
-    """What a blend did.
+    """The result of a blend.
 
-    ``share`` are the rows x layers it computed, ``rows`` those it made KV for and ``kept`` the mean
-    of those computed behind the full layers. ``verdicts`` are the quality gate's, and ``reason``
-    what it said last. One that is not ``ok`` though its chunks ``arrived`` failed in itself; of the
-    others nothing is learnt, as when a server has ended.
+    ``share`` is rows x layers computed, as a share of those KV was made for. ``rows`` counts the
+    rows KV was made for, and ``kept`` is the mean number of rows computed at the layers after
+    `FULL_LAYERS`. ``verdicts`` are the quality gate's, and ``reason`` is its last one. Times are in
+    seconds. If ``ok`` is False and ``arrived`` True, the blend itself failed. If ``arrived`` is
+    False, its chunks did not arrive, for example because a server exited. That says nothing about
+    blends.
     """
 
     request_id: str
@@ -84,12 +110,12 @@ class BlendReport(msgspec.Struct, array_like=True):
 
 
 def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:
-    """The pages that a blend is to fill."""
+    """Return the pages that a blend fills."""
     return order.pages[order.exact // page_tokens : -(-order.stop // page_tokens)]
 
 
-def told(plan: BlendPlan, report: BlendReport | None) -> dict[str, Any]:
-    """What a client is told of a blend that was ordered; ``report`` is None until it has come."""
+def blend_summary(plan: BlendPlan, report: BlendReport | None) -> dict[str, Any]:
+    """Return what a client is shown of an ordered blend; ``report`` is None until it arrives."""
     if report is None:
         return {"blended_tokens": plan.reused, "ratio": plan.ratio}
     if not report.ok:

@@ -1,12 +1,12 @@
-"""The fusion controller beside an engine's leader: what was measured goes in, decisions come out.
+"""The fusion controller beside an engine's leader: measurements go in, decisions come out.
 
     at start        workers time their own layers          profile
-    forwards        seconds of steps that prefill          forwards, where the engine tells them
+    forwards        seconds of steps that prefill          forwards, if the engine reports them
     blends          rows and seconds                       BlendReport
     loads           bytes and seconds by path              the counters that workers send anyway
 
-Blends bring a chunk to host memory first, while the request waits; from there it goes layer by
-layer. What is still on a slower tier when a decision is made is weighed at that tier's rates.
+A chunk is first fetched into host memory while its request waits, and loaded from there layer by
+layer. A chunk that is on a slower tier at decision time is costed at that tier's rates.
 """
 
 from __future__ import annotations
@@ -24,27 +24,32 @@ if TYPE_CHECKING:
     from kvcore.config.schema import FusionConfig
     from kvcore.telemetry.metrics import Data
 
-__all__ = ["TIMED_TOKENS", "Pace", "make_pace", "prefills"]
+__all__ = ["TIMED_TOKENS", "FusionPolicy", "is_prefill", "make_fusion_policy"]
 
 TIMED_TOKENS = 32
-"""A step with fewer says little about prefill; it is not timed."""
+"""Steps with fewer tokens are not timed: they say little about prefill."""
 
 _STEPS_KEPT = 64
-"""Steps whose times are waited for; under async scheduling one or two are."""
+"""The number of steps whose times may be outstanding. Async scheduling has one or two."""
 
 
-def prefills(scheduled: Collection[int]) -> bool:
-    """Whether a step of so many tokens of each request is worth timing: not where all decode."""
+def is_prefill(scheduled: Collection[int]) -> bool:
+    """Return True if a step with these token counts, one a request, is worth timing.
+
+    A step in which every request decodes is not.
+    """
     return sum(scheduled) - len(scheduled) >= TIMED_TOKENS
 
 
-class Pace:
-    """One per engine, beside its leader. Tens of microseconds a call. Not thread-safe.
+class FusionPolicy:
+    """Decides whether a blend is worth it. One per engine; tens of microseconds a call.
+
+    Not thread-safe.
 
     Args:
-        controller: learns and decides.
-        paths: the transfer path of each tier's reads, by tier.
-        ranks: tensor-parallel ones; each loads its heads of a chunk.
+        controller: learns rates and decides.
+        paths: the transfer path of reads, by tier.
+        ranks: the number of tensor-parallel ranks. Each loads its own heads of a chunk.
     """
 
     def __init__(self, controller: Controller, paths: Mapping[str, str], ranks: int) -> None:
@@ -56,11 +61,14 @@ class Pace:
 
     @property
     def rates(self) -> Rates:
-        """What was learnt of prefill and loads."""
+        """The measured rates of prefill and loads."""
         return self._controller.rates
 
     def time(self, parts: Sequence[Part]) -> int:
-        """A number for the step of these parts, to be given with its seconds; 0: not wanted."""
+        """Return a number for a step of these parts; pass it to `learn` with the step's seconds.
+
+        Returns 0 if the step is not worth timing.
+        """
         if sum(part.tokens for part in parts) < TIMED_TOKENS:
             return 0
         self._steps += 1
@@ -75,8 +83,11 @@ class Pace:
         forwards: Sequence[tuple[int, float]] = (),
         counted: Data | None = None,
     ) -> None:
-        """Take in what the workers measured: (rows, seconds) of layers behind nothing, (number of
-        `time`, seconds) of steps, and counters."""
+        """Learn from what the workers measured.
+
+        ``profile`` has (rows, seconds) of the layers over an empty context, ``forwards`` (number
+        from `time`, seconds) of steps, and ``counted`` the transfer counters.
+        """
         for rows, seconds in profile:
             self._controller.prefilled([Part(rows, 0)], seconds)
         for step, seconds in forwards:
@@ -84,7 +95,7 @@ class Pace:
         learn_loads(self._controller, self._paths, counted or {})
 
     def blended(self, report: BlendReport, exact: int) -> None:
-        """Take in a blend behind ``exact`` tokens. One that started over is of two walks."""
+        """Learn from a blend behind ``exact`` tokens. A blend that started over is ignored."""
         if report.ok and set(report.verdicts) <= {Step.GO_ON.value}:
             seconds = report.compute_s + report.look_s
             self._controller.blended(report.rows, report.kept, exact, seconds)
@@ -97,16 +108,16 @@ class Pace:
         exact_bytes: Mapping[str, int],
         chunk_bytes: Mapping[str, int],
     ) -> Decision:
-        """What to do with ``reused`` tokens of chunks behind ``exact`` ones of a prompt.
+        """Decide about a prompt of ``tokens`` with ``reused`` chunk tokens behind ``exact`` ones.
 
-        Bytes are those to load, by tier and over all ranks.
+        ``exact_bytes`` and ``chunk_bytes`` are the bytes to load, by tier and over all ranks.
         """
         share = {tier: n // self._ranks for tier, n in exact_bytes.items()}
         chunks = {tier: n // self._ranks for tier, n in chunk_bytes.items()}
         return self._controller.decide(Request(tokens, exact, reused, share, chunks))
 
 
-def make_pace(
+def make_fusion_policy(
     config: FusionConfig,
     *,
     hidden: int,
@@ -115,11 +126,11 @@ def make_pace(
     ranks: int,
     paths: Mapping[str, str],
     looks: bool,
-) -> Pace:
-    """The controller of an engine, with guesses for what has not been measured yet.
+) -> FusionPolicy:
+    """Build the policy of an engine, with estimates for rates that are not measured yet.
 
-    ``hidden`` is the model's width and ``device`` a torch device's type. ``looks`` says that the
-    selector asks where the question looks.
+    ``hidden`` is the model's hidden size and ``device`` a torch device type. ``looks`` is True if
+    the selector needs the question's attention.
     """
     settings = Settings(
         layers,
@@ -130,4 +141,4 @@ def make_pace(
     )
     compute = guess_compute(hidden, layers, ranks, device)
     controller = Controller(settings, compute, tier_priors(paths), OTHER_TIER)
-    return Pace(controller, paths, ranks)
+    return FusionPolicy(controller, paths, ranks)

@@ -1,284 +1,320 @@
-"""What of a prompt is stored at another place, for a leader that orders blends.
+"""The leader's half of fusion: decides which requests are blended and writes the orders.
 
     prompt  ├── exact prefix ──┼─ gap ─┼── chunk ──┼── chunk ──┼─ question ─┤
             0               exact                           stop
+                               └── made by the blend ──────────┘ └ by the engine's own forward
 
-A chunk is a run of tokens inside blocks that were stored exactly: those the request marks, those a
-separator cuts out, and any that a search finds. Nothing here waits or copies.
+    plan           finds chunks and decides whether a blend of them is worth it
+    order          the request has its pages: launches the chunks' loads, orders the blend
+    take_report    updates metrics, learned rates and what the client is shown
+
+The engine is told that [0, stop) is computed externally. The KV of [exact, stop) is approximate
+from the first chunk on, so it must not be stored or shared under any key. How an engine ensures
+that, and how it fetches chunks from lower tiers, is in its adapter's subclass.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
+from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from kvcore.config.schema import FusionConfig
-from kvcore.connector.fusion_messages import BlendReport, ChunkLoad
-from kvcore.errors import BlockMissing, KVCoreError
+from kvcore.config import Config
+from kvcore.connector.fusion_chunks import ChunkPlanner
+from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport, blend_summary
+from kvcore.connector.fusion_policy import FusionPolicy
+from kvcore.errors import ConfigError
+from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, SegmentBook
-from kvcore.manager import HOST, Hit, Manager
-from kvcore.model.keys import KeyChain, Namespace
-from kvcore.transfer.graph import Span, TransferGraph, UnitTable
+from kvcore.manager import Manager
+from kvcore.model.keys import Namespace, pack_tokens
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import Span, TransferGraph
 
-__all__ = ["MAX_FAILURES", "BlendPlan", "Chunks"]
+__all__ = ["FusionRequest", "FusionScheduler", "FusionTraits", "read_options"]
 
 _log = logging.getLogger("kvcore.fusion")
 
-MAX_FAILURES = 3
-"""Blends that fail one after another before no more are made."""
+Tokens = Sequence[int] | npt.NDArray[np.int64]
+
+REQUESTS_KEPT = 1024
+"""The number of requests whose outcome is remembered."""
 
 
 @dataclass(frozen=True)
-class BlendPlan:
-    """What a request's blend is made of: KV for [exact, stop), ``chunks`` ascending."""
+class FusionTraits:
+    """How one engine differs from the others.
 
-    exact: int
-    stop: int
-    ratio: float
-    chunks: tuple[Reusable, ...]
-
-    @property
-    def reused(self) -> int:
-        """Tokens of the chunks."""
-        return sum(chunk.length for chunk in self.chunks)
-
-
-class Chunks:
-    """The chunks of one engine's prompts. Not thread-safe: the leader's.
-
-    ``block_nbytes`` is the size of a block over all ranks.
+    Attributes:
+        page_tokens: the engine's page in tokens.
+        ends_at_page: a blend must end at the border of a page.
+        promises: the engine is promised the KV before it allocates pages and cannot be told
+            otherwise. Staging memory is then reserved with the promise, not with the order.
     """
 
-    def __init__(
-        self,
-        settings: FusionConfig,
-        block_tokens: int,
-        block_nbytes: int,
-        manager: Manager,
-        segments: SegmentBook,
-    ) -> None:
-        self._settings = settings
-        self._block = block_tokens
-        self._nbytes = block_nbytes
-        self._manager = manager
-        self._segments = segments
-        self._failures = 0
+    page_tokens: int
+    ends_at_page: bool = False
+    promises: bool = False
 
-    # -- what became of blends --------------------------------------------------------------
+
+@dataclass
+class FusionRequest:
+    """A request as fusion sees it.
+
+    Attributes:
+        found: the chunks of its prompt; None until the prompt was searched.
+        decision: the policy's decision, once it was asked.
+        plan: the last plan that was ordered, or is about to be.
+        approximate_from: the first position whose KV may be approximate; None if all is exact.
+        report: the result of the last blend.
+        void: another load of the request failed, so the engine computes it whatever the report.
+        fetched: its chunks were requested from their tiers.
+        error: why the request is answered without fusion although it was to be blended.
+    """
+
+    request_id: str
+    options: FusionOptions
+    found: list[Reusable] | None = None
+    decision: Decision | None = None
+    plan: BlendPlan | None = None
+    approximate_from: int | None = None
+    report: BlendReport | None = None
+    void: bool = False
+    fetched: bool = False
+    error: str = ""
 
     @property
-    def given_up(self) -> bool:
-        """Whether no more blends are to be made: too many have failed one after another."""
-        return self._failures >= MAX_FAILURES
+    def declined(self) -> str | None:
+        """Why the policy found a blend not worth it; None if it did not, or was not asked."""
+        found = self.decision
+        return found.reason if found is not None and found.mode is Mode.PREFIX else None
 
-    def judge(self, report: BlendReport) -> None:
-        """Take in what became of a blend. One whose chunks did not arrive tells nothing: the next
-        one's may."""
-        if not report.arrived:
-            return
-        self._failures = 0 if report.ok else self._failures + 1
-        if self._failures == MAX_FAILURES:
-            _log.error(
-                "%d blends failed one after another: exact prefixes only until the engine restarts",
-                MAX_FAILURES,
-            )
+    def exact_tokens(self, tokens: int) -> int:
+        """Return how many of the first ``tokens`` have exact KV."""
+        known = self.approximate_from
+        return tokens if known is None else min(tokens, known)
 
-    # -- what is stored ---------------------------------------------------------------------
+    def result(self) -> dict[str, Any]:
+        """Return what the client is shown."""
+        if self.error:
+            return {"error": self.error}
+        if self.plan is None or self.approximate_from is None:
+            return {} if self.declined is None else {"declined": self.declined}
+        return blend_summary(self.plan, self.report)
 
-    def learn(self, chain: KeyChain, start: int, stop: int, tokens: Sequence[int]) -> None:
-        """Blocks [start, stop) of a chain are stored; ``tokens`` are those of the request."""
-        self._segments.add(chain.namespace.digest, chain.keys[:stop], start, tokens)
 
-    def forget(self) -> None:
-        """Nothing of what was learned is stored any more."""
-        self._segments.clear()
+def read_options(request_id: str, read: Callable[[], FusionOptions]) -> tuple[FusionOptions, str]:
+    """Return the options that ``read`` gives and "", or no fusion and the ConfigError it raised."""
+    try:
+        return read(), ""
+    except ConfigError as error:
+        _log.warning("request=%s is answered without fusion: %s", request_id, error)
+        return FusionOptions(enabled=False), str(error)
 
-    def close(self) -> None:
-        self._segments.close()
 
-    # -- what a prompt can use --------------------------------------------------------------
+@dataclass(eq=False)
+class FusionScheduler:
+    """Plans and orders the blends of one engine. Leader's thread only; no call does I/O or waits.
 
-    def find(
-        self, tokens: Sequence[int], options: FusionOptions, namespace: Namespace, exact: int
-    ) -> list[Reusable]:
-        """All chunks of a prompt whose first ``exact`` tokens are held exactly, ascending.
+    Args:
+        block_nbytes: bytes of a block over all ranks.
+        layer_steps: the layer steps in which chunks arrive.
+        policy: decides whether a blend is worth it; None blends every prompt with chunks.
+    """
 
-        Marked ones first; between them what the search finds, unless the request names its chunks.
-        """
-        spans = self._spans(tokens) if options.chunks is None else options.chunks
-        found = [r for a, b in spans if (r := self._marked(tokens, namespace, a, b))]
-        if not self._settings.unmarked or options.chunks is not None:
-            return found
-        stops = [*(r.prompt_start for r in found), len(tokens)]
-        starts = [exact, *(r.prompt_start + r.length for r in found)]
-        for start, stop in zip(starts, stops, strict=True):
-            if stop - start >= self._settings.min_tokens:
-                found += self._segments.find(
-                    namespace.digest, tokens, self._held, max(start, exact), stop
-                )
-        return sorted(found)
+    config: Config
+    block_nbytes: int
+    manager: Manager
+    segments: InitVar[SegmentBook]
+    layer_steps: Sequence[Span]
+    metrics: Metrics
+    traits: FusionTraits
+    policy: FusionPolicy | None = None
+
+    def __post_init__(self, segments: SegmentBook) -> None:
+        self.chunks = ChunkPlanner(
+            self.config.fusion, self.config.block.tokens, self.block_nbytes, self.manager, segments
+        )
+        self._staged = 0  # bytes of staging memory that this step's blends take
+        self._known: OrderedDict[str, FusionRequest] = OrderedDict()
+
+    # -- a request comes --------------------------------------------------------------------
 
     def plan(
-        self, found: Iterable[Reusable], exact: int, limit: int, ratio: float, staged: int = 0
+        self,
+        request: FusionRequest,
+        tokens: Tokens,
+        namespace: Namespace,
+        exact: int,
+        limit: int | None = None,
+        loads: Mapping[str, int] | None = None,
     ) -> BlendPlan | None:
-        """A blend of what of the chunks lies in [exact, limit), is held still and fits the staging,
-        of which ``staged`` bytes are taken; None where that is too little to be worth one."""
-        usable = self._usable(found, exact, limit, self._settings.staging_max - staged)
-        if sum(chunk.length for chunk in usable) < self._settings.min_tokens:
+        """Plan a blend of a prompt whose first ``exact`` tokens have exact KV.
+
+        The engine computes from ``limit`` on by itself, by default the last token only: its logits
+        are needed. ``loads`` are the bytes of the exact prefix to load, by tier. Returns None if a
+        blend is impossible or not worth it.
+        """
+        if not request.options.enabled or self.chunks.given_up:
             return None
-        stop = usable[-1].prompt_start + usable[-1].length
-        return BlendPlan(exact, stop, ratio, tuple(usable))
+        if request.report is not None and not request.report.ok:
+            return None
+        if request.found is None:
+            prompt = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+            request.found = self.chunks.find(prompt, request.options, namespace, exact)
+        limit = len(tokens) - 1 if limit is None else limit
+        plan = self._whole_pages(request.found, exact, limit, self.config.fusion.ratio)
+        if plan is None:
+            return None
+        if request.options.ratio is not None:  # the client's wish, whatever it costs
+            return replace(plan, ratio=request.options.ratio)
+        if self.policy is None:
+            return plan
+        if request.decision is None:
+            request.decision = self._decide(self.policy, request, len(tokens), plan, loads or {})
+        if request.decision.mode is Mode.PREFIX:
+            return None
+        return replace(plan, ratio=request.decision.ratio)
+
+    def _decide(
+        self,
+        policy: FusionPolicy,
+        request: FusionRequest,
+        tokens: int,
+        plan: BlendPlan,
+        loads: Mapping[str, int],
+    ) -> Decision:
+        chunks = self.chunks.nbytes(plan)
+        decision = policy.decide(tokens, plan.exact, plan.reused, loads, chunks)
+        _log.debug("request=%s %s: %s", request.request_id, decision.mode.value, decision.reason)
+        if decision.mode is Mode.PREFIX:
+            self.metrics.blend("declined")
+            self.remember(request)
+        return decision
+
+    def _whole_pages(
+        self, found: Sequence[Reusable], exact: int, limit: int, ratio: float
+    ) -> BlendPlan | None:
+        """Plan the longest blend of these chunks that ends where the engine lets a blend end."""
+        page = self.traits.page_tokens if self.traits.ends_at_page else 1
+        plan = self.chunks.plan(found, exact, limit, ratio, self._staged)
+        while plan is not None and plan.stop % page:
+            border = plan.stop // page * page
+            plan = self.chunks.plan(found, exact, border, ratio, self._staged)
+        return plan
 
     def in_host(self, plan: BlendPlan) -> BlendPlan | None:
-        """The plan with the chunks that are in host memory; None when too little is left."""
-        chunks = [
-            chunk
-            for chunk, (hit, start, stop) in self.sources(plan)
-            if set(hit.blocks_by_tier(start, stop)) <= {HOST}
-        ]
-        if sum(chunk.length for chunk in chunks) < self._settings.min_tokens:
+        """Return the plan reduced to chunks in host memory, or None if too few tokens are left."""
+        here = self.chunks.in_host(plan)
+        if here is None:
             return None
-        stop = chunks[-1].prompt_start + chunks[-1].length
-        return replace(plan, stop=stop, chunks=tuple(chunks))
+        return self._whole_pages(here.chunks, plan.exact, here.stop, plan.ratio)
 
-    def source(self, chunk: Reusable) -> tuple[Hit, int, int]:
-        """A chunk's chain as the tiers hold it, and its blocks there.
+    # -- a request is scheduled -------------------------------------------------------------
 
-        Raises KVCoreError where its last block has left every tier.
+    def reserve(self, plan: BlendPlan) -> None:
+        """Reserve staging memory for a plan that is promised to the engine in this step."""
+        blocks = (len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
+        self._staged += sum(blocks) * self.block_nbytes
+
+    def order(
+        self,
+        request: FusionRequest,
+        tokens: Tokens,
+        plan: BlendPlan,
+        pages: Sequence[int],
+        submit: Callable[[TransferGraph], object],
+        lora: int = 0,
+    ) -> BlendOrder:
+        """Launch the loads of a plan whose pages are allocated and return the order for the ranks.
+
+        ``submit`` receives the graph of each chunk. The engine counts on the tokens: a chunk that
+        is no longer cached is computed with the fresh tokens.
         """
-        chain = self._manager.index.path(chunk.last_key)
-        blocks = self.blocks(chunk.source_start, chunk.length)
-        namespace = self._manager.index.namespace_of(chunk.last_key)
-        hit = self._manager.get_match(chain, namespace)
-        if hit.depth < blocks.stop:
-            raise BlockMissing(f"of {blocks.stop} blocks up to a chunk's end {hit.depth} are held")
-        return hit, blocks.start, blocks.stop
+        chunks, blocks = self.chunks.launch(plan, self.layer_steps, submit)
+        if not self.traits.promises:
+            self._staged += blocks * self.block_nbytes
+        first, known = plan.chunks[0].prompt_start, request.approximate_from
+        request.plan, request.report, request.void = plan, None, False
+        request.approximate_from = first if known is None else min(known, first)
+        self.remember(request)
+        return BlendOrder(
+            request.request_id,
+            pack_tokens(tokens),
+            plan.exact,
+            plan.exact,
+            plan.stop,
+            list(pages),
+            plan.ratio,
+            chunks,
+            blocks,
+            lora,
+        )
 
-    def sources(self, plan: BlendPlan) -> Iterator[tuple[Reusable, tuple[Hit, int, int]]]:
-        """The chunks of a plan that are held still, each with its `source`.
+    def end_step(self) -> None:
+        """The step is planned: the blends of the next one have staging memory of their own."""
+        self._staged = 0
 
-        Those of a server may have gone since they were found: other engines store too, and it may
-        have ended.
+    # -- results ----------------------------------------------------------------------------
+
+    def take_report(self, report: BlendReport) -> None:
+        """Take in the result of a blend.
+
+        The metrics count each blend once, and not those of forgotten requests.
         """
-        for chunk in plan.chunks:
-            if (source := self._source_if_held(chunk)) is not None:
-                yield chunk, source
+        request = self._known.get(report.request_id)
+        if request is not None and request.plan is not None:
+            if request.report is not None:
+                return
+            if request.void:
+                arrived = report.arrived and not report.ok
+                report = msgspec.structs.replace(report, ok=False, arrived=arrived)
+            request.report = report
+            self._count(request.plan, report)
+        self.chunks.judge(report)
 
-    def _source_if_held(self, chunk: Reusable) -> tuple[Hit, int, int] | None:
-        try:
-            return self.source(chunk)
-        except KVCoreError as error:
-            _log.debug("a chunk has gone: %s", error)
-            return None
+    def _count(self, plan: BlendPlan, report: BlendReport) -> None:
+        if self.policy is not None:
+            self.policy.blended(report, plan.exact)
+        self.metrics.blend("blended" if report.ok else "failed")
+        for verdict in report.verdicts:
+            self.metrics.judged(verdict)
+        if report.ratio > plan.ratio:
+            _log.info(
+                "gate request=%s ratio=%s: %s", report.request_id, report.ratio, report.reason
+            )
+        if report.ok:
+            seconds = {"wait": report.wait_s, "compute": report.compute_s, "look": report.look_s}
+            self.metrics.blended(plan.reused, report.ratio, seconds)
 
-    def launch(
-        self, plan: BlendPlan, layers: Sequence[Span], submit: Callable[[TransferGraph], object]
-    ) -> tuple[list[ChunkLoad], int]:
-        """Start the copies of a plan's chunks into a staging; returns them and its blocks.
+    def remember(self, request: FusionRequest) -> None:
+        """Keep a request whose outcome may be asked for, or whose report is to come."""
+        self._known[request.request_id] = request
+        self._known.move_to_end(request.request_id)
+        if len(self._known) > REQUESTS_KEPT:
+            self._known.popitem(last=False)
 
-        ``layers`` are the steps in which they land, and ``submit`` takes each one's graph. A chunk
-        that cannot be had any more is left out: it is computed with the rest.
-        """
-        loads, row = [], 0
-        for chunk in plan.chunks:
-            try:
-                hit, start, stop = self.source(chunk)
-                units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-                graph = self._manager.launch_load(
-                    hit, start, stop, [UnitTable.of(units, self._block)], layers=layers
-                )
-            except KVCoreError as error:
-                _log.warning("a chunk is computed, since it cannot be loaded: %s", error)
-                continue
-            submit(graph)
-            first = (row - start) * self._block + chunk.source_start
-            distance = chunk.prompt_start - chunk.source_start
-            loads.append(ChunkLoad(graph, first, chunk.length, chunk.prompt_start, distance))
-            row += stop - start
-        return loads, row
+    def refuse(self, request_id: str) -> None:
+        """The engine computes the request from its start, whatever the result of its blend."""
+        request = self._known.get(request_id)
+        if request is None or request.plan is None:
+            return
+        request.void = True
+        if request.report is not None and request.report.ok:
+            request.error = "a load failed: the engine computed the prompt"
 
-    def nbytes(self, plan: BlendPlan) -> dict[str, int]:
-        """Bytes of a plan's chunks over all ranks, by the tier they would be read from; those of
-        one that has left every tier are not counted."""
-        found: dict[str, int] = {}
-        for _, (hit, start, stop) in self.sources(plan):
-            for tier, blocks in hit.blocks_by_tier(start, stop).items():
-                found[tier] = found.get(tier, 0) + blocks * self._nbytes
-        return found
+    def forget(self, request_id: str) -> None:
+        """Forget a request. A report of its blend still counts towards consecutive failures."""
+        self._known.pop(request_id, None)
 
-    def blocks(self, start: int, length: int) -> range:
-        """Blocks of a chain that hold tokens [start, start + length)."""
-        return range(start // self._block, -(-(start + length) // self._block))
-
-    def _held(self, key: bytes) -> bool:
-        return key in self._manager.index
-
-    def _spans(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Stretches before and between separators; empty without one configured."""
-        mark = self._settings.separator
-        if not mark:
-            return []
-        line = np.asarray(tokens, dtype=np.int64)
-        if len(line) < len(mark):
-            return []
-        windows = np.lib.stride_tricks.sliding_window_view(line, len(mark))
-        spans, start = [], 0
-        for at in np.flatnonzero((windows == np.asarray(mark)).all(axis=1)).tolist():
-            if at > start:
-                spans.append((start, at))
-            start = max(start, at + len(mark))
-        return spans
-
-    def _marked(
-        self, tokens: Sequence[int], namespace: Namespace, start: int, stop: int
-    ) -> Reusable | None:
-        """A marked text, if it was computed on its own behind what is configured."""
-        behind = self._settings.behind
-        chain = KeyChain(namespace, self._block)
-        chain.extend([*behind, *tokens[start:stop]])
-        depth = self._manager.get_match(chain.keys, namespace.digest).depth
-        length = min(depth * self._block - len(behind), stop - start)
-        if length < self._settings.min_tokens:
-            return None
-        last = (len(behind) + length - 1) // self._block
-        return Reusable(start, length, len(behind), chain.keys[last])
-
-    def _usable(
-        self, found: Iterable[Reusable], exact: int, limit: int, room: int
-    ) -> list[Reusable]:
-        usable = []
-        for chunk in found:
-            a = max(chunk.prompt_start, exact, self._sink(chunk))
-            b = min(chunk.prompt_start + chunk.length, limit)
-            moved = chunk.source_start + a - chunk.prompt_start
-            nbytes = self._nbytes * len(self.blocks(moved, b - a))
-            unfit = b - a < self._settings.min_tokens or nbytes > room
-            if unfit or not self._held(chunk.last_key):
-                continue
-            try:
-                last_key = self._last_key(chunk, moved + b - a)
-            except KVCoreError:  # a server that has ended in this moment
-                continue
-            usable.append(Reusable(a, b - a, moved, last_key))
-            room -= nbytes
-        return usable
-
-    def _sink(self, chunk: Reusable) -> int:
-        """First position of a prompt that a moved chunk may fill.
-
-        Every row looks at a prompt's first token, which tells it nothing (an attention sink). One
-        that stood behind others was none: put first, it leaves the prompt without a sink, and no
-        choice of rows mends that (docs/fusion.md has figures).
-        """
-        return 0 if chunk.prompt_start == chunk.source_start else 1
-
-    def _last_key(self, chunk: Reusable, stop: int) -> bytes:
-        """Key of the block with the token before ``stop``, when the chunk was cut at its end."""
-        whole = chunk.source_start + chunk.length
-        if (stop - 1) // self._block == (whole - 1) // self._block:
-            return chunk.last_key
-        return self._manager.index.path(chunk.last_key)[(stop - 1) // self._block]
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """What the clients of recent requests are shown, by request id."""
+        return {request_id: request.result() for request_id, request in self._known.items()}

@@ -1,9 +1,10 @@
-"""Blends on a rank: the orders of a step, carried out before the engine's forward.
+"""The worker's half of fusion: carries out a step's blends on one rank, before the forward.
 
-begin    staging is made and the chunks' copies start
+begin    allocates staging memory and starts the chunks' copies
 run      layer by layer: wait, recompute, write to the engine's pages
 
-A blend that fails leaves its request to the engine: the adapter is told which pages hold nothing.
+The engine computes the request of a failed blend itself: `run` returns the pages that hold nothing.
+`PromisedFusionWorker` is for engines that cannot be told.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
+from kvcore.errors import TransferError
 from kvcore.fusion.fusor import DecoderLayers, Fusor, Job, Outcome
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.ops import FusionOps
@@ -32,17 +35,25 @@ from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 
-__all__ = ["Blends", "EngineLayers", "RefusingBlends", "Served"]
+__all__ = [
+    "EngineLayers",
+    "FusionWorker",
+    "PromisedFusionWorker",
+    "RefusingFusionWorker",
+    "Served",
+]
 
 PROFILED_ROWS = (16, 64, 256)
-"""Rows that the layers are timed with at start."""
+"""Numbers of rows that the layers are timed with at start."""
 
 _log = logging.getLogger("kvcore.fusion")
 
 
 class Served(NamedTuple):
-    """The request that layers are run for: ``pages`` [1, n] of the engine's, ``lora`` its adapter's
-    number there, 0 for none."""
+    """The request that layers are run for.
+
+    ``pages`` [1, n] are the engine's. ``lora`` is the engine's number of the adapter, 0 for none.
+    """
 
     request_id: str
     pages: Tensor
@@ -51,43 +62,46 @@ class Served(NamedTuple):
 
 
 class EngineLayers(DecoderLayers):
-    """An engine's decoder on one rank, and its pages. Used from the model's thread only."""
+    """An engine's decoder on one rank, and its pages. Model's thread only."""
 
     @abstractmethod
     def serving(self, served: Served) -> AbstractContextManager[None]:
-        """Run layers for one request in this block."""
+        """Return a context in which layers run for one request."""
 
     @abstractmethod
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
 
 
-class RefusingBlends:
-    """Stands in where this rank cannot blend (its log says why): the engine computes."""
+class RefusingFusionWorker:
+    """Stands in on a rank that cannot blend (its log says why): the engine computes."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._orders: list[BlendOrder] = []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
+        """Refuse the chunks' graphs; returns their reports."""
         self._orders += orders
         graphs = [chunk.graph for order in orders for chunk in order.chunks]
         return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
-        """The pages of every order: none was filled."""
+        """Return the pages of every order: none was filled."""
         return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
 
     def take_reports(self) -> list[BlendReport]:
+        """Return and forget a failure for each order."""
         orders, self._orders = self._orders, []
         return [BlendReport(order.request_id, ok=False) for order in orders]
 
     def take_profile(self) -> list[tuple[int, float]]:
+        """Return nothing: there are no layers to time."""
         return []
 
 
-class Blends:
-    """One per rank. Called from the model runner's thread only."""
+class FusionWorker:
+    """Carries out blends on one rank. Called from the model runner's thread only."""
 
     def __init__(
         self,
@@ -118,7 +132,7 @@ class Blends:
         self._profile = self._profiled() if config.fusion.adaptive else []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
-        """Start the copies of chunks into staging; returns reports of graphs that were refused."""
+        """Start the copies of chunks into staging; returns the reports of refused graphs."""
         refused: list[OpReport] = []
         for order in orders:
             staging = self._stage(order)
@@ -132,22 +146,23 @@ class Blends:
         return refused
 
     def _stage(self, order: BlendOrder) -> Staging | None:
-        """Memory for the chunks of an order; None where there is none left."""
+        """Allocate memory for the chunks of an order; returns None if there is none left."""
         try:
             return Staging(self._shape, max(order.blocks, 1), self._device)
-        except (RuntimeError, MemoryError) as error:  # how torch says it, on a device and on a CPU
+        except (RuntimeError, MemoryError) as error:  # what torch raises on a device, and on a CPU
             _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
             return None
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
-        """Carry out the orders; returns the engine's pages that a failed blend left unfilled.
+        """Carry out the orders; returns the engine's pages that failed blends left unfilled.
 
-        ``landed(layer)`` blocks until the step's loads into the engine's own pages hold a layer.
+        Blocks. ``landed(layer)`` blocks until the step's loads into the engine's own pages have
+        delivered a layer.
         """
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            # Layers are collectives, so all ranks walk or none.
+            # Layers are collectives, so either all ranks run them or none.
             if not self._layers.agree(staging is not None) or not self._done(
                 order, staging, landed
             ):
@@ -163,34 +178,34 @@ class Blends:
         assert staging is not None
         try:
             self._blend(order, staging, landed)
-        except Exception:  # noqa: BLE001 - others' layers and selectors: the engine computes
+        except Exception:  # noqa: BLE001 - foreign layers and selectors: the engine computes
             _log.exception("blend failed, computing instead request=%s", order.request_id)
             return False
         return True
 
     def take_reports(self) -> list[BlendReport]:
-        """What became of the blends since the last call."""
+        """Return and forget the results of the blends since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def take_profile(self) -> list[tuple[int, float]]:
-        """(rows, seconds) of the layers, timed when this was made. Told once."""
+        """Return and forget (rows, seconds) of the layers, timed at construction."""
         profile, self._profile = self._profile, []
         return profile
 
     @torch.inference_mode()
     def _profiled(self) -> list[tuple[int, float]]:
-        """Time the layers over some rows behind nothing. A collective; nothing is written.
+        """Time the layers over some rows with an empty context. A collective; writes nothing.
 
-        The first run, which may compile something, is not counted. Layers that fail here leave the
-        controller to its guesses, and blends to fail one by one.
+        The first run is not counted because it may compile something. If the layers fail here, the
+        controller keeps its estimates, and blends fail one by one.
         """
         nowhere = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         try:
             with self._layers.serving(Served("profile", nowhere, self._page_tokens)):
                 self._seconds(PROFILED_ROWS[0])
                 return [(rows, self._seconds(rows)) for rows in PROFILED_ROWS]
-        except Exception:  # noqa: BLE001 - others' layers: the engine must start all the same
+        except Exception:  # noqa: BLE001 - foreign layers: the engine must start all the same
             _log.exception("the model's layers could not be timed")
             return []
 
@@ -240,7 +255,7 @@ class Blends:
         return Served(order.request_id, pages, self._page_tokens, order.lora)
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:
-        """Token slots of positions [exact, stop)."""
+        """Return the token slots of positions [exact, stop)."""
         positions = np.arange(order.exact, order.stop, dtype=np.int64)
         pages = np.asarray(order.pages, dtype=np.int64)
         slots = pages[positions // self._page_tokens] * self._page_tokens
@@ -282,6 +297,47 @@ class Blends:
             report.compute_s,
             report.look_s,
         )
+
+
+class PromisedFusionWorker(FusionWorker):
+    """Makes KV that the engine takes for granted: nobody can tell it that a blend failed.
+
+    Every rank first says whether its chunks have arrived. If a blend cannot be made, the same
+    layers compute all of its tokens exactly.
+    """
+
+    def carry_out(self, arrived: Callable[[BlendOrder], bool]) -> None:
+        """Make the KV of every order. Blocks.
+
+        ``arrived`` waits for the chunks of an order and returns True if all are there. Raises
+        TransferError if the layers cannot be run at all.
+        """
+        orders, self._orders = self._orders, []
+        try:
+            for order, staging in orders:
+                self._carry_out(order, staging if arrived(order) else None)
+        finally:
+            for order, _ in orders:
+                for chunk in order.chunks:
+                    self._worker.release(chunk.graph.graph_id)
+
+    def _carry_out(self, order: BlendOrder, staging: Staging | None) -> None:
+        able = self._layers.agree(staging is not None)
+        if able and self._done(order, staging, _landed):
+            return
+        bare = replace(order, chunks=[], blocks=1, ratio=0.0)
+        room = self._stage(bare)
+        if not self._layers.agree(room is not None) or not self._done(bare, room, _landed):
+            raise TransferError(
+                f"tokens {order.exact}..{order.stop} of request {order.request_id} were promised "
+                "and could be neither blended nor computed; the step's requests fail, for a wrong "
+                "answer would be worse"
+            )
+        self._reports[-1] = BlendReport(order.request_id, ok=False, arrived=able)
+
+
+def _landed(layer: int) -> None:
+    """All loads have arrived before."""
 
 
 def _job(order: BlendOrder, device: torch.device) -> Job:

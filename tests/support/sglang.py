@@ -22,6 +22,7 @@ from kvcore.config import load_config  # noqa: E402
 from kvcore.connector.build import LeaderParts, build_leader, build_worker  # noqa: E402
 from kvcore.connector.forward_timer import ForwardClock  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
+from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.explain.recorder import Watch  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
@@ -31,7 +32,7 @@ from kvcore.telemetry.rates import Part  # noqa: E402
 from kvcore.transfer.graph import OpReport  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402
 from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
-from kvcore_sglang.fusing import FusionLeader  # noqa: E402
+from kvcore_sglang.fusion_scheduler import SglangFusionScheduler  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
 from kvcore_sglang.ranks import NoLines  # noqa: E402
@@ -158,12 +159,18 @@ class SGLangRig:
             assert time.monotonic() < limit
             self.worker.wait_report(0.02)
 
-    def _fusion(self, parts: LeaderParts) -> FusionLeader:
+    def _fusion(self, parts: LeaderParts) -> SglangFusionScheduler:
         shape = self.served.model.shape
         segments = Segments(self.config.block.tokens, min_tokens=self.config.fusion.min_tokens)
         steps = layer_steps(shape.layers)
-        return FusionLeader(
-            self.config, shape, parts.manager, segments, steps, self.page, parts.metrics
+        return SglangFusionScheduler(
+            self.config,
+            shape.nbytes,
+            parts.manager,
+            segments,
+            steps,
+            parts.metrics,
+            FusionTraits(self.page, ends_at_page=True),
         )
 
     def slots(self, tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.fusion_messages import BlendPlan
+from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.model.keys import KeyChain
-from kvcore_sglang.fusing import Asking, Wanted
+from kvcore_sglang.fusion_scheduler import Asking
 from kvcore_sglang.staging import Wait
 
 __all__ = ["Asked", "Offer", "Tokens"]
@@ -38,7 +39,7 @@ class Asked:
     counted: bool = False
     sources: dict[str, int] = field(default_factory=dict)
     asking: Asking | None = None
-    wanted: Wanted | None = None
+    wanted: FusionRequest | None = None
     plan: BlendPlan | None = None
     wait: Wait = field(default_factory=Wait)
     held: bool = False

@@ -14,7 +14,8 @@ from kvcore.connector.build import (
     build_worker,
 )
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_worker import Blends
+from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import KVCoreError
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.rope import Rope
@@ -23,8 +24,8 @@ from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.describe import Served
-from kvcore_sglang.fusing import FusionLeader
 from kvcore_sglang.fusion import SglangLayers
+from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
 from kvcore_sglang.worker import Fence, RankWorker
@@ -78,7 +79,7 @@ def build(
     blends = None
     if fusable is not None:
         layers, ropes = fusable.layers, fusable.ropes
-        blends = build_blends(Blends, config, model, rank.number, parts, layers, ropes)
+        blends = build_blends(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
     clock = ForwardClock[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
     worker = RankWorker(parts.worker, parts.open_tier, fence, blends, clock)
@@ -106,7 +107,7 @@ def build(
     return Parts(served, worker, lines, leader, None)
 
 
-def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> FusionLeader:
+def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:
     """Build what plans blends. Its policy knows layers from their timing at start, and learns
     forwards, blends and loads as they come."""
     model = served.model
@@ -117,13 +118,13 @@ def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> Fusion
         hidden=int(served.checkpoint.text["hidden_size"]),
         device=served.pool.view.tensors[0].device.type,
     )
-    return FusionLeader(
+    return SglangFusionScheduler(
         config,
-        model.shape,
+        model.shape.nbytes,
         parts.manager,
         segments_of(config, model, parts.manager),
         layer_steps(model.shape.layers),
-        served.page_tokens,
         parts.metrics,
+        FusionTraits(served.page_tokens, ends_at_page=True),
         policy if config.fusion.adaptive else None,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from kvcore.connector.fusion_messages import BlendOrder
-from kvcore.connector.fusion_policy import prefills
+from kvcore.connector.fusion_policy import is_prefill
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang.worker import RankWorker
@@ -62,7 +62,7 @@ class LayerGate:
         """To be around the forward of the batch that runs, over these parts (none: they are not
         known). It is timed if it prefills, and waits for no load."""
         waits = bool(self._batches.get(self.consumer_index))
-        if self._worker is None or waits or not prefills([part.tokens for part in parts]):
+        if self._worker is None or waits or not is_prefill([part.tokens for part in parts]):
             return contextlib.nullcontext()
         return self._worker.forward(parts)
 

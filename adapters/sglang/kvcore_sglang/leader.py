@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvcore.config import Config
 from kvcore.connector.build import LeaderParts
-from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.page_table import Paging
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
@@ -40,7 +40,7 @@ from kvcore.telemetry.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.books import Asked, Offer, Tokens
-from kvcore_sglang.fusing import Asking, FusionLeader, Held
+from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
 from kvcore_sglang.staging import Staging
@@ -83,7 +83,7 @@ class Leader:
         build: Callable[[Outbox], LeaderParts],
         counted_here: Metrics,
         publish: Callable[[Data], None] | None = None,
-        fusion: Callable[[LeaderParts], FusionLeader] | None = None,
+        fusion: Callable[[LeaderParts], SglangFusionScheduler] | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._config = config
@@ -252,12 +252,11 @@ class Leader:
             asked.wanted = fusion.track(rid, asking)
         nbytes = self._model.shape.nbytes
         loads = {tier: blocks * nbytes for tier, blocks in asked.sources.items()}
-        held = Held(exact, asked.tokens, loads)
-        plan = fusion.plan(rid, asked.wanted, asking, namespace, held)
+        plan = fusion.plan(asked.wanted, asking.tokens, namespace, exact, asked.tokens, loads)
         if plan is None:
             return None
         if not asked.wanted.fetched:
-            asked.wanted.fetched = self._staging.fetch(asked.wait, fusion, plan)
+            asked.wanted.fetched = self._staging.fetch(asked.wait, fusion.chunks, plan)
             asked.held = self._staging.waits(asked.wait)
         return fusion.in_host(plan)
 
@@ -312,8 +311,9 @@ class Leader:
         if asked.plan is not None:
             assert self._fusion is not None
             assert asked.asking is not None
+            assert asked.wanted is not None
             tokens, take = asked.asking.tokens, self._outbox.graphs.remove
-            order.blends.append(self._fusion.order(rid, tokens, asked.plan, take))
+            order.blends.append(self._fusion.order(asked.wanted, tokens, asked.plan, (), take))
             self._tell(self._now())
         self._count_hit(rid, asked, exact)
         return order
@@ -375,12 +375,12 @@ class Leader:
                 self._complete(OpReport(graph.graph_id, op.op_id, rows))
         if self._fusion is not None:
             for blend in order.blends:
-                self._fusion.drop(blend.request_id)
+                self._fusion.forget(blend.request_id)
 
     def begin_batch(self) -> None:
         """What was ordered since the last call goes with one batch."""
         if self._fusion is not None:
-            self._fusion.begin_batch()
+            self._fusion.end_step()
 
     def refuse(self, rids: Iterable[str]) -> None:
         """These requests' loads failed: they are computed, and not looked up again."""
@@ -489,7 +489,7 @@ class Leader:
             self._outbox.deliver(report)
         if self._fusion is not None:
             for blended in self._local.take_blends():
-                self._fusion.judge(blended)
+                self._fusion.take_report(blended)
         counted = self._counted_here.delta()
         profile, forwards = self._local.take_profile(), self._local.take_forwards()
         self._watch.learn(counted, profile, forwards)

@@ -33,8 +33,8 @@ from kvcore_sglang import hooks
 from kvcore_sglang.books import Offer, Tokens
 from kvcore_sglang.build import Fusable, Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
-from kvcore_sglang.fusing import Asking, asking_of
 from kvcore_sglang.fusion import SglangLayers, find_model, ropes_of
+from kvcore_sglang.fusion_scheduler import Asking, asking_of
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order

@@ -19,18 +19,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcore.config import Config
-from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.fusion_chunks import ChunkPlanner, worth_fetching
+from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.page_table import Paging
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, Manager, Readiness
-from kvcore_sglang.fusing import FusionLeader
 
 __all__ = ["Staging", "Wait", "Way"]
 
 _log = logging.getLogger("kvcore.sglang.staging")
-
-MAX_FETCH = 8
-"""Blocks brought to host memory for one block of a chunk, at most."""
 
 
 class Way(NamedTuple):
@@ -139,14 +136,12 @@ class Staging:
         if below and (stop - first) * self._block >= self._settings.min_load_tokens:
             self._stage(wait, hit, stop)
 
-    def fetch(self, wait: Wait, fusion: FusionLeader, plan: BlendPlan) -> bool:
-        """Start bringing the chunks of a plan up, each with the blocks before it: a chunk that
-        stands far behind in a chain which is not there is left alone. False where it is not the
-        request's turn: to be asked again."""
+    def fetch(self, wait: Wait, chunks: ChunkPlanner, plan: BlendPlan) -> bool:
+        """Start bringing the chunks of a plan up, each with the blocks before it, as
+        `worth_fetching` says. False where it is not the request's turn: to be asked again."""
         found = []
-        for _, (hit, start, stop) in fusion.chunks.sources(plan):
-            low = hit.in_host
-            if low < stop <= low + MAX_FETCH * (stop - start):
+        for _, (hit, start, stop) in chunks.sources(plan):
+            if worth_fetching(hit, start, stop):
                 wait.chunks[hit.keys[stop - 1]] = stop
                 found.append((hit, stop))
         if found and not self._has_turn(wait):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from kvcore.connector.forward_timer import ForwardClock
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport
-from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
@@ -64,13 +64,13 @@ class RankWorker:
         worker: KVWorker,
         open_tier: TierOpener,
         fence: Fence = contextlib.nullcontext,
-        blends: Blends | RefusingBlends | None = None,
+        blends: FusionWorker | RefusingFusionWorker | None = None,
         clock: ForwardClock[Sequence[Part]] | None = None,
     ) -> None:
         self._worker = worker
         self._open_tier = open_tier
         self._fence = fence
-        self._blends = RefusingBlends(1) if blends is None else blends
+        self._blends = RefusingFusionWorker(1) if blends is None else blends
         self._clock = clock
         self._chunks: set[int] = set()  # graphs of the blends that are being made
         self._spoiled: set[str] = set()  # requests whose chunks did not land

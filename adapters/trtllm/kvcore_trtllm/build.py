@@ -8,6 +8,8 @@ from typing import Any
 
 from kvcore.config import Config
 from kvcore.connector import build
+from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
@@ -17,10 +19,9 @@ from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 from kvcore.worker.lifecycle import refuse_tier
 from kvcore_trtllm import engine
-from kvcore_trtllm.blending import SureBlends
 from kvcore_trtllm.describe import whole
-from kvcore_trtllm.fusing import FusionLeader
 from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
+from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.layout import Memory
 from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import Allgather, Tally, WorkerSide
@@ -66,7 +67,7 @@ def _blends(
     parts: build.WorkerParts,
     rank: int,
     allgather: Allgather,
-) -> SureBlends:
+) -> PromisedFusionWorker:
     """What blends on this rank. Raises UnsupportedError where it could not be right."""
     facts = memory.facts
     ropes = ropes_of(llm_args, facts)
@@ -84,7 +85,7 @@ def _blends(
     fusion = config.fusion.model_copy(update={"adaptive": False})
     untimed = config.model_copy(update={"fusion": fusion})
     model = whole(facts, memory.groups, config.block.tokens)
-    return build.build_blends(SureBlends, untimed, model, rank, parts, layers, ropes)
+    return build.build_blends(PromisedFusionWorker, untimed, model, rank, parts, layers, ropes)
 
 
 def agree_on_fusion(config: Config, side: WorkerSide, ranks: int, allgather: Allgather) -> None:
@@ -140,7 +141,15 @@ def build_leader(
     if worker.blends is not None:
         segments = segments_of(config, model, parts.manager)
         steps = layer_steps(model.shape.layers)
-        fusion = FusionLeader(config, model.shape, parts.manager, segments, steps, parts.metrics)
+        fusion = TrtllmFusionScheduler(
+            config,
+            model.shape.nbytes,
+            parts.manager,
+            segments,
+            steps,
+            parts.metrics,
+            FusionTraits(memory.groups[0].page_tokens, promises=True),
+        )
         releases = [fusion.chunks.close, *releases]
     leader = Leader(
         config,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.config import Config
-from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
@@ -66,7 +66,7 @@ class Tracked:
     received: int = 0
     bound: int = 0
     reused: dict[str, int] = field(default_factory=dict)
-    plan: BlendPlan | None = None
+    blend: FusionRequest | None = None
     approximate_from: int | None = None
     tokens: list[int] | None = None
     learned: int = 0

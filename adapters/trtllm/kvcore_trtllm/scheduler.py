@@ -26,8 +26,8 @@ from functools import partial
 from typing import Any
 
 from kvcore.config import Config
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport
-from kvcore.connector.fusion_scheduler import BlendPlan
+from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport
+from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.connector.page_table import PageTables, PageUsers, Paging, of_its_group
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
@@ -39,7 +39,7 @@ from kvcore.telemetry.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 from kvcore_trtllm.describe import Description
-from kvcore_trtllm.fusing import FusionLeader
+from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.pages import NO_PAGE, check_pages, page_deltas, places
 from kvcore_trtllm.requests import (
@@ -81,7 +81,7 @@ class Leader:
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
         lane: Lane | None = None,
-        fusion: FusionLeader | None = None,
+        fusion: TrtllmFusionScheduler | None = None,
         watch: Watch | None = None,
     ) -> None:
         self.on_reuse: Callable[[int, dict[str, int]], None] | None = None
@@ -167,8 +167,8 @@ class Leader:
         tokens, where one is worth it; the token up to which KV is promised, 0 for none."""
         if self._fusion is None or tracked.tokens is None:
             return 0
-        namespace = tracked.chain.namespace
-        plan = self._fusion.plan(tracked.tokens, wish.options, namespace, exact)
+        request = FusionRequest(str(tracked.request_id), wish.options)
+        plan = self._fusion.plan(request, tracked.tokens, tracked.chain.namespace, exact)
         if plan is None:
             return 0
         if exact:  # pinned before chunks are brought, which takes room in host memory
@@ -177,33 +177,41 @@ class Leader:
             if load is None:
                 return 0
             tracked.promise = Promise(0, exact, False, load)
-        plan = self._fusion.in_host(plan, self._bring)
+        plan = self._fusion.fetched(plan, self._bring)
         if plan is not None:
-            return self._promise_blend(self._fusion, tracked, plan)
+            request.plan = plan
+            return self._promise_blend(self._fusion, tracked, request, plan)
         if tracked.promise is not None:
             self.manager.drop_prepared(tracked.promise.load)
             tracked.promise = None
         return 0
 
-    def _promise_blend(self, fusion: FusionLeader, tracked: Tracked, plan: BlendPlan) -> int:
+    def _promise_blend(
+        self,
+        fusion: TrtllmFusionScheduler,
+        tracked: Tracked,
+        request: FusionRequest,
+        plan: BlendPlan,
+    ) -> int:
         """Promise [0, plan.stop): an exact prefix that is loaded, and a blend behind it."""
         assert not tracked.device_tokens
-        fusion.promised(plan)
-        tracked.plan = plan
+        fusion.reserve(plan)
+        tracked.blend = request
         tracked.approximate_from = plan.chunks[0].prompt_start
         tracked.reused = {HOST: plan.exact, "blend": plan.reused}
         return plan.stop
 
     def _order(self, tracked: Tracked) -> BlendOrder:
-        plan = tracked.plan
-        assert plan is not None
         assert self._fusion is not None
+        assert tracked.blend is not None
         assert tracked.tokens is not None
+        request, plan = tracked.blend, tracked.blend.plan
+        assert plan is not None
         check_pages(self._model.groups, plan.exact, plan.stop, tracked.pages)
-        tracked.plan = None
+        tracked.blend = None
         prompt = tracked.tokens[: tracked.prompt_tokens]
         take = self._outbox.graphs.remove
-        return self._fusion.order(tracked.request_id, prompt, plan, tracked.pages[0], take)
+        return self._fusion.order(request, prompt, plan, tracked.pages[0], take)
 
     def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
         """Blocks of a request are stored: they can be found as chunks."""
@@ -349,7 +357,7 @@ class Leader:
         self._here.clear()
         self._asked.clear()
         if self._fusion is not None:
-            self._fusion.step_ends()
+            self._fusion.end_step()
         if self._step % (FORGET_AFTER // 8) == 0:
             self._collect()
         return plan
@@ -362,11 +370,11 @@ class Leader:
         tracked.pages = [[] for _ in self._model.groups]
         tracked.received = 0
         self._take(tracked, data)
-        if tracked.promise is not None or tracked.plan is not None:
+        if tracked.promise is not None or tracked.blend is not None:
             self._count(tracked)
         if tracked.promise is not None:
             self._plan.sync_loads.append(self._load(tracked, tracked.pages))
-        if tracked.plan is not None:
+        if tracked.blend is not None:
             self._plan.blends.append(self._order(tracked))
         self._save_computed(tracked)
 
@@ -375,7 +383,7 @@ class Leader:
         if tracked is None:
             return
         if not tracked.pages:  # told in the middle: its page table is not known
-            if tracked.promise is not None or tracked.plan is not None:
+            if tracked.promise is not None or tracked.blend is not None:
                 self._lost.add(data.request_id)
             return
         self._take(tracked, data)
@@ -457,10 +465,10 @@ class Leader:
             self.stand_aside("an error in the leader's books")
 
     def hear_blends(self, blends: Iterable[BlendReport]) -> None:
-        """`FusionLeader.hear` for rank 0's worker, which is in this process."""
+        """Take in the blends of rank 0's worker, which is in this process."""
         for report in blends:
             if self._fusion is not None:
-                self._fusion.hear(report)
+                self._fusion.take_report(report)
 
     def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
         """Take in what ended on all ranks, and what they counted."""

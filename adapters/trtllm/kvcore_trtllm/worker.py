@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.step_transport import Quorum
 from kvcore.errors import TransferError
 from kvcore.telemetry.metrics import Data, Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker import KVWorker, RefusingWorker, refuse
 from kvcore.worker.lifecycle import TierOpener, close_worker, open_tiers
-from kvcore_trtllm.blending import SureBlends
 from kvcore_trtllm.messages import StepNews, StepPlan, decode_news
 
 _log = logging.getLogger("kvcore.trtllm.worker")
@@ -118,7 +118,7 @@ class WorkerSide:
         layerwise: bool,
         metrics: Metrics,
         open_tier: TierOpener,
-        blends: SureBlends | None = None,
+        blends: PromisedFusionWorker | None = None,
         no_fusion: str = "",
     ) -> None:
         self.blends = blends

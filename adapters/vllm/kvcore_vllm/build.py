@@ -20,8 +20,9 @@ from kvcore.connector.build import (
     build_worker,
 )
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_policy import Pace
-from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.connector.fusion_policy import FusionPolicy
+from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
@@ -37,8 +38,8 @@ from kvcore.transfer.plan import layer_steps
 from kvcore.worker import RefusingWorker
 from kvcore.worker.lifecycle import refuse_tier
 from kvcore_vllm.attention import install
-from kvcore_vllm.fusing import FusionLeader
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
+from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.scheduler import SchedulerSide
@@ -97,7 +98,7 @@ def build_scheduler_side(
         open_tiers=parts.open_tiers,
         on_close=parts.releases,
         fusion=_fusion_leader(config, vllm_config, model, parts, pace),
-        pace=pace,
+        policy=pace,
         planning=planning,
         watch=watch,
         handover=Handover(
@@ -112,8 +113,8 @@ def _fusion_leader(
     vllm_config: VllmConfig,
     model: ModelDescription,
     parts: LeaderParts,
-    pace: Pace | None,
-) -> FusionLeader | None:
+    pace: FusionPolicy | None,
+) -> VllmFusionScheduler | None:
     """Build what plans blends; None if fusion is off, or not right for the model."""
     if not config.fusion.enabled:
         return None
@@ -122,13 +123,14 @@ def _fusion_leader(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return None
-    return FusionLeader(
+    return VllmFusionScheduler(
         config,
-        model.shape,
+        model.shape.nbytes,
         parts.manager,
         segments_of(config, model, parts.manager),
         layer_steps(model.shape.layers) if config.vllm.layerwise else [],
-        model.groups[0].page_tokens,
+        parts.metrics,
+        FusionTraits(model.groups[0].page_tokens),
         pace if config.fusion.adaptive else None,
     )
 
@@ -179,18 +181,18 @@ def _blends(
     model: ModelDescription,
     rank: int,
     parts: WorkerParts,
-) -> Blends | RefusingBlends:
+) -> FusionWorker | RefusingFusionWorker:
     """Build what blends on this rank, or what refuses to if vLLM's layers are not as expected."""
     group = model.groups[0]
     if not config.fusion.enabled:
-        return RefusingBlends(group.page_tokens)  # the leader has the same setting: no orders come
+        return RefusingFusionWorker(group.page_tokens)  # the leader has the same setting
     try:
         ropes = ropes_of(vllm_config, model)
         layers = VllmLayers(vllm_config, find_worker(vllm_config), group.names)
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
-        return RefusingBlends(group.page_tokens)
-    return build_blends(Blends, config, model, rank, parts, layers, ropes)
+        return RefusingFusionWorker(group.page_tokens)
+    return build_blends(FusionWorker, config, model, rank, parts, layers, ropes)
 
 
 def _hook_attention(
@@ -227,7 +229,7 @@ def refusing_worker_side(model: ModelDescription) -> WorkerSide:
     page_tokens = tuple(group.page_tokens for group in model.groups)
     return WorkerSide(
         RefusingWorker(),
-        blends=RefusingBlends(page_tokens[0]),
+        blends=RefusingFusionWorker(page_tokens[0]),
         clock=ForwardClock(torch.device("cpu")),
         layer_of={},
         page_tokens=page_tokens,

@@ -22,8 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
-from kvcore.connector.fusion_messages import BlendReport
-from kvcore.connector.fusion_policy import Pace, prefills
+from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.page_table import PageUsers, Paging
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
@@ -38,7 +37,7 @@ from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
 from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
-from kvcore_vllm.fusing import Fusing, FusionLeader, count_blend, limit_reading
+from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
@@ -68,8 +67,8 @@ class SchedulerSide:
         metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
         on_close: Sequence[Callable[[], None]],
-        fusion: FusionLeader | None = None,
-        pace: Pace | None = None,
+        fusion: VllmFusionScheduler | None = None,
+        policy: FusionPolicy | None = None,
         planning: Planning | None = None,
         watch: Watch | None = None,
         handover: Handover | None = None,
@@ -92,7 +91,7 @@ class SchedulerSide:
         self._aside = False
         self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
         self._fusion = fusion
-        self._pace = pace
+        self._policy = policy
         self._deadline_s = config.transfer.load_deadline_s
         self._planning = planning
         self._watch = watch or Watch()
@@ -160,7 +159,11 @@ class SchedulerSide:
         return self._manager.can_load(hit, first, last)
 
     def _plan_blend(
-        self, fusion: FusionLeader, tracked: Tracked, fusing: Fusing, computed: int
+        self,
+        fusion: VllmFusionScheduler,
+        tracked: Tracked,
+        fusing: VllmFusionRequest,
+        computed: int,
     ) -> int | Literal[False] | None:
         """Tokens beyond ``computed`` that a blend makes; None to be asked again, False for none."""
         assert tracked.hit is not None
@@ -168,10 +171,9 @@ class SchedulerSide:
         if fusion.waits(fusing):
             return None
         exact = max(computed, tracked.hit.depth * self._block)
-        undecided = fusing.decision is None
-        plan = fusion.plan(tracked.request, fusing, tracked.chain.namespace, exact, tracked.hit)
-        if undecided and fusing.declined is not None:
-            self._metrics.blend("declined")
+        loads = {t: n * self._model.shape.nbytes for t, n in tracked.hit.blocks_by_tier().items()}
+        tokens, space = tracked.request._all_token_ids, tracked.chain.namespace
+        plan = fusion.plan(fusing, tokens, space, exact, loads=loads)
         if plan is None:
             return False
         deadline = self._config.transfer.load_deadline_s
@@ -181,7 +183,7 @@ class SchedulerSide:
         self._plan.fetches += fetches
         if fusion.waits(fusing):
             return None
-        plan = fusion.chunks.in_host(plan)
+        plan = fusion.in_host(plan)
         first, last = computed // self._block, -(-exact // self._block)
         if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
             return False
@@ -252,7 +254,7 @@ class SchedulerSide:
         self._count_hit(tracked, tracked.hit, start_token)
 
     def _launch_blend(
-        self, tracked: Tracked, fusing: Fusing, blocks: KVCacheBlocks, external: int
+        self, tracked: Tracked, fusing: VllmFusionRequest, blocks: KVCacheBlocks, external: int
     ) -> None:
         """Order the blend, and the load of the exact tokens before it."""
         [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
@@ -268,7 +270,7 @@ class SchedulerSide:
             self._outbox.graphs.remove(graph)
             self._plan.sync_loads.append(graph)
             self._load_pages += self._paging.pages_of(units)
-        order = fusion.order(tracked.request, fusing, pages, self._outbox.graphs.remove)
+        order = fusion.order_marked(tracked.request, fusing, pages, self._outbox.graphs.remove)
         self._plan.blends.append(order)
         tracked.reused = {"blend": plan.reused}
         if plan.exact > computed:
@@ -317,9 +319,9 @@ class SchedulerSide:
         if self._fusion is not None:
             page_tokens = self._model.groups[0].page_tokens
             limit_reading(plan.blends, output, page_tokens, self._computed_tokens)
-            self._fusion.settle()
-        if self._pace is not None and prefills(output.num_scheduled_tokens.values()):
-            plan.timed = self._pace.time(parts_of(self._scheduled(output)))
+            self._fusion.end_step()
+        if self._policy is not None and is_prefill(output.num_scheduled_tokens.values()):
+            plan.timed = self._policy.time(parts_of(self._scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
         self._late.clear()
         return KVCoreMetadata.of(plan)
@@ -415,10 +417,14 @@ class SchedulerSide:
 
     def _take_news(self, news: StepNews) -> None:
         self._metrics.absorb(news.counted)
-        if self._pace is not None:
-            self._pace.learn(news.profile, news.forwards, news.counted)
-        for told in news.blends:
-            self._blended(told)
+        if self._policy is not None:
+            self._policy.learn(news.profile, news.forwards, news.counted)
+        for blend in news.blends:
+            if self._fusion is not None:
+                self._fusion.take_report(blend)
+            tracked = self._requests.get(blend.request_id)
+            if tracked is not None and not blend.ok:
+                tracked.reused.pop("blend", None)
         for ranked in news.reports:
             self._outbox.deliver(ranked.report, ranked.ranks)
         for report in self._outbox.poll():
@@ -434,17 +440,6 @@ class SchedulerSide:
         if (saved := self._learning.pop(report.graph_id, None)) is not None:
             self._learn(*saved)
         self._saving.drop(report.graph_id)
-
-    def _blended(self, report: BlendReport) -> None:
-        tracked = self._requests.get(report.request_id)
-        plan = None
-        if tracked is not None and tracked.fusing is not None:
-            plan, tracked.fusing.report = tracked.fusing.plan, report
-            if not report.ok:
-                tracked.reused.pop("blend", None)
-            count_blend(self._metrics, tracked.fusing, report)
-        if self._fusion is not None:
-            self._fusion.judge(report, plan)
 
     def _stand_aside(self) -> None:
         """A worker cannot serve this model (its log says why): look up and save nothing more."""
@@ -481,6 +476,8 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         """Save the last full blocks; returns what is told the client if it asked for it."""
         tracked = self._requests.pop(request.request_id, None)
+        if self._fusion is not None:
+            self._fusion.forget(request.request_id)
         if tracked is None:
             return None
         record = self._watch.ended(

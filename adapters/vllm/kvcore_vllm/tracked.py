@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcore.manager import Hit
 from kvcore.manager.load_advisor import Memo
 from kvcore.model.keys import Extra, KeyChain
-from kvcore_vllm.fusing import Fusing
+from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,7 +31,7 @@ class Tracked:
     may_save: bool = True
     reused: dict[str, int] = field(default_factory=dict)
     saved_blocks: int = 0
-    fusing: Fusing | None = None
+    fusing: VllmFusionRequest | None = None
     memo: Memo = field(default_factory=Memo)
     new: bool = True
     join_until: float | None = None

@@ -14,7 +14,7 @@ from collections import deque
 
 from kvcore.connector.forward_timer import ForwardClock
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport, pages_made
-from kvcore.connector.fusion_worker import Blends, RefusingBlends
+from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import SKIP, OpReport, RowError, TransferGraph
 from kvcore.worker import KVWorker, RefusingWorker, refuse
@@ -44,7 +44,7 @@ class WorkerSide:
         page_tokens: tuple[int, ...],
         metrics: Metrics,
         open_tier: TierOpener,
-        blends: Blends | RefusingBlends,
+        blends: FusionWorker | RefusingFusionWorker,
         clock: ForwardClock[int],
     ) -> None:
         self._worker = worker

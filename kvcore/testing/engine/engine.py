@@ -31,6 +31,7 @@ from kvcore.connector.build import (
     build_worker,
     fusion_parts,
 )
+from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.options import FusionOptions
@@ -43,9 +44,10 @@ from kvcore.manager.load_advisor import (
 )
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
+from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Part, Rates, TierRates
 from kvcore.testing.closing import Closing
-from kvcore.testing.engine.fusing import FusionLeader, RankBlender
+from kvcore.testing.engine.fusing import RankBlender, ReferenceFusionScheduler
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
 from kvcore.testing.engine.requests import Request, State
@@ -184,7 +186,7 @@ class ReferenceEngine(Closing):
             open_tiers(made.worker, made.open_tier, built.open_tiers)
         fusion = None
         if config.fusion.enabled:
-            fusion = self._fusion(config, described, built.manager, transport)
+            fusion = self._fusion(config, described, built.manager, transport, built.metrics)
         self.rates = self._guess(built)
         planning = build_planner(
             config,
@@ -219,19 +221,28 @@ class ReferenceEngine(Closing):
         return Rates(spec.layers, compute, self.priors, otherwise=OTHER_TIER)
 
     def _fusion(
-        self, config: Config, described: ModelDescription, manager: Any, transport: DirectTransport
-    ) -> FusionLeader:
+        self,
+        config: Config,
+        described: ModelDescription,
+        manager: Any,
+        transport: DirectTransport,
+        metrics: Metrics,
+    ) -> ReferenceFusionScheduler:
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
             selector, ops = fusion_parts(config, made)
             self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
-        return FusionLeader(
+        shapes = [described.rank_shape(rank) for rank in range(described.world_size)]
+        return ReferenceFusionScheduler(
             config,
+            sum(shape.nbytes for shape in shapes),
             manager,
-            transport,
             manager.segments or Segments(config.block.tokens, min_tokens=config.fusion.min_tokens),
-            [described.rank_shape(rank) for rank in range(described.world_size)],
-            self.model.device,
             layer_steps(described.shape.layers),
+            metrics,
+            FusionTraits(self.args.page_tokens),
+            transport=transport,
+            shapes=shapes,
+            device=self.model.device,
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvcore.config import Config
 from kvcore.connector.disagg import accept, promised
+from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.page_table import PageUsers, Paging
 from kvcore.errors import CapacityError, FormatError
 from kvcore.explain import Cause
@@ -34,7 +35,7 @@ from kvcore.model.identity import Namespaces, lora_identity
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Metrics, MissReason
-from kvcore.testing.engine.fusing import BlendPlan, FusionLeader, Order
+from kvcore.testing.engine.fusing import Order, ReferenceFusionScheduler
 from kvcore.testing.engine.requests import Request, State
 from kvcore.testing.engine.transport import DirectTransport
 from kvcore.transfer.graph import OpReport, TransferGraph
@@ -104,7 +105,7 @@ class Leader:
         min_load_tokens: int,
         produces: bool,
         promise_s: float,
-        fusion: FusionLeader | None,
+        fusion: ReferenceFusionScheduler | None,
         watch: Watch,
         planning: Planning | None = None,
         on_close: Sequence[Callable[[], None]] = (),
@@ -212,13 +213,18 @@ class Leader:
         return start_token // self._block, -(-stop_token // self._block)
 
     def _blend(
-        self, fusion: FusionLeader, request: Request, tracked: _Tracked, hit: Hit, computed: int
+        self,
+        fusion: ReferenceFusionScheduler,
+        request: Request,
+        tracked: _Tracked,
+        hit: Hit,
+        computed: int,
     ) -> Lookup | None:
         """A blend of the request, if one is worth it; chunks on slower tiers are fetched once."""
         if tracked.attempts:
             return None
         exact = max(computed, min(hit.depth * self._block, len(request.tokens) - 1))
-        plan = fusion.plan(request, tracked.chain, exact)
+        plan = fusion.plan_blend(request, tracked.chain, exact)
         if plan is None:
             return None
         if not tracked.fetched:
@@ -266,7 +272,7 @@ class Leader:
             self._load(request, found, stop, in_step=found.plan is not None)
         if found.plan is not None:
             assert self._fusion is not None
-            order = self._fusion.order(request, found.plan)
+            order = self._fusion.order_blend(request, found.plan)
             self.orders.append(order)
             self._chunks.update(dict.fromkeys(order.graphs, request))
             for graph in order.graphs.values():
@@ -328,6 +334,8 @@ class Leader:
         self.sync.clear()
         self.orders.clear()
         self._chunks.clear()
+        if self._fusion is not None:
+            self._fusion.end_step()
         return failed
 
     def pump(self) -> list[Request]:

@@ -16,7 +16,7 @@ from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.index.slots import SlotRun  # noqa: E402
 from kvcore.transfer.graph import TransferGraph  # noqa: E402
 from kvcore_sglang.describe import _check_components  # noqa: E402  (needs torch)
-from kvcore_sglang.fusing import Asking  # noqa: E402
+from kvcore_sglang.fusion_scheduler import Asking  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.worker import ATTEMPTS  # noqa: E402

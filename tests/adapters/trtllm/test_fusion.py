@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 import kvcore_trtllm.testing.conformance as trtllm  # after the skip
-from kvcore.connector.fusion_worker import Blends
+from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
 from kvcore.fusion.fusor import State
 from kvcore.fusion.options import FusionOptions
@@ -226,14 +226,14 @@ def test_chunks_that_do_not_come_are_computed(
 def test_a_blend_that_raises_is_computed_and_then_no_more_are_made(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blend = Blends._blend
+    blend = FusionWorker._blend
 
     def broken(self: Any, order: Any, staging: Any, landed: Any) -> None:
         if order.chunks:
             raise ValueError("told to fail")
         blend(self, order, staging, landed)
 
-    monkeypatch.setattr(Blends, "_blend", broken)
+    monkeypatch.setattr(FusionWorker, "_blend", broken)
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         asks = [prompt.ask(0.2) for prompt in stored(kit, engine, 900)[:4]]
         got = [engine.ask([ask])[0] for ask in asks]
@@ -250,7 +250,7 @@ def test_layers_that_cannot_be_run_fail_the_step(kit: Kit, monkeypatch: pytest.M
 
     with kit.fresh(kit.config(fusion=FUSED)) as engine:
         [prompt, *_] = stored(kit, engine, 1000)
-        monkeypatch.setattr(Blends, "_blend", broken)
+        monkeypatch.setattr(FusionWorker, "_blend", broken)
         with pytest.raises(TransferError, match="neither blended nor computed"):
             engine.ask([prompt.ask(0.2)])
 

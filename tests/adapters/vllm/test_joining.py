@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvcore.config import load_config
+from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
@@ -20,7 +21,7 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore_vllm import scheduler
-from kvcore_vllm.fusing import Fusing, FusionLeader
+from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler
 from kvcore_vllm.scheduler import SchedulerSide
 
 BLOCK, LAYERS = 16, 4
@@ -162,13 +163,21 @@ class Blends:
     def __init__(self, rig: JoiningRig) -> None:
         self.rig = rig
         settings = load_config(None, {"fusion": {"enabled": True, "min_tokens": 16}})
-        self.fusion = FusionLeader(settings, SHAPE, rig.manager, Segments(BLOCK), (), BLOCK)
+        self.fusion = VllmFusionScheduler(
+            settings,
+            SHAPE.nbytes,
+            rig.manager,
+            Segments(BLOCK),
+            (),
+            Metrics(),
+            FusionTraits(BLOCK),
+        )
         chunk = Reusable(100, 64, 0, rig.chain.keys[3])
         plan = self.fusion.chunks.plan([chunk], 0, 400, 0.1)
         assert plan is not None
         self.plan = plan
 
-    def fetch(self, fusing: Fusing) -> list[TransferGraph]:
+    def fetch(self, fusing: VllmFusionRequest) -> list[TransferGraph]:
         hit = self.rig.manager.get_match([], self.rig.space)
         return self.fusion.fetches(fusing, self.plan, hit, 0, 30.0)
 
@@ -182,7 +191,7 @@ def blends(rig: JoiningRig) -> Blends:
 
 
 def test_a_chunk_that_another_is_fetching_is_joined(rig: JoiningRig, blends: Blends) -> None:
-    first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
+    first, second = (VllmFusionRequest(name, FusionOptions()) for name in "ab")
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == [], "it is not read twice"
     assert blends.fusion.waits(second)
@@ -196,7 +205,7 @@ def test_a_chunk_that_another_is_fetching_is_joined(rig: JoiningRig, blends: Ble
 def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(
     rig: JoiningRig, blends: Blends
 ) -> None:
-    first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
+    first, second = (VllmFusionRequest(name, FusionOptions()) for name in "ab")
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == []
     rig.end(graph, RowError.CANCELLED)
@@ -211,7 +220,7 @@ def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(
 def test_a_fetch_that_hangs_is_joined_no_longer_than_ones_own(
     rig: JoiningRig, blends: Blends
 ) -> None:
-    first, second = Fusing(FusionOptions()), Fusing(FusionOptions())
+    first, second = (VllmFusionRequest(name, FusionOptions()) for name in "ab")
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == []
     rig.now += 31.0

@@ -10,7 +10,12 @@ import torch
 
 from kvcore.config.schema import FusionConfig
 from kvcore.connector.forward_timer import ForwardClock
-from kvcore.connector.fusion_policy import TIMED_TOKENS, Pace, make_pace, prefills
+from kvcore.connector.fusion_policy import (
+    TIMED_TOKENS,
+    FusionPolicy,
+    is_prefill,
+    make_fusion_policy,
+)
 from kvcore.fusion.controller import Mode, Part
 from kvcore.telemetry.metrics import Metrics
 from kvcore_vllm.pacing import parts_of
@@ -21,8 +26,8 @@ ROW = 2e-5
 """Seconds of a row and layer of the engine that is played here."""
 
 
-def pace(ranks: int = 1, looks: bool = False, **settings: Any) -> Pace:
-    return make_pace(
+def pace(ranks: int = 1, looks: bool = False, **settings: Any) -> FusionPolicy:
+    return make_fusion_policy(
         FusionConfig(**settings),
         hidden=576,
         device="cpu",
@@ -38,7 +43,7 @@ def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:
     return SimpleNamespace(rows=rows, kept=kept, compute_s=seconds, **given)
 
 
-def prefill(made: Pace, tokens: int, seconds_of_row: float = ROW) -> None:
+def prefill(made: FusionPolicy, tokens: int, seconds_of_row: float = ROW) -> None:
     step = made.time([Part(tokens, 0)])
     made.learn(forwards=[(step, tokens * LAYERS * seconds_of_row)])
 
@@ -49,7 +54,7 @@ def moved(path: str, nbytes: int, seconds: float) -> dict[str, Any]:
     return {"counted": metrics.delta()}
 
 
-def ask(made: Pace, tier: str = "host", nbytes: int = 50_000_000) -> Any:
+def ask(made: FusionPolicy, tier: str = "host", nbytes: int = 50_000_000) -> Any:
     return made.decide(4000, 100, 3800, {}, {tier: nbytes})
 
 
@@ -152,7 +157,7 @@ def test_a_clock_tells_each_forward_once() -> None:
 
 
 def test_steps_that_only_decode_are_not_timed() -> None:
-    assert not prefills([1] * 300)
-    assert not prefills([1] * 300 + [TIMED_TOKENS])
-    assert prefills([1] * 300 + [TIMED_TOKENS + 1])
-    assert prefills([20, 20])
+    assert not is_prefill([1] * 300)
+    assert not is_prefill([1] * 300 + [TIMED_TOKENS])
+    assert is_prefill([1] * 300 + [TIMED_TOKENS + 1])
+    assert is_prefill([20, 20])

@@ -10,7 +10,7 @@ import pytest
 
 from kvcore.config import Config, load_config
 from kvcore.connector.build import build_planner, build_policy
-from kvcore.connector.fusion_policy import Pace
+from kvcore.connector.fusion_policy import FusionPolicy
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import Watch
 from kvcore.index import BlockIndex, TierSpec
@@ -134,7 +134,7 @@ def test_rates_are_kept_where_a_planner_or_fusion_decides_by_them() -> None:
         read_paths={"host": "h2d", "disk": "disk2h"},
     )
 
-    def policy(config: Config, watch: Watch | None = None) -> Pace | None:
+    def policy(config: Config, watch: Watch | None = None) -> FusionPolicy | None:
         return build_policy(config, MODEL, parts, hidden=256, device="cpu", watch=watch)
 
     def planner(config: Config, rates: Rates) -> Planning | None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.config.schema import FusionConfig
-from kvcore.connector.fusion_scheduler import Chunks
+from kvcore.connector.fusion_chunks import ChunkPlanner
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
@@ -38,7 +38,7 @@ class Store:
         manager = KVManager(self.index, transport, backing=[Backing("disk")])
         config = FusionConfig(min_tokens=32, **fusion)
         segments = Segments(BLOCK, min_tokens=32)
-        self.chunks = Chunks(config, BLOCK, block_nbytes, manager, segments)
+        self.chunks = ChunkPlanner(config, BLOCK, block_nbytes, manager, segments)
 
     def put(self, tokens: Sequence[int], tier: str = HOST, learn: bool = True) -> KeyChain:
         chain = KeyChain(NAMESPACE, BLOCK)

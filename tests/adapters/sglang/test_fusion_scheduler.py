@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from kvcore.config import load_config  # noqa: E402
+from kvcore.connector.fusion_chunks import MAX_FAILURES  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
-from kvcore.connector.fusion_policy import make_pace  # noqa: E402
-from kvcore.connector.fusion_scheduler import MAX_FAILURES  # noqa: E402
+from kvcore.connector.fusion_policy import make_fusion_policy  # noqa: E402
+from kvcore.connector.fusion_scheduler import FusionRequest, FusionTraits  # noqa: E402
 from kvcore.errors import ConfigError  # noqa: E402
 from kvcore.fusion.controller import Mode  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
@@ -34,15 +35,13 @@ from kvcore.manager import HOST, KVManager  # noqa: E402
 from kvcore.model.keys import KeyChain, Namespace  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.telemetry.metrics import Metrics  # noqa: E402
-from kvcore_sglang.fusing import (  # noqa: E402  (needs torch)
+from kvcore_sglang.fusion import lent  # noqa: E402
+from kvcore_sglang.fusion_scheduler import (  # noqa: E402  (needs torch)
     Asking,
-    FusionLeader,
-    Held,
-    Wanted,
+    SglangFusionScheduler,
     asking_of,
     options_of,
 )
-from kvcore_sglang.fusion import lent  # noqa: E402
 from kvcore_sglang.gate import LayerGate  # noqa: E402
 
 words = functools.partial(words_of, ids=range(100, 50_000))
@@ -64,9 +63,17 @@ class FusionRig:
             overrides={"fusion": {"enabled": True, "min_tokens": 32, **fusion}}, env={}
         )
         self.metrics = Metrics("leader")
-        self.leader = FusionLeader(
-            config, SHAPE, manager, Segments(BLOCK, min_tokens=32), (), page, self.metrics, pace
+        self.leader = SglangFusionScheduler(
+            config,
+            SHAPE.nbytes,
+            manager,
+            Segments(BLOCK, min_tokens=32),
+            (),
+            self.metrics,
+            FusionTraits(page, ends_at_page=True),
+            pace,
         )
+        self.requests: dict[str, FusionRequest] = {}
 
     def put(self, tokens: Sequence[int]) -> None:
         chain = KeyChain(NAMESPACE, BLOCK)
@@ -77,12 +84,12 @@ class FusionRig:
 
     def plan(self, rid: str, prompt: Sequence[int], exact: int = 0, wishes: Any = None) -> Any:
         asking = Asking(np.array(prompt), wishes)
-        wanted = self.leader.track(rid, asking)
-        held = Held(exact, len(prompt) - 1, {})
-        return self.leader.plan(rid, wanted, asking, NAMESPACE, held)
+        self.requests[rid] = self.leader.track(rid, asking)
+        return self.leader.plan(self.requests[rid], asking.tokens, NAMESPACE, exact)
 
     def order(self, rid: str, prompt: Sequence[int], plan: Any) -> Any:
-        return self.leader.order(rid, np.array(prompt), plan, self.taken.append)
+        request = self.requests[rid]
+        return self.leader.order(request, np.array(prompt), plan, (), self.taken.append)
 
     def blends(self, outcome: str) -> float:
         found = self.metrics.snapshot().get("kvcore_blends_total", {})
@@ -131,7 +138,7 @@ def test_an_order_carries_the_graphs_of_its_chunks() -> None:
     assert [chunk.position for chunk in order.chunks] == [20, 121]
     assert np.frombuffer(order.tokens, dtype="<u4").tolist() == prompt
     assert rig.leader.results["two"] == {"blended_tokens": 192, "ratio": 0.15}
-    rig.leader.judge(BlendReport("two", share=0.3, ratio=0.15))
+    rig.leader.take_report(BlendReport("two", share=0.3, ratio=0.15))
     assert rig.leader.results["two"]["recomputed_share"] == 0.3
     assert rig.blends("blended") == 1
     rig.leader.refuse("two")
@@ -147,7 +154,7 @@ def test_the_staging_of_a_batch_is_bounded() -> None:
     first = rig.plan("a", prompts[0])
     rig.order("a", prompts[0], first)
     assert rig.plan("b", prompts[1]) is None, "6 of 10 blocks are taken"
-    rig.leader.begin_batch()
+    rig.leader.end_step()
     assert rig.plan("b", prompts[1]) is not None
 
 
@@ -170,7 +177,7 @@ def test_failures_one_after_another_end_fusion(report: BlendReport, ends: bool) 
         assert plan is not None
         rig.order(f"r{number}", prompt, plan)
         rig.leader.refuse(f"r{number}")
-        rig.leader.judge(msgspec.structs.replace(report, request_id=f"r{number}"))
+        rig.leader.take_report(msgspec.structs.replace(report, request_id=f"r{number}"))
         assert "error" in rig.leader.results[f"r{number}"]
     assert (rig.plan("last", prompt) is None) is ends
     assert rig.blends("failed") == MAX_FAILURES
@@ -219,15 +226,15 @@ def test_wishes_come_as_json() -> None:
     assert "JSON" in rig.leader.results["wrong"]["error"]
     assert not asking_of(request(None, output_ids=[5])).fresh
     assert not asking_of(request(None, session=object())).fresh
-    assert rig.leader.track("old", Asking(np.array([1]), None, False)) == Wanted(
-        options_of(Asking(np.array([1]), {"fusion": {"enabled": False}}))
+    assert rig.leader.track("old", Asking(np.array([1]), None, False)) == FusionRequest(
+        "old", options_of(Asking(np.array([1]), {"fusion": {"enabled": False}}))
     )
 
 
 def test_the_controller_of_an_engine_decides() -> None:
     """It is asked with the bytes of the chunks by tier."""
     config = load_config(overrides={"fusion": {"enabled": True}}, env={}).fusion
-    pace = make_pace(
+    pace = make_fusion_policy(
         config, hidden=64, device="cpu", layers=8, ranks=1, paths={HOST: "h2d"}, looks=False
     )
     rig, text = FusionRig(pace=pace), words(1, 96)
