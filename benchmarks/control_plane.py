@@ -80,9 +80,9 @@ def fill(index: BlockIndex, blocks: int) -> tuple[float, float]:
     for keys in prompts(blocks, 0):
         for tier in index.tiers:
             start = time.perf_counter()
-            reservation = index.reserve(tier, keys, 0, CHAIN, NAMESPACE.digest)
+            reservation = index.lifecycle.reserve(tier, keys, 0, CHAIN, NAMESPACE.digest)
             middle = time.perf_counter()
-            index.commit(reservation)
+            index.lifecycle.commit(reservation)
             reserving += middle - start
             committing += time.perf_counter() - middle
     count = len(index.tiers) * (blocks // CHAIN) * CHAIN
@@ -91,7 +91,7 @@ def fill(index: BlockIndex, blocks: int) -> tuple[float, float]:
 
 def store(index: BlockIndex, keys: Sequence[bytes]) -> None:
     for tier in index.tiers:
-        index.commit(index.reserve(tier, keys, 0, len(keys), NAMESPACE.digest))
+        index.lifecycle.commit(index.lifecycle.reserve(tier, keys, 0, len(keys), NAMESPACE.digest))
 
 
 def lookups(report: Report, index: BlockIndex, tokens: list[int], rounds: int) -> None:
@@ -147,15 +147,17 @@ def churn(report: Report, index: BlockIndex, blocks: int) -> None:
     fresh = list(prompts(blocks, 1))
     count = len(fresh) * CHAIN
     spare = index.num_free("host")
-    index.commit(index.reserve("host", next(prompts(CHAIN, 2)), 0, CHAIN, NAMESPACE.digest))
+    index.lifecycle.commit(
+        index.lifecycle.reserve("host", next(prompts(CHAIN, 2)), 0, CHAIN, NAMESPACE.digest)
+    )
     assert spare < CHAIN, "the host tier must be full for this"
     start = time.perf_counter()
     for keys in fresh:
-        index.commit(index.reserve("host", keys, 0, CHAIN, NAMESPACE.digest))
+        index.lifecycle.commit(index.lifecycle.reserve("host", keys, 0, CHAIN, NAMESPACE.digest))
     seconds = time.perf_counter() - start
     add(report, "store in a full tier (evict, reserve, commit)", None, seconds, count)
     start = time.perf_counter()
-    evicted = index.evict("host", count)
+    evicted = index.evictions.evict("host", count)
     add(report, "evict", None, time.perf_counter() - start, len(evicted))
 
 
@@ -170,7 +172,7 @@ def restore(report: Report, blocks: int) -> None:
     random.Random(0).shuffle(records)
     index = BlockIndex([TierSpec("disk", blocks)])
     start = time.perf_counter()
-    dropped = index.restore("disk", records)
+    dropped = index.admin.restore("disk", records)
     seconds = time.perf_counter() - start
     assert not dropped
     add(report, "restore after restart", None, seconds, len(records), bar=10_000.0)
@@ -230,8 +232,8 @@ def main() -> None:
     lookups(report, index, tokens, options.rounds)
     add(report, "reserve", None, reserving * held, held)
     add(report, "commit", None, committing * held, held)
-    index.commit(
-        index.reserve(
+    index.lifecycle.commit(
+        index.lifecycle.reserve(
             "host",
             [hashlib.sha256(b"pad%d" % i).digest()[:16] for i in range(index.num_free("host"))],
             0,

@@ -254,7 +254,7 @@ class Contest:
             self._clear()
         got[MISS] = self._ask(self.kvcore, tokens, answer)
         got[ON_HOST] = self._ask(self.kvcore, tokens, answer)
-        self.kvcore.leader.manager.index.clear(tier=HOST)  # type: ignore[union-attr]
+        self.kvcore.leader.manager.index.removal.clear(tier=HOST)  # type: ignore[union-attr]
         got[ON_DISK] = self._ask(self.kvcore, tokens, answer)
         self._clear()
         return got

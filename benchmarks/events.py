@@ -121,7 +121,7 @@ def store(index: BlockIndex, work: Sequence[list[bytes]], rate: float) -> Times:
             if wait > 0:
                 time.sleep(wait)
         began, ran = time.perf_counter(), time.thread_time()
-        index.commit(index.reserve("host", keys, 0, CHAIN, NAMESPACE))
+        index.lifecycle.commit(index.lifecycle.reserve("host", keys, 0, CHAIN, NAMESPACE))
         core += time.thread_time() - ran
         busy += time.perf_counter() - began
     return Times(busy, core, time.perf_counter() - started)

@@ -95,7 +95,7 @@ def measure(report: Report, folder: Path, blocks: int, rounds: int) -> None:
 
     def restore() -> BlockIndex:
         index = BlockIndex([TierSpec("disk", store.num_slots)])
-        assert not index.restore("disk", store.records)
+        assert not index.admin.restore("disk", store.records)
         return index
 
     table_s, _ = best(rounds, lambda: read_table(records_file))

@@ -245,7 +245,7 @@ def compute_oracle(bench: Bench) -> None:
         for prompt in pool():
             engine.generate([prompt], ANSWER)
         engine.settle()
-        for info in embedded(engine).index.list_blocks():
+        for info in embedded(engine).index.admin.list_blocks():
             keys.append(np.frombuffer(info.key, np.uint8))
             arenas = [made.worker.arena for made in engine.workers]
             parts = [_floats(arena.slot_buffers(info.slots["host"])) for arena in arenas]
@@ -264,7 +264,7 @@ def _traffic(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
     faults = Faults(seed=picks.getrandbits(32))
     with bench.engine(random_llama(), faults) as engine:
         index = embedded(engine).index
-        for info in index.list_blocks():
+        for info in index.admin.list_blocks():
             say(f"+{info.key.hex()}")
         index.watch(teller(say))
         faults.set(*rules)

@@ -185,7 +185,7 @@ class _Watched(Server):
         known = model in self._spaces
         space = super()._space(model)
         if not known:
-            for info in space.manager.index.list_blocks():
+            for info in space.manager.index.admin.list_blocks():
                 self._say(f"+{info.key.hex()}")
             space.manager.index.watch(teller(self._say))
             into_worker(space._here.worker, self._faults)

@@ -82,7 +82,7 @@ class RunningServer:
         [space] = self.server._spaces.values()
         found: dict[str, dict[Hash, Hash | None]] = {}
         for tier in space.manager.index.tiers:
-            keys, parents = map(_cut, space.manager.index.published(tier))
+            keys, parents = map(_cut, space.manager.index.admin.published(tier))
             if keys:
                 above = (None if parent == ROOT_PARENT else parent for parent in parents)
                 found[tier] = dict(zip(keys, above, strict=True))

@@ -226,7 +226,7 @@ class Control:
     def _ends(self, chosen: _Chosen, tier: str) -> tuple[list[bytes], int]:
         """The last blocks of the prompts that are chosen in a tier, and blocks in all."""
         if chosen.chains is None:
-            return self._index.ends(tier, chosen.namespaces, chosen.prefix)
+            return self._index.admin.leaves(tier, chosen.namespaces, chosen.prefix)
         ends, blocks = [], 0
         at = self._index.tiers.index(tier)
         for chain in chosen.chains:
@@ -253,7 +253,7 @@ class Control:
 
     def _rows(self, chosen: _Chosen) -> Iterator[dict[str, Any]]:
         for tier in chosen.tiers:
-            for namespace, blocks in self._index.usage(tier).items():
+            for namespace, blocks in self._index.admin.usage(tier).items():
                 if chosen.namespaces is None or namespace in chosen.namespaces:
                     yield {
                         "tier": tier,

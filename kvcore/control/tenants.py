@@ -145,14 +145,14 @@ class Tenants:
 
     def _set(self, name: str, tier: str, blocks: int | None) -> None:
         digests = [space.digest for space in self._names[name]]
-        evicted = self.index.set_quota(tier, name, digests, self.limit(blocks))
+        evicted = self.index.admin.set_quota(tier, name, digests, self.limit(blocks))
         if evicted:
             self._metrics.evicted(tier, len(evicted))
 
     def usage(self) -> Iterator[Usage]:
         """What every tenant has of every tier. O(tenants * tiers)."""
         for tier in self.index.tiers:
-            for name, quota in self.index.quotas(tier).items():
+            for name, quota in self.index.admin.quotas(tier).items():
                 limit = None if quota.limit == NO_LIMIT else quota.limit
                 yield Usage(name, tier, quota.used, limit)
 

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcore.events.record import blocks_of, head_of, unpack_event
-from kvcore.index.tables import Event
+from kvcore.index.values import Event
 
 __all__ = ["Content", "Feed", "Item", "Lost", "Queued", "Spelled", "Told", "untold"]
 
 Content = dict[str, tuple[bytes, bytes]]
-"""Packed keys and packed parent keys of every tier's blocks, as `BlockIndex.published` gives."""
+"""Packed keys and packed parent keys of every tier's blocks, as `Admin.published` gives."""
 
 Told = Callable[[str, int], object]
 """Counts blocks by what became of their events, as `Metrics.told` does."""

@@ -57,7 +57,7 @@ def open_events(
     )
     feed = Feed(
         plan.pacing.queue_blocks,
-        lambda: {tier: index.published(tier) for tier in index.tiers},
+        lambda: {tier: index.admin.published(tier) for tier in index.tiers},
         token_ids=plan.token_ids,
         told=metrics.told,
     )

@@ -34,7 +34,7 @@ from kvcore.events.wire import (
     number,
     wire_events,
 )
-from kvcore.index.tables import Event
+from kvcore.index.values import Event
 from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
 
 __all__ = ["Outlet", "Pacing", "Publisher", "Request"]

@@ -8,7 +8,7 @@ and keys that have left the index are freed at once, by the thread that has them
 
 from __future__ import annotations
 
-from kvcore.index.tables import Event
+from kvcore.index.values import Event
 from kvcore.model.keys import KEY_BYTES
 
 __all__ = ["blocks_of", "head_of", "unpack_event"]

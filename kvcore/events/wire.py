@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from kvcore.errors import FormatError
-from kvcore.index.tables import Event
+from kvcore.index.values import Event
 from kvcore.model.keys import ROOT_PARENT
 
 __all__ = [

@@ -15,12 +15,5 @@ __all__ = [
     "TierSpec",
 ]
 
-from kvcore.index.block_index import (
-    BlockIndex,
-    Event,
-    Evicted,
-    Eviction,
-    Pin,
-    Reservation,
-    TierSpec,
-)
+from kvcore.index.block_index import BlockIndex
+from kvcore.index.values import Event, Evicted, Eviction, Pin, Reservation, TierSpec

@@ -155,7 +155,7 @@ class Flights:
         self._flights[graph.graph_id] = flight
         for reservation in flight.targets.values():
             if reservation.tier == HOST and len(graph.ops) > 1:  # what it fills is read on
-                self._index.hold(reservation)
+                self._index.lifecycle.hold(reservation)
                 flight.holds.append(reservation)
         for op in graph.ops:
             self._count_read(op, 1)
@@ -197,7 +197,7 @@ class Flights:
         for pin in flight.pins:
             self._index.unpin(pin)
         for reservation in flight.holds:
-            self._index.let_go(reservation)
+            self._index.lifecycle.release(reservation)
         self.staging += flight.staging
         flight.staging = []
         self.device += flight.staged
@@ -216,7 +216,7 @@ class Flights:
         reservation = flight.targets.pop(report.op_id)
         self._removals.forget_dropped(reservation)
         failed_from = flight.first_block + min(report.failed) if report.failed else None
-        self._index.commit(reservation, failed_from)
+        self._index.lifecycle.commit(reservation, failed_from)
 
     def _count_read(self, op: TransferOp, sign: int) -> None:
         """Blocks of a load by layers count once, with its first layers."""

@@ -48,7 +48,7 @@ class Removals:
 
     def clear(self, namespace: bytes | None = None, tier: str | None = None) -> int:
         """`KVManager.clear`."""
-        gone = self._index.clear(namespace, tier)
+        gone = self._index.removal.clear(namespace, tier)
         for name, blocks in gone.items():
             self.count(name, blocks)
             if name in self._stores:
@@ -58,7 +58,7 @@ class Removals:
                 if name in self._voids:
                     self._void(name, namespace)
                 slots = [block.slot for block in gone.get(name, ())]
-                slots += self._index.free_slots(name) + self.not_taken.pop(name, [])
+                slots += self._index.admin.free_slots(name) + self.not_taken.pop(name, [])
                 self._transport.forget(name, slot_runs(slots))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
@@ -74,25 +74,25 @@ class Removals:
 
     def discard(self, tier: str, keys: Sequence[bytes]) -> int:
         """Take blocks of a chain out of one tier, from its end on, as far as nothing else needs
-        them (`BlockIndex.evict_blocks`); returns how many."""
-        return self._let_go(tier, self._index.evict_blocks(tier, keys))
+        them (`Evictions.evict_blocks`); returns how many."""
+        return self._let_go(tier, self._index.evictions.evict_blocks(tier, keys))
 
     def drop(self, tier: str, keys: Iterable[bytes]) -> int:
         """Take blocks, and all that stand on them, out of one tier; from a store for everyone.
         Returns how many."""
-        return self._let_go(tier, self._index.drop_subtrees(tier, keys))
+        return self._let_go(tier, self._index.removal.drop_subtrees(tier, keys))
 
     def set_quota(
         self, tier: str, tenant: str, namespaces: Iterable[bytes], blocks: int | None
     ) -> int:
-        """`BlockIndex.set_quota`; returns how many blocks it evicted. A store keeps them."""
-        evicted = self._index.set_quota(tier, tenant, namespaces, blocks)
+        """`Admin.set_quota`; returns how many blocks it evicted. A store keeps them."""
+        evicted = self._index.admin.set_quota(tier, tenant, namespaces, blocks)
         self.count(tier, evicted)
         return len(evicted)
 
     def lose(self, tier: str, key: bytes) -> None:
         """A block that could not be had as it was written, and all that stand on it, are gone."""
-        self.count(tier, self._index.drop_subtree(tier, key))
+        self.count(tier, self._index.removal.drop_subtree(tier, key))
         if tier in self._stores:
             self._stores[tier].absent(key)
 

@@ -202,10 +202,12 @@ class Loads:
         for a, b in itertools.pairwise(edges):
             for left in range(a, b, self._flights.batch):
                 right = min(left + self._flights.batch, b)
-                reservation = self._index.reserve(HOST, hit.keys, left, right, hit.namespace)
+                reservation = self._index.lifecycle.reserve(
+                    HOST, hit.keys, left, right, hit.namespace
+                )
                 self._removals.count(HOST, reservation.evicted)
                 if reservation.start != left:  # blocks on their way out stayed: plan around them
-                    self._index.abort(reservation)
+                    self._index.lifecycle.abort(reservation)
                     return made
                 if len(reservation):
                     made.append(reservation)
@@ -218,7 +220,7 @@ class Loads:
             return self._flights.stage(flight, rows)
         except CapacityError:
             for reservation in promoted:
-                self._index.abort(reservation)
+                self._index.lifecycle.abort(reservation)
             raise
 
 

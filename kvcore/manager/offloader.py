@@ -75,7 +75,7 @@ class Saves:
         if units is None:
             self._metrics.save_skipped(SaveSkip.ABORTED, stop - start)
             return None
-        reservation = self._index.reserve(HOST, keys, start, stop, namespace)
+        reservation = self._index.lifecycle.reserve(HOST, keys, start, stop, namespace)
         self._removals.count(HOST, reservation.evicted)
         if reservation.stop < stop:
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
@@ -186,7 +186,7 @@ class Saves:
         made: list[Reservation] = []
         for left in range(start, stop, self._flights.batch):
             right = min(left + self._flights.batch, stop)
-            reservation = self._index.reserve(tier.name, keys, left, right, namespace)
+            reservation = self._index.lifecycle.reserve(tier.name, keys, left, right, namespace)
             self._removals.count(tier.name, reservation.evicted)
             if len(reservation):
                 made.append(reservation)
@@ -220,7 +220,7 @@ class Saves:
         short = total // 8 - self._index.num_free(HOST)
         if short <= 0 or not self._breakers.writes[tier.name].allows():
             return
-        eviction = self._index.begin_eviction(HOST, short)
+        eviction = self._index.evictions.begin(HOST, short)
         if not eviction.blocks:
             return
         self._demoting.add(tier.name)
@@ -282,4 +282,4 @@ class Saves:
 
     def _demoted(self, tier: Backing, eviction: Eviction) -> None:
         self._demoting.discard(tier.name)
-        self._removals.count(HOST, self._index.finish_eviction(eviction))
+        self._removals.count(HOST, self._index.evictions.finish(eviction))

@@ -104,9 +104,9 @@ class StoreLookup:
         found = min(asked.start + asked.question.found, len(keys))
         evicted: list[Evicted] = []
         if asked.start <= start < found:
-            reservation = self._index.reserve(self._tier, keys, start, found, namespace)
+            reservation = self._index.lifecycle.reserve(self._tier, keys, start, found, namespace)
             evicted = reservation.evicted
-            self._index.commit(reservation)
+            self._index.lifecycle.commit(reservation)
             if asked.question.node:
                 self._remember(keys[start:found], asked.question.node)
         stop = self._index.held(self._tier, keys)

@@ -293,7 +293,7 @@ def _both(
 def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
     """Put what a lower tier still holds into the index. Return the slots of lost records that lie
     beyond the tier's present size."""
-    lost = index.restore(found.spec.name, found.prepared.records)
+    lost = index.admin.restore(found.spec.name, found.prepared.records)
     _log.info(
         "tier restored name=%s blocks=%d dropped=%d slots=%d",
         found.spec.name,

@@ -138,7 +138,7 @@ class PageStore:
         with self._lock:
             if self._closed:
                 return
-            gone = self._index.clear()[self._name]
+            gone = self._index.removal.clear()[self._name]
             self._tier.invalidate(page.slot for page in gone)
 
     def counts(self) -> PageCounts:
@@ -178,14 +178,16 @@ class PageStore:
     def _reserve(self, blocks: Sequence[bytes]) -> dict[int, Reservation]:
         """Slots for those that are not held, by place; where room is short, for the first."""
         space = self._space[:KEY_BYTES]
-        taken = (self._index.reserve(self._name, [block], 0, 1, space) for block in blocks)
+        taken = (
+            self._index.lifecycle.reserve(self._name, [block], 0, 1, space) for block in blocks
+        )
         return {i: found for i, found in enumerate(taken) if len(found)}
 
     def _publish(self, wrote: list[tuple[Reservation, BlockWrite, TierError | None]]) -> None:
         """End reservations, the first page's last: it is the last to go again."""
         gone = []
         for taken, write, error in reversed(wrote):
-            self._index.commit(taken, failed_from=None if error is None else 0)
+            self._index.lifecycle.commit(taken, failed_from=None if error is None else 0)
             if error is None and not self._index.match([write.key]).depths[0]:
                 gone.append(write.slot)  # cleared meanwhile
         if gone:
@@ -208,7 +210,7 @@ class PageStore:
     def _drop(self, block: bytes, error: CorruptBlock) -> None:
         _log.warning("a stored page is bad and dropped: %s", error)
         self._corrupt += 1
-        self._index.drop_subtree(self._name, block)
+        self._index.removal.drop_subtree(self._name, block)
 
     def _heed(self, errors: Sequence[TierError | None]) -> None:
         """Tell the breaker how a batch went."""
@@ -248,7 +250,7 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
         tier = BackingOpener(config, geometry, 0, plugins, share)(
             found.spec.name, found.prepared.told
         )
-        lost = index.restore(found.spec.name, found.prepared.records)
+        lost = index.admin.restore(found.spec.name, found.prepared.records)
     except BaseException:
         found.prepared.release()
         raise

@@ -130,7 +130,7 @@ def test_blocks_come_back_from_host_and_disk(rig) -> None:  # type: ignore[no-un
     assert manager.wait(graph.graph_id, 60)
     for tier in (HOST, "disk"):
         if tier == "disk":
-            manager.index.clear(tier=HOST)
+            manager.index.removal.clear(tier=HOST)
         hit = manager.get_match(chain, NAMESPACE)
         assert hit.blocks_by_tier() == {tier: 200}
         for layer in pages:

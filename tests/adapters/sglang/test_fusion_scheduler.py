@@ -79,7 +79,9 @@ class FusionRig:
         chain = KeyChain(NAMESPACE, BLOCK)
         chain.extend(list(tokens))
         keys = chain.keys
-        self.index.commit(self.index.reserve(HOST, keys, 0, len(keys), NAMESPACE.digest))
+        self.index.lifecycle.commit(
+            self.index.lifecycle.reserve(HOST, keys, 0, len(keys), NAMESPACE.digest)
+        )
         self.leader.learn(chain, np.array(tokens))
 
     def plan(self, rid: str, prompt: Sequence[int], exact: int = 0, wishes: Any = None) -> Any:

@@ -200,13 +200,13 @@ def test_promised_blocks_stay_until_they_are_loaded() -> None:
     end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
     one = asked(2, PROMPT)
     assert leader.match(one, 0) == (47, False)
-    leader.manager.index.evict(HOST, 64)
+    leader.manager.index.evictions.evict(HOST, 64)
     leader.allocated(one, [[4, 5, 6]])
     plan = leader.build_plan(output([data(2, PROMPT, [4, 5, 6], 0, 1)]))
     assert len(plan.sync_loads) == 1
     end(leader, plan)
     leader.check_integrity()
-    assert len(leader.manager.index.evict(HOST, 64)) == 3  # nothing is pinned any more
+    assert len(leader.manager.index.evictions.evict(HOST, 64)) == 3  # nothing is pinned any more
 
 
 @pytest.mark.parametrize("pages", [[4, 5], [4, -1, 6]])

@@ -56,7 +56,9 @@ class Side:
         )  # fmt: skip
         chain = KeyChain(self.side._namespace(request("x")), BLOCK)
         chain.extend(PROMPT)
-        index.commit(index.reserve("disk", chain.keys, 0, 24, chain.namespace.digest))
+        index.lifecycle.commit(
+            index.lifecycle.reserve("disk", chain.keys, 0, 24, chain.namespace.digest)
+        )
 
     def serve(self, asked: Any) -> dict[str, Any] | None:
         """From lookup to end, as vLLM calls it."""

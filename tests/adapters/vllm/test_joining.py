@@ -57,7 +57,9 @@ class JoiningRig:
         self.chain = KeyChain(self.side._namespace(request("x")), BLOCK)
         self.chain.extend(PROMPT)
         self.space = self.chain.namespace.digest
-        self.index.commit(self.index.reserve("disk", self.chain.keys, 0, 25, self.space))
+        self.index.lifecycle.commit(
+            self.index.lifecycle.reserve("disk", self.chain.keys, 0, 25, self.space)
+        )
 
     def ask(self, name: str) -> Any:
         asked = self.requests.setdefault(name, request(name))
@@ -150,7 +152,7 @@ def test_what_passes_through_is_nobodys_to_join() -> None:
 
 def _fill(rig: JoiningRig) -> bytes:
     key = b"k" * 16
-    rig.index.commit(rig.index.reserve("host", [key], 0, 1, rig.space))
+    rig.index.lifecycle.commit(rig.index.lifecycle.reserve("host", [key], 0, 1, rig.space))
     return key
 
 

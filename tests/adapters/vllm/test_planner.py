@@ -57,8 +57,8 @@ class Side:
         )
         chain = KeyChain(self.side._namespace(request()), BLOCK)
         chain.extend(PROMPT)
-        made = self.index.reserve("disk", chain.keys, 0, 25, chain.namespace.digest)
-        self.index.commit(made)
+        made = self.index.lifecycle.reserve("disk", chain.keys, 0, 25, chain.namespace.digest)
+        self.index.lifecycle.commit(made)
 
     def teach(self, load: float) -> None:
         """Every megabyte takes ``load`` seconds, every 100 tokens 10 milliseconds."""

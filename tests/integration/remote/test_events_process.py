@@ -63,7 +63,7 @@ def held_by(index: BlockIndex) -> View:
     """As a consumer of its events has it."""
     found: View = {}
     for tier in index.tiers:
-        keys, parents = index.published(tier)
+        keys, parents = index.admin.published(tier)
         pairs = [(keys[i : i + 16], parents[i : i + 16]) for i in range(0, len(keys), 16)]
         if pairs:
             found[tier] = {k: None if up == ROOT_PARENT else up for k, up in pairs}
@@ -86,7 +86,7 @@ class ProcessRig:
         self.metrics = Metrics()
         self.feed = Feed(
             pacing.queue_blocks,
-            lambda: {tier: self.index.published(tier) for tier in self.index.tiers},
+            lambda: {tier: self.index.admin.published(tier) for tier in self.index.tiers},
             token_ids=plan.get("token_ids", False),
             told=self.metrics.told,
         )
@@ -110,7 +110,9 @@ class ProcessRig:
         """A chain of these blocks; others make room."""
         keys = [key(n) for n in numbers]
         start = self.index.held(tier, keys)
-        self.index.commit(self.index.reserve(tier, keys, start, len(keys), NAMESPACE))
+        self.index.lifecycle.commit(
+            self.index.lifecycle.reserve(tier, keys, start, len(keys), NAMESPACE)
+        )
 
     def agree(self, consumer: Subscriber, what: str) -> None:
         def true() -> bool:
@@ -161,13 +163,13 @@ def play(index: BlockIndex, seed: int, steps: int) -> Iterator[None]:
         keys = [bytes(path[: i + 1]).ljust(16, b"\0") for i in range(length)]
         if act < 0.7:
             start = index.held(tier, keys)
-            index.commit(index.reserve(tier, keys, start, length, NAMESPACE))
+            index.lifecycle.commit(index.lifecycle.reserve(tier, keys, start, length, NAMESPACE))
         elif act < 0.85:
-            index.evict(tier, picks.randint(1, 4))
+            index.evictions.evict(tier, picks.randint(1, 4))
         elif act < 0.98:
-            index.drop_subtree(tier, keys[-1])
+            index.removal.drop_subtree(tier, keys[-1])
         else:
-            index.clear(tier=tier)
+            index.removal.clear(tier=tier)
         yield
 
 

@@ -122,7 +122,7 @@ def test_prefetch_brings_a_tenants_bytes_from_disk_and_nobody_elses(
 ) -> None:
     space = opened()
     ann, bob = save(space, "ann", words(1, 80)), save(space, "bob", words(2, 80))
-    space.manager.index.evict(HOST, 100)
+    space.manager.index.evictions.evict(HOST, 100)
     told = order(space, o.PrefetchBlocks(o.Where(tenant="ann")))
     assert told == {"blocks": 5, "bytes": 5 * BLOCK, "prompts": 1, "kept": 0, "failed": 0}
     assert (depths(space, ann), depths(space, bob)) == ((5, 5), (0, 5))
@@ -287,7 +287,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 def test_one_job_at_a_time_and_an_unfinished_one_is_told(opened: Open, audit: Path) -> None:
     space = opened()
     save(space, "ann", words(1, 48))
-    space.manager.index.evict(HOST, 100)
+    space.manager.index.evictions.evict(HOST, 100)
     told: list[Any] = []
     space.control.begin(o.PrefetchBlocks(o.Where()), WHO, told.append)
     with pytest.raises(CapacityError, match="is under way"):
@@ -308,7 +308,7 @@ def order_now(space: Space, wanted: Any) -> None:
 def test_a_job_waits_while_the_manager_is_full(opened: Open) -> None:
     space = opened(quota=None)
     keys = save(space, "ann", words(1, 80))
-    space.manager.index.evict(HOST, 100)
+    space.manager.index.evictions.evict(HOST, 100)
     told: list[Any] = []
     space.manager.flights._max_in_flight = 0
     space.control.begin(o.PrefetchBlocks(o.Where(tenant="ann")), WHO, told.append)

@@ -74,7 +74,7 @@ def assert_nothing_is_held(server: RunningServer) -> None:
     [space] = server.server._spaces.values()
     assert space.manager.in_flight == 0
     index = space.manager.index
-    index.evict(HOST, 1 << 20)
+    index.evictions.evict(HOST, 1 << 20)
     assert index.num_used(HOST) == 0, "a pin or a reservation is left"
     space.check_integrity()
 

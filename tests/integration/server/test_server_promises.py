@@ -298,7 +298,7 @@ def assert_nothing_is_held(server: RunningServer) -> None:
     [space] = server.server._spaces.values()
     assert space.manager.in_flight == 0
     assert len(space._awaited) == 0
-    space.manager.index.evict(HOST, 1 << 20)
+    space.manager.index.evictions.evict(HOST, 1 << 20)
     assert space.manager.index.num_used(HOST) == 0, "a pin or a reservation is left"
     space.check_integrity()
 

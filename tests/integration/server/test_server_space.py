@@ -46,7 +46,7 @@ def space(folder: Path, tmp_path: Path) -> Iterator[Space]:
     assert graph is not None
     made.done(SAVER, ended(graph))
     ticking(made, lambda: not made.background)
-    made.manager.index.evict("host", 100)
+    made.manager.index.evictions.evict("host", 100)
     yield made
     made.check_integrity()
     made.close()

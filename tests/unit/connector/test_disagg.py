@@ -322,13 +322,13 @@ def test_what_a_tier_has_or_is_receiving_may_be_promised() -> None:
     )
     keys = chain(PROMPT).keys
     assert promised(chain(PROMPT), 6, manager) is None
-    index.commit(index.reserve("far", keys, 0, 2, b"n" * 16))
-    save = index.reserve("host", keys, 0, 4, b"n" * 16)
+    index.lifecycle.commit(index.lifecycle.reserve("far", keys, 0, 2, b"n" * 16))
+    save = index.lifecycle.reserve("host", keys, 0, 4, b"n" * 16)
     for blocks, known in ((6, 4), (3, 3)):
         told = promised(chain(PROMPT), blocks, manager)
         assert told is not None
         assert accept(told, chain(PROMPT), 3.0) == Promise(known, 3.0, "n:1")
-    index.abort(save)
+    index.lifecycle.abort(save)
     left = promised(chain(PROMPT), 6, manager)
     assert left is not None
     assert left["blocks"] == 2

@@ -44,7 +44,9 @@ class Store:
         chain = KeyChain(NAMESPACE, BLOCK)
         chain.extend(list(tokens))
         keys = chain.keys
-        self.index.commit(self.index.reserve(tier, keys, 0, len(keys), NAMESPACE.digest))
+        self.index.lifecycle.commit(
+            self.index.lifecycle.reserve(tier, keys, 0, len(keys), NAMESPACE.digest)
+        )
         if learn:
             self.chunks.learn(chain, 0, len(keys), tokens)
         return chain
@@ -138,7 +140,7 @@ def test_a_chunk_that_has_left_every_tier_is_no_more_planned() -> None:
     store.put(text)
     prompt = [*words(2, 8), *text, *words(3, 8)]
     found = store.find(prompt)
-    store.index.clear()
+    store.index.removal.clear()
     assert store.chunks.plan(found, 0, len(prompt) - 1, 0.15) is None
     with pytest.raises(KVCoreError):
         store.chunks.source(found[0])
@@ -154,14 +156,14 @@ def test_a_chunk_that_goes_after_it_was_planned_is_passed_over() -> None:
     prompt = [*words(3, 8), *first, *words(4, 8), *second, *words(5, 8)]
     plan = store.plan(prompt)
     assert store.chunks.nbytes(plan) == {HOST: 80}
-    store.index.clear()
+    store.index.removal.clear()
     store.put(second)
     assert [chunk for chunk, _ in store.chunks.sources(plan)] == [plan.chunks[1]]
     assert store.chunks.nbytes(plan) == {HOST: 40}
     here = store.chunks.in_host(plan)
     assert here is not None
     assert here.chunks == plan.chunks[1:]
-    store.index.clear()
+    store.index.removal.clear()
     assert store.chunks.nbytes(plan) == {}
     assert store.chunks.in_host(plan) is None
 

@@ -264,7 +264,9 @@ def test_a_tenant_cannot_probe_anothers_cache(prompt: list[int], mine: str, othe
     chains = [KeyChain(spaces.of("", salt), 16) for salt in (mine, other)]
     keys = [list(chain.extend(prompt)) for chain in chains]
     index = BlockIndex([TierSpec("host", 16)])
-    index.commit(index.reserve("host", keys[0], 0, len(keys[0]), chains[0].namespace.digest))
+    index.lifecycle.commit(
+        index.lifecycle.reserve("host", keys[0], 0, len(keys[0]), chains[0].namespace.digest)
+    )
     assert index.match(keys[0]).depths == (len(keys[0]),)
     assert index.match(keys[1]).depths == (len(keys[0]) if mine == other else 0,)
     assert mine == other or not set(keys[0]) & set(keys[1])

@@ -25,7 +25,7 @@ def keys_of(path: Path) -> list[bytes]:
 
 
 def content_of(index: BlockIndex) -> Content:
-    return {tier: index.published(tier) for tier in index.tiers}
+    return {tier: index.admin.published(tier) for tier in index.tiers}
 
 
 class EventMachine(RuleBasedStateMachine):
@@ -51,43 +51,43 @@ class EventMachine(RuleBasedStateMachine):
     def store(self, tier: str, path: Path, wait: bool) -> None:
         keys = keys_of(path)
         start = self.index.held(tier, keys)
-        reservation = self.index.reserve(tier, keys, start, len(keys), NAMESPACE)
+        reservation = self.index.lifecycle.reserve(tier, keys, start, len(keys), NAMESPACE)
         if not len(reservation):
             return
         if wait:
             self.open.append(reservation)
         else:
-            self.index.commit(reservation)
+            self.index.lifecycle.commit(reservation)
 
     @precondition(lambda self: self.open)
     @rule(pick=st.integers(0, 9), failed=st.none() | st.integers(0, 4))
     def commit(self, pick: int, failed: int | None) -> None:
         reservation = self.open.pop(pick % len(self.open))
-        self.index.commit(reservation, failed)
+        self.index.lifecycle.commit(reservation, failed)
 
     @rule(tier=st.sampled_from([*TIERS]), count=st.integers(1, 3), slowly=st.booleans())
     def evict(self, tier: str, count: int, slowly: bool) -> None:
         if slowly:
-            self.leaving.append(self.index.begin_eviction(tier, count))
+            self.leaving.append(self.index.evictions.begin(tier, count))
         else:
-            self.index.evict(tier, count)
+            self.index.evictions.evict(tier, count)
 
     @precondition(lambda self: self.leaving)
     @rule(pick=st.integers(0, 9), cancel=st.booleans())
     def end_eviction(self, pick: int, cancel: bool) -> None:
         eviction = self.leaving.pop(pick % len(self.leaving))
         if cancel:
-            self.index.cancel_eviction(eviction)
+            self.index.evictions.cancel(eviction)
         else:
-            self.index.finish_eviction(eviction)
+            self.index.evictions.finish(eviction)
 
     @rule(tier=st.sampled_from([*TIERS]), path=paths)
     def drop(self, tier: str, path: Path) -> None:
-        self.index.drop_subtree(tier, keys_of(path)[-1])
+        self.index.removal.drop_subtree(tier, keys_of(path)[-1])
 
     @rule()
     def clear(self) -> None:
-        self.index.clear()
+        self.index.removal.clear()
 
     # -- what the events go through
 
@@ -128,7 +128,7 @@ class EventMachine(RuleBasedStateMachine):
             pass
         assert self.consumer.synced
         for tier in TIERS:
-            keys, parents = self.index.published(tier)
+            keys, parents = self.index.admin.published(tier)
             held = {
                 keys[at : at + 16]: None if parent == ROOT_PARENT else parent
                 for at in range(0, len(keys), 16)

@@ -18,8 +18,8 @@ from support.index_paths import NAMESPACES, Path, key_of, keys_of, path_of, spac
 
 
 def store(index: BlockIndex, tier: str, path: Path) -> Any:
-    reservation = index.reserve(tier, keys_of(path), 0, len(path), space_of(path))
-    index.commit(reservation)
+    reservation = index.lifecycle.reserve(tier, keys_of(path), 0, len(path), space_of(path))
+    index.lifecycle.commit(reservation)
     return reservation
 
 
@@ -29,25 +29,25 @@ def make(capacity: int = 8, policy: str = "lru", **options: object) -> BlockInde
 
 def test_unpublished_is_never_matched_and_children_wait() -> None:
     index = make()
-    first = index.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
-    second = index.reserve("host", keys_of((0, 1, 0, 1)), 2, 4, NAMESPACES[0])
-    index.commit(second)
+    first = index.lifecycle.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
+    second = index.lifecycle.reserve("host", keys_of((0, 1, 0, 1)), 2, 4, NAMESPACES[0])
+    index.lifecycle.commit(second)
     assert index.match(keys_of((0, 1, 0, 1))).depth == 0
     assert index.held("host", keys_of((0, 1, 0, 1))) == 4
-    index.commit(first)
+    index.lifecycle.commit(first)
     assert index.match(keys_of((0, 1, 0, 1))).depth == 4
 
 
 def test_abort_cascades_to_what_was_stored_on_top() -> None:
     index = make()
-    first = index.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
-    second = index.reserve("host", keys_of((0, 1, 0)), 2, 3, NAMESPACES[0])
-    third = index.reserve("host", keys_of((0, 1, 0, 1)), 3, 4, NAMESPACES[0])
-    index.commit(third)
-    index.commit(first, failed_from=1)
+    first = index.lifecycle.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
+    second = index.lifecycle.reserve("host", keys_of((0, 1, 0)), 2, 3, NAMESPACES[0])
+    third = index.lifecycle.reserve("host", keys_of((0, 1, 0, 1)), 3, 4, NAMESPACES[0])
+    index.lifecycle.commit(third)
+    index.lifecycle.commit(first, failed_from=1)
     assert index.match(keys_of((0, 1, 0, 1))).depth == 1
     assert index.num_used("host") == 2, "the slot in flight is kept for its writer"
-    index.commit(second)
+    index.lifecycle.commit(second)
     assert index.num_used("host") == 1
     assert len(index) == 1
     index.check_integrity()
@@ -56,17 +56,17 @@ def test_abort_cascades_to_what_was_stored_on_top() -> None:
 def test_stored_once() -> None:
     index = make()
     store(index, "host", (0, 1, 0))
-    again = index.reserve("host", keys_of((0, 1, 0)), 0, 3, NAMESPACES[0])
+    again = index.lifecycle.reserve("host", keys_of((0, 1, 0)), 0, 3, NAMESPACES[0])
     assert len(again) == 0
-    index.commit(again)
-    longer = index.reserve("host", keys_of((0, 1, 0, 1)), 0, 4, NAMESPACES[0])
+    index.lifecycle.commit(again)
+    longer = index.lifecycle.reserve("host", keys_of((0, 1, 0, 1)), 0, 4, NAMESPACES[0])
     assert (longer.start, len(longer)) == (3, 1)
-    index.abort(longer)
+    index.lifecycle.abort(longer)
 
 
 def test_reserve_refuses_a_gap() -> None:
     with pytest.raises(KVCoreError, match="holds only 0 blocks"):
-        make().reserve("host", keys_of((0, 1)), 1, 2, NAMESPACES[0])
+        make().lifecycle.reserve("host", keys_of((0, 1)), 1, 2, NAMESPACES[0])
 
 
 def test_a_prefix_used_by_a_long_prompt_outlives_its_last_child() -> None:
@@ -74,7 +74,7 @@ def test_a_prefix_used_by_a_long_prompt_outlives_its_last_child() -> None:
     store(index, "host", (0, 0))
     store(index, "host", (1, 1))
     index.touch(index.match(keys_of((0, 0))))
-    assert [path_of(block.key) for block in index.evict("host", 4)] == [
+    assert [path_of(block.key) for block in index.evictions.evict("host", 4)] == [
         (1, 1),
         (1,),
         (0, 0),
@@ -87,9 +87,9 @@ def test_a_parent_is_as_recent_as_the_child_that_left_it() -> None:
     store(index, "host", (1,))
     store(index, "host", (0, 0))
     pin = index.pin("host", key_of((1,)))
-    assert [path_of(block.key) for block in index.evict("host", 1)] == [(0, 0)]
+    assert [path_of(block.key) for block in index.evictions.evict("host", 1)] == [(0, 0)]
     index.unpin(pin)
-    assert [path_of(block.key) for block in index.evict("host", 1)] == [(1,)]
+    assert [path_of(block.key) for block in index.evictions.evict("host", 1)] == [(1,)]
 
 
 def test_a_parent_inherits_from_a_dropped_child() -> None:
@@ -97,32 +97,32 @@ def test_a_parent_inherits_from_a_dropped_child() -> None:
     store(index, "host", (0,))
     store(index, "host", (1,))
     store(index, "host", (0, 0))
-    index.drop_subtree("host", key_of((0, 0)))
-    assert [path_of(block.key) for block in index.evict("host", 1)] == [(1,)]
+    index.removal.drop_subtree("host", key_of((0, 0)))
+    assert [path_of(block.key) for block in index.evictions.evict("host", 1)] == [(1,)]
 
 
 def test_keys_of_another_length_are_refused() -> None:
     with pytest.raises(FormatError, match="16 bytes long"):
-        make().reserve("host", [b"short"], 0, 1, NAMESPACES[0])
+        make().lifecycle.reserve("host", [b"short"], 0, 1, NAMESPACES[0])
 
 
 def test_reserving_never_evicts_its_own_ancestors() -> None:
     index = make(2)
     store(index, "host", (0,))
-    grown = index.reserve("host", keys_of((0, 1, 0, 1)), 0, 4, NAMESPACES[0])
+    grown = index.lifecycle.reserve("host", keys_of((0, 1, 0, 1)), 0, 4, NAMESPACES[0])
     assert (grown.start, len(grown), grown.evicted) == (1, 1, [])
 
 
 def test_evicting_block_is_rescued_not_stored_twice() -> None:
     index = make()
     store(index, "host", (0, 1))
-    eviction = index.begin_eviction("host", 2)
+    eviction = index.evictions.begin("host", 2)
     assert [path_of(b.key) for b in eviction.blocks] == [(0, 1), (0,)]
     assert index.match(keys_of((0, 1))).depth == 0
-    again = index.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
+    again = index.lifecycle.reserve("host", keys_of((0, 1)), 0, 2, NAMESPACES[0])
     assert len(again) == 0
     assert index.match(keys_of((0, 1))).depth == 2
-    assert index.finish_eviction(eviction) == []
+    assert index.evictions.finish(eviction) == []
     assert index.match(keys_of((0, 1))).depth == 2
     index.check_integrity()
 
@@ -130,51 +130,51 @@ def test_evicting_block_is_rescued_not_stored_twice() -> None:
 def test_a_rescued_block_belongs_to_its_new_eviction_only() -> None:
     index = make()
     store(index, "host", (0,))
-    first = index.begin_eviction("host", 1)
-    index.reserve("host", keys_of((0,)), 0, 1, NAMESPACES[0])
-    second = index.begin_eviction("host", 1)
-    assert index.finish_eviction(first) == []
+    first = index.evictions.begin("host", 1)
+    index.lifecycle.reserve("host", keys_of((0,)), 0, 1, NAMESPACES[0])
+    second = index.evictions.begin("host", 1)
+    assert index.evictions.finish(first) == []
     assert index.num_used("host") == 1, "the second copy still reads the slot"
-    assert len(index.finish_eviction(second)) == 1
+    assert len(index.evictions.finish(second)) == 1
     assert index.num_used("host") == 0
 
 
 def test_clear_leaves_the_slots_of_a_demotion_alone() -> None:
     index = make()
     store(index, "host", (0,))
-    eviction = index.begin_eviction("host", 1)
-    index.clear()
+    eviction = index.evictions.begin("host", 1)
+    index.removal.clear()
     assert len(index) == 0
     assert index.num_used("host") == 1, "the copy still reads the slot"
-    index.reserve("host", keys_of((0,)), 0, 1, NAMESPACES[0])
-    assert index.finish_eviction(eviction) == []
+    index.lifecycle.reserve("host", keys_of((0,)), 0, 1, NAMESPACES[0])
+    assert index.evictions.finish(eviction) == []
     assert index.num_used("host") == 1
 
 
 def test_a_reservation_stops_before_a_block_that_is_leaving_alone() -> None:
     index = make()
     store(index, "host", (0, 0))
-    leaf = index.begin_eviction("host", 1)
-    root = index.begin_eviction("host", 1)
-    index.finish_eviction(root)
-    again = index.reserve("host", keys_of((0, 0)), 0, 2, NAMESPACES[0])
+    leaf = index.evictions.begin("host", 1)
+    root = index.evictions.begin("host", 1)
+    index.evictions.finish(root)
+    again = index.lifecycle.reserve("host", keys_of((0, 0)), 0, 2, NAMESPACES[0])
     assert (again.start, again.stop) == (0, 1)
-    index.finish_eviction(leaf)
-    index.commit(again)
+    index.evictions.finish(leaf)
+    index.lifecycle.commit(again)
     index.check_integrity()
 
 
 def test_a_leaving_block_is_not_rescued_under_an_unpublished_parent() -> None:
     index = make()
     store(index, "host", (0, 0))
-    index.begin_eviction("host", 1)
-    index.finish_eviction(index.begin_eviction("host", 1))
-    root = index.reserve("host", keys_of((0,)), 0, 1, NAMESPACES[0])
-    assert len(index.reserve("host", keys_of((0, 0)), 1, 2, NAMESPACES[0])) == 0
+    index.evictions.begin("host", 1)
+    index.evictions.finish(index.evictions.begin("host", 1))
+    root = index.lifecycle.reserve("host", keys_of((0,)), 0, 1, NAMESPACES[0])
+    assert len(index.lifecycle.reserve("host", keys_of((0, 0)), 1, 2, NAMESPACES[0])) == 0
     assert index.held("host", keys_of((0, 0))) == 1
-    index.commit(root)
+    index.lifecycle.commit(root)
     assert index.match(keys_of((0, 0))).depth == 1
-    assert len(index.reserve("host", keys_of((0, 0)), 1, 2, NAMESPACES[0])) == 0
+    assert len(index.lifecycle.reserve("host", keys_of((0, 0)), 1, 2, NAMESPACES[0])) == 0
     assert index.match(keys_of((0, 0))).depth == 2, "rescued now"
     index.check_integrity()
 
@@ -183,7 +183,7 @@ def test_a_dropped_block_keeps_its_slots_while_it_is_pinned() -> None:
     index = make(3)
     store(index, "host", (0, 0, 0))
     deep, shallow = index.pin("host", key_of((0, 0, 0))), index.pin("host", key_of((0, 0)))
-    assert len(index.drop_subtree("host", key_of((0, 0)))) == 2
+    assert len(index.removal.drop_subtree("host", key_of((0, 0)))) == 2
     assert index.match(keys_of((0, 0, 0))).depth == 1
     assert index.num_free("host") == 0
     index.unpin(deep)
@@ -197,9 +197,9 @@ def test_a_pin_on_a_dropped_block_still_protects_its_ancestors() -> None:
     index = make(2)
     store(index, "host", (0, 0))
     pin = index.pin("host", key_of((0, 0)))
-    index.drop_subtree("host", key_of((0, 0)))
-    assert index.evict("host", 1) == []
-    index.drop_subtree("host", key_of((0,)))
+    index.removal.drop_subtree("host", key_of((0, 0)))
+    assert index.evictions.evict("host", 1) == []
+    index.removal.drop_subtree("host", key_of((0,)))
     assert index.num_free("host") == 0
     index.unpin(pin)
     assert index.num_free("host") == 2
@@ -212,10 +212,10 @@ def test_user_pins() -> None:
     assert index.pin_prefix(keys_of((0, 1, 1))) == 2
     assert index.pin_prefix(keys_of((0, 1, 1))) == 2
     assert index.pin_prefix(keys_of((1,))) == 0
-    assert index.evict("host", 9) == []
+    assert index.evictions.evict("host", 9) == []
     assert index.unpin_prefix(keys_of((0, 1, 1)))
     assert not index.unpin_prefix(keys_of((0, 1, 1)))
-    assert len(index.evict("host", 9)) == 2
+    assert len(index.evictions.evict("host", 9)) == 2
 
 
 def test_path_and_namespace() -> None:
@@ -233,7 +233,7 @@ def test_priority_through_the_index() -> None:
     store(index, "host", (0,))
     store(index, "host", (1,))
     index.set_priority("host", key_of((0,)), 90)
-    assert [path_of(b.key) for b in index.evict("host", 2)] == [(1,), (0,)]
+    assert [path_of(b.key) for b in index.evictions.evict("host", 2)] == [(1,), (0,)]
     other = make()
     store(other, "host", (0,))
     with pytest.raises(ConfigError, match="knows no priorities"):
@@ -248,7 +248,7 @@ def test_bad_specs_are_named() -> None:
     with pytest.raises(ConfigError, match="different names"):
         BlockIndex([TierSpec("a", 1), TierSpec("a", 1)])
     with pytest.raises(ConfigError, match="no tier 'disk'"):
-        make().evict("disk", 1)
+        make().evictions.evict("disk", 1)
     assert isinstance(BlockIndex([TierSpec("a", 1, LRU)]).policy("a"), LRU)
 
 
@@ -273,7 +273,7 @@ def test_restore_in_any_order(seed: int, policy: str) -> None:
     index = make(64, policy)
     store(index, "host", (0, 0))
     before = set(keys_of((0, 0)))
-    dropped = index.restore("host", records)
+    dropped = index.admin.restore("host", records)
     index.check_integrity()
     taken = set(index.slots("host", keys_of((0, 0)), 0, 2).tolist())
     for record in records:
@@ -285,15 +285,15 @@ def test_restore_in_any_order(seed: int, policy: str) -> None:
         if not complete or clash:
             assert record in dropped
     restored = {r.key for r in records if r not in dropped}
-    assert restored | before == {info.key for info in index.list_blocks()}
+    assert restored | before == {info.key for info in index.admin.list_blocks()}
 
 
 def test_restore_keeps_the_order_of_use_and_the_latest_copy() -> None:
     index = make(8)
     records = [Record(0, (0,), 5), Record(1, (1,), 3), Record(2, (0,), 9), Record(3, (0, 1), 9)]
-    dropped = index.restore("host", records)
+    dropped = index.admin.restore("host", records)
     assert [r.slot for r in dropped] == [0]
-    assert [path_of(b.key) for b in index.evict("host", 3)] == [(1,), (0, 1), (0,)]
+    assert [path_of(b.key) for b in index.evictions.evict("host", 3)] == [(1,), (0, 1), (0,)]
     assert len(index) == index.num_used("host") == 0
 
 
@@ -306,10 +306,13 @@ def test_restore_finds_the_blocks_that_another_tier_has() -> None:
         Record(2, (1, 0, 1), 3),
         Record(3, (0,), 4),
     ]
-    assert index.restore("disk", records) == []
+    assert index.admin.restore("disk", records) == []
     index.check_integrity()
     assert len(index) == 4
-    assert {tuple(info.slots) for info in index.list_blocks()} == {("host", "disk"), ("disk",)}
+    assert {tuple(info.slots) for info in index.admin.list_blocks()} == {
+        ("host", "disk"),
+        ("disk",),
+    }
     assert index.match(keys_of((1, 0, 1))).depths == (2, 3)
     assert {index.namespace_of(r.key) for r in records[:3]} == {NAMESPACES[1]}
     assert index.namespace_of(key_of((0,))) == NAMESPACES[0]
@@ -318,7 +321,7 @@ def test_restore_finds_the_blocks_that_another_tier_has() -> None:
 def test_restore_refuses_cycles_and_bad_slots() -> None:
     index = make(2)
     cycle = [Record(0, (0,), 1, key_of((1,))), Record(1, (1,), 1, key_of((0,)))]
-    assert len(index.restore("host", [*cycle, Record(7, (0,), 2), Record(-1, (1,), 2)])) == 4
+    assert len(index.admin.restore("host", [*cycle, Record(7, (0,), 2), Record(-1, (1,), 2)])) == 4
     assert len(index) == 0
     index.check_integrity()
 
@@ -326,10 +329,10 @@ def test_restore_refuses_cycles_and_bad_slots() -> None:
 def test_foreign_slots_are_read_and_dropped_but_never_given_out() -> None:
     far = (3 << 40) | 17
     index = BlockIndex([TierSpec("disk", 2, foreign=True)])
-    assert index.restore("disk", [Record(far, (0,), 1), Record(0, (1,), 2)]) == []
+    assert index.admin.restore("disk", [Record(far, (0,), 1), Record(0, (1,), 2)]) == []
     assert index.slots("disk", keys_of((0,)), 0, 1).tolist() == [far]
-    grown = index.reserve("disk", keys_of((0, 1, 0)), 0, 3, NAMESPACES[0])
+    grown = index.lifecycle.reserve("disk", keys_of((0, 1, 0)), 0, 3, NAMESPACES[0])
     assert sorted(grown.slots.tolist()) == [0, 1]
-    index.abort(grown)
-    assert [block.slot for block in index.evict("disk", 5)] == [far]
+    index.lifecycle.abort(grown)
+    assert [block.slot for block in index.evictions.evict("disk", 5)] == [far]
     index.check_integrity()

@@ -172,7 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
             not twin.protected(p) and p != path[: len(p)] for p in twin.filled
         )  # what is on the way to this prompt must stay
         expected = min(stop - begin, self.index.num_free(tier) + spare)
-        reservation = self.index.reserve(tier, keys, 0, len(keys), space_of(path))
+        reservation = self.index.lifecycle.reserve(tier, keys, 0, len(keys), space_of(path))
         if begin < stop:
             assert reservation.start == begin
         self.saw_evicted(tier, reservation.evicted, keep=path)
@@ -201,7 +201,7 @@ class IndexMachine(RuleBasedStateMachine):
             elif path in twin.filled:
                 twin.filled[path] = True
         self.dead = {entry for entry in self.dead if entry[0] != id(reservation)}
-        self.index.commit(reservation, failed)
+        self.index.lifecycle.commit(reservation, failed)
         now = self.tick()
         for path in {p for p in twin.filled if twin.visible(p)} - before:
             twin.use(path, now)
@@ -237,14 +237,14 @@ class IndexMachine(RuleBasedStateMachine):
         tier = self.tier_of(number)
         twin = self.twins[tier]
         spare = sum(not twin.protected(p) for p in twin.filled)
-        evicted = self.index.evict(tier, count)
+        evicted = self.index.evictions.evict(tier, count)
         self.saw_evicted(tier, evicted)
         assert len(evicted) == min(count, spare)
 
     @rule(number=st.integers(0, 1), count=st.integers(1, 3))
     def begin_eviction(self, number: int, count: int) -> None:
         tier = self.tier_of(number)
-        eviction = self.index.begin_eviction(tier, count)
+        eviction = self.index.evictions.begin(tier, count)
         self.saw_evicted(tier, eviction.blocks)
         self.evictions.append((eviction, list(eviction.blocks)))
         for block in eviction.blocks:
@@ -259,14 +259,14 @@ class IndexMachine(RuleBasedStateMachine):
         for block in still:
             assert self.bytes[eviction.tier][block.slot] == path_of(block.key)
         if cancel:
-            self.index.cancel_eviction(eviction)
+            self.index.evictions.cancel(eviction)
             for block in reversed(still):
                 path = path_of(block.key)
                 del twin.leaving[path]
                 if twin.visible(path[:-1]):
                     twin.filled[path] = True
         else:
-            assert self.index.finish_eviction(eviction) == still
+            assert self.index.evictions.finish(eviction) == still
             for block in still:
                 del twin.leaving[path_of(block.key)]
 
@@ -277,7 +277,7 @@ class IndexMachine(RuleBasedStateMachine):
         twin = self.twins[tier]
         doomed = twin.below(path) if path in twin.filled else []
         published = {key_of(p) for p in doomed if twin.visible(p)}
-        gone = self.index.drop_subtree(tier, key_of(path))
+        gone = self.index.removal.drop_subtree(tier, key_of(path))
         assert {block.key for block in gone} == published
         self.give_up(tier, doomed)
 
@@ -287,7 +287,7 @@ class IndexMachine(RuleBasedStateMachine):
         twin = self.twins[tier]
         doomed = sorted({p for path in chosen if path in twin.filled for p in twin.below(path)})
         published = {key_of(p) for p in doomed if twin.visible(p)}
-        gone = self.index.drop_subtrees(tier, map(key_of, chosen))
+        gone = self.index.removal.drop_subtrees(tier, map(key_of, chosen))
         assert {block.key for block in gone} == published
         self.give_up(tier, doomed)
 
@@ -301,14 +301,14 @@ class IndexMachine(RuleBasedStateMachine):
                 del twin.filled[at]
             elif at in twin.filled:
                 break
-        evicted = self.index.evict_blocks(tier, keys_of(path))
+        evicted = self.index.evictions.evict_blocks(tier, keys_of(path))
         assert [path_of(block.key) for block in evicted] == expected
 
     @precondition(lambda self: self.now % 7 == 3)  # seldom: it ends what makes a state interesting
     @rule(which=st.sampled_from([None, *NAMESPACES]), number=st.none() | st.integers(0, 1))
     def clear(self, which: bytes | None, number: int | None) -> None:
         tier = None if number is None else self.tier_of(number)
-        self.index.clear(which, tier)
+        self.index.removal.clear(which, tier)
         for name in self.names if tier is None else [tier]:
             twin = self.twins[name]
             mine = [p for p in twin.filled if which in (None, space_of(p))]
@@ -322,11 +322,11 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         self.index.check_integrity()
-        published = {info.key: info.slots for info in self.index.list_blocks()}
+        published = {info.key: info.slots for info in self.index.admin.list_blocks()}
         for tier, twin in self.twins.items():
             mine = {key_of(p) for p in twin.filled if twin.visible(p)}
             assert mine == {key for key, slots in published.items() if tier in slots}
-            keys, parents = map(split, self.index.published(tier))
+            keys, parents = map(split, self.index.admin.published(tier))
             assert mine == self.told[tier].keys(), "events say something else"
             assert self.told[tier] == dict(zip(keys, parents, strict=True))
             self.check_ends(tier, {path_of(key) for key in mine})
@@ -341,7 +341,7 @@ class IndexMachine(RuleBasedStateMachine):
         for spaces, prefix in choices:
             mine = {p for p in held if spaces is None or space_of(p) in spaces}
             mine = {p for p in mine if key_of(p).startswith(prefix)}
-            ends, count = self.index.ends(tier, spaces, prefix)
+            ends, count = self.index.admin.leaves(tier, spaces, prefix)
             assert count == len(mine)
             assert {path_of(key) for key in ends} == mine - {p[:-1] for p in mine}
 
@@ -349,12 +349,12 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         for reservation in self.reservations:
-            self.index.abort(reservation)
+            self.index.lifecycle.abort(reservation)
         for pin, *_ in self.pins:
             self.index.unpin(pin)
         for eviction, _ in self.evictions:
-            self.index.finish_eviction(eviction)
-        self.index.clear()
+            self.index.evictions.finish(eviction)
+        self.index.removal.clear()
         self.index.check_integrity()
         assert len(self.index) == 0
         assert all(self.index.num_used(name) == 0 for name in self.names), "slots leaked"

@@ -30,8 +30,8 @@ def path_of(key: bytes) -> Path:
 
 def store(index: BlockIndex, path: Path) -> Any:
     """A prompt of the tenant that its first number names."""
-    reservation = index.reserve("t", keys_of(path), 0, len(path), SPACES[path[0]])
-    index.commit(reservation)
+    reservation = index.lifecycle.reserve("t", keys_of(path), 0, len(path), SPACES[path[0]])
+    index.lifecycle.commit(reservation)
     return reservation
 
 
@@ -112,7 +112,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 2), limit=st.none() | st.integers(0, 9))
     def set_quota(self, tenant: int, limit: int | None) -> None:
-        gone = self.index.set_quota("t", TENANTS[tenant], [SPACES[tenant]], limit)
+        gone = self.index.admin.set_quota("t", TENANTS[tenant], [SPACES[tenant]], limit)
         expected = []
         self.twin.limits.pop(tenant, None)
         if limit is not None:
@@ -136,7 +136,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.pins and self.now % 5 == 2)
     @rule(tenant=st.integers(0, 2))
     def clear(self, tenant: int) -> None:
-        self.index.clear(SPACES[tenant])
+        self.index.removal.clear(SPACES[tenant])
         for path in self.twin.of(tenant):
             del self.twin.used[path]
 
@@ -145,10 +145,12 @@ class QuotaMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         self.index.check_integrity()
-        assert {path_of(info.key) for info in self.index.list_blocks()} == self.twin.used.keys()
+        assert {
+            path_of(info.key) for info in self.index.admin.list_blocks()
+        } == self.twin.used.keys()
         held = {SPACES[t]: len(self.twin.of(t)) for t in range(3) if self.twin.of(t)}
-        assert self.index.usage("t") == held
-        assert self.index.quotas("t") == {
+        assert self.index.admin.usage("t") == held
+        assert self.index.admin.quotas("t") == {
             TENANTS[t]: Quota(len(self.twin.of(t)), limit, frozenset([SPACES[t]]))
             for t, limit in self.twin.limits.items()
         }
@@ -174,7 +176,7 @@ def test_a_quota_that_never_binds_changes_no_eviction(
     """The plain order holds for everyone, whatever policy gives it."""
     plain, limited = (BlockIndex([TierSpec("t", 6, policy)]) for _ in range(2))
     for tenant, space in zip(TENANTS, SPACES, strict=True):
-        limited.set_quota("t", tenant, [space], NO_LIMIT)
+        limited.admin.set_quota("t", tenant, [space], NO_LIMIT)
     for path, touch in steps:
         if touch:
             for index in (plain, limited):
@@ -190,12 +192,12 @@ def test_a_tenant_is_never_above_its_quota_and_takes_only_what_it_grows_by(
     policy: str, steps: list[tuple[Path, bool]], limit: int
 ) -> None:
     index = BlockIndex([TierSpec("t", 6, policy)])
-    index.set_quota("t", "ann", [SPACES[0]], limit)
+    index.admin.set_quota("t", "ann", [SPACES[0]], limit)
     for path, _ in steps:
-        before = index.usage("t").get(SPACES[path[0]], 0)
+        before = index.admin.usage("t").get(SPACES[path[0]], 0)
         evicted = store(index, path).evicted
-        after = index.usage("t").get(SPACES[path[0]], 0)
-        assert index.usage("t").get(SPACES[0], 0) <= limit
+        after = index.admin.usage("t").get(SPACES[path[0]], 0)
+        assert index.admin.usage("t").get(SPACES[0], 0) <= limit
         others = sum(block.namespace != SPACES[path[0]] for block in evicted)
         if path[0] == 0:
             assert others <= max(0, after - before)
@@ -204,32 +206,32 @@ def test_a_tenant_is_never_above_its_quota_and_takes_only_what_it_grows_by(
 
 def test_two_namespaces_of_a_tenant_share_its_quota() -> None:
     index = BlockIndex([TierSpec("t", 9)])
-    index.set_quota("t", "ann", SPACES[:2], 3)
+    index.admin.set_quota("t", "ann", SPACES[:2], 3)
     store(index, (0, 1))
     assert [path_of(block.key) for block in store(index, (1, 1)).evicted] == [(0, 1)]
-    assert index.quotas("t")["ann"].used == 3
+    assert index.admin.quotas("t")["ann"].used == 3
     with pytest.raises(ConfigError, match="'bob' and 'ann' are the same"):
-        index.set_quota("t", "bob", [SPACES[1]], 3)
+        index.admin.set_quota("t", "bob", [SPACES[1]], 3)
 
 
 def test_a_lifted_quota_leaves_the_policy_alone() -> None:
     index = BlockIndex([TierSpec("t", 4, "priority")])
     policy = index.policy("t")
-    index.set_quota("t", "ann", [SPACES[0]], 2)
+    index.admin.set_quota("t", "ann", [SPACES[0]], 2)
     assert index.policy("t") is policy
     assert isinstance(policy, Priority)
     store(index, (0, 1))
     index.set_priority("t", keys_of((0, 1))[-1], 90)
     store(index, (0,))
-    index.set_quota("t", "ann", [], None)
-    assert index.quotas("t") == {}
+    index.admin.set_quota("t", "ann", [], None)
+    assert index.admin.quotas("t") == {}
     assert len(store(index, (0, 1, 1, 1))) == 2
     index.check_integrity()
 
 
 def test_own_leaves_go_in_the_policys_order() -> None:
     index = BlockIndex([TierSpec("t", 9, "priority")])
-    index.set_quota("t", "ann", [SPACES[0]], 3)
+    index.admin.set_quota("t", "ann", [SPACES[0]], 3)
     for name in (1, 2):
         store(index, (0, name))
     index.set_priority("t", keys_of((0, 1))[-1], 90)
@@ -238,11 +240,11 @@ def test_own_leaves_go_in_the_policys_order() -> None:
 
 def test_leaving_blocks_count_until_they_have_left() -> None:
     index = BlockIndex([TierSpec("t", 9)])
-    index.set_quota("t", "ann", [SPACES[0]], 2)
+    index.admin.set_quota("t", "ann", [SPACES[0]], 2)
     store(index, (0, 1))
-    eviction = index.begin_eviction("t", 1)
+    eviction = index.evictions.begin("t", 1)
     assert not store(index, (0, 2)).evicted
-    assert index.quotas("t")["ann"].used == 2
+    assert index.admin.quotas("t")["ann"].used == 2
     index.check_integrity()
-    index.finish_eviction(eviction)
+    index.evictions.finish(eviction)
     assert len(store(index, (0, 2))) == 1

@@ -34,12 +34,12 @@ class Writing:
         self.lookup = Lookup()
         stores = {"far": cast(Any, self.lookup)}
         self.removals = Removals(self.index, Media(), stores, Metrics(), {})
-        self.first = self.index.reserve("far", KEYS, 0, 2, NAMESPACE)
-        self.second = self.index.reserve("far", KEYS, 2, 4, NAMESPACE)
+        self.first = self.index.lifecycle.reserve("far", KEYS, 0, 2, NAMESPACE)
+        self.second = self.index.lifecycle.reserve("far", KEYS, 2, 4, NAMESPACE)
 
     def end(self, reservation: Reservation, failed_from: int | None = None) -> None:
         self.removals.forget_dropped(reservation)
-        self.index.commit(reservation, failed_from)
+        self.index.lifecycle.commit(reservation, failed_from)
         self.index.check_integrity()
 
 

@@ -45,7 +45,7 @@ def engine(model: Llama, tmp_path: Path) -> Iterator[ReferenceEngine]:
         made.generate([PROMPT], 4)
         made.settle()
         manager = leader(made).manager
-        manager.index.evict("host", 10_000)
+        manager.index.evictions.evict("host", 10_000)
         made.rates = fresh = Rates(made.model.spec.layers, ComputeRates(1, 1, 1), made.priors)
         planning(made).planner.rates = fresh
         yield made
@@ -148,7 +148,7 @@ def test_an_engine_learns_its_own_rates(engine: ReferenceEngine) -> None:
         for _ in range(2):
             engine.generate([prompt], 1)
             engine.settle()
-            leader(engine).manager.index.evict("host", 10_000)
+            leader(engine).manager.index.evictions.evict("host", 10_000)
     assert engine.rates.prefill.is_learnt
     plan = planning(engine).plan(Memo(), leader(engine).manager.get_match([], b""), 100, 0)
     assert plan.action is Action.RECOMPUTE

@@ -182,13 +182,13 @@ def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
         assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 4
         rig.media.reports += late_load(rig, chain(1, 2, 3, 4))
         rig.manager.pump()
-        rig.manager.index.evict(HOST, 4)  # what came late is in host memory
+        rig.manager.index.evictions.evict(HOST, 4)  # what came late is in host memory
     assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 0
     assert rig.manager.put_match(chain(1, 2, 3, 4)) == 0
     rig.now = 6  # a probe: in time at last
     assert rig.load(chain(1, 2, 3, 4)) is not None
     rig.drain()
-    rig.manager.index.evict(HOST, 4)
+    rig.manager.index.evictions.evict(HOST, 4)
     assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 4
     rig.manager.check_integrity()
 
@@ -206,7 +206,7 @@ def test_a_full_disk_is_still_read() -> None:
     rig.save(chain(20))
     rig.drain()
     assert len(rig.media.done) == written + 1, "it is not written to any more"
-    rig.manager.index.evict(HOST, 4)
+    rig.manager.index.evictions.evict(HOST, 4)
     assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 4
     assert rig.load(chain(1, 2, 3, 4)) is not None
     rig.drain()

@@ -252,7 +252,7 @@ def test_events_of_the_settings_are_published_beside_the_engines(tmp_path: Path,
     told: list[Event] = []
     parts = build_leader(config, model(), Outbox(2), on_event=told.append)
     index = parts.manager.index
-    index.commit(index.reserve(HOST, [b"k" * 16], 0, 1, b"n" * 16))
+    index.lifecycle.commit(index.lifecycle.reserve(HOST, [b"k" * 16], 0, 1, b"n" * 16))
     consumer = Subscriber(ZmqSource(*ends.values()), answer_s=60)
     while not consumer.synced:
         consumer.resync()

@@ -35,7 +35,7 @@ def awaited(index: BlockIndex, clock: Clock) -> Awaited:
 
 
 def saving(index: BlockIndex, keys: list[bytes], stop: int) -> Reservation:
-    return index.reserve(HOST, keys, 0, stop, NAMESPACE)
+    return index.lifecycle.reserve(HOST, keys, 0, stop, NAMESPACE)
 
 
 def test_it_comes_until_it_is_there(index: BlockIndex, awaited: Awaited) -> None:
@@ -45,7 +45,7 @@ def test_it_comes_until_it_is_there(index: BlockIndex, awaited: Awaited) -> None
     awaited.expect(keys, Promise(4, 60.0))
     assert awaited.coming(keys, 0)
     assert awaited.coming(keys, 3)
-    index.commit(save)
+    index.lifecycle.commit(save)
     assert not awaited.coming(keys, 4)
     assert len(awaited) == 0
 
@@ -63,7 +63,7 @@ def test_a_save_that_ends_in_nothing_ends_the_waiting(index: BlockIndex, awaited
     save = saving(index, keys, 4)
     awaited.expect(keys, Promise(4, 60.0))
     assert awaited.coming(keys, 0)
-    index.abort(save)
+    index.lifecycle.abort(save)
     assert not awaited.coming(keys, 0)
     saving(index, keys, 4)
     assert not awaited.coming(keys, 0), "it was given up"

@@ -401,7 +401,7 @@ def test_what_goes_no_further_than_host_memory_is_not_copied_to_the_device(
     assert engine.leader is not None
     manager, copied = engine.leader.manager, []
     index = manager.index
-    ends, _ = index.ends("host", None, b"")
+    ends, _ = index.admin.leaves("host", None, b"")
     keys, digest = index.path(ends[0]), index.namespace_of(ends[0])
     [side] = engine.workers
     ops = side.worker.engine._executors[Direction.H2D]._ops
