@@ -1,10 +1,11 @@
-"""What a server and its clients say: one of `Request` or of `Reply` in each message.
+"""The messages between a server and its clients: one `ServerRequest` or `ServerReply` each.
 
-Orders of operators, and the framing of messages, are in `kvcore.control.messages`.
+The commands of operators, and the framing of messages, are in `kvcore.control.messages`.
 
-Every request has a ``ref``, its reply the same one; `Done`, `Withdraw`, `Enter` and `Bye` have no
-reply but a refusal. `Control` may have its reply long after it. A session is spoken in by the
-connection that said `Hello`, and by those of its ranks that said `Enter`. Prefix keys travel as one
+Every request has a ``ref``, and its reply has the same one. `OpsEnded`, `WithdrawRequest`,
+`EnterSession`, `LearnTokens`, `PublishTokens` and `Bye` get no reply unless they are refused. The
+reply to `ControlRequest` may come long after it. Only the connection that sent `Hello`, and the
+connections of its ranks that sent `EnterSession`, may speak in a session. Prefix keys travel as one
 run of bytes.
 """
 
@@ -18,7 +19,7 @@ from msgspec import Meta
 
 from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore.control.messages import HEADER as HEADER  # the protocol is one, for orders too
-from kvcore.control.messages import Control, Controlled, Ref, Refused, decode_frames
+from kvcore.control.messages import ControlReply, ControlRequest, Ref, Refused, decode_frames
 from kvcore.control.messages import frames as frames
 from kvcore.errors import FormatError
 from kvcore.model.keys import KEY_BYTES
@@ -29,28 +30,31 @@ MAX_BLOCKS = 1 << 18
 """Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
 
 MAX_REPORTS = 4096
-"""Ops that a message tells the end of; who has more sends several."""
+"""Ended ops in one message; a client with more sends several messages."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
-Texts = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
-"""Tokens, as `kvcore.model.keys.pack_tokens` packs them."""
+PackedTokens = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
+"""Tokens as `kvcore.model.keys.pack_tokens` packs them."""
 Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TierName = Annotated[str, Meta(max_length=64)]
-Place = tuple[TierName, Count, Count]
-"""A tier and the blocks [start, stop) of a chain that it answers."""
+SourceSpan = tuple[TierName, Count, Count]
+"""A tier, and the blocks [start, stop) of a chain that are read from it."""
 MAX_WAIT_S = 86400.0
-Promised = tuple[
+PackedPromise = tuple[
     Annotated[int, Meta(ge=1, le=MAX_BLOCKS)],
     Annotated[float, Meta(gt=0, le=MAX_WAIT_S)],
     Annotated[str, Meta(max_length=300)],
 ]
-"""`kvcore.manager.base.Promise`."""
+"""The fields of `kvcore.manager.base.Promise`."""
 
 
 class Model(msgspec.Struct, frozen=True, array_like=True):
-    """Whose KV: the whole canonical block, not a rank's part, and `model_fingerprint`'s digest."""
+    """The model whose KV is shared: the shape of a whole block, and `model_fingerprint`'s digest.
+
+    The shape is the canonical one, not the part of one rank.
+    """
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
     kv_heads: Annotated[int, Meta(ge=1, le=4096)]
@@ -67,7 +71,7 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shape(self) -> BlockShape:
-        """Raises LayoutError when there is no such block."""
+        """Return the shape of a block. Raises LayoutError if there is no such block."""
         data = msgspec.structs.asdict(self)
         del data["fingerprint"]
         return BlockShape.from_dict(data)
@@ -77,7 +81,7 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A leader asks for a session; ``ranks`` are its workers."""
+    """A leader asks for a session; ``ranks`` is the number of its workers."""
 
     ref: Ref
     model: Model
@@ -85,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     version: Annotated[str, Meta(max_length=64)]
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """The session is alive."""
 
     ref: Ref
@@ -93,23 +97,27 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """The session is over, as soon as no worker holds its lock."""
+    """The leader leaves; the session ends once no worker holds its lock."""
 
     ref: Ref
     session: Number
 
 
-class Enter(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
-    """A rank's connection takes part in a session, whose file has the ``secret``. No reply."""
+class EnterSession(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
+    """A rank's connection joins a session; ``secret`` is the one in the session's file. No
+    reply."""
 
     ref: Ref
     session: Number
     secret: Annotated[bytes, Meta(max_length=64)]
 
 
-class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
-    """What is held of a chain; ``ask`` a store for more, beyond ``computed`` leading blocks.
-    ``promise`` comes with the first question about a prompt."""
+class MatchRequest(msgspec.Struct, frozen=True, array_like=True, tag="match"):
+    """Ask which blocks of a chain are held.
+
+    With ``ask``, also ask the stores for blocks beyond the first ``computed`` ones. ``promise``
+    comes with the first request about a prompt.
+    """
 
     ref: Ref
     session: Number
@@ -117,25 +125,25 @@ class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     namespace: Digest
     computed: Count = 0
     ask: bool = False
-    promise: Promised | None = None
+    promise: PackedPromise | None = None
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Plan a load of blocks [start, stop), which `Match` said to be at ``sources``."""
+class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Plan a load of blocks [start, stop), which a `MatchReply` found at ``sources``."""
 
     ref: Ref
     session: Number
     keys: Keys
     namespace: Digest
-    sources: Annotated[list[Place], Meta(max_length=64)]
+    sources: Annotated[list[SourceSpan], Meta(max_length=64)]
     start: Count
     stop: Count
     layers: Annotated[list[Span], Meta(max_length=4096)] = []
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
-    """Plan a save of what the host tier lacks of a chain."""
+class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+    """Plan a save of the blocks of a chain that the host tier lacks."""
 
     ref: Ref
     session: Number
@@ -143,8 +151,8 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
     namespace: Digest
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
-    """How many leading blocks a tier holds or is receiving."""
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """Ask how many leading blocks a tier holds or is receiving."""
 
     ref: Ref
     session: Number
@@ -152,16 +160,17 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     keys: Keys
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Ops have ended on every rank of the session."""
+class OpsEnded(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """Report ops that have ended on every rank of the session."""
 
     ref: Ref
     session: Number
     reports: Annotated[list[OpReport], Meta(max_length=MAX_REPORTS)]
 
 
-class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """A rank is ready for a read op of a graph. It is carried out once all ranks are."""
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+    """A rank is ready for a read op of a graph. The server carries it out once all ranks are
+    ready."""
 
     ref: Ref
     session: Number
@@ -170,25 +179,28 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     rank: Annotated[int, Meta(ge=0, lt=4096)]
 
 
-class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
-    """A graph was cancelled: reads of it that have not begun will not."""
+class WithdrawRequest(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
+    """A graph was cancelled: its reads that have not begun are dropped."""
 
     ref: Ref
     session: Number
     graph_id: Number
 
 
-class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Forget every block (of a namespace) of the session's model."""
+class ClearRequest(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+    """Forget every block of the session's model, or of one of its namespaces."""
 
     ref: Ref
     session: Number
     namespace: Digest | None = None
 
 
-class Learn(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
-    """Tokens of stored blocks, to be found by `Search`: ``keys`` and ``tokens`` are those of a
-    chain from block ``first`` on, and news from ``keys[start]`` on. No reply."""
+class LearnTokens(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
+    """Tokens of stored blocks, so that `SearchRequest` finds them. No reply.
+
+    ``keys`` and ``tokens`` are those of a chain from block ``first`` on. The blocks from
+    ``keys[start]`` on are new; those before them give the context.
+    """
 
     ref: Ref
     session: Number
@@ -196,69 +208,74 @@ class Learn(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
     keys: Keys
     first: Count
     start: Count
-    tokens: Texts
+    tokens: PackedTokens
 
 
-class Spell(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
-    """``tokens`` of the blocks of ``keys``, which are being saved, for block events. No reply."""
+class PublishTokens(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
+    """The tokens of the blocks of ``keys``, which are being saved, for block events. No reply."""
 
     ref: Ref
     session: Number
     keys: Keys
-    tokens: Texts
+    tokens: PackedTokens
 
 
-class Search(msgspec.Struct, frozen=True, array_like=True, tag="search"):
-    """Which runs of ``tokens`` are stored, wherever they stood."""
+class SearchRequest(msgspec.Struct, frozen=True, array_like=True, tag="search"):
+    """Ask which runs of ``tokens`` are stored, at whatever position they stood."""
 
     ref: Ref
     session: Number
     namespace: Digest
-    tokens: Texts
+    tokens: PackedTokens
 
 
-class Trail(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
-    """The chain that ends with a block."""
+class PathRequest(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
+    """Ask for the chain that ends with a block."""
 
     ref: Ref
     session: Number
     key: Digest
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """How the server is."""
+class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """Ask for the server's status."""
 
     ref: Ref
 
 
-Request = (
+ServerRequest = (
     Hello
-    | Beat
+    | Heartbeat
     | Bye
-    | Enter
-    | Match
-    | Load
-    | Save
-    | Held
-    | Done
-    | Read
-    | Withdraw
-    | Clear
-    | Learn
-    | Spell
-    | Search
-    | Trail
-    | Ask
-    | Control
+    | EnterSession
+    | MatchRequest
+    | LoadRequest
+    | SaveRequest
+    | HeldRequest
+    | OpsEnded
+    | ReadRequest
+    | WithdrawRequest
+    | ClearRequest
+    | LearnTokens
+    | PublishTokens
+    | SearchRequest
+    | PathRequest
+    | StatusRequest
+    | ControlRequest
 )
 
 # -- replies --------------------------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
-    of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept;
-    ``spells``: whether events tell them. ``node`` is `kvcore.manager.base.Manager.node`'s."""
+    """A session has begun.
+
+    ``file`` is its lock file in the runtime directory. ``tiers`` are the tiers below the host, each
+    with the path of its reads. ``stores`` says whether a shared store can be asked. ``lease_s`` is
+    the longest silence allowed, in seconds. ``keeps_tokens`` says whether tokens are kept for
+    fusion, ``wants_tokens`` whether block events carry tokens. ``node`` is the server's
+    `kvcore.manager.base.Manager.node`.
+    """
 
     ref: Ref
     session: Number
@@ -266,25 +283,27 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     tiers: list[tuple[str, str]]
     stores: bool
     lease_s: float
-    texts: bool = False
-    spells: bool = False
+    keeps_tokens: bool = False
+    wants_tokens: bool = False
     node: str = ""
 
 
-class Beating(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
-    """The answer to `Beat`: blocks used and slots, by tier."""
+class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
+    """The reply to `Heartbeat`: blocks used and slots, by tier."""
 
     ref: Ref
     tiers: dict[str, tuple[int, int]]
 
 
-class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
-    """The answer to `Match`; the last five are `kvcore.manager.base.Room`'s. ``asking``: more is
-    on its
-    way, of a store or of what was promised here; it is said without being asked of the latter."""
+class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
+    """The reply to `MatchRequest`; the last five fields are those of `kvcore.manager.base.Room`.
+
+    ``asking`` says that more blocks are on their way, from a store or from another engine that
+    saves a promised prompt. The latter is reported whether the request had ``ask`` or not.
+    """
 
     ref: Ref
-    sources: list[Place]
+    sources: list[SourceSpan]
     asking: bool
     full: bool
     free: int
@@ -293,89 +312,94 @@ class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     moving: bool
 
 
-class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
-    """The plan, without the engine's places; None when there is nothing to do, or no room.
-    ``first`` is the position in the chain of its first row."""
+class LaunchReply(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
+    """The planned graph without the engine's pages; None if there is nothing to do, or no room.
+
+    ``first`` is the position in the chain of the graph's first row.
+    """
 
     ref: Ref
     graph: TransferGraph | None
     first: Count = 0
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
-    """A read has ended; these rows failed."""
+class ReadReply(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
+    """A read has ended; the rows in ``failed`` did not arrive."""
 
     ref: Ref
     failed: dict[int, RowError]
 
 
-class Value(msgspec.Struct, frozen=True, array_like=True, tag="count"):
-    """A number: blocks held, copies cleared."""
+class CountReply(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+    """A number: the blocks held, or the copies cleared."""
 
     ref: Ref
     value: int
 
 
-class Reuses(msgspec.Struct, frozen=True, array_like=True, tag="reuses"):
-    """The answer to `Search`: what `kvcore.fusion.segments.Reusable` has, run by run."""
+class SearchReply(msgspec.Struct, frozen=True, array_like=True, tag="reuses"):
+    """The reply to `SearchRequest`: the fields of `kvcore.fusion.segments.Reusable`, run by run."""
 
     ref: Ref
     found: list[tuple[int, int, int, Digest]]
 
 
-class Trailed(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
-    """The answer to `Trail`: the chain's keys up to the block, and its namespace."""
+class PathReply(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
+    """The reply to `PathRequest`: the chain's keys up to the block, and its namespace."""
 
     ref: Ref
     keys: Keys
     namespace: Digest
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """How the server is, as plain data."""
+class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """The server's status as plain data."""
 
     ref: Ref
     status: dict[str, Any]
 
 
-Reply = (
+ServerReply = (
     Welcome
     | Refused
-    | Beating
-    | Matched
-    | Launched
-    | Rows
-    | Value
-    | Reuses
-    | Trailed
-    | Status
-    | Controlled
+    | HeartbeatReply
+    | MatchReply
+    | LaunchReply
+    | ReadReply
+    | CountReply
+    | SearchReply
+    | PathReply
+    | StatusReply
+    | ControlReply
 )
 
 # -- frames ---------------------------------------------------------------------------------
 
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_requests: msgspec.msgpack.Decoder[ServerRequest] = msgspec.msgpack.Decoder(ServerRequest)
+_replies: msgspec.msgpack.Decoder[ServerReply] = msgspec.msgpack.Decoder(ServerReply)
 
 
-def decode_request(parts: Sequence[bytes]) -> Request:
-    """Raises WrongProtocol, or FormatError for what is no request."""
+def decode_request(parts: Sequence[bytes]) -> ServerRequest:
+    """Return the request in ``parts``. Raises WrongProtocol, or FormatError if it is none."""
     return decode_frames(_requests, parts)
 
 
-def decode_reply(parts: Sequence[bytes]) -> Reply:
-    """Raises WrongProtocol, or FormatError for what is no reply."""
+def decode_reply(parts: Sequence[bytes]) -> ServerReply:
+    """Return the reply in ``parts``. Raises WrongProtocol, or FormatError if it is none."""
     return decode_frames(_replies, parts)
 
 
 def join(keys: Sequence[bytes]) -> bytes:
-    """Keys as one run of bytes."""
+    """Return keys as one run of bytes."""
     return b"".join(keys)
 
 
 def split(joined: bytes) -> list[bytes]:
-    """Raises FormatError unless the run is of whole keys, none twice."""
+    """Return the keys in a run of bytes.
+
+    Raises FormatError if the run does not consist of whole keys, or holds a key twice.
+    """
     keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
     if len(joined) % KEY_BYTES or len(set(keys)) != len(keys):
         raise FormatError(f"{len(joined)} bytes are no chain of keys of {KEY_BYTES} bytes each")

@@ -1,10 +1,10 @@
-"""How a leader becomes and stays a server's client.
+"""How a leader joins a server, and stays joined.
 
     joined ──no answer in time──▶ waiting ──a heartbeat is answered──▶ joined
-       ▲                             │ silence for a lease, or the server knows us not
+       ▲                             │ silence for a lease, or the server refuses the session
        └───welcome─── alone ◀────────┘
 
-A thread beats, and says hello until it is welcome.
+A thread sends heartbeats while the leader is joined, and `Hello` until it is.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_REPORTS,
-    Beat,
-    Beating,
     Bye,
-    Done,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
-    Launched,
+    LaunchReply,
     Model,
-    Reply,
-    Request,
+    OpsEnded,
+    ServerReply,
+    ServerRequest,
     Welcome,
 )
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession
+from kvcore.server.runtime_dir import SessionLock
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
-__all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "Keeper", "Membership", "undone"]
+__all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "JoinedSession", "SessionKeeper", "undone"]
 
 _log = logging.getLogger("kvcore.server.session")
 
 START_WAIT_S = 60.0
-"""How long a start waits while the server prepares the model."""
+"""Seconds that a start waits while the server prepares the model."""
 RETRY_S = 0.2
 MISFIT_RETRY_S = 5.0
-_R = TypeVar("_R", bound=Reply)
+_R = TypeVar("_R", bound=ServerReply)
 
 
 @dataclass
-class Membership:
-    """What a welcome gave."""
+class JoinedSession:
+    """The session that a welcome gave."""
 
     welcome: Welcome
-    held: HeldSession
+    held: SessionLock
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -64,11 +64,11 @@ class Membership:
         return self.welcome.session
 
 
-class Keeper:
-    """Keeps one leader a client: says hello, beats, and says hello again. A thread of its own.
+class SessionKeeper:
+    """Keeps one leader joined to its server, from a thread of its own.
 
-    ``member`` is None while there is no server. ``waiting``: an answer did not come in time, and
-    nothing has been heard since.
+    ``member`` is None while there is no server. ``waiting`` is True if a reply did not come in time
+    and nothing has been heard since.
     """
 
     def __init__(self, config: ServerConfig, model: ModelDescription) -> None:
@@ -77,9 +77,9 @@ class Keeper:
         self._ranks = model.world_size
         self.folder = folder_of(config)
         self.link = Link(config, self._late)
-        self.member: Membership | None = None
+        self.member: JoinedSession | None = None
         self._asked_in_vain = 0.0
-        self._unheard = 0  # the session that was not told of everything
+        self._unheard = 0  # the session to which a report could not be sent
         self._refusal = ""
         self._poke = threading.Event()
         self._ended = threading.Event()
@@ -90,8 +90,11 @@ class Keeper:
         return self.link.heard < self._asked_in_vain
 
     def start(self) -> None:
-        """Say hello; waits while the server prepares. Raises UnsupportedError when it refuses this
-        client for good. A server that does not answer is joined when it does."""
+        """Join the server; wait up to `START_WAIT_S` while it prepares the model.
+
+        A server that does not answer is joined later, when it does. Raises UnsupportedError if it
+        refuses this client for good.
+        """
         limit = time.monotonic() + START_WAIT_S
         answered = self._hello(max(1.0, self._config.deadline_s))
         while isinstance(answered, Refused) and answered.kind == "busy":
@@ -106,9 +109,11 @@ class Keeper:
             _log.warning("no kvcore server answers: the engine computes until one does")
         self._thread.start()
 
-    def ask(self, request: Request, kind: type[_R]) -> _R | Refused | None:
-        """The answer, if the server is there and gives it in time. Blocks for the deadline at most,
-        and not at all while the server is waited for."""
+    def ask(self, request: ServerRequest, kind: type[_R]) -> _R | Refused | None:
+        """Send a request and return its reply, or None if none comes in time.
+
+        Blocks for the deadline at most, and not at all while a reply is overdue.
+        """
         if self.member is None or self.waiting:
             return None
         reply = self.link.ask(request, self._config.deadline_s)
@@ -122,17 +127,20 @@ class Keeper:
             self._asked_in_vain = time.monotonic()
         return reply if isinstance(reply, (kind, Refused)) else None
 
-    def tell_done(self, member: Membership, reports: Sequence[OpReport]) -> None:
-        """Ops have ended. Where that cannot be sent the session is left: the server would keep what
-        they used for as long as it lasts."""
+    def report_ended(self, member: JoinedSession, reports: Sequence[OpReport]) -> None:
+        """Report ended ops to the server.
+
+        If that cannot be sent the session is left, because the server would otherwise keep the
+        slots of those ops for as long as the session lasts.
+        """
         for start in range(0, len(reports), MAX_REPORTS):
             part = list(reports[start : start + MAX_REPORTS])
-            if not self.link.tell(Done(self.link.ref(), member.number, part)):
+            if not self.link.tell(OpsEnded(self.link.ref(), member.number, part)):
                 self._unheard = member.number
                 self._poke.set()
 
     def close(self) -> None:
-        """Leave. Blocks for a moment."""
+        """Leave the server. Blocks for a moment."""
         self._ended.set()
         self._poke.set()
         if self._thread.ident is not None:
@@ -152,7 +160,7 @@ class Keeper:
             pause = self._beat() if self.member is not None else self._try_hello()
 
     def _beat(self) -> float:
-        """One heartbeat; returns the seconds to the next."""
+        """Send one heartbeat; return the seconds until the next."""
         member = self.member
         assert member is not None
         if self._unheard == member.number:
@@ -160,9 +168,9 @@ class Keeper:
             self._leave()
             return 0.0
         lease_s = member.welcome.lease_s
-        beat = Beat(self.link.ref(), member.number)
+        beat = Heartbeat(self.link.ref(), member.number)
         reply = self.link.ask(beat, min(1.0, lease_s / 4), alive=lambda: not self._ended.is_set())
-        if isinstance(reply, Beating):
+        if isinstance(reply, HeartbeatReply):
             member.tiers = reply.tiers
         elif isinstance(reply, Refused) or time.monotonic() - self.link.heard > lease_s:
             _log.warning("the kvcore server is gone: the engine computes until it is back")
@@ -182,26 +190,26 @@ class Keeper:
             self.link.renew()
         return RETRY_S
 
-    def _hello(self, timeout: float) -> Reply | None:
+    def _hello(self, timeout: float) -> ServerReply | None:
         self.link.refused = None
         hello = Hello(self.link.ref(), self.model, self._ranks, __version__)
         reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
         if not isinstance(reply, Welcome):
             return reply or self.link.refused
         try:
-            held = HeldSession(self.folder, reply.file)
+            held = SessionLock(self.folder, reply.file)
         except KVCoreError as error:
-            # This is the server's folder: the session ended while this process stood still.
+            # If this is the server's folder, the session ended while this process stood still.
             kind = "busy" if os.path.exists(self.folder / "server.lock") else "misfit"
             return Refused(reply.ref, kind, f"{error} (server.folder is {self.folder})")
-        self.member = Membership(reply, held)
+        self.member = JoinedSession(reply, held)
         self._refusal = ""
-        self.link.tell(Beat(self.link.ref(), reply.session))
+        self.link.tell(Heartbeat(self.link.ref(), reply.session))
         _log.info("joined the kvcore server session=%d", reply.session)
         return reply
 
     def _may_be_welcome(self) -> bool:
-        """False once what answers is no server of ours: another answer will not come."""
+        """Return False once an answer shows that the other side is not a server of this version."""
         refused = self.link.refused
         return not (self._ended.is_set() or (refused is not None and refused.kind == "misfit"))
 
@@ -211,11 +219,11 @@ class Keeper:
             member.held.close()
             self.link.tell(Bye(self.link.ref(), member.number))
 
-    def _late(self, reply: Reply) -> None:
-        """Nobody waits for this plan any more: say that nothing of it was done."""
+    def _late(self, reply: ServerReply) -> None:
+        """Report a plan that no request waits for any more as not carried out."""
         member = self.member
-        if isinstance(reply, Launched) and reply.graph is not None and member is not None:
-            self.tell_done(member, undone(reply.graph, RowError.CANCELLED))
+        if isinstance(reply, LaunchReply) and reply.graph is not None and member is not None:
+            self.report_ended(member, undone(reply.graph, RowError.CANCELLED))
 
 
 def undone(graph: TransferGraph, why: RowError) -> list[OpReport]:
