@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks._report import Report, Row
 from benchmarks.control_plane import best, resident
-from kvcore.fusion.find import Found, SegmentIndex
+from kvcore.fusion.find import SegmentIndex, SegmentMatch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,9 +126,9 @@ def churn(index: SegmentIndex, corpus: Corpus, count: int) -> float:
 
 def search(report: Report, index: SegmentIndex, made: dict[str, list[int]], rounds: int) -> None:
     for kind, tokens in made.items():
-        found: list[Found] = []
+        found: list[SegmentMatch] = []
 
-        def find(tokens: list[int] = tokens, found: list[Found] = found) -> None:
+        def find(tokens: list[int] = tokens, found: list[SegmentMatch] = found) -> None:
             found[:] = index.find(tokens)
 
         def plain(tokens: list[int] = tokens) -> None:

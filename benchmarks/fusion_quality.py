@@ -33,8 +33,8 @@ from benchmarks._fusion_methods import Corrected, SecondLook
 from benchmarks._fusion_tasks import TASKS, Prompt, f1, rouge_l
 from benchmarks._report import Report, Row
 from kvcore.fusion import select
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan, Prefix, Segment
-from kvcore.fusion.reference import Blended, Blender, Context, Decoder, precompute, prefill
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Prefix, PromptPlan, PromptSegment
+from kvcore.fusion.reference import BlendContext, Blended, Blender, Decoder, precompute, prefill
 from kvcore.fusion.reference import question_mass as look
 from kvcore.fusion.rope import rope_of
 from kvcore.harness.models import smollm2
@@ -143,7 +143,7 @@ class Case:
         self._blenders: dict[tuple[bool, type[Blender]], Blender] = {}
         self._looks: dict[tuple[bool, Any], Tensor] = {}
 
-    def _lead(self, context: Context) -> ChunkKV:
+    def _lead(self, context: BlendContext) -> ChunkKV:
         n = len(self.prompt.lead)
         layers = tuple(type(kv)(kv.keys[:n], kv.values[:n]) for kv in context.layers)
         return ChunkKV(self.prompt.lead, layers)
@@ -162,13 +162,13 @@ class Case:
         if key not in self._blenders:
             self._blenders.clear()  # keep one placed cache at a time, about 70 MB
             first, *others = self.chunks(method.behind)
-            start: list[Segment] = [Prefix(self.lead), Cached(first)]
+            start: list[PromptSegment] = [Prefix(self.lead), Cached(first)]
             if (
                 method.behind and not self.prompt.lead
             ):  # as `kvcore.connector.fusion_scheduler` has it
                 start = [Fresh(first.tokens[:1]), Cached(first.part(1, len(first.tokens)))]
             chunks = [Cached(chunk) for chunk in others]
-            plan = Plan([*start, *chunks, Fresh(self.prompt.question)])
+            plan = PromptPlan([*start, *chunks, Fresh(self.prompt.question)])
             self._blenders[key] = method.kind(self.decoder, plan, self.ropes)
         return self._blenders[key]
 
@@ -178,7 +178,7 @@ class Case:
             self._looks[key] = look(blender, method.pool)
         return blender.blend(method.selector, method.budget(ratio), self._looks.get(key))
 
-    def answer_logits(self, context: Context, last: Tensor) -> Tensor:
+    def answer_logits(self, context: BlendContext, last: Tensor) -> Tensor:
         """Return logits after the prompt and along the true answer: [answer tokens, vocabulary]."""
         tail = context.copy().append(self.prompt.gold[:-1])
         return self.decoder.logits(torch.cat([last, tail]))
@@ -191,7 +191,7 @@ class Case:
             "top-1": float(same.double().mean()),
         }
 
-    def answered(self, context: Context, logits: Tensor) -> dict[str, float]:
+    def answered(self, context: BlendContext, logits: Tensor) -> dict[str, float]:
         """Return exact match and F1, or Rouge-L, of the greedy answer."""
         gold = self.tokenizer.decode(list(self.prompt.gold)).split()
         tokens = context.copy().greedy(logits, len(self.prompt.gold))

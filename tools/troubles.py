@@ -498,12 +498,12 @@ TROUBLES: dict[str, list[Trouble]] = {
             REPORT,
         ),
         Trouble(
-            "a chunk is computed, since it cannot be loaded: %s",
+            "a chunk is computed because it cannot be loaded: %s",
             "There was no room for the load.",
             "If it happens often, raise `host.capacity`.",
         ),
         Trouble(
-            "chunks have not arrived from their tier in time, computing instead",
+            "chunks did not arrive from their tier in time, computing instead",
             "The tier is too slow.",
             "Check the tier, and `transfer.load_deadline_s`.",
         ),

@@ -20,8 +20,8 @@ import transformers
 from torch import Tensor
 
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, DecoderLayers, Job, Placed, State
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Plan, Prefix
+from kvcore.fusion.fusor import Attend, DecoderLayers, HiddenState, Job, Placed
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan
 from kvcore.fusion.reference import Blended, Blender, Decoder, Shift, precompute
 from kvcore.fusion.select import KeyDeviation, Ratio, Selector
 from kvcore.harness.models import _spread
@@ -147,20 +147,20 @@ class World:
     def prefix(self) -> ChunkKV:
         return self.chunk(9, 6)
 
-    def plan(self, order: Sequence[int] = (0, 1, 2)) -> Plan:
+    def plan(self, order: Sequence[int] = (0, 1, 2)) -> PromptPlan:
         """Prefix, chunk, fresh, chunk, chunk, question: 6 + 60 + 3 + 5 tokens."""
         first, second, third = (Cached(self.chunk(seed)) for seed in order)
         gap, question = Fresh(self.words(3, 20)), Fresh(self.words(5, 21))
-        return Plan([Prefix(self.prefix()), first, gap, second, third, question])
+        return PromptPlan([Prefix(self.prefix()), first, gap, second, third, question])
 
-    def make(self, plan: Plan) -> Blender:
+    def make(self, plan: PromptPlan) -> Blender:
         return self.blender(self.decoder, plan, self.ropes)
 
-    def blend(self, plan: Plan, ratio: float, selector: Selector | None = None) -> Blended:
+    def blend(self, plan: PromptPlan, ratio: float, selector: Selector | None = None) -> Blended:
         return self.make(plan).blend(selector or KeyDeviation(), Ratio(ratio))
 
 
-def full(world: World, plan: Plan) -> tuple[list[LayerKV], Tensor]:
+def full(world: World, plan: PromptPlan) -> tuple[list[LayerKV], Tensor]:
     """Hugging Face's own prefill: KV of every layer [tokens, kv_heads, dim], logits of all rows."""
     with torch.inference_mode():
         cache = hf.DynamicCache()  # one made by the model would keep a window only
@@ -189,7 +189,7 @@ class MergingCache(hf.DynamicCache):  # type: ignore[misc]  # untyped base
         return merged.keys.transpose(0, 1)[None], merged.values.transpose(0, 1)[None]
 
 
-def twin(world: World, plan: Plan, computed: Sequence[Tensor]) -> tuple[MergingCache, Any]:
+def twin(world: World, plan: PromptPlan, computed: Sequence[Tensor]) -> tuple[MergingCache, Any]:
     """The same rows recomputed by Hugging Face's forward over everything."""
     placed = Blender(Decoder(world.decoder.model), plan, world.sound_ropes).placed
     cache = MergingCache(placed, computed)
@@ -214,10 +214,10 @@ class ReferenceLayers(DecoderLayers):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.decoder.embed(tokens)
 
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         new = self.decoder.project(layer, state.hidden, positions)
         attended = attend(new.queries, new.keys, new.values).flatten(1)
-        return State(self.decoder.finish(layer, state.hidden, attended), None)
+        return HiddenState(self.decoder.finish(layer, state.hidden, attended), None)
 
 
 class ReferencePlaced(Placed):
@@ -235,7 +235,7 @@ class ReferencePlaced(Placed):
         self.written[layer] = LayerKV(kv.keys.clone(), kv.values.clone())
 
 
-def job_of(plan: Plan) -> Job:
+def job_of(plan: PromptPlan) -> Job:
     """A plan as the fast blend takes it: the last segment is left to the engine."""
     exact = len(plan.segments[0].tokens) if isinstance(plan.segments[0], Prefix) else 0
     chunks = plan.rows(Cached)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendReport
-from kvcore.fusion.controller import Controller, Decision, Request, Settings
+from kvcore.fusion.controller import BlendCandidate, Controller, ControllerSettings, Decision
 from kvcore.fusion.gate import Step
 from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.telemetry.rates import Part, Rates
@@ -114,7 +114,7 @@ class FusionPolicy:
         """
         share = {tier: n // self._ranks for tier, n in exact_bytes.items()}
         chunks = {tier: n // self._ranks for tier, n in chunk_bytes.items()}
-        return self._controller.decide(Request(tokens, exact, reused, share, chunks))
+        return self._controller.decide(BlendCandidate(tokens, exact, reused, share, chunks))
 
 
 def make_fusion_policy(
@@ -132,7 +132,7 @@ def make_fusion_policy(
     ``hidden`` is the model's hidden size and ``device`` a torch device type. ``looks`` is True if
     the selector needs the question's attention.
     """
-    settings = Settings(
+    settings = ControllerSettings(
         layers,
         min(FULL_LAYERS, layers),
         floor=config.ratio,

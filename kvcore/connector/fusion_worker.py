@@ -24,7 +24,7 @@ from torch import Tensor
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
 from kvcore.errors import TransferError
-from kvcore.fusion.fusor import DecoderLayers, Fusor, Job, Outcome
+from kvcore.fusion.fusor import BlendOutcome, DecoderLayers, Fusor, Job
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
@@ -40,7 +40,7 @@ __all__ = [
     "FusionWorker",
     "PromisedFusionWorker",
     "RefusingFusionWorker",
-    "Served",
+    "ServedRequest",
 ]
 
 PROFILED_ROWS = (16, 64, 256)
@@ -49,7 +49,7 @@ PROFILED_ROWS = (16, 64, 256)
 _log = logging.getLogger("kvcore.fusion")
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """The request that layers are run for.
 
     ``pages`` [1, n] are the engine's. ``lora`` is the engine's number of the adapter, 0 for none.
@@ -65,7 +65,7 @@ class EngineLayers(DecoderLayers):
     """An engine's decoder on one rank, and its pages. Model's thread only."""
 
     @abstractmethod
-    def serving(self, served: Served) -> AbstractContextManager[None]:
+    def serving(self, served: ServedRequest) -> AbstractContextManager[None]:
         """Return a context in which layers run for one request."""
 
     @abstractmethod
@@ -202,7 +202,7 @@ class FusionWorker:
         """
         nowhere = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         try:
-            with self._layers.serving(Served("profile", nowhere, self._page_tokens)):
+            with self._layers.serving(ServedRequest("profile", nowhere, self._page_tokens)):
                 self._seconds(PROFILED_ROWS[0])
                 return [(rows, self._seconds(rows)) for rows in PROFILED_ROWS]
         except Exception:  # noqa: BLE001 - foreign layers: the engine must start all the same
@@ -250,9 +250,9 @@ class FusionWorker:
             outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
         self._report(order, job, outcome)
 
-    def _served(self, order: BlendOrder) -> Served:
+    def _served(self, order: BlendOrder) -> ServedRequest:
         pages = torch.tensor([order.pages], device=self._device)
-        return Served(order.request_id, pages, self._page_tokens, order.lora)
+        return ServedRequest(order.request_id, pages, self._page_tokens, order.lora)
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:
         """Return the token slots of positions [exact, stop)."""
@@ -268,7 +268,7 @@ class FusionWorker:
             self._worker.ops, self._view, self._shape, pages.ravel().tolist(), order.readable
         )
 
-    def _report(self, order: BlendOrder, job: Job, outcome: Outcome) -> None:
+    def _report(self, order: BlendOrder, job: Job, outcome: BlendOutcome) -> None:
         timings = outcome.layers + outcome.abandoned
         later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
         verdicts = outcome.verdicts

@@ -23,13 +23,13 @@ from kvcore.fusion._anchors import Tokens
 from kvcore.fusion.find import SegmentIndex, as_array, common
 from kvcore.model.key_table import KeyTable
 
-__all__ = ["Chains", "Piece", "Segment"]
+__all__ = ["ChainPiece", "Chains", "Segment"]
 
 _NEAR = 5  # branches looked at: the nearest before, and four that begin with the same block
 _EMPTY = as_array(())
 
 
-class Piece(NamedTuple):
+class ChainPiece(NamedTuple):
     """Consecutive blocks of a chain with their tokens.
 
     Args:
@@ -46,12 +46,12 @@ class Piece(NamedTuple):
     head: int
     tokens: Tokens
 
-    def part(self, begin: int, stop: int, most_head: int) -> Piece:
+    def part(self, begin: int, stop: int, most_head: int) -> ChainPiece:
         """Blocks [begin, stop) of the piece's own, behind up to ``most_head`` tokens."""
         block_tokens = (len(self.tokens) - self.head) // len(self.keys)
         start = self.head + begin * block_tokens
         head = min(start, most_head)
-        return Piece(
+        return ChainPiece(
             self.first + begin,
             self.keys[begin - 1] if begin else self.parent,
             self.keys[begin:stop],
@@ -65,7 +65,7 @@ class Segment:
 
     __slots__ = ("first", "head", "id", "nodes", "parent", "records", "waiting")
 
-    def __init__(self, segment_id: bytes, piece: Piece) -> None:
+    def __init__(self, segment_id: bytes, piece: ChainPiece) -> None:
         self.id = segment_id
         self.first = piece.first
         self.parent = piece.parent
@@ -142,7 +142,7 @@ class Chains:
             runs.append((begin, stop))
         return runs[::-1]
 
-    def enter(self, piece: Piece, segment_id: bytes) -> tuple[Segment, Piece]:
+    def enter(self, piece: ChainPiece, segment_id: bytes) -> tuple[Segment, ChainPiece]:
         """Take in blocks that are not known; returns their segment and what is new of the piece.
 
         They go on the segment that ends before them, which needs no head of theirs; else
@@ -232,12 +232,12 @@ class Chains:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _ending_before(self, piece: Piece) -> Segment | None:
+    def _ending_before(self, piece: ChainPiece) -> Segment | None:
         node = self._keys.get(piece.parent) if piece.first else None
         owner = self._owners[node] if node is not None else None
         return owner if owner is not None and owner.stop == piece.first else None
 
-    def _branch(self, segment: Segment, piece: Piece) -> None:
+    def _branch(self, segment: Segment, piece: ChainPiece) -> None:
         if segment.first:
             block = piece.tokens[piece.head :][: self.block_tokens].tobytes()
             insort(self._branches.setdefault(segment.parent, []), (block, segment.id))

@@ -48,10 +48,10 @@ import numpy as np
 import xxhash
 
 from kvcore.errors import FormatError
-from kvcore.fusion._chains import Piece
+from kvcore.fusion._chains import ChainPiece
 from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
 
-__all__ = ["Kept", "SegmentCounts", "SegmentFile", "verify"]
+__all__ = ["SegmentCounts", "SegmentFile", "SegmentRecord", "verify"]
 
 _log = logging.getLogger("kvcore.fusion.segments")
 
@@ -68,12 +68,12 @@ _COMPACT_NBYTES = 1 << 20  # a smaller file is not worth it
 _MODE = 0o600
 
 
-class Kept(NamedTuple):
+class SegmentRecord(NamedTuple):
     """A record of the file."""
 
     number: int
     namespace: bytes
-    piece: Piece
+    piece: ChainPiece
 
 
 class _Header(NamedTuple):
@@ -102,7 +102,7 @@ class _Header(NamedTuple):
         per_block = KEY_BYTES + block_tokens * TOKEN_BYTES
         return self.namespace_nbytes + self.blocks * per_block + self.head * TOKEN_BYTES
 
-    def piece(self, body: bytes, block_tokens: int) -> tuple[bytes, Piece] | None:
+    def piece(self, body: bytes, block_tokens: int) -> tuple[bytes, ChainPiece] | None:
         """(namespace, piece) of a body; None if it is damaged or cannot be."""
         if xxhash.xxh3_64_intdigest(body) != self.body_digest:
             return None
@@ -112,10 +112,10 @@ class _Header(NamedTuple):
         stop = start + self.blocks * KEY_BYTES
         keys = [body[i : i + KEY_BYTES] for i in range(start, stop, KEY_BYTES)]
         tokens = np.frombuffer(body[stop:], dtype="<u4")
-        return body[:start], Piece(self.first, self.parent, keys, self.head, tokens)
+        return body[:start], ChainPiece(self.first, self.parent, keys, self.head, tokens)
 
 
-def _pack(namespace: bytes, piece: Piece) -> bytes:
+def _pack(namespace: bytes, piece: ChainPiece) -> bytes:
     body = b"".join((namespace, *piece.keys, piece.tokens.tobytes()))
     sealed = _RECORD.pack(
         _MAGIC, len(piece.keys), piece.first, piece.head, len(namespace), piece.parent,
@@ -124,7 +124,7 @@ def _pack(namespace: bytes, piece: Piece) -> bytes:
     return sealed + _SEAL.pack(xxhash.xxh3_64_intdigest(sealed)) + body
 
 
-def _nbytes(namespace: bytes, piece: Piece) -> int:
+def _nbytes(namespace: bytes, piece: ChainPiece) -> int:
     """Of the record."""
     body = len(namespace) + len(piece.keys) * KEY_BYTES + piece.tokens.nbytes
     return RECORD_HEADER_NBYTES + body
@@ -144,7 +144,7 @@ class _Span(NamedTuple):
 
 def _walk(
     data: mmap.mmap, block_tokens: int
-) -> Iterator[tuple[_Span, tuple[bytes, Piece] | None, bool]]:
+) -> Iterator[tuple[_Span, tuple[bytes, ChainPiece] | None, bool]]:
     """Where each record is, what it holds (None: damaged), whether bytes before it are no record's.
     Ends at the last that is there to its end."""
     at, damaged = FILE_HEADER_NBYTES, False
@@ -218,7 +218,7 @@ class SegmentFile:
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
         # under _wake:
-        self._pending: list[Kept] = []
+        self._pending: list[SegmentRecord] = []
         self._pending_nbytes = 0
         self._dead: set[int] = set()
         self._erase = False
@@ -226,7 +226,7 @@ class SegmentFile:
 
     # -- the caller's side ----------------------------------------------------------------------
 
-    def records(self) -> Iterator[Kept]:
+    def records(self) -> Iterator[SegmentRecord]:
         """What the file holds. A torn end is cut off, and what is damaged is counted. Blocks."""
         if os.fstat(self._file).st_size > FILE_HEADER_NBYTES:
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
@@ -254,7 +254,7 @@ class SegmentFile:
         self._thread = threading.Thread(target=self._run, name="kvcore-segments", daemon=True)
         self._thread.start()
 
-    def append(self, namespace: bytes, piece: Piece) -> int:
+    def append(self, namespace: bytes, piece: ChainPiece) -> int:
         """Have a record written. Its number; 0 if it is dropped."""
         if not self.writable:
             return 0
@@ -264,7 +264,7 @@ class SegmentFile:
                 self.dropped += 1
                 return 0
             self._last += 1
-            self._pending.append(Kept(self._last, namespace, piece))
+            self._pending.append(SegmentRecord(self._last, namespace, piece))
             self._pending_nbytes += nbytes
             self._wake.notify()
         return self._last
@@ -306,13 +306,13 @@ class SegmentFile:
             return
         raise FormatError(f"{_what_it_is(header, self._block_tokens)}: it is left as it is")
 
-    def _scan(self, data: mmap.mmap) -> Iterator[Kept]:
+    def _scan(self, data: mmap.mmap) -> Iterator[SegmentRecord]:
         for span, found, damaged in _walk(data, self._block_tokens):
             self.corrupt += damaged + (found is None)
             if found is not None:
                 self._last += 1
                 self._enter(self._last, span)
-                yield Kept(self._last, *found)
+                yield SegmentRecord(self._last, *found)
             self._end = span.offset + span.nbytes
 
     def _enter(self, number: int, span: _Span) -> None:
@@ -338,7 +338,7 @@ class SegmentFile:
             if (crowded or erase) and not self._compact() and erase:
                 self._empty()
 
-    def _append_all(self, records: list[Kept]) -> None:
+    def _append_all(self, records: list[SegmentRecord]) -> None:
         packed = [_pack(kept.namespace, kept.piece) for kept in records]
         try:
             _write(self._file, b"".join(packed), self._end)

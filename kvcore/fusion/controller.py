@@ -29,13 +29,13 @@ from kvcore.telemetry.fit import Fit, is_amount
 from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs, pipelined, seen
 
 __all__ = [
+    "BlendCandidate",
     "ComputeRates",
     "Controller",
+    "ControllerSettings",
     "Decision",
     "Mode",
     "Part",
-    "Request",
-    "Settings",
     "TierRates",
     "hidden_ratio",
     "pipelined",
@@ -52,7 +52,7 @@ class Mode(str, Enum):
 
 
 @dataclass(frozen=True)
-class Request:
+class BlendCandidate:
     """What a prompt would load and compute.
 
     Args:
@@ -111,7 +111,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ControllerSettings:
     """What a controller is told.
 
     Args:
@@ -193,7 +193,7 @@ class Controller:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ControllerSettings,
         compute: ComputeRates,
         tiers: Mapping[str, TierRates],
         otherwise: TierRates | None = None,
@@ -241,7 +241,7 @@ class Controller:
 
     # -- what follows ---------------------------------------------------------------------------
 
-    def decide(self, request: Request) -> Decision:
+    def decide(self, request: BlendCandidate) -> Decision:
         """The way to go for one request; remembers which way requests of its size went.
 
         Raises:
@@ -311,7 +311,7 @@ class Controller:
             default=0.0,
         )
 
-    def _blend_seconds(self, request: Request, load: float, rows: float) -> float:
+    def _blend_seconds(self, request: BlendCandidate, load: float, rows: float) -> float:
         """The walk, and the engine's own step over the last row that follows it."""
         full, layers = self.settings.full_layers, self.settings.layers
         once, row = self._layer(request.behind, request.prefix)
@@ -321,7 +321,7 @@ class Controller:
             return layers * load + pipelined(0.0, *walk) + last
         return pipelined(load, *walk) + last
 
-    def _prefix_seconds(self, request: Request) -> float:
+    def _prefix_seconds(self, request: BlendCandidate) -> float:
         """Layers of the prefix arrive while the engine computes what is behind it."""
         load, layers = self._load(request.prefix_bytes), self.settings.layers
         keys = pairs(request.behind, request.prefix)
@@ -347,7 +347,7 @@ class Controller:
                 self.rates.forget(tier)
             self._quiet = set(self.rates.tiers)
 
-    def _refuse(self, request: Request) -> Decision:
+    def _refuse(self, request: BlendCandidate) -> Decision:
         if not request.is_sound:
             why = f"these counts are no prompt's: {request}"
         elif not request.chunks:

@@ -30,13 +30,20 @@ from kvcore.errors import ConfigError
 from kvcore.fusion._anchors import TAG_BITS, AnchorTable, Tokens, window_tags
 from kvcore.model.keys import TOKEN_BYTES, pack_tokens
 
-__all__ = ["Found", "NaiveSegmentIndex", "Search", "SegmentIndex", "as_array", "common"]
+__all__ = [
+    "NaiveSegmentIndex",
+    "SegmentIndex",
+    "SegmentMatch",
+    "SegmentSearch",
+    "as_array",
+    "common",
+]
 
 MAX_TWINS = 4
 MAX_CHECKS = 2048
 
 
-class Found(NamedTuple):
+class SegmentMatch(NamedTuple):
     """prompt[prompt_start:][:length] equals segment[segment_start:][:length]."""
 
     segment_id: bytes
@@ -45,7 +52,7 @@ class Found(NamedTuple):
     length: int
 
 
-class _Run(NamedTuple):
+class _MatchRun(NamedTuple):
     """A match that cannot be extended to either side: ``start`` and ``stop`` in the prompt."""
 
     number: int
@@ -126,7 +133,7 @@ class SegmentIndex:
             if not np.array_equal(self._tokens[held], segment):
                 raise ConfigError(
                     f"segment {segment_id.hex()} is held with other tokens; "
-                    "give every segment an id of its own (its chunk key), or remove it first"
+                    "give every segment an id of its own, or remove it first"
                 )
             return True
         if len(segment) < self.min_tokens:
@@ -168,20 +175,20 @@ class SegmentIndex:
         self._free.append(number)
         return True
 
-    def find(self, tokens: Iterable[int]) -> list[Found]:
+    def find(self, tokens: Iterable[int]) -> list[SegmentMatch]:
         """What of the prompt is stored: in the prompt's order, not overlapping in the prompt."""
         return self.search(tokens).cover()
 
-    def search(self, tokens: Iterable[int]) -> Search:
+    def search(self, tokens: Iterable[int]) -> SegmentSearch:
         """`find` in two steps, for who wants to `remove` or `cut` some of its candidates before
         it compares."""
         prompt = as_array(tokens)
         if not self._numbers or len(prompt) < self.min_tokens:
-            return Search(self, prompt, [], [])
+            return SegmentSearch(self, prompt, [], [])
         tags = window_tags(prompt, self._window, self._salt, self._tag_bits)
         offsets, places = self._table.lookup(tags)
         order = np.argsort(offsets, kind="stable")
-        return Search(self, prompt, offsets[order].tolist(), places[order].tolist())
+        return SegmentSearch(self, prompt, offsets[order].tolist(), places[order].tolist())
 
     def check_integrity(self) -> None:
         """Assert that table, numbers and segments agree."""
@@ -224,7 +231,7 @@ class SegmentIndex:
         return zip(anchored, places, strict=True)
 
 
-class Search:
+class SegmentSearch:
     """One prompt's search. ``offsets`` (ascending) and ``places`` are where hashes agree.
 
     Between its making and `cover`, segments may be removed and cut, but none added or extended.
@@ -237,7 +244,9 @@ class Search:
         self.prompt = prompt
         self._offsets = offsets
         self._places = places
-        self._runs: dict[tuple[int, int], _Run] = {}  # by segment and diagonal, the last one seen
+        self._runs: dict[
+            tuple[int, int], _MatchRun
+        ] = {}  # by segment and diagonal, the last one seen
         self._checks = index.max_checks
 
     @property
@@ -246,7 +255,7 @@ class Search:
         numbers = sorted({place >> 32 for place in self._places})
         return [self._index._ids[number] for number in numbers if self._index._ids[number]]
 
-    def cover(self) -> list[Found]:
+    def cover(self) -> list[SegmentMatch]:
         """Cover the prompt from the left, as the module's docstring says."""
         covered, done = [], 0
         while self._checks and (found := self._next(done)) is not None:
@@ -255,9 +264,9 @@ class Search:
         self._index.cut_short += not self._checks
         return covered
 
-    def _next(self, done: int) -> Found | None:
+    def _next(self, done: int) -> SegmentMatch | None:
         """The match that begins first at or after ``done``, the longest of those."""
-        best: Found | None = None
+        best: SegmentMatch | None = None
         hit = bisect_left(self._offsets, done)
         while self._checks and (hit := self._worth(hit, best)) < len(self._offsets):
             if best is None or self._may_beat(hit, done, best):
@@ -267,7 +276,7 @@ class Search:
             hit += 1
         return best
 
-    def _worth(self, hit: int, best: Found | None) -> int:
+    def _worth(self, hit: int, best: SegmentMatch | None) -> int:
         """The next hit, from this one on, that may lead to something better than ``best``.
 
         Whatever begins no later has an anchor in the first stride. Where that is one of many twins
@@ -280,7 +289,7 @@ class Search:
         hit = bisect_right(offsets, past, hit)
         return hit if hit < len(offsets) and offsets[hit] <= past + stride else len(offsets)
 
-    def _may_beat(self, hit: int, done: int, best: Found) -> bool:
+    def _may_beat(self, hit: int, done: int, best: SegmentMatch) -> bool:
         """Whether the segment, laid at the hit, begins before ``best`` or else reaches as far."""
         number, start = self._place(hit)
         first = self._offsets[hit] - start
@@ -294,7 +303,7 @@ class Search:
         place = self._places[hit]
         return place >> 32, place & 0xFFFFFFFF
 
-    def _found(self, hit: int, done: int) -> Found | None:
+    def _found(self, hit: int, done: int) -> SegmentMatch | None:
         """The match at a hit, without what is covered already; None if it is too short then."""
         run = self._run(hit)
         if run is None:
@@ -303,9 +312,9 @@ class Search:
         if run.stop - start < self._index.min_tokens:
             return None
         segment_start = run.segment_start + start - run.start
-        return Found(self._index._ids[run.number], start, segment_start, run.stop - start)
+        return SegmentMatch(self._index._ids[run.number], start, segment_start, run.stop - start)
 
-    def _run(self, hit: int) -> _Run | None:
+    def _run(self, hit: int) -> _MatchRun | None:
         """The run of equal tokens around a hit; None if only the hashes agree."""
         at, (number, start) = self._offsets[hit], self._place(hit)
         known = self._runs.get((number, start - at))
@@ -317,12 +326,12 @@ class Search:
         if ahead < self._index._window:
             return None
         behind = common(prompt[:at][::-1], segment[:start][::-1])
-        run = _Run(number, at - behind, at + ahead, start - behind)
+        run = _MatchRun(number, at - behind, at + ahead, start - behind)
         self._runs[number, start - at] = run
         return run
 
 
-def _rank(found: Found) -> tuple[int, int, bytes, int]:
+def _rank(found: SegmentMatch) -> tuple[int, int, bytes, int]:
     """Smaller is better."""
     return found.prompt_start, -found.length, found.segment_id, found.segment_start
 
@@ -375,7 +384,7 @@ class NaiveSegmentIndex:
         """As `SegmentIndex.remove`."""
         return self._segments.pop(segment_id, None) is not None
 
-    def find(self, tokens: Iterable[int]) -> list[Found]:
+    def find(self, tokens: Iterable[int]) -> list[SegmentMatch]:
         """As `SegmentIndex.find`. O(tokens of the prompt x tokens stored x length)."""
         prompt, covered, at = list(tokens), [], 0
         while at < len(prompt):
@@ -387,7 +396,7 @@ class NaiveSegmentIndex:
                 at += best.length
         return covered
 
-    def _matches(self, prompt: list[int], at: int) -> Iterable[Found]:
+    def _matches(self, prompt: list[int], at: int) -> Iterable[SegmentMatch]:
         """Long enough matches that begin at ``at``, by segment id and start."""
         for segment_id in sorted(self._segments):
             segment = self._segments[segment_id]
@@ -398,4 +407,4 @@ class NaiveSegmentIndex:
                         break
                     length += 1
                 if length >= self.min_tokens:
-                    yield Found(segment_id, at, start, length)
+                    yield SegmentMatch(segment_id, at, start, length)

@@ -29,41 +29,52 @@ from torch import Tensor
 
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.attend import Attention, look_rows
-from kvcore.fusion.gate import Gate, Verdict, Watch
+from kvcore.fusion.gate import Gate, GateMonitor, Verdict
 from kvcore.fusion.ops import FusionOps, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Seen, Selector, narrow
 from kvcore.telemetry.timeline import Tracer
 
-__all__ = ["Attend", "DecoderLayers", "Fusor", "Job", "LayerTiming", "Outcome", "Placed", "State"]
+__all__ = [
+    "Attend",
+    "BlendOutcome",
+    "DecoderLayers",
+    "Fusor",
+    "HiddenState",
+    "Job",
+    "LayerTiming",
+    "Placed",
+]
 
 WORTH_A_SECOND_RUN = 0.7
 """Where fewer of the rows than this go on, the layer is run again for them alone: projecting them
 twice costs less than attention and MLP for the rows that leave."""
 
 
-class State(NamedTuple):
+class HiddenState(NamedTuple):
     """What flows between decoder layers, [rows, hidden] each; ``residual`` None before layer 0."""
 
     hidden: Tensor
     residual: Tensor | None
 
-    def of(self, rows: Tensor | slice) -> State:
+    def of(self, rows: Tensor | slice) -> HiddenState:
         """The state of some rows: a boolean mask, indices, or a view of consecutive ones."""
         residual = None if self.residual is None else self.residual[rows]
-        return State(self.hidden[rows], residual)
+        return HiddenState(self.hidden[rows], residual)
 
-    def copy(self) -> State:
+    def copy(self) -> HiddenState:
         """One of its own memory."""
-        return State(self.hidden.clone(), None if self.residual is None else self.residual.clone())
+        return HiddenState(
+            self.hidden.clone(), None if self.residual is None else self.residual.clone()
+        )
 
 
-def _joined(states: Sequence[State]) -> State:
+def _joined(states: Sequence[HiddenState]) -> HiddenState:
     """Of all their rows."""
     if len(states) == 1:
         return states[0]
     residuals = [state.residual for state in states if state.residual is not None]
-    return State(
+    return HiddenState(
         torch.cat([state.hidden for state in states]), torch.cat(residuals) if residuals else None
     )
 
@@ -88,7 +99,7 @@ class DecoderLayers(ABC):
         """[rows] int64 -> [rows, hidden]: what goes into layer 0."""
 
     @abstractmethod
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         """One layer, with ``attend`` in the place of its attention.
 
         The state given may be overwritten: engines add residuals in place. What ``attend`` raises
@@ -176,7 +187,7 @@ class LayerTiming(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class BlendOutcome:
     """What a blend did. ``chosen`` are the chunks' rows computed on the last layer, ascending.
 
     ``verdicts`` are a gate's, ``abandoned`` the layers of a walk it gave up.
@@ -211,17 +222,17 @@ class _Pieces:
         most = self.layers.max_rows or max(count, 1)
         return [slice(i, min(i + most, count)) for i in range(0, max(count, 1), most)]
 
-    def embed(self, tokens: Tensor) -> State:
+    def embed(self, tokens: Tensor) -> HiddenState:
         parts = [self.layers.embed(tokens[piece]) for piece in self.of(len(tokens))]
-        return State(torch.cat(parts) if len(parts) > 1 else parts[0], None)
+        return HiddenState(torch.cat(parts) if len(parts) > 1 else parts[0], None)
 
     def run(
         self,
         layer: int,
         rows: Tensor,
-        state: State,
+        state: HiddenState,
         attend: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
-    ) -> State:
+    ) -> HiddenState:
         """``attend`` is told which of the rows a call is of."""
         return _joined(
             [
@@ -230,7 +241,7 @@ class _Pieces:
             ]
         )
 
-    def project(self, layer: int, rows: Tensor, state: State) -> LayerKV:
+    def project(self, layer: int, rows: Tensor, state: HiddenState) -> LayerKV:
         """K and V of the rows alone; the state stays as it is."""
         found: list[LayerKV] = []
 
@@ -304,12 +315,12 @@ class Fusor:
         selector: Selector,
         budget: Budget,
         gate: Gate | None = None,
-    ) -> Outcome:
+    ) -> BlendOutcome:
         """Make KV for positions [exact, stop) and write it. Blocks; see the module's picture.
 
         A ``gate`` may enlarge the ratio, and once it has seen how errors grow, start over.
         """
-        outcome = Outcome()
+        outcome = BlendOutcome()
         reuse = budget.is_reuse
         question = None
         if selector.needs_question and not reuse:
@@ -326,7 +337,7 @@ class Fusor:
         return outcome
 
     @torch.inference_mode()
-    def compute(self, tokens: Tensor) -> State:
+    def compute(self, tokens: Tensor) -> HiddenState:
         """Run every layer over a prompt [rows] of which nothing is cached: what comes out of the
         last. Nothing is written; what a blend's layers cost is measured with it."""
         rows = torch.arange(len(tokens), device=tokens.device)
@@ -350,7 +361,7 @@ class Fusor:
             state = self._pieces.run(layer, rows, state, attend)
         return state
 
-    def _walked(self, walk: _Walk, rows: Tensor, outcome: Outcome) -> bool:
+    def _walked(self, walk: _Walk, rows: Tensor, outcome: BlendOutcome) -> bool:
         """Walk through all layers; False where the gate wants to start over."""
         state = self._pieces.embed(walk.job.tokens[rows])
         for layer in range(self.layers.layers):
@@ -457,13 +468,13 @@ class _Walk:
         self.is_chunk[job.chunks] = True
         self.verdicts: list[Verdict] = []
         self.step = _InStep(pieces.layers)
-        self._watch: Watch | None = None
+        self._watch: GateMonitor | None = None
 
     def watch(self, gate: Gate | None) -> None:
         """Have a gate look at the walk from here on."""
         self._watch = None
         if gate is not None:
-            self._watch = Watch(gate, self.budget, self.layers.layers)
+            self._watch = GateMonitor(gate, self.budget, self.layers.layers)
 
     def _judge(self, seen: Seen) -> None:
         """Show the gate a layer. Raises _Over where it wants rows that have left already."""
@@ -478,7 +489,9 @@ class _Walk:
             self.watch(watch.next_gate)
             raise _Over
 
-    def layer(self, layer: int, rows: Tensor, state: State) -> tuple[Tensor, State, LayerTiming]:
+    def layer(
+        self, layer: int, rows: Tensor, state: HiddenState
+    ) -> tuple[Tensor, HiddenState, LayerTiming]:
         """Run one layer over ``rows``; gives the rows and the state that go on."""
         started = time.monotonic()
         kv = _landed(self.step, self.placed, layer)
@@ -493,7 +506,9 @@ class _Walk:
         timing = LayerTiming(landed - started, time.monotonic() - landed, len(rows))
         return rows[going], state, timing
 
-    def _at_once(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> tuple[Tensor, State]:
+    def _at_once(
+        self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV
+    ) -> tuple[Tensor, HiddenState]:
         """(which rows go on [rows] bool, their state): decided inside the layer's one call."""
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
@@ -520,8 +535,8 @@ class _Walk:
         return going, state
 
     def _in_pieces(
-        self, layer: int, rows: Tensor, state: State, kv: LayerKV
-    ) -> tuple[Tensor, State]:
+        self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV
+    ) -> tuple[Tensor, HiddenState]:
         """`_at_once` for more rows than a call takes: K and V of all first, then who goes on."""
         new = self.pieces.project(layer, rows, state)
         going = self.going(layer, rows, new.keys, new.values, kv)
@@ -530,7 +545,7 @@ class _Walk:
             state = self._again(layer, rows[going], state.of(going), kv)
         return going, state
 
-    def _again(self, layer: int, rows: Tensor, state: State, kv: LayerKV) -> State:
+    def _again(self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV) -> HiddenState:
         attention = self.layers.attention[layer]
         if not len(rows):
             return state

@@ -26,7 +26,7 @@ import torch
 from kvcore.errors import ConfigError
 from kvcore.fusion.select import Budget, Ratio, Seen, deviation
 
-__all__ = ["Gate", "Observed", "Step", "Verdict", "Watch", "values_off"]
+__all__ = ["Gate", "GateMonitor", "Observed", "Step", "Verdict", "values_off"]
 
 
 class Step(str, Enum):
@@ -117,7 +117,7 @@ def values_off(seen: Seen) -> float:
     return float(seen.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
 
 
-class Watch:
+class GateMonitor:
     """Follows one walk for a gate. One owner.
 
     Args:

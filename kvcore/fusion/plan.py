@@ -11,16 +11,15 @@ A row is a token of the prompt, and its number is its position.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.model.keys import Namespace, pack_tokens
 
-__all__ = ["Cached", "ChunkKV", "Fresh", "LayerKV", "Plan", "Prefix", "Segment", "chunk_namespace"]
+__all__ = ["Cached", "ChunkKV", "Fresh", "LayerKV", "Prefix", "PromptPlan", "PromptSegment"]
 
 
 class LayerKV(NamedTuple):
@@ -69,17 +68,6 @@ class ChunkKV:
         )
 
 
-def chunk_namespace(namespace: Namespace, behind: Sequence[int]) -> Namespace:
-    """The namespace of chunks computed behind these tokens.
-
-    A chunk's KV depends on what it was computed behind, and its chunk key on its own tokens alone;
-    so chunks computed behind different things live in different namespaces.
-    """
-    if not len(behind):
-        return namespace
-    return replace(namespace, extra={**namespace.extra, "behind": pack_tokens(behind)})
-
-
 @dataclass(frozen=True)
 class Prefix:
     """The start of the prompt with exact KV: read, never recomputed, no part of the budget."""
@@ -109,17 +97,17 @@ class Fresh:
     tokens: tuple[int, ...]
 
 
-Segment: TypeAlias = Prefix | Cached | Fresh
+PromptSegment: TypeAlias = Prefix | Cached | Fresh
 
 
-class Plan:
+class PromptPlan:
     """The segments of one prompt, in order. Immutable.
 
     Raises `ConfigError` where they cannot be a prompt: one without fresh tokens at its end has no
     row to take the next token from, and only a chunk computed at 0 can be an exact prefix.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[PromptSegment]) -> None:
         self.segments = tuple(segment for segment in segments if segment.tokens)
         if not self.segments or not isinstance(self.segments[-1], Fresh):
             raise ConfigError("a plan ends with fresh tokens: give the question as Fresh(tokens)")
@@ -138,7 +126,7 @@ class Plan:
         """[tokens] int64."""
         return torch.tensor([token for segment in self.segments for token in segment.tokens])
 
-    def placed(self) -> Iterator[tuple[int, Segment]]:
+    def placed(self) -> Iterator[tuple[int, PromptSegment]]:
         """Each segment with the position of its first token."""
         position = 0
         for segment in self.segments:

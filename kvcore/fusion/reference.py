@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.gate import Gate, Step, Verdict, Watch
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Plan
+from kvcore.fusion.gate import Gate, GateMonitor, Step, Verdict
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
 from kvcore.fusion.select import Budget, Seen, Selector, attention_mass, narrow
 
 __all__ = [
@@ -164,7 +164,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # plain prefill, and what it leaves behind
 
 
-class Context:
+class BlendContext:
     """KV of positions 0 .. n - 1 of one prompt, to run further rows over. Grows; one owner."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[LayerKV]) -> None:
@@ -200,18 +200,18 @@ class Context:
                 logits = self.decoder.logits(self.append(answer[-1:]))[-1]
         return answer
 
-    def copy(self) -> Context:
+    def copy(self) -> BlendContext:
         """A context that goes its own way from here."""
-        return Context(self.decoder, self.layers)
+        return BlendContext(self.decoder, self.layers)
 
 
-def _nothing(decoder: Decoder) -> Context:
+def _nothing(decoder: Decoder) -> BlendContext:
     attention = decoder.model.model.layers[0].self_attn
     empty = torch.empty(0, decoder.config.num_key_value_heads, attention.head_dim)
-    return Context(decoder, [LayerKV(empty, empty)] * decoder.layers)
+    return BlendContext(decoder, [LayerKV(empty, empty)] * decoder.layers)
 
 
-def prefill(decoder: Decoder, tokens: Iterable[int]) -> tuple[Context, Tensor]:
+def prefill(decoder: Decoder, tokens: Iterable[int]) -> tuple[BlendContext, Tensor]:
     """Every token computed: the context, and the last layer's output [tokens, hidden]."""
     context = _nothing(decoder)
     return context, context.append(tokens)
@@ -245,7 +245,7 @@ class Blended:
             is that of the last. A walk that computes every row is not judged.
     """
 
-    context: Context
+    context: BlendContext
     rows: Tensor
     hidden: Tensor
     computed: tuple[Tensor, ...]
@@ -275,7 +275,7 @@ class Blender:
     The placed cache is made once, so comparing selectors costs each only its own blend.
     """
 
-    def __init__(self, decoder: Decoder, plan: Plan, ropes: Sequence[Shift | None]) -> None:
+    def __init__(self, decoder: Decoder, plan: PromptPlan, ropes: Sequence[Shift | None]) -> None:
         if len(ropes) != decoder.layers:
             raise ConfigError(f"{len(ropes)} ropes for {decoder.layers} layers: give one a layer")
         self.decoder = decoder
@@ -323,7 +323,7 @@ class Blender:
         """
         if question is None and selector.needs_question and not budget.is_reuse:
             question = question_mass(self, partial(attention_mass, sharpness=selector.sharpness))
-        watch = Watch(gate, budget, self.decoder.layers) if gate else None
+        watch = GateMonitor(gate, budget, self.decoder.layers) if gate else None
         cache = self.start()
         rows, computed = self.first_rows(budget), []
         hidden = self.decoder.embed(self.plan.tokens[rows])
@@ -338,7 +338,7 @@ class Blender:
             queries, hidden, rows = new.queries[going], hidden[going], rows[going]
             attended = self.decoder.attend(layer, queries, rows, cache[layer])
             hidden = self.decoder.finish(layer, hidden, attended)
-        context = Context(self.decoder, cache)
+        context = BlendContext(self.decoder, cache)
         exact = self.plan.exact_tokens
         return Blended(context, rows, hidden, tuple(computed), exact, _said(watch))
 
@@ -386,7 +386,7 @@ class Blender:
         cache.values[rows] = new.values
 
 
-def _said(watch: Watch | None) -> tuple[Verdict, ...]:
+def _said(watch: GateMonitor | None) -> tuple[Verdict, ...]:
     """The verdict on a walk, if there was one."""
     return (watch.verdict,) if watch and watch.verdict else ()
 
@@ -415,7 +415,7 @@ def question_mass(blender: Blender, pool: Callable[[Tensor], Tensor] = attention
 
 def blend(
     decoder: Decoder,
-    plan: Plan,
+    plan: PromptPlan,
     ropes: Sequence[Shift | None],
     selector: Selector,
     budget: Budget,

@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 from kvcore.errors import ConfigError, FormatError
 from kvcore.fusion._anchors import Tokens
-from kvcore.fusion._chains import Chains, Piece, Segment
-from kvcore.fusion._segment_file import Kept, SegmentFile
-from kvcore.fusion.find import MAX_CHECKS, MAX_TWINS, Found, SegmentIndex, as_array
+from kvcore.fusion._chains import ChainPiece, Chains, Segment
+from kvcore.fusion._segment_file import SegmentFile, SegmentRecord
+from kvcore.fusion.find import MAX_CHECKS, MAX_TWINS, SegmentIndex, SegmentMatch, as_array
 from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
 
 __all__ = ["Reusable", "SegmentBook", "Segments"]
@@ -243,14 +243,16 @@ class Segments:
     def _new_index(self) -> SegmentIndex:
         return SegmentIndex(self.min_tokens, **self._bounds)
 
-    def _piece(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> Piece:
+    def _piece(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> ChainPiece:
         """Blocks from ``first`` on, behind as many tokens as a head may have."""
         if any(len(key) != KEY_BYTES for key in keys[first:]):
             raise FormatError(f"keys are {KEY_BYTES} bytes long: make them with KeyChain")
         begin = first * self.block_tokens
         head = min(begin, self.min_tokens - 1)
         packed = as_array(tokens[begin - head : len(keys) * self.block_tokens])
-        return Piece(first, keys[first - 1] if first else ROOT_PARENT, keys[first:], head, packed)
+        return ChainPiece(
+            first, keys[first - 1] if first else ROOT_PARENT, keys[first:], head, packed
+        )
 
     def _chains_of(self, namespace: bytes) -> Chains:
         """Those of a namespace, which it has from the first segment on.
@@ -264,7 +266,7 @@ class Segments:
         return chains
 
     def _enter(
-        self, namespace: bytes, chains: Chains, piece: Piece, record: int | None = None
+        self, namespace: bytes, chains: Chains, piece: ChainPiece, record: int | None = None
     ) -> None:
         """Take in blocks that are not known, and write a record if they are in none yet."""
         self._chains[namespace] = chains
@@ -276,7 +278,7 @@ class Segments:
             record = self._file.append(namespace, new) if record is None else record
             segment.records.append((record, new.first))
 
-    def _restore(self, file: SegmentFile, kept: Kept) -> None:
+    def _restore(self, file: SegmentFile, kept: SegmentRecord) -> None:
         """Take in a record of the file, as far as its blocks are not known."""
         number, namespace, piece = kept
         chains = self._chains_of(namespace)
@@ -346,7 +348,7 @@ class Segments:
         self,
         namespace: bytes,
         chains: Chains,
-        match: Found,
+        match: SegmentMatch,
         prompt: Tokens,
         keep: Callable[[Segment], bool],
         start: int,

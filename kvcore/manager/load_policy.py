@@ -29,7 +29,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.controller import Controller, Decision, Mode, Request
+from kvcore.fusion.controller import BlendCandidate, Controller, Decision, Mode
 from kvcore.manager.base import HOST
 from kvcore.telemetry.rates import Rates, TierRates, pipelined
 
@@ -105,7 +105,7 @@ class Ask:
     sources: tuple[Source, ...] = ()
     ahead: Mapping[str, Ahead] = field(default_factory=dict)
     busy: float = 0.0
-    blend: Request | None = None
+    blend: BlendCandidate | None = None
 
 
 class Estimate(NamedTuple):

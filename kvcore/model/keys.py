@@ -26,36 +26,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple
 
 from kvcore.errors import ConfigError, TierUnavailable
 
 __all__ = [
     "KEY_BYTES",
     "ROOT_PARENT",
-    "ChunkKey",
     "Extra",
     "KeyChain",
     "Namespace",
     "canonical_bytes",
-    "chunk_key",
     "fingerprint_files",
     "model_fingerprint",
     "pack_tokens",
 ]
 
 KEY_BYTES = 16
-"""Length in bytes of a prefix key, a chunk key and a namespace digest."""
+"""Length in bytes of a prefix key and of a namespace digest."""
 
 ROOT_PARENT = bytes(KEY_BYTES)
 """What is recorded as the parent key of a block that starts a prompt."""
 
 TOKEN_BYTES = 4
 _FORMAT = b"kvcore-1"
-
-ChunkKey = NewType("ChunkKey", bytes)
-"""Position-free hash of a segment's own tokens (16 bytes). Never a prefix key: reuse by chunk key
-is approximate, and the two are hashed in different domains so that they cannot meet."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -295,16 +289,6 @@ class KeyChain:
             self._hash_plain(data[offset : offset + self._step])
         hashed = len(self.keys) * self.block_tokens
         self._extras = [extra for extra in self._extras if extra.offset + extra.length > hashed]
-
-
-def chunk_key(
-    namespace: Namespace, tokens: Iterable[int], extras: Iterable[Extra] = ()
-) -> ChunkKey:
-    """Key of a segment by its own tokens, wherever it stands; extras count from its start."""
-    data = pack_tokens(tokens)
-    inside = _extras_in(sorted(Extra(*e) for e in extras), 0, len(data) // TOKEN_BYTES)
-    frame = [_FORMAT, "chunk", namespace.root, inside, data]
-    return ChunkKey(hashlib.sha256(canonical_bytes(frame)).digest()[:KEY_BYTES])
 
 
 # ---------------------------------------------------------------------------------------------

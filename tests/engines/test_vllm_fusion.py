@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Plan
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, PromptPlan
 from kvcore.fusion.reference import Blender, Decoder, precompute
 from kvcore.fusion.rope import rope_of
 from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
@@ -104,7 +104,7 @@ def test_a_share_recomputed_is_what_the_reference_makes_of_it(
     own = windows(model, 4 * 8, 5, 40, seed=72)
     orders = [random.Random(number).sample(range(5), 3) for number in range(8)]
     plans = [
-        Plan(
+        PromptPlan(
             [
                 Fresh(tuple(gaps[0])),
                 *(
@@ -148,7 +148,7 @@ def reference_chunk(model: Path, text: Sequence[int]) -> ChunkKV:
     return precompute(decoder(model), text)
 
 
-def reference_answer(model: Path, plan: Plan, ratio: float) -> list[int]:
+def reference_answer(model: Path, plan: PromptPlan, ratio: float) -> list[int]:
     """What the default selector, budget and rope make of a prompt, layer by layer in plain code."""
     own = decoder(model)
     settings = own.config.to_dict()

@@ -21,10 +21,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from kvcore.connector.fusion_worker import EngineLayers, Served
+from kvcore.connector.fusion_worker import EngineLayers, ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, State
+from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore_sglang.describe import Served as ServedModel
@@ -101,14 +101,14 @@ class SglangLayers(EngineLayers):
         self._ranks = ranks
 
     @contextmanager
-    def serving(self, served: Served) -> Iterator[None]:
+    def serving(self, served: ServedRequest) -> Iterator[None]:
         yield  # no layer here asks whose rows it is given
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._embed(tokens)
         return embedded
 
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         from sglang.srt.layers.layer_boundary.residual import batch as residuals
 
         module, batch = self._modules[layer], _forward_batch(positions)
@@ -121,7 +121,7 @@ class SglangLayers(EngineLayers):
         with lent(self._attention[layer], attend):
             hidden = module(positions, hidden, batch)
         made = residuals.to_pp(hidden, batch)
-        return State(made["hidden_states"], made["residual"])
+        return HiddenState(made["hidden_states"], made["residual"])
 
     def reduce(self, scores: Tensor) -> Tensor:
         if self._ranks == 1:

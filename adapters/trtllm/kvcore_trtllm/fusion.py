@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcore.connector.fusion_worker import EngineLayers, Served
+from kvcore.connector.fusion_worker import EngineLayers, ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, State
+from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.memory.layout import KVView
@@ -102,7 +102,7 @@ class TrtllmLayers(EngineLayers):
         self.max_rows = max_rows  # what the engine has measured its memory for
         self._gather = gather
 
-    def serving(self, served: Served) -> AbstractContextManager[None]:
+    def serving(self, served: ServedRequest) -> AbstractContextManager[None]:
         """Nothing to prepare: requests with an adapter are not blended."""
         return nullcontext()
 
@@ -110,7 +110,7 @@ class TrtllmLayers(EngineLayers):
         embedded: Tensor = self._embed(tokens.to(torch.int32))
         return embedded
 
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         rows = len(positions)
         metadata = SimpleNamespace(num_tokens=rows, num_contexts=1, all_rank_num_tokens=None)
         with _answered(self._attention[layer], self._rotary[layer], attend):
@@ -122,7 +122,7 @@ class TrtllmLayers(EngineLayers):
             )
         if not isinstance(hidden, Tensor):
             raise UnsupportedError(f"a decoder layer that gives a {type(hidden).__name__}")
-        return State(hidden, residual)
+        return HiddenState(hidden, residual)
 
     def reduce(self, scores: Tensor) -> Tensor:
         """Added up in the order of ranks, so that every rank has the very same sums."""

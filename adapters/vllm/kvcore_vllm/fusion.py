@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcore.connector.fusion_worker import EngineLayers, Served
+from kvcore.connector.fusion_worker import EngineLayers, ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, State
+from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch
@@ -111,7 +111,7 @@ class VllmLayers(EngineLayers):
         self._loras = _lora_manager(vllm_config, worker)
         # What vLLM has measured its memory for, and what its LoRA layers have room for.
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self._served: Served | None = None
+        self._served: ServedRequest | None = None
         self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
         if len(self._modules) != self.layers:
             raise UnsupportedError(
@@ -122,7 +122,7 @@ class VllmLayers(EngineLayers):
             raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
 
     @contextmanager
-    def serving(self, served: Served) -> Iterator[None]:
+    def serving(self, served: ServedRequest) -> Iterator[None]:
         """Run layers for one request in this block. Its adapter must be active."""
         steps = None if self._loras is None else self._loras._last_mapping
         self._served = served
@@ -156,11 +156,11 @@ class VllmLayers(EngineLayers):
         embedded: Tensor = self._decoder.embed_input_ids(tokens)
         return embedded
 
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         self._adapt(len(positions))
         with lent(self._attention[layer], layer, _Answering(attend), self._batch(positions)):
             hidden, residual = self._modules[layer](positions, state.hidden, state.residual)
-        return State(hidden, residual)
+        return HiddenState(hidden, residual)
 
     def reduce(self, scores: Tensor) -> Tensor:
         if not self._tensor_parallel:

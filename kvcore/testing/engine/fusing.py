@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler
-from kvcore.connector.fusion_worker import EngineLayers, FusionWorker, Served
-from kvcore.fusion.fusor import Attend, State
+from kvcore.connector.fusion_worker import EngineLayers, FusionWorker, ServedRequest
+from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
@@ -93,15 +93,15 @@ class RankLayers(EngineLayers):
         self.attention = (model.model.spec.attention,) * self.layers
 
     @contextmanager
-    def serving(self, served: Served) -> Iterator[None]:
+    def serving(self, served: ServedRequest) -> Iterator[None]:
         yield
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._model.embed(tokens)
 
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         adapted = self._model.adapted([(len(positions), self.lora)])
-        return State(self._model.layer(layer, positions, state.hidden, attend, adapted), None)
+        return HiddenState(self._model.layer(layer, positions, state.hidden, attend, adapted), None)
 
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         self._model.write(layer, slots, kv.keys, kv.values)

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 import kvcore_trtllm.testing.conformance as trtllm  # after the skip
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
-from kvcore.fusion.fusor import State
+from kvcore.fusion.fusor import HiddenState
 from kvcore.fusion.options import FusionOptions
 from kvcore.harness.models import tiny_model
 from kvcore.memory.copy.reference import _plane_view
@@ -395,7 +395,7 @@ def test_a_layer_is_as_it_was_before_whatever_attention_raises() -> None:
             raise KeyError("out of here")
 
         with pytest.raises(KeyError):
-            layers.run(0, torch.arange(4), State(hidden, None), raising)
+            layers.run(0, torch.arange(4), HiddenState(hidden, None), raising)
         assert vars(module) == before
         assert module.rope_fusion
         with pytest.raises(UnsupportedError, match="kernel"):

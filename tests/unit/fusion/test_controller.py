@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvcore.errors import ConfigError
 from kvcore.fusion.controller import (
+    BlendCandidate,
     ComputeRates,
     Controller,
+    ControllerSettings,
     Mode,
     Part,
-    Request,
-    Settings,
     TierRates,
     hidden_ratio,
     pipelined,
@@ -28,7 +28,7 @@ from kvcore.fusion.controller import (
 from kvcore.telemetry.fit import Fit
 
 LAYERS = 30
-SETTINGS = Settings(layers=LAYERS)
+SETTINGS = ControllerSettings(layers=LAYERS)
 COMPUTE = ComputeRates(once=3e-3, row=1e-5, pair=2e-9)
 TIERS = {"host": TierRates(1e-5, 1e-10), "disk": TierRates(1e-4, 1e-9)}
 TOKEN_BYTES = 23_040
@@ -39,13 +39,15 @@ speeds = st.floats(0.01, 100)
 
 
 def controller(
-    compute: ComputeRates = COMPUTE, settings: Settings = SETTINGS, tiers: Any = None
+    compute: ComputeRates = COMPUTE, settings: ControllerSettings = SETTINGS, tiers: Any = None
 ) -> Controller:
     return Controller(settings, compute, TIERS if tiers is None else tiers)
 
 
-def request(chunks: int = 3000, fresh: int = 40, prefix: int = 0, tier: str = "disk") -> Request:
-    return Request(
+def request(
+    chunks: int = 3000, fresh: int = 40, prefix: int = 0, tier: str = "disk"
+) -> BlendCandidate:
+    return BlendCandidate(
         tokens=prefix + chunks + fresh,
         prefix=prefix,
         chunks=chunks,
@@ -280,7 +282,7 @@ def test_a_pipeline_takes_as_long_as_walking_it(
 
 @given(requests, speeds, speeds, st.floats(0, 1), st.floats(0, 1))
 def test_the_ratio_keeps_its_bounds(
-    wanted: Request, compute: float, loading: float, one: float, other: float
+    wanted: BlendCandidate, compute: float, loading: float, one: float, other: float
 ) -> None:
     settings = replace(SETTINGS, floor=min(one, other), ceiling=max(one, other))
     rates = ComputeRates(*(rate * compute for rate in COMPUTE))
@@ -289,7 +291,7 @@ def test_the_ratio_keeps_its_bounds(
 
 
 @given(requests, st.lists(speeds, min_size=2, max_size=5))
-def test_a_slower_tier_never_lowers_the_ratio(wanted: Request, factors: list[float]) -> None:
+def test_a_slower_tier_never_lowers_the_ratio(wanted: BlendCandidate, factors: list[float]) -> None:
     found = [controller(tiers=slower(TIERS, one)).decide(wanted) for one in sorted(factors)]
     for fast, slow in pairwise(found):
         assert slow.ratio >= fast.ratio
@@ -297,7 +299,9 @@ def test_a_slower_tier_never_lowers_the_ratio(wanted: Request, factors: list[flo
 
 
 @given(requests, st.lists(speeds, min_size=2, max_size=5))
-def test_faster_computing_never_lowers_the_ratio(wanted: Request, factors: list[float]) -> None:
+def test_faster_computing_never_lowers_the_ratio(
+    wanted: BlendCandidate, factors: list[float]
+) -> None:
     found = [
         controller(ComputeRates(*(rate * one for rate in COMPUTE))).decide(wanted)
         for one in sorted(factors, reverse=True)
@@ -308,7 +312,7 @@ def test_faster_computing_never_lowers_the_ratio(wanted: Request, factors: list[
 
 @given(requests, speeds, speeds)
 def test_the_rows_hide_unless_the_floor_asks_for_more(
-    wanted: Request, compute: float, loading: float
+    wanted: BlendCandidate, compute: float, loading: float
 ) -> None:
     rates = ComputeRates(*(rate * compute for rate in COMPUTE))
     decision = controller(rates, tiers=slower(TIERS, loading)).decide(wanted)
@@ -318,7 +322,7 @@ def test_the_rows_hide_unless_the_floor_asks_for_more(
 
 @given(st.lists(st.tuples(requests, speeds, speeds), min_size=1, max_size=20))
 def test_a_blend_is_chosen_only_where_it_is_faster(
-    steps: list[tuple[Request, float, float]],
+    steps: list[tuple[BlendCandidate, float, float]],
 ) -> None:
     asked = controller(settings=replace(SETTINGS, enough=1))
     for wanted, compute, loading in steps:
@@ -333,7 +337,7 @@ def test_a_blend_is_chosen_only_where_it_is_faster(
             assert saved <= SETTINGS.enter + 1e-9
 
 
-def between(low: float, high: float) -> Request:
+def between(low: float, high: float) -> BlendCandidate:
     """A request whose blend saves a share of time between these, under the priors."""
     for nbytes in range(0, 2 * 10**10, 5 * 10**7):
         asked = replace(request(), chunk_bytes={"host": nbytes})
@@ -380,15 +384,15 @@ def test_a_look_at_the_question_leaves_nothing_to_hide_behind() -> None:
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        (Request(tokens=50, prefix=10, chunks=0), "no chunk"),
-        (Request(tokens=50, prefix=10, chunks=40), "no fresh"),
-        (Request(tokens=0, prefix=0, chunks=0), "no chunk"),
-        (Request(tokens=50, prefix=-1, chunks=10), "no prompt's"),
-        (Request(tokens=50, prefix=40, chunks=20), "no prompt's"),
-        (Request(tokens=50, prefix=0, chunks=20, chunk_bytes={"disk": -1}), "no prompt's"),
+        (BlendCandidate(tokens=50, prefix=10, chunks=0), "no chunk"),
+        (BlendCandidate(tokens=50, prefix=10, chunks=40), "no fresh"),
+        (BlendCandidate(tokens=0, prefix=0, chunks=0), "no chunk"),
+        (BlendCandidate(tokens=50, prefix=-1, chunks=10), "no prompt's"),
+        (BlendCandidate(tokens=50, prefix=40, chunks=20), "no prompt's"),
+        (BlendCandidate(tokens=50, prefix=0, chunks=20, chunk_bytes={"disk": -1}), "no prompt's"),
     ],
 )
-def test_requests_without_a_blend_take_the_prefix(wanted: Request, why: str) -> None:
+def test_requests_without_a_blend_take_the_prefix(wanted: BlendCandidate, why: str) -> None:
     decision = controller().decide(wanted)
     assert decision.mode is Mode.PREFIX
     assert why in decision.reason
@@ -570,7 +574,7 @@ def test_a_tier_nobody_named_is_refused() -> None:
 )
 def test_settings_out_of_range_are_refused(wanted: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        controller(settings=Settings(**{"layers": LAYERS, **wanted}))
+        controller(settings=ControllerSettings(**{"layers": LAYERS, **wanted}))
 
 
 def test_a_guess_grows_with_the_model_and_falls_with_its_speed() -> None:

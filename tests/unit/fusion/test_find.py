@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcore.errors import ConfigError
 from kvcore.fusion import find as find_module
 from kvcore.fusion._anchors import AnchorTable, window_tags
-from kvcore.fusion.find import Found, NaiveSegmentIndex, SegmentIndex
+from kvcore.fusion.find import NaiveSegmentIndex, SegmentIndex, SegmentMatch
 
 NO_BOUNDS = {"max_twins": 1 << 30, "max_checks": 1 << 30}
 VOCABULARY = 150_000
@@ -27,7 +27,7 @@ def name(number: int) -> bytes:
     return number.to_bytes(2, "big")
 
 
-def check(prompt: list[int], segments: dict[bytes, list[int]], found: list[Found]) -> None:
+def check(prompt: list[int], segments: dict[bytes, list[int]], found: list[SegmentMatch]) -> None:
     """Every match is one, in order, without overlap."""
     done = 0
     for segment_id, start, segment_start, length in found:
@@ -156,7 +156,7 @@ def test_what_is_cut_after_the_search_began_is_not_found() -> None:
     assert search.candidates == [b"a", b"b", b"c"]
     index.remove(b"a")
     index.cut(b"b", 100)
-    assert search.cover() == [Found(b"c", 1, 0, 300)]
+    assert search.cover() == [SegmentMatch(b"c", 1, 0, 300)]
 
 
 @given(scenes())
@@ -194,13 +194,13 @@ def test_whole_partial_repeated_and_overlapping(
     first, second, third = long[:3]
     pieces = [
         (None, text(rng, 41)),
-        (Found(first, 0, 0, len(segments[first])), segments[first]),
-        (Found(second, 0, 0, 100), segments[second][:100]),
+        (SegmentMatch(first, 0, 0, len(segments[first])), segments[first]),
+        (SegmentMatch(second, 0, 0, 100), segments[second][:100]),
         (None, text(rng, 7)),
-        (Found(second, 0, 150, 64), segments[second][150:214]),
-        (Found(third, 0, len(segments[third]) - 90, 90), segments[third][-90:]),
+        (SegmentMatch(second, 0, 150, 64), segments[second][150:214]),
+        (SegmentMatch(third, 0, len(segments[third]) - 90, 90), segments[third][-90:]),
         (None, segments[third][:63]),
-        (Found(first, 0, 0, len(segments[first])), segments[first]),
+        (SegmentMatch(first, 0, 0, len(segments[first])), segments[first]),
     ]
     prompt: list[int] = []
     wanted = []
@@ -219,9 +219,12 @@ def test_segments_that_overlap_in_the_prompt_share_it_from_the_left() -> None:
     index = SegmentIndex()
     index.add(b"a", document[:500])
     index.add(b"b", document[400:])
-    assert index.find(document) == [Found(b"a", 0, 0, 500), Found(b"b", 500, 100, 400)]
+    assert index.find(document) == [
+        SegmentMatch(b"a", 0, 0, 500),
+        SegmentMatch(b"b", 500, 100, 400),
+    ]
     index.remove(b"a")
-    assert index.find(document) == [Found(b"b", 400, 0, 500)]
+    assert index.find(document) == [SegmentMatch(b"b", 400, 0, 500)]
 
 
 @pytest.mark.parametrize("cut", range(0, 140, 7))
@@ -231,7 +234,7 @@ def test_no_cut_hides_a_match_of_the_shortest_length(cut: int) -> None:
     index = SegmentIndex()
     index.add(b"s", segment)
     prompt = [*text(rng, 11), *segment[cut : cut + 64], *text(rng, 5)]
-    assert index.find(prompt) == [Found(b"s", 11, cut, 64)]
+    assert index.find(prompt) == [SegmentMatch(b"s", 11, cut, 64)]
     assert index.find(prompt[:74]) == []
 
 
@@ -245,7 +248,10 @@ def test_a_heading_shared_by_many_is_found_with_each() -> None:
         index.add(segment_id, segment)
     index.check_integrity()
     prompt = [*text(rng, 20), *segments[name(57)], *segments[name(3)]]
-    assert index.find(prompt) == [Found(name(57), 20, 0, 280), Found(name(3), 300, 0, 280)]
+    assert index.find(prompt) == [
+        SegmentMatch(name(57), 20, 0, 280),
+        SegmentMatch(name(3), 300, 0, 280),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -282,11 +288,14 @@ def test_cut_short_is_counted_and_what_was_found_is_kept() -> None:
     prompt = [*segment[:100], *([8, *segment[:63]] * 40), 8, *segment]
     index = SegmentIndex(max_checks=150)
     index.add(b"s", segment)
-    assert index.find(prompt) == [Found(b"s", 0, 0, 100)]
+    assert index.find(prompt) == [SegmentMatch(b"s", 0, 0, 100)]
     assert index.cut_short == 1
     ample = SegmentIndex(max_checks=1 << 30)
     ample.add(b"s", segment)
-    assert ample.find(prompt) == [Found(b"s", 0, 0, 100), Found(b"s", len(prompt) - 500, 0, 500)]
+    assert ample.find(prompt) == [
+        SegmentMatch(b"s", 0, 0, 100),
+        SegmentMatch(b"s", len(prompt) - 500, 0, 500),
+    ]
     assert ample.cut_short == 0
 
 
@@ -297,7 +306,7 @@ def test_hashes_that_collide_decide_nothing() -> None:
     for segment_id, segment in segments.items():
         index.add(segment_id, segment)
     assert index.find(text(rng, 500)) == []
-    assert index.find(segments[name(9)]) == [Found(name(9), 0, 0, 200)]
+    assert index.find(segments[name(9)]) == [SegmentMatch(name(9), 0, 0, 200)]
 
 
 def test_growing_keeps_everything_and_happens_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +326,7 @@ def test_growing_keeps_everything_and_happens_seldom(monkeypatch: pytest.MonkeyP
     index.check_integrity()
     assert grown["times"] <= 10  # from 64 slots to 16384, of which 6000 are filled
     for segment_id in rng.sample(sorted(segments), 50):
-        assert index.find(segments[segment_id]) == [Found(segment_id, 0, 0, 130)]
+        assert index.find(segments[segment_id]) == [SegmentMatch(segment_id, 0, 0, 130)]
 
     sized = SegmentIndex(expected_tokens=2000 * 133)
     grown.clear()
@@ -359,7 +368,7 @@ def test_adding_twice_is_once_and_other_tokens_are_refused() -> None:
     assert index.remove(b"s")
     assert not index.remove(b"s")
     assert index.add(b"s", [1, 2, 3, 5])
-    assert index.find([1, 2, 3, 5]) == [Found(b"s", 0, 0, 4)]
+    assert index.find([1, 2, 3, 5]) == [SegmentMatch(b"s", 0, 0, 4)]
 
 
 def test_too_short_ever_to_be_found_is_not_kept() -> None:
@@ -373,7 +382,7 @@ def test_too_short_ever_to_be_found_is_not_kept() -> None:
 def test_tokens_of_any_kind() -> None:
     index = SegmentIndex(3)
     index.add(b"s", np.array([5, 2**32 - 1, 7, 9], dtype=np.uint32))
-    wanted = [Found(b"s", 1, 0, 4)]
+    wanted = [SegmentMatch(b"s", 1, 0, 4)]
     prompt = [0, 5, 2**32 - 1, 7, 9]
     assert index.find(prompt) == wanted
     assert index.find(np.array(prompt, dtype=np.int64)) == wanted

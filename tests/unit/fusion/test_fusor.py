@@ -23,10 +23,10 @@ from kvcore.fusion.attend import (  # noqa: E402
     look_rows,
     naive_attend_rows,
 )
-from kvcore.fusion.fusor import Attend, Fusor, Job, State  # noqa: E402
+from kvcore.fusion.fusor import Attend, Fusor, HiddenState, Job  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.ops import TorchFusion  # noqa: E402
-from kvcore.fusion.plan import Cached, Fresh, Plan, Prefix  # noqa: E402
+from kvcore.fusion.plan import Cached, Fresh, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import Decoder, prefill  # noqa: E402
 from kvcore.fusion.select import (  # noqa: E402
     BUILTIN_SELECTORS,
@@ -193,7 +193,7 @@ def test_any_plan(
         segments.append(
             Cached(world.chunk(seed, count)) if cached else Fresh(words(count, 30 + seed))
         )
-    plan = Plan([*segments, Fresh(words(question, 99))])
+    plan = PromptPlan([*segments, Fresh(words(question, 99))])
     agree(world, plan, BUILTIN_SELECTORS[name](), Ratio(ratio, spread=0.5))
 
 
@@ -202,7 +202,7 @@ LLAMA = World(Decoder(make_model("llama")))
 
 def agree(
     world: World,
-    plan: Plan,
+    plan: PromptPlan,
     selector: Any,
     budget: Any,
     gate: Gate | None = None,
@@ -247,7 +247,7 @@ def test_a_prompt_of_nothing_cached_is_a_prefill(world: World) -> None:
 class Overwriting(ReferenceLayers):
     """As engines do it: what a layer is given is spoilt by the time it asks for attention."""
 
-    def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
         own = state.copy()
         for given_state in state:
             if given_state is not None:
@@ -284,7 +284,9 @@ def of_few_rows(most: int) -> type[ReferenceLayers]:
             assert len(tokens) <= most
             return super().embed(tokens)
 
-        def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        def run(
+            self, layer: int, positions: Tensor, state: HiddenState, attend: Attend
+        ) -> HiddenState:
             assert len(positions) == len(state.hidden) <= most
             return super().run(layer, positions, state, attend)
 
@@ -326,7 +328,9 @@ class Ranks:
         ranks = self
 
         class Rank(ReferenceLayers):
-            def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+            def run(
+                self, layer: int, positions: Tensor, state: HiddenState, attend: Attend
+            ) -> HiddenState:
                 try:
                     return super().run(layer, positions, state, attend)
                 finally:
@@ -380,7 +384,9 @@ def test_what_fails_on_one_rank_stops_all(where: str, call: int, selector: str) 
 
 def test_what_a_layer_raises_reaches_the_caller() -> None:
     class Broken(ReferenceLayers):
-        def run(self, layer: int, positions: Tensor, state: State, attend: Attend) -> State:
+        def run(
+            self, layer: int, positions: Tensor, state: HiddenState, attend: Attend
+        ) -> HiddenState:
             if layer == 3:
                 raise RuntimeError("out of memory")
             return super().run(layer, positions, state, attend)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.gate import Gate, Observed, Step, Watch, values_off
+from kvcore.fusion.gate import Gate, GateMonitor, Observed, Step, values_off
 from kvcore.fusion.select import KeyDeviation, QuestionDeviation, Ratio, Seen, Threshold
 
 wrong = st.floats(0, 10)
@@ -138,7 +138,7 @@ LAYERS = 10
 
 @pytest.mark.parametrize(("depth", "layer"), [(0.5, 5), (0.45, 4), (0.01, 2), (0.99, 9)])
 def test_a_gate_is_asked_once_at_its_depth(depth: float, layer: int) -> None:
-    watch = Watch(Gate(0.0, depth=depth), Ratio(0.25), LAYERS)
+    watch = GateMonitor(Gate(0.0, depth=depth), Ratio(0.25), LAYERS)
     assert [one for one in range(LAYERS) if watch.see(seen(layer=one))] == [layer]
     assert watch.verdict is not None
     assert f"layer {layer}" in watch.verdict.reason
@@ -148,14 +148,14 @@ def test_the_next_walk_has_the_larger_ratio_and_the_gate_unless_it_is_full() -> 
     budget = Ratio(0.25, spread=0.5, full_layers=3)
     off = values_off(seen())
     for bound, ratio, gated in ((off, 0.25, True), (0.6 * off, 0.5, True), (0.0, 1.0, False)):
-        watch = Watch(Gate(bound, depth=0.5), budget, LAYERS)
+        watch = GateMonitor(Gate(bound, depth=0.5), budget, LAYERS)
         assert watch.see(seen()) == (ratio != 0.25)
         assert watch.budget == replace(budget, ratio=ratio)
         assert watch.next_gate is (watch.gate if gated else None)
 
 
 def test_nothing_is_said_where_no_row_was_recomputed() -> None:
-    watch = Watch(Gate(0.0), Ratio(0.25), LAYERS)
+    watch = GateMonitor(Gate(0.0), Ratio(0.25), LAYERS)
     assert not any(watch.see(seen(0, layer=layer)) for layer in range(LAYERS))
     assert watch.verdict is None
     assert watch.next_gate is watch.gate
@@ -164,7 +164,7 @@ def test_nothing_is_said_where_no_row_was_recomputed() -> None:
 @pytest.mark.parametrize("budget", [Threshold(0.1), Ratio(0.0)])
 def test_a_gate_needs_a_ratio_to_enlarge(budget: Any) -> None:
     with pytest.raises(ConfigError, match="ratio above 0"):
-        Watch(Gate(1.0), budget, LAYERS)
+        GateMonitor(Gate(1.0), budget, LAYERS)
 
 
 # --- the reference's blend --------------------------------------------------------------------
@@ -219,10 +219,10 @@ def test_past_its_bound_a_blend_is_one_with_a_larger_ratio(world: Any) -> None:
 
 
 def test_chunks_that_are_exact_where_they_stand_keep_any_bound(world: Any) -> None:
-    from kvcore.fusion.plan import Cached, Fresh, Plan, Prefix
+    from kvcore.fusion.plan import Cached, Fresh, Prefix, PromptPlan
 
     prefix = world.prefix()
     behind = Cached(world.chunk(0, behind=prefix.tokens))
-    plan = Plan([Prefix(prefix), behind, Fresh(world.words(5, 21))])
+    plan = PromptPlan([Prefix(prefix), behind, Fresh(world.words(5, 21))])
     blended = world.make(plan).blend(KeyDeviation(), BUDGET, None, Gate(1e-6))
     assert [verdict.step for verdict in blended.verdicts] == [Step.GO_ON]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Plan, Prefix, chunk_namespace
-from kvcore.model.keys import Namespace, chunk_key
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan
 
 
 def chunk(*tokens: int, start: int = 0) -> ChunkKV:
@@ -15,7 +14,7 @@ def chunk(*tokens: int, start: int = 0) -> ChunkKV:
     return ChunkKV(tokens, (kv, kv), start, tuple(range(start)))
 
 
-PLAN = Plan(
+PLAN = PromptPlan(
     [Prefix(chunk(1, 2)), Cached(chunk(3, 4, 5)), Fresh((6,)), Cached(chunk(7)), Fresh((8, 9))]
 )
 
@@ -32,12 +31,15 @@ def test_rows_are_positions() -> None:
 
 def test_exact_up_to_the_first_chunk() -> None:
     assert PLAN.exact_tokens == 2
-    assert Plan([Prefix(chunk(1)), Fresh((2, 3)), Cached(chunk(4)), Fresh((5,))]).exact_tokens == 3
-    assert Plan([Fresh((1, 2))]).exact_tokens == 2
+    assert (
+        PromptPlan([Prefix(chunk(1)), Fresh((2, 3)), Cached(chunk(4)), Fresh((5,))]).exact_tokens
+        == 3
+    )
+    assert PromptPlan([Fresh((1, 2))]).exact_tokens == 2
 
 
 def test_empty_segments_are_left_out() -> None:
-    assert Plan([Fresh(()), Fresh((1,))]).segments == (Fresh((1,)),)
+    assert PromptPlan([Fresh(()), Fresh((1,))]).segments == (Fresh((1,)),)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_empty_segments_are_left_out() -> None:
 )
 def test_what_cannot_be_a_prompt_is_refused(segments: list[Fresh | Cached], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Plan(segments)
+        PromptPlan(segments)
 
 
 def test_a_part_of_a_chunk_knows_where_it_was_computed() -> None:
@@ -68,18 +70,3 @@ def test_kv_of_another_number_of_tokens_is_refused() -> None:
     kv = LayerKV(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2))
     with pytest.raises(ConfigError, match="2 and 2 tokens for a chunk of 3"):
         ChunkKV((1, 2, 3), (kv,))
-
-
-def test_the_chunks_key_tells_what_it_was_computed_behind() -> None:
-    base = Namespace("model", lora="a", extra={"kv": "bf16"})
-    tokens = [1, 2, 3]
-    others = [
-        base,
-        chunk_namespace(base, [7]),
-        chunk_namespace(base, [7, 8]),
-        Namespace("model", lora="b", extra={"kv": "bf16"}),
-        Namespace("model", lora="a", extra={"kv": "fp8"}),
-        Namespace("model@2", lora="a", extra={"kv": "bf16"}),
-    ]
-    assert len({chunk_key(namespace, tokens) for namespace in others}) == len(others)
-    assert chunk_namespace(base, []) == base

@@ -19,7 +19,7 @@ from torch import Tensor
 transformers: Any = pytest.importorskip("transformers")
 
 from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402  # after the skip
-from kvcore.fusion.plan import Cached, Fresh, LayerKV, Plan, Prefix  # noqa: E402
+from kvcore.fusion.plan import Cached, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import (  # noqa: E402
     Blended,
     Blender,
@@ -111,7 +111,7 @@ def check_question_mass_against_the_twin(world: World) -> None:
 
 def check_lone_chunk_is_full_prefill(world: World) -> None:
     """A chunk at position 0 is a prefix in all but name: nothing to repair at any ratio."""
-    plan = Plan([Cached(world.chunk(0)), Fresh(world.words(5, 21))])
+    plan = PromptPlan([Cached(world.chunk(0)), Fresh(world.words(5, 21))])
     logits = full(world, plan)[1][-1]
     for ratio in RATIOS:
         close(world.blend(plan, ratio).logits, logits, 2e-3)
@@ -120,7 +120,9 @@ def check_lone_chunk_is_full_prefill(world: World) -> None:
 def check_chunk_behind_its_own_prefix_is_left_alone(world: World) -> None:
     prefix = world.prefix()
     behind = world.chunk(0, behind=prefix.tokens)
-    plan = Plan([Prefix(prefix), Cached(behind), Cached(world.chunk(1)), Fresh(world.words(5, 21))])
+    plan = PromptPlan(
+        [Prefix(prefix), Cached(behind), Cached(world.chunk(1)), Fresh(world.words(5, 21))]
+    )
     rows = torch.arange(6, 26)
     for cached, exact in zip(world.make(plan).placed, full(world, plan)[0], strict=True):
         close(cached.keys[rows], exact.keys[rows], 1e-3)
@@ -130,7 +132,7 @@ def check_chunk_behind_its_own_prefix_is_left_alone(world: World) -> None:
 
 def check_rows_are_the_ratio_rounded_up_and_all_fresh_ones(world: World) -> None:
     question = world.words(3, 21)
-    short = Plan([Prefix(world.prefix()), Cached(world.chunk(0, 3)), Fresh(question)])
+    short = PromptPlan([Prefix(world.prefix()), Cached(world.chunk(0, 3)), Fresh(question)])
     for plan, chunk_tokens, fresh in ((world.plan(), 60, 8), (short, 3, 3)):
         for ratio in RATIOS:
             computed = world.blend(plan, ratio).computed
@@ -169,7 +171,7 @@ def check_stored_chunks_stay_as_they_are(world: World) -> None:
     stored, other = world.chunk(0), world.chunk(1)
     before = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in stored.layers]
     for first in (stored, other):
-        plan = Plan([Cached(first), Cached(stored), Cached(other), Fresh(world.words(5, 21))])
+        plan = PromptPlan([Cached(first), Cached(stored), Cached(other), Fresh(world.words(5, 21))])
         blended = world.blend(plan, 0.3)
         blended.context.append(world.words(2, 30))
         assert blended.exact_tokens == 0
@@ -191,7 +193,7 @@ def check_the_future_does_not_leak(world: World, position: int = 46) -> None:
             segments.append(Fresh(tuple(mine)))
         else:
             segments.append(type(segment)(precompute(Decoder(world.decoder.model), mine)))
-    one, two = (world.blend(p, 0.2, ChunkHeads()) for p in (plan, Plan(segments)))
+    one, two = (world.blend(p, 0.2, ChunkHeads()) for p in (plan, PromptPlan(segments)))
     earlier = one.rows < position
     close(one.hidden[earlier], two.hidden[earlier], 1e-4)
     for a, b in zip(one.context.layers, two.context.layers, strict=True):
@@ -200,7 +202,9 @@ def check_the_future_does_not_leak(world: World, position: int = 46) -> None:
 
 
 def check_exact_tokens_are_exact(world: World) -> None:
-    plan = Plan([Prefix(world.prefix()), Fresh(world.words(4, 5)), *world.plan().segments[1:]])
+    plan = PromptPlan(
+        [Prefix(world.prefix()), Fresh(world.words(4, 5)), *world.plan().segments[1:]]
+    )
     blended = world.blend(plan, 0.1)
     assert blended.exact_tokens == 10
     for got, expected in zip(blended.context.layers, full(world, plan)[0], strict=True):
@@ -256,7 +260,7 @@ def test_more_rows_are_no_worse_on_a_real_model(real: World) -> None:
     """Mean KL over a few prompts by ratio."""
     means = []
     plans = [
-        Plan(
+        PromptPlan(
             [*(Cached(real.chunk(10 * i + j, 60)) for j in range(3)), Fresh(real.words(12, 70 + i))]
         )
         for i in range(3)
@@ -292,7 +296,7 @@ def test_any_segments_against_the_twin(llama: World, sizes: list[int], data: Any
         else:
             chunk = llama.chunk(data.draw(st.integers(0, 2)), size + 3)
             segments.append(Cached(chunk.part(start := data.draw(st.integers(0, 2)), start + size)))
-    plan = Plan([*segments, Fresh(words(2, 1))])
+    plan = PromptPlan([*segments, Fresh(words(2, 1))])
     ratio = data.draw(st.sampled_from(RATIOS))
     blended = llama.make(plan).blend(QuestionDeviation(), Ratio(ratio, spread=0.5))
     cache, out = twin(llama, plan, blended.computed)
@@ -328,7 +332,7 @@ def test_what_does_not_fit_is_refused(llama: World) -> None:
         blend(llama.decoder, llama.plan(), [Rotation()], KeyDeviation(), Ratio(0.1))
     shallow = replace(llama.chunk(0), layers=llama.chunk(0).layers[:2])
     with pytest.raises(ConfigError, match="KV of 2 layers"):
-        llama.blend(Plan([Cached(shallow), Fresh((3,))]), 0.1)
+        llama.blend(PromptPlan([Cached(shallow), Fresh((3,))]), 0.1)
 
 
 # --- mistakes ---------------------------------------------------------------------------------

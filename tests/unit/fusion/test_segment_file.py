@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.fusion import _segment_file as file_module
-from kvcore.fusion._chains import Piece
+from kvcore.fusion._chains import ChainPiece
 from kvcore.fusion._segment_file import SegmentFile
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.model.keys import ROOT_PARENT, Namespace
@@ -377,7 +377,7 @@ def test_no_call_waits_for_the_disk(path: Path, stuck: threading.Event) -> None:
 
 def test_a_full_queue_drops_and_counts(path: Path, stuck: threading.Event) -> None:
     tokens = np.arange(64, dtype="<u4")
-    piece = Piece(0, ROOT_PARENT, keys_of(tokens.tolist(), 16), 0, tokens)
+    piece = ChainPiece(0, ROOT_PARENT, keys_of(tokens.tolist(), 16), 0, tokens)
     file = SegmentFile(path, 16, queue_nbytes=1000)
     assert list(file.records()) == []
     numbers = [file.append(SPACE, piece) for _ in range(5)]
@@ -401,8 +401,8 @@ def test_what_dies_in_the_queue_is_not_written(path: Path) -> None:
     tokens = np.arange(32, dtype="<u4")
     keys = keys_of(tokens.tolist(), 16)
     file = SegmentFile(path, 16)
-    first = file.append(SPACE, Piece(0, ROOT_PARENT, keys[:1], 0, tokens[:16]))
-    file.append(SPACE, Piece(1, keys[0], keys[1:], 0, tokens[16:]))
+    first = file.append(SPACE, ChainPiece(0, ROOT_PARENT, keys[:1], 0, tokens[:16]))
+    file.append(SPACE, ChainPiece(1, keys[0], keys[1:], 0, tokens[16:]))
     file.forget([first])
     file.start()
     file.close()
@@ -475,7 +475,7 @@ def test_records_of_a_chain_whose_beginning_is_lost_still_serve(path: Path) -> N
     tokens = np.array(prompt, dtype="<u4")
     for first in range(10, 40):
         span = tokens[first * 16 : (first + 1) * 16]
-        file.append(SPACE, Piece(first, keys[first - 1], [keys[first]], 0, span))
+        file.append(SPACE, ChainPiece(first, keys[first - 1], [keys[first]], 0, span))
     file.start()
     file.close()
     segments = reopened(path)

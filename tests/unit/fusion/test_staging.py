@@ -14,7 +14,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 from kvcore.errors import LayoutError  # noqa: E402  # after the skip
 from kvcore.fusion.ops import TorchFusion  # noqa: E402
-from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Plan, Prefix  # noqa: E402
+from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
 from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging  # noqa: E402
@@ -97,7 +97,7 @@ def test_chunks_stand_where_the_reference_places_them(
         places.append(Place(in_staging, len(part.tokens), position, position - start))
         position += len(part.tokens)
         row += last - first
-    plan = Plan([*segments, Fresh(words(3, 99))])
+    plan = PromptPlan([*segments, Fresh(words(3, 99))])
     staging = Staging(SHAPE, max(row, 1), torch.device("cpu"))
     for arena, first, last, at in loads:
         units = np.arange(at, at + last - first)

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.controller import Controller, Request
-from kvcore.fusion.controller import Settings as FusionSettings
+from kvcore.fusion.controller import BlendCandidate, Controller, ControllerSettings
 from kvcore.manager.load_policy import (
     PREFILL,
     Action,
@@ -325,16 +324,18 @@ def test_a_disk_that_recovers_is_found_out_by_tries() -> None:
 
 
 def test_blends_are_the_controllers_decision() -> None:
-    controller = Controller(FusionSettings(LAYERS), COMPUTE, TIERS)
+    controller = Controller(ControllerSettings(LAYERS), COMPUTE, TIERS)
     made = Planner(KNOWN, controller.rates, controller)
-    chunks = Request(4000, 0, 3900, {}, {"host": 3900 // BLOCK * BLOCK_BYTES})
+    chunks = BlendCandidate(4000, 0, 3900, {}, {"host": 3900 // BLOCK * BLOCK_BYTES})
     plan = made.plan(replace(ask(4000), blend=chunks))
     assert plan.decision is not None
     assert plan.action is Action.BLEND
     assert plan.reason == plan.decision.reason
     unasked = made.plan(ask(4000))
     assert unasked.decision is None
-    assert made.plan(replace(ask(4000), blend=Request(4000, 0, 0))).action is Action.RECOMPUTE
+    assert (
+        made.plan(replace(ask(4000), blend=BlendCandidate(4000, 0, 0))).action is Action.RECOMPUTE
+    )
 
 
 # -- traces with a known truth ------------------------------------------------------------------

@@ -21,7 +21,6 @@ from kvcore.model.keys import (
     KeyChain,
     Namespace,
     canonical_bytes,
-    chunk_key,
     fingerprint_files,
     model_fingerprint,
     pack_tokens,
@@ -110,7 +109,6 @@ def test_any_namespace_field_gives_other_keys(other: Namespace) -> None:
     spaces = [BASE, other]
     assert len({space.digest for space in spaces}) == 2
     assert len({KeyChain(space, 4).extend([1, 2, 3, 4])[0] for space in spaces}) == 2
-    assert len({chunk_key(space, [1, 2, 3, 4]) for space in spaces}) == 2
 
 
 def test_block_sizes_never_meet() -> None:
@@ -167,13 +165,6 @@ def test_late_extras_are_refused_and_change_nothing() -> None:
     with pytest.raises(ConfigError, match="at least one token"):
         chain.extend([1, 2], [Extra(9, 0, b"a")])
     assert chain.extend([6, 7]) == KeyChain(BASE, 4).extend(range(8))
-
-
-def test_chunk_keys_are_position_free_and_never_prefix_keys() -> None:
-    assert chunk_key(BASE, [1, 2, 3, 4]) == chunk_key(BASE, (1, 2, 3, 4))
-    assert chunk_key(BASE, [1, 2, 3, 4]) != KeyChain(BASE, 4).extend([1, 2, 3, 4])[0]
-    assert chunk_key(BASE, [1, 2, 3]) != chunk_key(BASE, [1, 2, 3], [Extra(0, 1, b"a")])
-    assert len(chunk_key(BASE, [])) == 16
 
 
 @given(tokens_)
@@ -240,7 +231,6 @@ KNOWN = {
     "namespace": "1bfa24a6776aa09663f36bbdef08db44",
     "plain": "7d8f92f5009acb390195c4b9c54b57c7",
     "extras": "faccff4dc2043aad808859dbfa0b582c",
-    "chunk": "50284a2601562a4369e83002d54c5386",
     "model": "938428d881f429c643d3a28beae53be1",
 }
 
@@ -252,7 +242,6 @@ def test_known_answers() -> None:
         "namespace": space.digest.hex(),
         "plain": KeyChain(Namespace("llama"), 16).extend(range(32))[1].hex(),
         "extras": chain[2].hex(),
-        "chunk": chunk_key(space, range(5)).hex(),
         "model": model_fingerprint({"hidden_size": 64, "eps": 1e-5}, "rev", "bfloat16").hex(),
     } == KNOWN
 

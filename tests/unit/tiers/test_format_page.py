@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvcore.errors import FormatError
 from kvcore.fusion import _segment_file as segment_file
-from kvcore.fusion._chains import Piece
+from kvcore.fusion._chains import ChainPiece
 from kvcore.memory import checksums as sums
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
@@ -162,7 +162,7 @@ def test_segments_are_what_the_page_says(blocks: int, first: int, head: int, spa
     assert int.from_bytes(header["block_tokens"], "little") == 16
     keys = [bytes([i]) * 16 for i in range(blocks)]
     tokens = np.arange(head + 16 * blocks, dtype="<u4")
-    data = segment_file._pack(space, Piece(first, b"p" * 16, keys, head, tokens))
+    data = segment_file._pack(space, ChainPiece(first, b"p" * 16, keys, head, tokens))
     fields = decode("Record of segments", data[:52])
     body = data[52:]
     assert body == space + b"".join(keys) + tokens.tobytes()

@@ -69,14 +69,14 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
     import torch
 
     from kvcore.config.schema import FusionConfig
-    from kvcore.fusion.plan import Cached, Fresh, Plan, Segment
+    from kvcore.fusion.plan import Cached, Fresh, PromptPlan, PromptSegment
     from kvcore.fusion.reference import blend, precompute
     from kvcore.fusion.rope import rope_of
     from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
 
     decoder, settings = _decoder(kit.model), FusionConfig()
     blending = _decoder(kit.model, ahead)
-    segments: list[Segment] = []
+    segments: list[PromptSegment] = []
     last = 0
     for start, stop in prompt.spans:
         segments.append(Fresh(tuple(prompt.tokens[last:start])))
@@ -88,7 +88,7 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
     with torch.inference_mode():
         made = blend(
             blending,
-            Plan(segments),
+            PromptPlan(segments),
             ropes,
             BUILTIN_SELECTORS[settings.selector](),
             Ratio(ratio, settings.spread),
