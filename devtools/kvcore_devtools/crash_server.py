@@ -30,7 +30,7 @@ import torch
 
 from kvcore.config import Config
 from kvcore.server.messages import Model
-from kvcore.server.model_cache import Space
+from kvcore.server.model_cache import ModelCache
 from kvcore.server.server import Server
 from kvcore.testing.engine import ReferenceEngine, random_llama
 from kvcore.testing.faults import Faults, Rule, Seam
@@ -181,15 +181,25 @@ class _Watched(Server):
         self._faults = faults
         self._say = say
 
-    def _space(self, model: Model) -> Space:
-        known = model in self._spaces
-        space = super()._space(model)
-        if not known:
-            for info in space.manager.index.admin.list_blocks():
-                self._say(f"+{info.key.hex()}")
-            space.manager.index.watch(teller(self._say))
-            into_worker(space._here.worker, self._faults)
-        return space
+    def open(self) -> str:
+        address = super().open()
+        get = self.models.get
+
+        def watched(model: Model) -> ModelCache:
+            known = set(self.models)
+            cache = get(model)
+            if cache not in known:
+                self._watch(cache)
+            return cache
+
+        self.models.get = watched  # type: ignore[method-assign]
+        return address
+
+    def _watch(self, cache: ModelCache) -> None:
+        for info in cache.manager.index.admin.list_blocks():
+            self._say(f"+{info.key.hex()}")
+        cache.manager.index.watch(teller(self._say))
+        into_worker(cache._here.worker, self._faults)
 
 
 def _serve(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
@@ -235,7 +245,7 @@ def _look(bench: Bench, seed: str, published: set[str], say: Say) -> None:
     config = _settings(bench, PATIENT_S)
     server = RunningServer(config)
     with faulty_engine(random_llama(), bench.args, config, Faults()) as engine:
-        [space] = server.server._spaces.values()
+        [space] = server.server.models
         index = space.manager.index
         lost = [key for key in published if bytes.fromhex(key) not in index]
         assert not lost, f"{len(lost)} of {len(published)} published blocks are gone"

@@ -272,9 +272,9 @@ def _sealed() -> dict[str, list[bytes]]:
         "index": [record + bytes(128) + record],
         "header": [Header(64, _KEY, _KEY, _KEY, _KEY, _KEY).pack() + bytes(64)],
         "segments": [_segment_file._file_header(16)],
-        "request": [messages.frames(messages.Ask(1))[1]],
-        "reply": [messages.frames(messages.Status(1, {"a": 1}))[1]],
-        "frames": [b"|".join(messages.frames(messages.Ask(1)))],
+        "request": [messages.frames(messages.StatusRequest(1))[1]],
+        "reply": [messages.frames(messages.StatusReply(1, {"a": 1}))[1]],
+        "frames": [b"|".join(messages.frames(messages.StatusRequest(1)))],
         "graph": [encode(graph)],
         "events": [msgspec.msgpack.encode(event)],
     }

@@ -17,9 +17,9 @@ from kvcore.events import Subscriber
 from kvcore.events.view import Hash
 from kvcore.harness.prompts import words
 from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
-from kvcore.server.messages import Reply, Request
+from kvcore.server.messages import ServerReply, ServerRequest
 from kvcore.server.server import Server
-from kvcore.server.session import Keeper
+from kvcore.server.session import SessionKeeper
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.waiting import PATIENCE_S, until
 
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 
-def questions(keeper: Keeper) -> list[Request]:
+def questions(keeper: SessionKeeper) -> list[ServerRequest]:
     """What this client waits for from now on, each for up to its deadline. Its heartbeats, which
     hold nobody up, are none."""
-    asked: list[Request] = []
+    asked: list[ServerRequest] = []
     ask = keeper.link.ask
 
-    def noting(request: Request, timeout: float, **options: Any) -> Reply | None:
+    def noting(request: ServerRequest, timeout: float, **options: Any) -> ServerReply | None:
         if "alive" not in options:
             asked.append(request)
         return ask(request, timeout, **options)
@@ -79,7 +79,7 @@ class RunningServer:
     def index(self) -> dict[str, dict[Hash, Hash | None]]:
         """What its one model publishes, by tier, as `Subscriber.tiers` gives it. While it is idle:
         the index is its thread's."""
-        [space] = self.server._spaces.values()
+        [space] = self.server.models
         found: dict[str, dict[Hash, Hash | None]] = {}
         for tier in space.manager.index.tiers:
             keys, parents = map(_cut, space.manager.index.admin.published(tier))

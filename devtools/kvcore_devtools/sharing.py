@@ -31,7 +31,7 @@ from kvcore.harness.compare import (
 )
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.prompts import mixed, windows
-from kvcore.server.messages import Load
+from kvcore.server.messages import LoadRequest
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
 from kvcore.testing.waiting import until
 from kvcore_devtools.served import RunningServer, rested, server_process, settings
@@ -172,7 +172,7 @@ def misses(pair: Pair, texts: Texts) -> None:
     with pair.server() as server:
         pair.learn([*texts.chunks, *texts.prompts[:2]])
         known = [[*prompt, *texts.chunks[0], 5, 6, 7] for prompt in texts.prompts[:2]]
-        planned = server.server._handlers[Load]
+        planned = server.server._handlers[LoadRequest]
         refused = []
 
         def few(client: bytes, asked: Any) -> Any:
@@ -182,12 +182,12 @@ def misses(pair: Pair, texts: Texts) -> None:
                 raise BlockMissing("the block has gone, as the test wants it")
             return planned(client, asked)
 
-        server.server._handlers[Load] = few
+        server.server._handlers[LoadRequest] = few
         texts.check(answers(pair.second, texts.prompts, batch=2, fusion=ALL))
         settled(pair.second)
         got = answers(pair.second, known, fusion=ALL)
         assert len(refused) >= len(texts.prompts), (len(refused), [a.kvcore for a in got])
-        server.server._handlers[Load] = planned
+        server.server._handlers[LoadRequest] = planned
         settled(pair.second)
         exact = pair.learn(known)
         assert [a.token_ids for a in got] == [answer for answer, _ in exact]

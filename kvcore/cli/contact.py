@@ -126,15 +126,15 @@ def _store(name: str, config: Config, plugins: PluginManager) -> str:
 
 
 def _server(config: Config, seconds: float) -> str:
-    from kvcore.server.messages import Ask, Status
+    from kvcore.server.messages import StatusReply, StatusRequest
     from kvcore.server.rpc import Link
 
     link = Link(config.server)
     try:
-        reply = link.ask(Ask(link.ref()), seconds)
+        reply = link.ask(StatusRequest(link.ref()), seconds)
     finally:
         link.close()
-    if not isinstance(reply, Status):
+    if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"none answers for {config.server.address!r}")
     return "answers"
 

@@ -17,7 +17,7 @@ from kvcore.config import Config, format_size, load_config, merge_tables, parse_
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
-    from kvcore.control.commands import Order, Where
+    from kvcore.control.commands import Command, BlockFilter
 
 __all__ = ["app", "as_tables", "ask", "parse_where"]
 
@@ -182,11 +182,11 @@ def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: 
     _show(ask(target, make(parse_where(which, target.tokenizer))), as_json)
 
 
-def ask(target: Target, order: Order) -> dict[str, Any]:
+def ask(target: Target, order: Command) -> dict[str, Any]:
     """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
     listens, any more, or answers in time, KVCoreError for what is refused."""
-    from kvcore.control.messages import Control, Controlled
-    from kvcore.server.messages import Ask
+    from kvcore.control.messages import ControlReply, ControlRequest
+    from kvcore.server.messages import StatusRequest
     from kvcore.server.rpc import Link
     from kvcore.server.runtime_dir import address_of
 
@@ -201,13 +201,13 @@ def ask(target: Target, order: Order) -> dict[str, Any]:
         if address.startswith("tcp://"):
             # Only a server listens there, and it answers this whatever else it does.
             seconds = min(target.timeout, ANSWER_S)
-            if link.ask(Ask(link.ref()), seconds, alive=alive) is None and alive():
+            if link.ask(StatusRequest(link.ref()), seconds, alive=alive) is None and alive():
                 raise TierUnavailable(
                     f"what listens at {address!r} does not answer: it hangs, or has other keys "
                     f"than {target.config.server.keys}"
                 )
         reply = link.ask(
-            Control(link.ref(), order, _hex(target.model, "--model")),
+            ControlRequest(link.ref(), order, _hex(target.model, "--model")),
             target.timeout,
             alive=alive,
         )
@@ -224,14 +224,14 @@ def ask(target: Target, order: Order) -> dict[str, Any]:
             f"nobody answers at {target.config.server.address!r} in {target.timeout:g} s. An idle "
             "engine answers with its next step; what was begun goes on"
         )
-    if not isinstance(reply, Controlled):
+    if not isinstance(reply, ControlReply):
         raise KVCoreError(getattr(reply, "message", str(reply)))
-    return reply.told
+    return reply.result
 
 
-def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> Where:
+def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> BlockFilter:
     """Which blocks ``name=value`` terms mean. Reads the files they name. Raises ConfigError."""
-    from kvcore.control.commands import Where
+    from kvcore.control.commands import BlockFilter
 
     found: dict[str, Any] = {}
     for term in terms:
@@ -253,7 +253,7 @@ def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> Where:
         found["tokens"] = _pack(_tokens(Path(found["tokens"])))
     if "prompt" in found:
         found["tokens"] = _pack(_tokenized(Path(found.pop("prompt")), tokenizer))
-    return Where(**found)
+    return BlockFilter(**found)
 
 
 def _hex(text: str, name: str, whole: int | None = None) -> bytes:

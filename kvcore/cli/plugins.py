@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvcore.config import Config
 from kvcore.plugins import PluginManager
-from kvcore.plugins.manager import Found, Origin, installed, reason
+from kvcore.plugins.manager import Offer, Origin, installed, reason
 
 
 def manager(config: Config) -> PluginManager:
@@ -49,7 +49,7 @@ def _rows(plugins: PluginManager) -> list[dict[str, Any]]:
     return [_row(found) for found in plugins.found()]
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Offer) -> dict[str, Any]:
     row: dict[str, Any] = {
         "kind": found.kind,
         "name": found.name,
@@ -67,7 +67,7 @@ def _row(found: Found) -> dict[str, Any]:
     return row
 
 
-def _engine_line(found: Found, distribution: str, version: str | None, fits: bool) -> str:
+def _engine_line(found: Offer, distribution: str, version: str | None, fits: bool) -> str:
     if version is None:
         return f"not installed; supported {found.item.versions}"
     if not fits:
@@ -75,7 +75,7 @@ def _engine_line(found: Found, distribution: str, version: str | None, fits: boo
     return f"{distribution} {version}, supported ({found.item.versions}); {_status(found)}"
 
 
-def _status(found: Found) -> str:
+def _status(found: Offer) -> str:
     try:
         return str(found.item.status())
     except Exception as error:  # noqa: BLE001 - another's code: said in the listing

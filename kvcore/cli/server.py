@@ -15,7 +15,7 @@ from kvcore.config.paths import folder_of
 from kvcore.control.tenants import check_quotas
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.server.curve_keys import make_keys
-from kvcore.server.messages import Ask, Status
+from kvcore.server.messages import StatusReply, StatusRequest
 from kvcore.server.rpc import Link
 from kvcore.server.server import Server
 
@@ -65,9 +65,9 @@ def status(config: Config) -> str:
     """What the running server says of itself, as JSON. Raises TierUnavailable when none answers."""
     link = Link(config.server)
     try:
-        reply = link.ask(Ask(link.ref()), STATUS_WAIT_S)
+        reply = link.ask(StatusRequest(link.ref()), STATUS_WAIT_S)
     finally:
         link.close()
-    if not isinstance(reply, Status):
+    if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"no kvcore server answers for {config.server.address!r}")
     return json.dumps(reply.status, indent=2)

@@ -11,17 +11,17 @@ from kvcore.model.keys import KEY_BYTES
 
 __all__ = [
     "CHANGES",
+    "BlockFilter",
     "ClearBlocks",
+    "Command",
     "ListBlocks",
     "MoveBlocks",
-    "Order",
     "PinBlocks",
     "PrefetchBlocks",
     "SetQuota",
     "ShowQuotas",
     "UnpinBlocks",
-    "Where",
-    "name_of",
+    "command_name",
 ]
 
 MAX_TOKENS = 1 << 20
@@ -32,7 +32,7 @@ Salt = Annotated[str, Meta(max_length=1024)]
 Limit = Annotated[int, Meta(ge=0, le=10_000)]
 
 
-class Where(msgspec.Struct, frozen=True, array_like=True):
+class BlockFilter(msgspec.Struct, frozen=True, array_like=True):
     """Blocks for which all that is given holds; every block where nothing is.
 
     A chosen block stands for the prompt that ends in it: all before it is chosen too.
@@ -53,7 +53,7 @@ class ListBlocks(msgspec.Struct, frozen=True, array_like=True, tag="list"):
     """How much is held of whom and where; with ``prompts``, the prompts too. At most ``limit`` of
     each."""
 
-    where: Where = Where()
+    where: BlockFilter = BlockFilter()
     prompts: bool = False
     limit: Limit = 100
 
@@ -61,33 +61,33 @@ class ListBlocks(msgspec.Struct, frozen=True, array_like=True, tag="list"):
 class PinBlocks(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
     """Keep what is chosen, where it is, until it is unpinned or the process ends."""
 
-    where: Where
+    where: BlockFilter
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True, array_like=True, tag="unpin"):
     """Undo `PinBlocks` for pins on what is chosen."""
 
-    where: Where = Where()
+    where: BlockFilter = BlockFilter()
 
 
 class MoveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="move"):
     """Copy what is chosen from the tier of ``where`` to the tier ``to``, then take it out of the
     first, as far as nothing else needs it there."""
 
-    where: Where
+    where: BlockFilter
     to: Word
 
 
 class PrefetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="prefetch"):
     """Bring what is chosen into host memory; it stays below too."""
 
-    where: Where
+    where: BlockFilter
 
 
 class ClearBlocks(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     """Forget what is chosen, and all that stands on it."""
 
-    where: Where = Where()
+    where: BlockFilter = BlockFilter()
 
 
 class SetQuota(msgspec.Struct, frozen=True, array_like=True, tag="quota"):
@@ -104,7 +104,7 @@ class ShowQuotas(msgspec.Struct, frozen=True, array_like=True, tag="quotas"):
     """What each tenant has of each tier, and may have."""
 
 
-Order = (
+Command = (
     ListBlocks
     | PinBlocks
     | UnpinBlocks
@@ -119,6 +119,6 @@ CHANGES = (PinBlocks, UnpinBlocks, MoveBlocks, PrefetchBlocks, ClearBlocks, SetQ
 """Orders that change something: each leaves a line in the audit log."""
 
 
-def name_of(order: Order) -> str:
+def command_name(order: Command) -> str:
     """The order in a word."""
     return str(order.__struct_config__.tag)

@@ -16,8 +16,14 @@ from typing import Any
 
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.control.audit import identity
-from kvcore.control.messages import Control as Asked
-from kvcore.control.messages import Controlled, NotAnOrder, Refused, decode_order, frames
+from kvcore.control.messages import (
+    ControlReply,
+    ControlRequest,
+    NotACommand,
+    Refused,
+    decode_command,
+    frames,
+)
 from kvcore.control.operations import Control
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 
@@ -37,8 +43,8 @@ class Endpoint:
         """Raises ConfigError for an address that cannot be bound."""
         self._control = control
         self._fingerprint = fingerprint
-        self._orders: deque[tuple[bytes, Asked, str]] = deque()
-        self._replies: deque[tuple[bytes, Controlled | Refused]] = deque()
+        self._orders: deque[tuple[bytes, ControlRequest, str]] = deque()
+        self._replies: deque[tuple[bytes, ControlReply | Refused]] = deque()
         self._ended = threading.Event()
         self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
@@ -64,12 +70,12 @@ class Endpoint:
                 self._replies.append((client, Refused(asked.ref, "internal", str(error)[:1000])))
         self._control.step()
 
-    def _begin(self, client: bytes, asked: Asked, who: str) -> None:
+    def _begin(self, client: bytes, asked: ControlRequest, who: str) -> None:
         def tell(told: dict[str, Any] | KVCoreError) -> None:
-            reply: Controlled | Refused = (
+            reply: ControlReply | Refused = (
                 Refused(asked.ref, "control", str(told)[:1000])
                 if isinstance(told, KVCoreError)
-                else Controlled(asked.ref, told)
+                else ControlReply(asked.ref, told)
             )
             self._replies.append((client, reply))
 
@@ -99,8 +105,8 @@ class Endpoint:
 
     def _take(self, client: bytes, parts: list[Any]) -> None:
         try:
-            asked = decode_order([part.bytes for part in parts])
-        except NotAnOrder as error:
+            asked = decode_command([part.bytes for part in parts])
+        except NotACommand as error:
             self._replies.append((client, Refused(error.ref, "misfit", str(error))))
             return
         except FormatError as error:

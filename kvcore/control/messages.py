@@ -16,20 +16,20 @@ import msgspec
 from msgspec import Meta
 
 from kvcore._util.msgpack import MAX_MESSAGE
-from kvcore.control.commands import Order
+from kvcore.control.commands import Command
 from kvcore.errors import FormatError
 
 __all__ = [
     "HEADER",
     "PROTOCOL",
-    "Control",
-    "Controlled",
-    "NotAnOrder",
+    "ControlReply",
+    "ControlRequest",
+    "NotACommand",
     "Ref",
     "Refused",
     "WrongProtocol",
+    "decode_command",
     "decode_frames",
-    "decode_order",
     "frames",
 ]
 
@@ -41,12 +41,12 @@ Ref = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _T = TypeVar("_T")
 
 
-class Control(msgspec.Struct, frozen=True, array_like=True, tag="control"):
+class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="control"):
     """An operator's order, for the model whose fingerprint begins so: for the only one, if there
     is no more."""
 
     ref: Ref
-    order: Order
+    order: Command
     model: Annotated[bytes, Meta(max_length=64)] = b""
 
 
@@ -60,18 +60,18 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     message: str
 
 
-class Controlled(msgspec.Struct, frozen=True, array_like=True, tag="controlled"):
+class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="controlled"):
     """What came of an order, as plain data."""
 
     ref: Ref
-    told: dict[str, Any]
+    result: dict[str, Any]
 
 
 class WrongProtocol(FormatError):
     """The other side speaks another version, or something else altogether."""
 
 
-class NotAnOrder(FormatError):
+class NotACommand(FormatError):
     """A message that only a server takes. ``ref`` is the message's own."""
 
     def __init__(self, ref: int) -> None:
@@ -80,7 +80,7 @@ class NotAnOrder(FormatError):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_orders: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
+_orders: msgspec.msgpack.Decoder[ControlRequest] = msgspec.msgpack.Decoder(ControlRequest)
 _anything: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 
 
@@ -92,7 +92,7 @@ def frames(message: msgspec.Struct) -> list[bytes]:
     return [HEADER, payload]
 
 
-def decode_order(parts: Sequence[bytes]) -> Control:
+def decode_command(parts: Sequence[bytes]) -> ControlRequest:
     """Return the order in ``parts``.
 
     Raises WrongProtocol, NotAnOrder for a server's other requests, and FormatError for the rest.
@@ -104,7 +104,7 @@ def decode_order(parts: Sequence[bytes]) -> Control:
     except FormatError:
         match decode_frames(_anything, parts):
             case [str() as tag, int() as ref, *_] if tag != "control" and 0 <= ref < 1 << 63:
-                raise NotAnOrder(ref) from None
+                raise NotACommand(ref) from None
         raise
 
 

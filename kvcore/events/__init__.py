@@ -6,22 +6,22 @@ Off until ``events.endpoint`` or ``events.nats`` is set. `docs/events.md` tells 
 """
 
 from kvcore.events.feed import Content, Feed
-from kvcore.events.plan import Plan
+from kvcore.events.plan import PublisherPlan
 from kvcore.events.process import PublisherProcess
-from kvcore.events.publisher import Outlet, Pacing, Publisher, Request
-from kvcore.events.view import Source, Subscriber
+from kvcore.events.publisher import Outlet, Pacing, Publisher, ReplayRequest
+from kvcore.events.view import MessageSource, Subscriber
 from kvcore.events.wire import Message
 
 __all__ = [
     "Content",
     "Feed",
     "Message",
+    "MessageSource",
     "Outlet",
     "Pacing",
-    "Plan",
     "Publisher",
+    "PublisherPlan",
     "PublisherProcess",
-    "Request",
-    "Source",
+    "ReplayRequest",
     "Subscriber",
 ]

@@ -23,12 +23,21 @@ from typing import NamedTuple
 from kvcore.events.record import blocks_of, head_of, unpack_event
 from kvcore.index.values import Event
 
-__all__ = ["Content", "Feed", "Item", "Lost", "Queued", "Spelled", "Told", "untold"]
+__all__ = [
+    "BlockTokens",
+    "Content",
+    "CountBlocks",
+    "Feed",
+    "Item",
+    "Lost",
+    "Queued",
+    "count_nothing",
+]
 
 Content = dict[str, tuple[bytes, bytes]]
 """Packed keys and packed parent keys of every tier's blocks, as `Admin.published` gives."""
 
-Told = Callable[[str, int], object]
+CountBlocks = Callable[[str, int], object]
 """Counts blocks by what became of their events, as `Metrics.told` does."""
 
 
@@ -42,20 +51,20 @@ class Lost(NamedTuple):
     content: Content
 
 
-class Spelled(NamedTuple):
+class BlockTokens(NamedTuple):
     """The packed tokens of blocks that are told, or will be."""
 
     keys: tuple[bytes, ...]
     tokens: bytes
 
 
-Item = Event | Spelled | Lost
-Queued = bytes | Spelled | Lost
+Item = Event | BlockTokens | Lost
+Queued = bytes | BlockTokens | Lost
 """An event waits as a record (`kvcore.events.record`)."""
 
 
-def untold(_outcome: str, _blocks: int) -> None:
-    """A `Told` that counts nothing."""
+def count_nothing(_outcome: str, _blocks: int) -> None:
+    """A `CountBlocks` that counts nothing."""
 
 
 class Feed:
@@ -67,15 +76,15 @@ class Feed:
         content: Callable[[], Content],
         *,
         token_ids: bool = False,
-        told: Told = untold,
+        count: CountBlocks = count_nothing,
     ) -> None:
         """``limit`` is in blocks; ``content`` gives what the index publishes now, and is called on
-        the thread that notes. With ``token_ids`` what `spell` says is passed on. ``told`` counts
+        the thread that notes. With ``token_ids`` what `publish_tokens` says is passed on. ``count`` counts
         what is dropped."""
         self.content = content
-        self.tells_tokens = token_ids
-        """Whether `spell` is of any use."""
-        self._told = told
+        self.wants_tokens = token_ids
+        """Whether `publish_tokens` is of any use."""
+        self._count = count
         self._limit = self._room = limit
         self._heads: dict[tuple[bool, str], bytes] = {}
         self._items: deque[Queued] = deque()
@@ -95,11 +104,11 @@ class Feed:
         self._noted = noted
         self._items.append(_JOIN((self._heads[stored, tier], parent, *keys)))
 
-    def spell(self, keys: Sequence[bytes], tokens: bytes) -> None:
+    def publish_tokens(self, keys: Sequence[bytes], tokens: bytes) -> None:
         """The packed tokens of blocks that will be told as stored. As `note` does, it waits for
         nobody."""
-        if self.tells_tokens and keys:
-            self._add(Spelled(tuple(keys), tokens), len(keys))
+        if self.wants_tokens and keys:
+            self._add(BlockTokens(tuple(keys), tokens), len(keys))
 
     def tick(self) -> None:
         """Do what `renew` asked for, if nothing was noted since. To be called now and then."""
@@ -145,7 +154,7 @@ class Feed:
             self._room = -1
             self._items.clear()
         if dropped:
-            self._told("dropped", dropped)
+            self._count("dropped", dropped)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -154,17 +163,17 @@ class Feed:
         head = self._heads[stored, tier] = head_of(stored, tier)
         self._add(_JOIN((head, parent, *keys)), len(keys))
 
-    def _add(self, item: bytes | Spelled, count: int) -> None:
+    def _add(self, item: bytes | BlockTokens, count: int) -> None:
         if self._noted + count - self._taken <= self._room:
             self._noted += count
             self._items.append(item)
         elif self._closed:
             late, self._taken = self._noted - self._taken, self._noted  # noted while it was closed
-            self._told("dropped", count + late)
+            self._count("dropped", count + late)
         else:
             self._begin_anew(item)  # it is part of the content, or told twice: both are harmless
 
-    def _begin_anew(self, *items: bytes | Spelled) -> None:
+    def _begin_anew(self, *items: bytes | BlockTokens) -> None:
         content = self.content()
         with self._lock:
             if self._closed:
@@ -181,10 +190,10 @@ class Feed:
             self._room = self._limit
             self._renewing = False
         if dropped:
-            self._told("dropped", dropped)
+            self._count("dropped", dropped)
 
 
 def _blocks(item: Queued) -> int:
     if isinstance(item, bytes):
         return blocks_of(item)
-    return len(item.keys) if isinstance(item, Spelled) else 0
+    return len(item.keys) if isinstance(item, BlockTokens) else 0

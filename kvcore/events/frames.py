@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvcore.events.feed import Content, Item, Lost, Queued, Spelled
-from kvcore.events.plan import Plan
+from kvcore.events.feed import BlockTokens, Content, Item, Lost, Queued
+from kvcore.events.plan import PublisherPlan
 from kvcore.events.record import unpack_event
 from kvcore.model.keys import KEY_BYTES
 
@@ -30,7 +30,7 @@ class Opening(msgspec.Struct, frozen=True):
     """The first frame. ``parent`` is the leader's process, ``level`` that of the least log lines
     that are wanted."""
 
-    plan: Plan
+    plan: PublisherPlan
     parent: int
     level: int
 
@@ -44,27 +44,27 @@ class Report(msgspec.Struct, frozen=True):
     lines: list[tuple[int, str, str]]
 
 
-class _Records(msgspec.Struct, frozen=True, tag="records", array_like=True):
+class _EventsHead(msgspec.Struct, frozen=True, tag="records", array_like=True):
     """Events: records of these lengths in the body."""
 
     nbytes: list[int]
 
 
-class _Text(msgspec.Struct, frozen=True, tag="text", array_like=True):
+class _TokensHead(msgspec.Struct, frozen=True, tag="text", array_like=True):
     """Keys and tokens of blocks."""
 
     blocks: int
     nbytes: int
 
 
-class _Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
+class _ContentHead(msgspec.Struct, frozen=True, tag="held", array_like=True):
     """Everything that is published: of each tier the keys, and as many parent keys."""
 
     lost: int
     tiers: list[tuple[str, int]]
 
 
-_heads = msgspec.msgpack.Decoder(list[_Records | _Text | _Held])
+_heads = msgspec.msgpack.Decoder(list[_EventsHead | _TokensHead | _ContentHead])
 
 
 class Frame(NamedTuple):
@@ -106,7 +106,7 @@ def framed(head: Any, body: Sequence[bytes] = ()) -> list[bytes]:
 
 def pack(items: Iterable[Queued]) -> list[bytes]:
     """Bytes to send for ``items``. Looks at no key of an event."""
-    heads: list[_Records | _Text | _Held] = []
+    heads: list[_EventsHead | _TokensHead | _ContentHead] = []
     body: list[bytes] = []
     run: list[bytes] = []
     lengths: list[int] | None = None  # of the events that came last
@@ -114,17 +114,17 @@ def pack(items: Iterable[Queued]) -> list[bytes]:
         if isinstance(item, bytes):
             if lengths is None:
                 lengths = []
-                heads.append(_Records(lengths))
+                heads.append(_EventsHead(lengths))
             lengths.append(len(item))
             run.append(item)
             continue
         lengths = None
-        if isinstance(item, Spelled):
-            heads.append(_Text(len(item.keys), len(item.tokens)))
+        if isinstance(item, BlockTokens):
+            heads.append(_TokensHead(len(item.keys), len(item.tokens)))
             run += *item.keys, item.tokens
         else:
             tiers = [(tier, len(held)) for tier, (held, _) in item.content.items()]
-            heads.append(_Held(item.blocks, tiers))
+            heads.append(_ContentHead(item.blocks, tiers))
             body += b"".join(run), *chain.from_iterable(item.content.values())
             run = []
     return framed(heads, [*body, b"".join(run)])
@@ -146,10 +146,10 @@ def unpack(frame: Frame) -> list[Item]:
         return tuple([run[i : i + KEY_BYTES] for i in range(0, len(run), KEY_BYTES)])
 
     for head in _heads.decode(frame.head):
-        if isinstance(head, _Records):
+        if isinstance(head, _EventsHead):
             items += [unpack_event(cut(nbytes)) for nbytes in head.nbytes]
-        elif isinstance(head, _Text):
-            items.append(Spelled(keys(head.blocks), cut(head.nbytes)))
+        elif isinstance(head, _TokensHead):
+            items.append(BlockTokens(keys(head.blocks), cut(head.nbytes)))
         else:
             content: Content = {tier: (cut(nbytes), cut(nbytes)) for tier, nbytes in head.tiers}
             items.append(Lost(head.lost, content))

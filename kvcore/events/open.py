@@ -9,18 +9,18 @@ from typing import NamedTuple
 from kvcore.config import Config
 from kvcore.errors import ConfigError
 from kvcore.events.feed import Feed
-from kvcore.events.plan import Plan, rank_endpoint
+from kvcore.events.plan import PublisherPlan, rank_endpoint
 from kvcore.events.process import PublisherProcess
 from kvcore.events.publisher import Pacing
 from kvcore.index import BlockIndex
 from kvcore.telemetry.metrics import Metrics
 
-__all__ = ["Telling", "check_events", "endpoints", "open_events"]
+__all__ = ["RunningPublisher", "check_events", "endpoints", "open_events"]
 
 _log = logging.getLogger("kvcore.events")
 
 
-class Telling(NamedTuple):
+class RunningPublisher(NamedTuple):
     """A publisher that runs: what is noted in ``feed`` is published until ``close``, which sends
     what is queued and takes some seconds at most."""
 
@@ -30,7 +30,7 @@ class Telling(NamedTuple):
 
 def open_events(
     config: Config, index: BlockIndex, metrics: Metrics, rank: int | None = None
-) -> Telling | None:
+) -> RunningPublisher | None:
     """A publisher that runs; None where no bus is set, or none can be had.
 
     A bus that cannot be had is named in the log: the engine serves without its events. ``rank`` is
@@ -39,7 +39,7 @@ def open_events(
     events = config.events
     if not (events.endpoint or events.nats):
         return None
-    plan = Plan(
+    plan = PublisherPlan(
         endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
         topic=events.topic,
@@ -59,24 +59,24 @@ def open_events(
         plan.pacing.queue_blocks,
         lambda: {tier: index.admin.published(tier) for tier in index.tiers},
         token_ids=plan.token_ids,
-        told=metrics.told,
+        count=metrics.told,
     )
     if events.publisher == "process":
         process = PublisherProcess(plan, feed, metrics.told)
         try:
-            return Telling(feed, process.close) if process.start() else None
+            return RunningPublisher(feed, process.close) if process.start() else None
         except OSError as error:
             _log.warning("a thread tells block events, as no process can be started: %s", error)
     return _thread(plan, feed, metrics)
 
 
-def _thread(plan: Plan, feed: Feed, metrics: Metrics) -> Telling | None:
+def _thread(plan: PublisherPlan, feed: Feed, metrics: Metrics) -> RunningPublisher | None:
     outlets = plan.outlets()
     if not outlets:
         return None
     publisher = plan.publisher(feed.content(), feed.items, outlets, metrics.told)
     publisher.start()
-    return Telling(feed, publisher.close)
+    return RunningPublisher(feed, publisher.close)
 
 
 def check_events(config: Config) -> None:

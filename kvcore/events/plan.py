@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.events.feed import Content, Item, Told
+from kvcore.events.feed import Content, CountBlocks, Item
 from kvcore.events.publisher import Outlet, Pacing, Publisher
 
-__all__ = ["Plan", "rank_endpoint"]
+__all__ = ["PublisherPlan", "rank_endpoint"]
 
 _log = logging.getLogger("kvcore.events")
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``rank`` is the data-parallel rank: each has a port of its own, counted up from ``endpoint``
     and ``replay_endpoint``, and a NATS topic of its own. The other fields are as the settings of
     ``[events]`` have them."""
@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         content: Content,
         take: Callable[[], Sequence[Item]],
         outlets: Sequence[Outlet],
-        told: Told,
+        count: CountBlocks,
     ) -> Publisher:
         """See `Publisher`."""
         return Publisher(
@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             pacing=self.pacing,
             rank=self.rank,
             token_ids=self.token_ids,
-            told=told,
+            count=count,
         )
 
     def _outlets(self) -> Iterator[Outlet]:

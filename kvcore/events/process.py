@@ -43,9 +43,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvcore.events.feed import Feed, Lost, Queued, Told
+from kvcore.events.feed import CountBlocks, Feed, Lost, Queued
 from kvcore.events.frames import Buffer, Opening, Report, framed, pack
-from kvcore.events.plan import Plan
+from kvcore.events.plan import PublisherPlan
 
 __all__ = ["PublisherProcess"]
 
@@ -72,11 +72,11 @@ class PublisherProcess:
     READY_S = 30.0
     CLOSE_S = 10.0
 
-    def __init__(self, plan: Plan, feed: Feed, told: Told) -> None:
-        """``told`` counts what the process reports."""
+    def __init__(self, plan: PublisherPlan, feed: Feed, count: CountBlocks) -> None:
+        """``count`` counts what the process reports."""
         self._plan = plan
         self._feed = feed
-        self._told = told
+        self._count = count
         self._child: _Child | None = None
         self._stop = threading.Event()
         self._limit = float("inf")  # the time until which a process is waited for
@@ -161,7 +161,7 @@ class PublisherProcess:
 
     def _open(self, items: Sequence[Queued]) -> _Child:
         """A process that is ready, or nearly. The first item says what is published."""
-        child = _Child(self._told)
+        child = _Child(self._count)
         limit = time.monotonic() + self.READY_S
         try:
             opening = Opening(self._plan, os.getpid(), _log.getEffectiveLevel())
@@ -188,11 +188,11 @@ class _Late(Exception):
 class _Child:
     """The process, and this end of its socket. Of one thread."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, count: CountBlocks) -> None:
         """Raises OSError where it cannot be started."""
         self.outlets: int | None = None
         """The buses it has; None until it is ready."""
-        self._told = told
+        self._count = count
         self._counted: dict[str, int] = {}
         self._buffer = Buffer()
         self._socket, theirs = socket.socketpair()
@@ -276,7 +276,7 @@ class _Child:
     def _hear(self, report: Report) -> None:
         self.outlets = report.outlets
         for outcome, blocks in report.told.items():
-            self._told(outcome, blocks - self._counted.get(outcome, 0))
+            self._count(outcome, blocks - self._counted.get(outcome, 0))
         self._counted = report.told
         for level, name, text in report.lines:
             logging.getLogger(name).log(level, "%s", text)

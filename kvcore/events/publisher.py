@@ -23,8 +23,8 @@ from functools import partial
 from typing import Protocol
 
 from kvcore.errors import FormatError
-from kvcore.events.feed import Content, Item, Lost, Spelled, Told, untold
-from kvcore.events.token_cache import Texts
+from kvcore.events.feed import BlockTokens, Content, CountBlocks, Item, Lost, count_nothing
+from kvcore.events.token_cache import TokenCache
 from kvcore.events.wire import (
     SNAPSHOT,
     AllBlocksCleared,
@@ -37,14 +37,14 @@ from kvcore.events.wire import (
 from kvcore.index.values import Event
 from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
 
-__all__ = ["Outlet", "Pacing", "Publisher", "Request"]
+__all__ = ["Outlet", "Pacing", "Publisher", "ReplayRequest"]
 
 _log = logging.getLogger("kvcore.events")
 
 _CLOSE_S = 5.0
 
 
-class Request(Protocol):
+class ReplayRequest(Protocol):
     """Somebody who asks for what it missed."""
 
     @property
@@ -62,7 +62,7 @@ class Outlet(Protocol):
     def send(self, message: Message) -> bool:
         """Pass a message on; False when there is no room for it: its number stays a gap."""
 
-    def requests(self) -> Sequence[Request]:
+    def requests(self) -> Sequence[ReplayRequest]:
         """What was asked since the last call."""
 
     def close(self) -> None: ...
@@ -95,22 +95,22 @@ class Publisher:
         pacing: Pacing | None = None,
         rank: int | None = None,
         token_ids: bool = False,
-        told: Told = untold,
+        count: CountBlocks = count_nothing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``content`` is what the tiers held before the first of what ``take`` gives. ``rank`` is
-        the data-parallel rank that batches bear. With ``token_ids`` the tokens that are `Spelled`
+        the data-parallel rank that batches bear. With ``token_ids`` the tokens that are `BlockTokens`
         are told."""
         self._pacing = pacing or Pacing()
         self._take = take
         self._outlets = list(outlets)
         self._block_tokens = block_tokens
         self._rank = rank
-        self._told = told
+        self._count = count
         self._clock = clock
         self._number = (int(clock() * 1000) << 12) - 1
         self._mirror = _unpack(content)
-        self._texts = Texts(block_tokens * TOKEN_BYTES) if token_ids else None
+        self._tokens = TokenCache(block_tokens * TOKEN_BYTES) if token_ids else None
         self._history: deque[Message] = deque()
         self._history_bytes = 0
         self._sent_at = clock()
@@ -151,7 +151,7 @@ class Publisher:
                 batch, blocks = [], 0
                 self._resume(item)
                 continue
-            if isinstance(item, Spelled):
+            if isinstance(item, BlockTokens):
                 self._learn(item)
                 continue
             batch.append(item)
@@ -177,20 +177,20 @@ class Publisher:
         told = self._wire(events)
         for event in events:
             self._apply(event)
-        self._told("published", blocks)
+        self._count("published", blocks)
         self._send(told)
 
-    def _learn(self, spelled: Spelled) -> None:
-        if self._texts is None:
+    def _learn(self, block_tokens: BlockTokens) -> None:
+        if self._tokens is None:
             return
         try:
-            self._texts.spell(spelled.keys, spelled.tokens)
+            self._tokens.add(block_tokens.keys, block_tokens.tokens)
         except FormatError as error:
             _log.warning("tokens of blocks are left out of events: %s", error)
 
     def _wire(self, events: Sequence[Event]) -> list[WireEvent]:
-        texts = self._texts
-        return wire_events(events, self._block_tokens, None if texts is None else texts.get)
+        tokens = self._tokens
+        return wire_events(events, self._block_tokens, None if tokens is None else tokens.get)
 
     def _holds(self, key: bytes) -> bool:
         return any(key in held for held in self._mirror.values())
@@ -199,20 +199,20 @@ class Publisher:
         held = self._mirror.setdefault(event.tier, {})
         if event.stored:
             held.update(zip(event.keys, (event.parent, *event.keys), strict=False))
-            if self._texts is not None:
-                self._texts.stored(event.keys)
+            if self._tokens is not None:
+                self._tokens.stored(event.keys)
         else:
             for key in event.keys:
                 held.pop(key, None)
-            if self._texts is not None:
-                self._texts.removed(event.keys, self._holds)
+            if self._tokens is not None:
+                self._tokens.removed(event.keys, self._holds)
 
     def _resume(self, lost: Lost) -> None:
         """Go on from what is held now; the number left out says that something is missing."""
         _log.warning("events of blocks=%d were dropped: raise events.queue_blocks", lost.blocks)
         self._mirror = _unpack(lost.content)
-        if self._texts is not None:
-            self._texts.settle(self._holds)
+        if self._tokens is not None:
+            self._tokens.settle(self._holds)
         self._number += 1
         self._history.clear()
         self._history_bytes = 0
@@ -226,7 +226,7 @@ class Publisher:
         self._keep(message)
         for outlet in self._outlets:
             if not outlet.send(message):
-                self._told("unsent", sum(map(_blocks, events)))
+                self._count("unsent", sum(map(_blocks, events)))
 
     def _keep(self, message: Message) -> None:
         self._history.append(message)
@@ -234,7 +234,7 @@ class Publisher:
         while self._history_bytes > self._pacing.history_bytes:
             self._history_bytes -= len(self._history.popleft().payload)
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: ReplayRequest) -> None:
         if request.body == SNAPSHOT:
             request.answer(self._snapshot())
             return

@@ -24,7 +24,7 @@ import msgspec
 from kvcore.events.feed import Item, Lost
 from kvcore.events.frames import Buffer, Frame, Opening, Report, framed, unpack
 
-__all__ = ["Leader", "main"]
+__all__ = ["LeaderConnection", "main"]
 
 _log = logging.getLogger("kvcore.events")
 
@@ -42,7 +42,7 @@ def main() -> int:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     try:
-        leader = Leader(socket.socket(fileno=0))
+        leader = LeaderConnection(socket.socket(fileno=0))
     except OSError:
         sys.stderr.write(f"{__spec__.name} is started by kvcore, with a socket as its input\n")
         return 2
@@ -64,7 +64,7 @@ def main() -> int:
     return 0
 
 
-def _publish(leader: Leader, opening: Opening) -> None:
+def _publish(leader: LeaderConnection, opening: Opening) -> None:
     body = leader.next_frame()
     if body is None:
         return
@@ -79,7 +79,7 @@ def _publish(leader: Leader, opening: Opening) -> None:
         publisher.run(partial(leader.wait, plan.pacing.interval_s))
 
 
-class Leader:
+class LeaderConnection:
     """This end of the socket: items that come, reports that go. Of one thread."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvcore.errors import FormatError
 
-__all__ = ["SPARE_BLOCKS", "Texts"]
+__all__ = ["SPARE_BLOCKS", "TokenCache"]
 
 SPARE_BLOCKS = 65_536
 
 
-class Texts:
+class TokenCache:
     """By key, the tokens of its block as `kvcore.model.keys.pack_tokens` packs them. Not
     thread-safe."""
 
@@ -34,7 +34,7 @@ class Texts:
         """The block's tokens, where they are known."""
         return self._held.get(key) or self._spare.get(key)
 
-    def spell(self, keys: Sequence[bytes], tokens: bytes) -> None:
+    def add(self, keys: Sequence[bytes], tokens: bytes) -> None:
         """``tokens`` are those of these blocks. Raises FormatError where they are not as many."""
         step = self._block_nbytes
         if len(tokens) != step * len(keys):

@@ -28,14 +28,14 @@ from kvcore.events.wire import (
     number_bytes,
 )
 
-__all__ = ["Source", "Subscriber"]
+__all__ = ["MessageSource", "Subscriber"]
 
 _log = logging.getLogger("kvcore.events")
 
 Hash = bytes | int
 
 
-class Source(Protocol):
+class MessageSource(Protocol):
     """How messages of one publisher reach this process."""
 
     def receive(self, timeout: float) -> Message | None:
@@ -57,7 +57,7 @@ class Subscriber:
 
     def __init__(
         self,
-        source: Source,
+        source: MessageSource,
         *,
         answer_s: float = 5.0,
         retry_s: float = 1.0,

@@ -124,14 +124,14 @@ def decode(payload: bytes) -> list[WireEvent]:
 def wire_events(
     events: Iterable[Event],
     block_tokens: int,
-    text_of: Callable[[bytes], bytes | None] | None = None,
+    tokens_of: Callable[[bytes], bytes | None] | None = None,
 ) -> list[WireEvent]:
     """``events`` in order; runs that continue each other, and removals in a row, become one.
 
-    ``text_of`` gives a block's packed tokens where they are known; without it none are told.
+    ``tokens_of`` gives a block's packed tokens where they are known; without it none are told.
     """
     made: list[WireEvent] = []
-    for event, tokens in _spelled(events, text_of):
+    for event, tokens in _with_tokens(events, tokens_of):
         last = made[-1] if made else None
         if last is not None and _continues(last, event, tokens):
             last.block_hashes.extend(event.keys)  # type: ignore[union-attr]
@@ -142,15 +142,15 @@ def wire_events(
     return made
 
 
-def _spelled(
-    events: Iterable[Event], text_of: Callable[[bytes], bytes | None] | None
+def _with_tokens(
+    events: Iterable[Event], tokens_of: Callable[[bytes], bytes | None] | None
 ) -> Iterator[tuple[Event, list[int]]]:
     """Runs of blocks whose tokens are known, with them, and runs of others."""
     for event in events:
-        if text_of is None or not event.stored:
+        if tokens_of is None or not event.stored:
             yield event, []
             continue
-        texts = [text_of(key) for key in event.keys]
+        texts = [tokens_of(key) for key in event.keys]
         start = 0
         for known, run in groupby(texts, lambda text: text is not None):
             found = list(run)

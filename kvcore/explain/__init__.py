@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = [
     "Cause",
-    "Journal",
-    "Record",
+    "RequestLog",
+    "RequestRecord",
 ]
 
-from kvcore.explain.journal import Cause, Journal, Record
+from kvcore.explain.request_log import Cause, RequestLog, RequestRecord

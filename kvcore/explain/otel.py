@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcore.errors import UnsupportedError
-from kvcore.explain.journal import Record
+from kvcore.explain.request_log import RequestRecord
 
 __all__ = ["Spans"]
 
@@ -35,7 +35,7 @@ class Spans:
         self._tracer = trace.get_tracer("kvcore", tracer_provider=provider)
         self._extract = TraceContextTextMapPropagator().extract
 
-    def emit(self, record: Record, headers: Mapping[str, str] | None = None) -> None:
+    def emit(self, record: RequestRecord, headers: Mapping[str, str] | None = None) -> None:
         """The spans of a request that ends now; ``headers`` are its W3C trace context."""
         now, total = time.time_ns(), sum(record.steps.values())
         start = now - int(1e9 * total)
@@ -52,7 +52,7 @@ class Spans:
         span.end(now)
 
 
-def _attributes(record: Record) -> dict[str, str | int | float | list[str]]:
+def _attributes(record: RequestRecord) -> dict[str, str | int | float | list[str]]:
     found: dict[str, str | int | float | list[str]] = {
         "kvcore.request": record.request_id,
         "kvcore.tokens": record.tokens,

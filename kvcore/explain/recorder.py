@@ -18,8 +18,8 @@ from typing import Any
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.explain.file import RecordFile
-from kvcore.explain.journal import Cause, Journal
 from kvcore.explain.otel import Spans
+from kvcore.explain.request_log import Cause, RequestLog
 from kvcore.manager import Event, Hit, Manager
 from kvcore.manager.load_advisor import Planning, guessed_rates, learn_loads
 from kvcore.manager.load_policy import Action, Ask, Plan
@@ -88,7 +88,7 @@ class Watch:
 
     def __init__(
         self,
-        journal: Journal | None = None,
+        journal: RequestLog | None = None,
         file: RecordFile | None = None,
         spans: Spans | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Watch:
         where there is a planner, and ``always`` where that is wanted."""
         wanted = config.explain
         if wanted.path is None and not wanted.spans:
-            return cls(Journal() if always or config.planner.enabled else None)
+            return cls(RequestLog() if always or config.planner.enabled else None)
         file, spans = None, None
         try:
             if wanted.path is not None:
@@ -116,7 +116,7 @@ class Watch:
             spans = Spans() if wanted.spans else None
         except UnsupportedError as error:
             _log.warning("no spans are made: %s", error)
-        return cls(Journal(), file, spans)
+        return cls(RequestLog(), file, spans)
 
     @property
     def is_on(self) -> bool:
@@ -206,7 +206,7 @@ class Watch:
         namespace: Namespace,
         block_tokens: int,
     ) -> None:
-        """See `Journal.looked_up`."""
+        """See `RequestLog.looked_up`."""
         if self.journal is None:
             if self._savings is not None:
                 self._savings.looked_up(request_id, len(tokens), computed, hit)
@@ -246,7 +246,7 @@ class Watch:
         self.step(request_id, "load")
 
     def step(self, request_id: str, name: str) -> None:
-        """See `Journal.step`."""
+        """See `RequestLog.step`."""
         if self.journal is not None:
             self.journal.step(request_id, name)
 

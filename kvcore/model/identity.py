@@ -75,7 +75,7 @@ def hooked(fingerprint: bytes, hooks: Iterable[str]) -> bytes:
 
     What a hook changes in one layer is in the KV of all that follow, so engines with other hooks,
     or none, must not find it. ``hooks`` names each with its plugin and version, in any order
-    (`kvcore.plugins.manager.Found.identity`).
+    (`kvcore.plugins.manager.Offer.identity`).
     """
     names = sorted(hooks)
     if not names:

@@ -66,7 +66,7 @@ class Origin(NamedTuple):
     version: str = ""
 
 
-class Found(NamedTuple):
+class Offer(NamedTuple):
     """One thing a plugin offers."""
 
     kind: str
@@ -116,7 +116,7 @@ class PluginManager:
         self.failures: list[Failure] = []
         self.disabled = tuple(disable)
         self._strict = strict
-        self._found: dict[tuple[str, str], Found] = {}
+        self._found: dict[tuple[str, str], Offer] = {}
         self._pluggy = pluggy.PluginManager(PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
         self._take(builtin, Origin(BUILTIN, PROJECT, __version__))
@@ -128,7 +128,7 @@ class PluginManager:
 
     # -- asking ---------------------------------------------------------------------------------
 
-    def found(self, kind: str | None = None) -> list[Found]:
+    def found(self, kind: str | None = None) -> list[Offer]:
         """Everything on offer, in order of registration; of one kind if given."""
         return [found for found in self._found.values() if kind in (None, found.kind)]
 
@@ -241,7 +241,7 @@ class PluginManager:
             raise
         self._found.update({(offer.kind, offer.name): offer for offer in offers})
 
-    def _offers(self, plugin: object, origin: Origin) -> Iterable[Found]:
+    def _offers(self, plugin: object, origin: Origin) -> Iterable[Offer]:
         """What the hooks of one plugin return."""
         others = [other for other in self._pluggy.get_plugins() if other is not plugin]
         for hook, (kind, cls) in _HOOKS.items():
@@ -251,10 +251,10 @@ class PluginManager:
                         raise PluginError(
                             f"{hook} returned {item!r}; supported is a list of {cls.__name__}"
                         )
-                    yield Found(kind, item.name, origin, item)
+                    yield Offer(kind, item.name, origin, item)
 
 
-def _check_names(offers: Iterable[Found], found: Mapping[tuple[str, str], Found]) -> None:
+def _check_names(offers: Iterable[Offer], found: Mapping[tuple[str, str], Offer]) -> None:
     taken = {at: one.origin.plugin for at, one in found.items()}
     for offer in offers:
         at = (offer.kind, offer.name)
@@ -266,7 +266,7 @@ def _check_names(offers: Iterable[Found], found: Mapping[tuple[str, str], Found]
         taken[at] = offer.origin.plugin
 
 
-def _make_ops(found: Found, factory: Callable[[], _T]) -> _T | None:
+def _make_ops(found: Offer, factory: Callable[[], _T]) -> _T | None:
     try:
         ops = factory()
     except UnsupportedError as error:
@@ -280,7 +280,7 @@ def _make_ops(found: Found, factory: Callable[[], _T]) -> _T | None:
     return ops
 
 
-def _make_attention(found: Found, shape: BlockShape, rank: int) -> AttentionHook | None:
+def _make_attention(found: Offer, shape: BlockShape, rank: int) -> AttentionHook | None:
     try:
         hook: AttentionHook = found.item.factory(shape, rank)
     except UnsupportedError as error:

@@ -24,7 +24,7 @@ from kvcore.control.open import make_control, open_endpoint
 from kvcore.control.tenants import Tenants
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.events import Feed
-from kvcore.events.open import Telling, endpoints, open_events
+from kvcore.events.open import RunningPublisher, endpoints, open_events
 from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.manager import HOST, KVManager, Manager, Spell, Transport
@@ -135,7 +135,7 @@ class LeaderParts:
     backings: Sequence[PreparedBacking]
     plugins: PluginManager
     releases: list[Callable[[], None]]
-    events: Telling | None = None
+    events: RunningPublisher | None = None
     directory: Directory | None = None
     tenants: Tenants | None = None
 
@@ -266,9 +266,9 @@ def build_manager(
 
 
 def _speller(feed: Feed | None, block_tokens: int) -> Spell | None:
-    if feed is None or not feed.tells_tokens:
+    if feed is None or not feed.wants_tokens:
         return None
-    tell = feed.spell
+    tell = feed.publish_tokens
 
     def spell(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
         tell(keys[start:stop], pack_tokens(tokens[start * block_tokens : stop * block_tokens]))

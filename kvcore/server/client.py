@@ -1,6 +1,6 @@
 """The leader's side of a server: `RemoteManager` answers as a manager of its own would.
 
-While there is no server (`Keeper` says when) nothing is found and nothing is saved, at once. What
+While there is no server (`SessionKeeper` says when) nothing is found and nothing is saved, at once. What
 was planned before goes on: the workers have the memory mapped.
 
 A load that the server does not plan is given to the workers as a graph that they refuse, so that
@@ -35,25 +35,25 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_WAIT_S,
-    Clear,
-    Held,
-    Launched,
-    Load,
-    Match,
-    Matched,
-    Save,
-    Spell,
-    Trail,
-    Trailed,
-    Value,
-    Withdraw,
+    ClearRequest,
+    CountReply,
+    HeldRequest,
+    LaunchReply,
+    LoadRequest,
+    MatchReply,
+    MatchRequest,
+    PathReply,
+    PathRequest,
+    PublishTokens,
+    SaveRequest,
+    WithdrawRequest,
     join,
 )
-from kvcore.server.pending_clears import OwedClears
+from kvcore.server.pending_clears import PendingClears
 from kvcore.server.remote_index import RemoteIndex
 from kvcore.server.runtime_dir import session_of
 from kvcore.server.segments import RemoteSegments
-from kvcore.server.session import RETRY_S, Keeper, Membership, undone
+from kvcore.server.session import RETRY_S, JoinedSession, SessionKeeper, undone
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import (
     NO_PARENT,
@@ -70,7 +70,7 @@ __all__ = ["RemoteManager", "join_server"]
 
 _log = logging.getLogger("kvcore.server.client")
 
-SPELLED_BLOCKS = 1024
+BLOCKS_A_MESSAGE = 1024
 """Blocks whose tokens go into one message: 4 MiB of them at the largest blocks."""
 _NO_ROOM = Room(full=True, free=0, staging=False, lent=False)
 
@@ -84,7 +84,7 @@ class RemoteManager(Manager):
     index: RemoteIndex
 
     def __init__(
-        self, keeper: Keeper, transport: Transport, shape: BlockShape, metrics: Metrics
+        self, keeper: SessionKeeper, transport: Transport, shape: BlockShape, metrics: Metrics
     ) -> None:
         self.keeper = keeper
         self.segments = RemoteSegments(keeper, shape.block_tokens)
@@ -95,7 +95,7 @@ class RemoteManager(Manager):
         self._room = _NO_ROOM
         self._coming = b""  # last key of a prompt of which the server awaits what was promised
         self._owed: set[bytes] | None = set()  # namespaces to clear; None: all
-        self._note = OwedClears(keeper.folder, keeper.model)
+        self._note = PendingClears(keeper.folder, keeper.model)
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
         self._host: dict[int, tuple[bytes, int]] = {}
@@ -137,15 +137,16 @@ class RemoteManager(Manager):
         *,
         ask: bool,
         promise: Promise | None = None,
-    ) -> Matched | None:
+    ) -> MatchReply | None:
         member = self.keeper.member
         if not keys or member is None or not self._is_clear():
             return None
         told = promise and (promise.blocks, min(promise.wait_s, MAX_WAIT_S), promise.node)
         reply = self.keeper.ask(
-            Match(self._ref(), member.number, join(keys), namespace, computed, ask, told), Matched
+            MatchRequest(self._ref(), member.number, join(keys), namespace, computed, ask, told),
+            MatchReply,
         )
-        return reply if isinstance(reply, Matched) else None
+        return reply if isinstance(reply, MatchReply) else None
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
         """As `KVManager.ask_stores`, behind a `get_match` of the same prompt. What is promised may
@@ -173,13 +174,13 @@ class RemoteManager(Manager):
         member = self.keeper.member
         return {} if member is None else member.tiers
 
-    def trail(self, key: bytes) -> Trailed:
+    def path_of(self, key: bytes) -> PathReply:
         """The chain that ends with a block. Raises TierUnavailable when no tier holds it, or the
         server does not answer."""
         member, reply = self.keeper.member, None
         if member is not None:
-            reply = self.keeper.ask(Trail(self._ref(), member.number, key), Trailed)
-        if not isinstance(reply, Trailed):
+            reply = self.keeper.ask(PathRequest(self._ref(), member.number, key), PathReply)
+        if not isinstance(reply, PathReply):
             why = reply.message if isinstance(reply, Refused) else "the server does not answer"
             raise TierUnavailable(f"a stored block cannot be had: {why}")
         return reply
@@ -189,8 +190,10 @@ class RemoteManager(Manager):
         member = self.keeper.member
         if not keys or member is None:
             return 0
-        reply = self.keeper.ask(Held(self._ref(), member.number, tier, join(keys)), Value)
-        return reply.value if isinstance(reply, Value) else 0
+        reply = self.keeper.ask(
+            HeldRequest(self._ref(), member.number, tier, join(keys)), CountReply
+        )
+        return reply.value if isinstance(reply, CountReply) else 0
 
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
         """As of the last match."""
@@ -217,7 +220,7 @@ class RemoteManager(Manager):
         reply = self._ask_load(hit, start, stop, layers, deadline_s)
         if isinstance(reply, Refused) and reply.kind == "capacity":
             raise CapacityError(reply.message)
-        if not isinstance(reply, Launched) or reply.graph is None:
+        if not isinstance(reply, LaunchReply) or reply.graph is None:
             graph = self._failing(hit, start, stop, units, layers)
             self._launch(graph, on_end)
             return graph
@@ -238,7 +241,7 @@ class RemoteManager(Manager):
         Raises TierUnavailable where the server does not answer, or finds them no more.
         """
         reply = self._ask_load(hit, start, stop, layers, None)
-        if not isinstance(reply, Launched) or reply.graph is None:
+        if not isinstance(reply, LaunchReply) or reply.graph is None:
             why = reply.message if isinstance(reply, Refused) else "it does not answer"
             raise TierUnavailable(f"the server keeps no blocks {start}..{stop} for a load: {why}")
         return PreparedLoad(hit, start, stop, tuple(layers), graph=reply.graph)
@@ -256,7 +259,7 @@ class RemoteManager(Manager):
     def drop_prepared(self, prepared: PreparedLoad) -> None:
         assert prepared.graph is not None
         reports = undone(prepared.graph, RowError.CANCELLED)
-        self._tell_done(prepared.graph.graph_id, reports)
+        self._report_ended(prepared.graph.graph_id, reports)
 
     def _ask_load(
         self,
@@ -265,11 +268,11 @@ class RemoteManager(Manager):
         stop: int,
         layers: Sequence[Span],
         deadline_s: float | None,
-    ) -> Launched | Refused | None:
+    ) -> LaunchReply | Refused | None:
         member = self.keeper.member
         if member is None or not self._is_clear():
             return None
-        request = Load(
+        request = LoadRequest(
             self._ref(),
             member.number,
             join(hit.keys[:stop]),
@@ -280,7 +283,7 @@ class RemoteManager(Manager):
             list(layers),
             deadline_s,
         )
-        return self.keeper.ask(request, Launched)
+        return self.keeper.ask(request, LaunchReply)
 
     def _failing(
         self, hit: Hit, start: int, stop: int, units: Sequence[UnitTable], layers: Sequence[Span]
@@ -310,20 +313,20 @@ class RemoteManager(Manager):
         if member is None or not stop or self._is_kept(keys, stop):
             return None
         reply = self.keeper.ask(
-            Save(self._ref(), member.number, join(keys[:stop]), namespace), Launched
+            SaveRequest(self._ref(), member.number, join(keys[:stop]), namespace), LaunchReply
         )
-        if not isinstance(reply, Launched) or reply.graph is None:
-            if not isinstance(reply, Launched):
+        if not isinstance(reply, LaunchReply) or reply.graph is None:
+            if not isinstance(reply, LaunchReply):
                 self._metrics.save_skipped(SaveSkip.BUSY, stop)
             return None
         rows = reply.graph.num_rows
         units = units_of(reply.first, reply.first + rows)
         if units is None:
             self._metrics.save_skipped(SaveSkip.ABORTED, rows)
-            self._tell_done(reply.graph.graph_id, undone(reply.graph, RowError.CANCELLED))
+            self._report_ended(reply.graph.graph_id, undone(reply.graph, RowError.CANCELLED))
             return None
-        if tokens is not None and member.welcome.spells:
-            self._spell(member, keys, reply.first, reply.first + rows, tokens)
+        if tokens is not None and member.welcome.wants_tokens:
+            self._publish_tokens(member, keys, reply.first, reply.first + rows, tokens)
         graph = msgspec.structs.replace(reply.graph, units=tuple(units))
         self._launch(graph)
         return graph
@@ -331,11 +334,11 @@ class RemoteManager(Manager):
     @property
     def wants_tokens(self) -> bool:
         member = self.keeper.member
-        return member is not None and member.welcome.spells
+        return member is not None and member.welcome.wants_tokens
 
-    def _spell(
+    def _publish_tokens(
         self,
-        member: Membership,
+        member: JoinedSession,
         keys: Sequence[bytes],
         start: int,
         stop: int,
@@ -343,10 +346,12 @@ class RemoteManager(Manager):
     ) -> None:
         """Tell the tokens of blocks [start, stop) of a chain, before their save can end."""
         block = self._block_tokens
-        for first in range(start, stop, SPELLED_BLOCKS):
-            last = min(first + SPELLED_BLOCKS, stop)
+        for first in range(start, stop, BLOCKS_A_MESSAGE):
+            last = min(first + BLOCKS_A_MESSAGE, stop)
             text = pack_tokens(tokens[first * block : last * block])
-            self.keeper.link.tell(Spell(self._ref(), member.number, join(keys[first:last]), text))
+            self.keeper.link.tell(
+                PublishTokens(self._ref(), member.number, join(keys[first:last]), text)
+            )
 
     def _launch_planned(
         self,
@@ -381,7 +386,7 @@ class RemoteManager(Manager):
         if graph_id in self._left:
             self.transport.cancel(graph_id)
             if (member := self._member_of(graph_id)) is not None:
-                self.keeper.link.tell(Withdraw(self._ref(), member.number, graph_id))
+                self.keeper.link.tell(WithdrawRequest(self._ref(), member.number, graph_id))
 
     # -- completion ---------------------------------------------------------------------------
 
@@ -395,17 +400,17 @@ class RemoteManager(Manager):
             self._mapped = session_of(report.graph_id)
         if report.failed or not left:
             self._host.pop(report.graph_id, None)
-        self._tell_done(report.graph_id, [report])
+        self._report_ended(report.graph_id, [report])
         if not left:
             del self._left[report.graph_id]
             self._on_end.pop(report.graph_id, lambda: None)()
 
-    def _tell_done(self, graph_id: int, reports: list[OpReport]) -> None:
+    def _report_ended(self, graph_id: int, reports: list[OpReport]) -> None:
         member = self._member_of(graph_id)
         if member is not None:  # else the server that planned it is gone
-            self.keeper.tell_done(member, reports)
+            self.keeper.report_ended(member, reports)
 
-    def _member_of(self, graph_id: int) -> Membership | None:
+    def _member_of(self, graph_id: int) -> JoinedSession | None:
         member = self.keeper.member
         return member if member is not None and member.number == session_of(graph_id) else None
 
@@ -446,8 +451,10 @@ class RemoteManager(Manager):
         for namespace in [None] if self._owed is None else list(self._owed):
             member, reply = self.keeper.member, None
             if member is not None:
-                reply = self.keeper.ask(Clear(self._ref(), member.number, namespace), Value)
-            if not isinstance(reply, Value):
+                reply = self.keeper.ask(
+                    ClearRequest(self._ref(), member.number, namespace), CountReply
+                )
+            if not isinstance(reply, CountReply):
                 return count
             count += reply.value
         self._owed = set()
@@ -474,6 +481,6 @@ def join_server(
     Raises UnsupportedError when the server refuses the engine; ConfigError for settings that cannot
     be.
     """
-    keeper = Keeper(config.server, model)
+    keeper = SessionKeeper(config.server, model)
     keeper.start()
     return RemoteManager(keeper, transport, model.shape, metrics)

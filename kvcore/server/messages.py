@@ -1,10 +1,10 @@
-"""What a server and its clients say: one of `Request` or of `Reply` in each message.
+"""What a server and its clients say: one of `ServerRequest` or of `ServerReply` in each message.
 
 Orders of operators, and the framing of messages, are in `kvcore.control.messages`.
 
-Every request has a ``ref``, its reply the same one; `Done`, `Withdraw`, `Enter` and `Bye` have no
-reply but a refusal. `Control` may have its reply long after it. A session is spoken in by the
-connection that said `Hello`, and by those of its ranks that said `Enter`. Prefix keys travel as one
+Every request has a ``ref``, its reply the same one; `OpsEnded`, `WithdrawRequest`, `EnterSession` and `Bye` have no
+reply but a refusal. `ControlRequest` may have its reply long after it. A session is spoken in by the
+connection that said `Hello`, and by those of its ranks that said `EnterSession`. Prefix keys travel as one
 run of bytes.
 """
 
@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore.control.messages import HEADER as HEADER  # the protocol is one, for orders too
-from kvcore.control.messages import Control, Controlled, Ref, Refused, decode_frames
+from kvcore.control.messages import ControlReply, ControlRequest, Ref, Refused, decode_frames
 from kvcore.control.messages import frames as frames
 from kvcore.errors import FormatError
 from kvcore.model.keys import KEY_BYTES
@@ -34,14 +34,14 @@ MAX_REPORTS = 4096
 Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
-Texts = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
+PackedTokens = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
 """Tokens, as `kvcore.model.keys.pack_tokens` packs them."""
 Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TierName = Annotated[str, Meta(max_length=64)]
-Place = tuple[TierName, Count, Count]
+SourceSpan = tuple[TierName, Count, Count]
 """A tier and the blocks [start, stop) of a chain that it answers."""
 MAX_WAIT_S = 86400.0
-Promised = tuple[
+PackedPromise = tuple[
     Annotated[int, Meta(ge=1, le=MAX_BLOCKS)],
     Annotated[float, Meta(gt=0, le=MAX_WAIT_S)],
     Annotated[str, Meta(max_length=300)],
@@ -85,7 +85,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     version: Annotated[str, Meta(max_length=64)]
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """The session is alive."""
 
     ref: Ref
@@ -99,7 +99,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     session: Number
 
 
-class Enter(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
+class EnterSession(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
     """A rank's connection takes part in a session, whose file has the ``secret``. No reply."""
 
     ref: Ref
@@ -107,7 +107,7 @@ class Enter(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
     secret: Annotated[bytes, Meta(max_length=64)]
 
 
-class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
+class MatchRequest(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     """What is held of a chain; ``ask`` a store for more, beyond ``computed`` leading blocks.
     ``promise`` comes with the first question about a prompt."""
 
@@ -117,24 +117,24 @@ class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     namespace: Digest
     computed: Count = 0
     ask: bool = False
-    promise: Promised | None = None
+    promise: PackedPromise | None = None
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Plan a load of blocks [start, stop), which `Match` said to be at ``sources``."""
+class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Plan a load of blocks [start, stop), which `MatchRequest` said to be at ``sources``."""
 
     ref: Ref
     session: Number
     keys: Keys
     namespace: Digest
-    sources: Annotated[list[Place], Meta(max_length=64)]
+    sources: Annotated[list[SourceSpan], Meta(max_length=64)]
     start: Count
     stop: Count
     layers: Annotated[list[Span], Meta(max_length=4096)] = []
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):
     """Plan a save of what the host tier lacks of a chain."""
 
     ref: Ref
@@ -143,7 +143,7 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
     namespace: Digest
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     """How many leading blocks a tier holds or is receiving."""
 
     ref: Ref
@@ -152,7 +152,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     keys: Keys
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+class OpsEnded(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Ops have ended on every rank of the session."""
 
     ref: Ref
@@ -160,7 +160,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     reports: Annotated[list[OpReport], Meta(max_length=MAX_REPORTS)]
 
 
-class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """A rank is ready for a read op of a graph. It is carried out once all ranks are."""
 
     ref: Ref
@@ -170,7 +170,7 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     rank: Annotated[int, Meta(ge=0, lt=4096)]
 
 
-class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
+class WithdrawRequest(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
     """A graph was cancelled: reads of it that have not begun will not."""
 
     ref: Ref
@@ -178,7 +178,7 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
     graph_id: Number
 
 
-class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+class ClearRequest(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     """Forget every block (of a namespace) of the session's model."""
 
     ref: Ref
@@ -186,8 +186,8 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     namespace: Digest | None = None
 
 
-class Learn(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
-    """Tokens of stored blocks, to be found by `Search`: ``keys`` and ``tokens`` are those of a
+class LearnTokens(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
+    """Tokens of stored blocks, to be found by `SearchRequest`: ``keys`` and ``tokens`` are those of a
     chain from block ``first`` on, and news from ``keys[start]`` on. No reply."""
 
     ref: Ref
@@ -196,28 +196,28 @@ class Learn(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
     keys: Keys
     first: Count
     start: Count
-    tokens: Texts
+    tokens: PackedTokens
 
 
-class Spell(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
+class PublishTokens(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
     """``tokens`` of the blocks of ``keys``, which are being saved, for block events. No reply."""
 
     ref: Ref
     session: Number
     keys: Keys
-    tokens: Texts
+    tokens: PackedTokens
 
 
-class Search(msgspec.Struct, frozen=True, array_like=True, tag="search"):
+class SearchRequest(msgspec.Struct, frozen=True, array_like=True, tag="search"):
     """Which runs of ``tokens`` are stored, wherever they stood."""
 
     ref: Ref
     session: Number
     namespace: Digest
-    tokens: Texts
+    tokens: PackedTokens
 
 
-class Trail(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
+class PathRequest(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
     """The chain that ends with a block."""
 
     ref: Ref
@@ -225,31 +225,31 @@ class Trail(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
     key: Digest
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """How the server is."""
 
     ref: Ref
 
 
-Request = (
+ServerRequest = (
     Hello
-    | Beat
+    | Heartbeat
     | Bye
-    | Enter
-    | Match
-    | Load
-    | Save
-    | Held
-    | Done
-    | Read
-    | Withdraw
-    | Clear
-    | Learn
-    | Spell
-    | Search
-    | Trail
-    | Ask
-    | Control
+    | EnterSession
+    | MatchRequest
+    | LoadRequest
+    | SaveRequest
+    | HeldRequest
+    | OpsEnded
+    | ReadRequest
+    | WithdrawRequest
+    | ClearRequest
+    | LearnTokens
+    | PublishTokens
+    | SearchRequest
+    | PathRequest
+    | StatusRequest
+    | ControlRequest
 )
 
 # -- replies --------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ Request = (
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
     of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept;
-    ``spells``: whether events tell them. ``node`` is `kvcore.manager.base.Manager.node`'s."""
+    ``wants_tokens``: whether events tell them. ``node`` is `kvcore.manager.base.Manager.node`'s."""
 
     ref: Ref
     session: Number
@@ -266,25 +266,25 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     tiers: list[tuple[str, str]]
     stores: bool
     lease_s: float
-    texts: bool = False
-    spells: bool = False
+    keeps_tokens: bool = False
+    wants_tokens: bool = False
     node: str = ""
 
 
-class Beating(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
-    """The answer to `Beat`: blocks used and slots, by tier."""
+class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
+    """The answer to `Heartbeat`: blocks used and slots, by tier."""
 
     ref: Ref
     tiers: dict[str, tuple[int, int]]
 
 
-class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
-    """The answer to `Match`; the last five are `kvcore.manager.base.Room`'s. ``asking``: more is
+class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
+    """The answer to `MatchRequest`; the last five are `kvcore.manager.base.Room`'s. ``asking``: more is
     on its
     way, of a store or of what was promised here; it is said without being asked of the latter."""
 
     ref: Ref
-    sources: list[Place]
+    sources: list[SourceSpan]
     asking: bool
     full: bool
     free: int
@@ -293,7 +293,7 @@ class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     moving: bool
 
 
-class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
+class LaunchReply(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
     """The plan, without the engine's places; None when there is nothing to do, or no room.
     ``first`` is the position in the chain of its first row."""
 
@@ -302,69 +302,69 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
     first: Count = 0
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
+class ReadReply(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
     """A read has ended; these rows failed."""
 
     ref: Ref
     failed: dict[int, RowError]
 
 
-class Value(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+class CountReply(msgspec.Struct, frozen=True, array_like=True, tag="count"):
     """A number: blocks held, copies cleared."""
 
     ref: Ref
     value: int
 
 
-class Reuses(msgspec.Struct, frozen=True, array_like=True, tag="reuses"):
-    """The answer to `Search`: what `kvcore.fusion.segments.Reusable` has, run by run."""
+class SearchReply(msgspec.Struct, frozen=True, array_like=True, tag="reuses"):
+    """The answer to `SearchRequest`: what `kvcore.fusion.segments.Reusable` has, run by run."""
 
     ref: Ref
     found: list[tuple[int, int, int, Digest]]
 
 
-class Trailed(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
-    """The answer to `Trail`: the chain's keys up to the block, and its namespace."""
+class PathReply(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
+    """The answer to `PathRequest`: the chain's keys up to the block, and its namespace."""
 
     ref: Ref
     keys: Keys
     namespace: Digest
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """How the server is, as plain data."""
 
     ref: Ref
     status: dict[str, Any]
 
 
-Reply = (
+ServerReply = (
     Welcome
     | Refused
-    | Beating
-    | Matched
-    | Launched
-    | Rows
-    | Value
-    | Reuses
-    | Trailed
-    | Status
-    | Controlled
+    | HeartbeatReply
+    | MatchReply
+    | LaunchReply
+    | ReadReply
+    | CountReply
+    | SearchReply
+    | PathReply
+    | StatusReply
+    | ControlReply
 )
 
 # -- frames ---------------------------------------------------------------------------------
 
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_requests: msgspec.msgpack.Decoder[ServerRequest] = msgspec.msgpack.Decoder(ServerRequest)
+_replies: msgspec.msgpack.Decoder[ServerReply] = msgspec.msgpack.Decoder(ServerReply)
 
 
-def decode_request(parts: Sequence[bytes]) -> Request:
+def decode_request(parts: Sequence[bytes]) -> ServerRequest:
     """Raises WrongProtocol, or FormatError for what is no request."""
     return decode_frames(_requests, parts)
 
 
-def decode_reply(parts: Sequence[bytes]) -> Reply:
+def decode_reply(parts: Sequence[bytes]) -> ServerReply:
     """Raises WrongProtocol, or FormatError for what is no reply."""
     return decode_frames(_replies, parts)
 

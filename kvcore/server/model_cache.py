@@ -40,24 +40,24 @@ from kvcore.runtime.build import (
 )
 from kvcore.runtime.tiers import BackingOpener
 from kvcore.server.messages import (
-    Held,
-    Launched,
-    Learn,
-    Load,
-    Match,
-    Matched,
+    HeldRequest,
+    LaunchReply,
+    LearnTokens,
+    LoadRequest,
+    MatchReply,
+    MatchRequest,
     Model,
-    Reuses,
-    Save,
-    Search,
-    Spell,
-    Trail,
-    Trailed,
+    PathReply,
+    PathRequest,
+    PublishTokens,
+    SaveRequest,
+    SearchReply,
+    SearchRequest,
     join,
     split,
 )
-from kvcore.server.pending_prefills import Awaited
-from kvcore.server.runtime_dir import GRAPH_BITS, Folder
+from kvcore.server.pending_prefills import PendingPrefills
+from kvcore.server.runtime_dir import GRAPH_BITS, RuntimeDir
 from kvcore.server.segments import learn, search
 from kvcore.telemetry.metrics import Data, Metrics, merge
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, TransferOp, UnitTable
@@ -159,14 +159,14 @@ class _Here:
         return refused + self.worker.poll()
 
 
-class Space:
+class ModelCache:
     """One model's KV. Made on any thread, then used by the server's."""
 
     def __init__(
         self,
         config: Config,
         model: Model,
-        folder: Folder,
+        folder: RuntimeDir,
         arena: str,
         audit: AuditLog | None = None,
     ) -> None:
@@ -199,7 +199,7 @@ class Space:
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
-        self._awaited = Awaited(parts.manager.index)
+        self._awaited = PendingPrefills(parts.manager.index)
         self._metrics, self._events = parts.metrics, parts.events
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
@@ -238,7 +238,7 @@ class Space:
         return merge(merge({}, self._metrics.delta()), self._moved.delta())
 
     @property
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What a worker needs to map the arena."""
         arena = self._here.worker.arena
         return {
@@ -270,16 +270,16 @@ class Space:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def match(self, asked: Match) -> Matched:
+    def match(self, asked: MatchRequest) -> MatchReply:
         hit = self.manager.get_match(split(asked.keys), asked.namespace)
         if asked.ask and hit.depth:  # what a store says will be entered
             self._check_chain(hit.keys, hit.depth, asked.namespace)
         asking = asked.ask and self._ask_stores(hit, asked)
         asking |= self._awaited.coming(hit.keys, max(hit.depth, asked.computed))
         places = [(source.tier, source.start, source.stop) for source in hit.sources]
-        return Matched(asked.ref, places, asking, *self.manager.room)
+        return MatchReply(asked.ref, places, asking, *self.manager.room)
 
-    def _ask_stores(self, hit: Hit, asked: Match) -> bool:
+    def _ask_stores(self, hit: Hit, asked: MatchRequest) -> bool:
         """What is promised at this server's own node is in no store that has to be waited for: a
         session saves it, or nobody does."""
         promise = None if asked.promise is None else Promise(*asked.promise)
@@ -289,7 +289,7 @@ class Space:
                 promise = None
         return self.manager.ask_stores(hit, asked.computed, promise)
 
-    def held(self, asked: Held) -> int:
+    def held(self, asked: HeldRequest) -> int:
         if asked.tier not in self.manager.index.tiers:
             raise FormatError(f"tier {asked.tier!r}; this model has {self.manager.index.tiers}")
         return self.manager.index.held(asked.tier, split(asked.keys))
@@ -301,40 +301,40 @@ class Space:
         return self.manager.clear(namespace)
 
     @property
-    def texts(self) -> bool:
+    def keeps_tokens(self) -> bool:
         """Whether tokens of what is stored are kept, for fusion."""
         return self._segments is not None
 
-    def learn(self, told: Learn) -> None:
+    def learn(self, told: LearnTokens) -> None:
         if self._segments is not None:
             learn(self._segments, told)
 
     @property
-    def spells(self) -> bool:
+    def wants_tokens(self) -> bool:
         """Whether events tell tokens."""
-        return self._events is not None and self._events.feed.tells_tokens
+        return self._events is not None and self._events.feed.wants_tokens
 
-    def spell(self, told: Spell) -> None:
+    def publish_tokens(self, told: PublishTokens) -> None:
         """Raises FormatError for what are no keys."""
         if self._events is not None:
-            self._events.feed.spell(split(told.keys), told.tokens)
+            self._events.feed.publish_tokens(split(told.keys), told.tokens)
 
-    def search(self, asked: Search) -> Reuses:
+    def search(self, asked: SearchRequest) -> SearchReply:
         """Raises FormatError for what are no tokens."""
         if self._segments is None:
-            return Reuses(asked.ref, [])
+            return SearchReply(asked.ref, [])
         return search(self._segments, asked, self.manager.index.__contains__)
 
-    def trail(self, asked: Trail) -> Trailed:
+    def path(self, asked: PathRequest) -> PathReply:
         """Raises BlockMissing where no tier holds the block."""
         index = self.manager.index
         if asked.key not in index:
             raise BlockMissing("no tier holds the block any more")
-        return Trailed(asked.ref, join(index.path(asked.key)), index.namespace_of(asked.key))
+        return PathReply(asked.ref, join(index.path(asked.key)), index.namespace_of(asked.key))
 
     # -- launching ----------------------------------------------------------------------------
 
-    def load(self, asked: Load, ranks: int) -> Launched:
+    def load(self, asked: LoadRequest, ranks: int) -> LaunchReply:
         """Raises CapacityError when there are no slots, KVCoreError when the match has gone stale,
         FormatError when it never was one."""
         keys = split(asked.keys)
@@ -357,9 +357,9 @@ class Space:
             )
         finally:
             self._ids.session = SERVER
-        return Launched(asked.ref, self._claim(graph, asked.session, ranks), asked.start)
+        return LaunchReply(asked.ref, self._claim(graph, asked.session, ranks), asked.start)
 
-    def _sources(self, asked: Load, blocks: int) -> tuple[Source, ...]:
+    def _sources(self, asked: LoadRequest, blocks: int) -> tuple[Source, ...]:
         """Raises FormatError unless they are adjacent, nearest first, and cover what is asked."""
         tiers = list(self.manager.index.tiers)
         end, last = 0, -1
@@ -382,7 +382,7 @@ class Space:
                 "stand on others"
             )
 
-    def save(self, asked: Save, ranks: int) -> Launched:
+    def save(self, asked: SaveRequest, ranks: int) -> LaunchReply:
         """Raises FormatError for what is no chain."""
         keys = split(asked.keys)
         held = self.manager.put_match(keys)
@@ -401,8 +401,8 @@ class Space:
         finally:
             self._ids.session = SERVER
         if graph is None:
-            return Launched(asked.ref, None)
-        return Launched(asked.ref, self._claim(graph, asked.session, ranks), first)
+            return LaunchReply(asked.ref, None)
+        return LaunchReply(asked.ref, self._claim(graph, asked.session, ranks), first)
 
     def _claim(self, graph: TransferGraph, session: int, ranks: int) -> TransferGraph:
         """Note whose it is; returns it as it goes to the session."""
@@ -415,7 +415,7 @@ class Space:
 
     # -- what ends ----------------------------------------------------------------------------
 
-    def done(self, session: int, reports: Iterable[OpReport]) -> None:
+    def ops_ended(self, session: int, reports: Iterable[OpReport]) -> None:
         """A session's ranks have ended ops. Reports of what is not its own are left out."""
         for report in reports:
             claim = self._claims.get(report.graph_id)

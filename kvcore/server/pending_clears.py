@@ -22,7 +22,7 @@ import msgspec
 from kvcore.model.keys import KEY_BYTES
 from kvcore.server.messages import Model
 
-__all__ = ["Note", "OwedClears", "notes_in"]
+__all__ = ["PendingClear", "PendingClears", "pending_clears"]
 
 _log = logging.getLogger("kvcore.server")
 
@@ -33,7 +33,7 @@ def _name_of(model: Model) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(model), digest_size=8).hexdigest()
 
 
-class OwedClears:
+class PendingClears:
     """The client's side: one note. One thread."""
 
     def __init__(self, folder: Path, model: Model) -> None:
@@ -64,7 +64,7 @@ class OwedClears:
             _log.debug("%s stays, and is paid twice: %s", self._path, error)
 
 
-class Note(NamedTuple):
+class PendingClear(NamedTuple):
     """``model`` is a digest of `Model`; ``namespaces`` are None for every one."""
 
     path: Path
@@ -75,7 +75,7 @@ class Note(NamedTuple):
         return self.model == _name_of(model)
 
 
-def notes_in(folder: Path) -> list[Note]:
+def pending_clears(folder: Path) -> list[PendingClear]:
     """What is owed. A note that says nothing sensible means everything."""
     found = []
     for path in folder.glob(f"{_PREFIX}*"):
@@ -86,7 +86,7 @@ def notes_in(folder: Path) -> list[Note]:
         except OSError as error:
             _log.warning("%s cannot be read, all of the model is cleared: %s", path, error)
             text = b"null"
-        found.append(Note(path, path.name.split("-")[1], _namespaces(path, text)))
+        found.append(PendingClear(path, path.name.split("-")[1], _namespaces(path, text)))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvcore.index import BlockIndex
 from kvcore.manager.base import HOST, Promise
 
-__all__ = ["MAX_AWAITED", "Awaited"]
+__all__ = ["MAX_AWAITED", "PendingPrefills"]
 
 MAX_AWAITED = 256
 """Prompts that are waited for at once; the oldest is let go for the next one."""
@@ -24,7 +24,7 @@ class _Wait(NamedTuple):
     until: float
 
 
-class Awaited:
+class PendingPrefills:
     """The server's thread only; nothing blocks."""
 
     def __init__(self, index: BlockIndex, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcore.errors import TierUnavailable, UnsupportedError
-from kvcore.server.messages import Trailed, split
+from kvcore.server.messages import PathReply, split
 
 __all__ = ["RemoteIndex"]
 
@@ -25,7 +25,7 @@ class IndexSource(Protocol):
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int: ...
 
-    def trail(self, key: bytes) -> Trailed: ...
+    def path_of(self, key: bytes) -> PathReply: ...
 
 
 class RemoteIndex:
@@ -33,7 +33,7 @@ class RemoteIndex:
 
     def __init__(self, manager: IndexSource) -> None:
         self._manager = manager
-        self._trails: OrderedDict[bytes, Trailed] = OrderedDict()
+        self._trails: OrderedDict[bytes, PathReply] = OrderedDict()
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -57,10 +57,10 @@ class RemoteIndex:
         """Raises as `path` does."""
         return self._trail(key).namespace
 
-    def _trail(self, key: bytes) -> Trailed:
+    def _trail(self, key: bytes) -> PathReply:
         """A block's chain, which never changes: those asked for last are at hand."""
         known = self._trails.pop(key, None)
-        self._trails[key] = found = self._manager.trail(key) if known is None else known
+        self._trails[key] = found = self._manager.path_of(key) if known is None else known
         if len(self._trails) > TRAILS_KEPT:
             self._trails.popitem(last=False)
         return found

@@ -18,7 +18,7 @@ from kvcore.config.schema import ServerConfig
 from kvcore.control.messages import Refused, frames
 from kvcore.errors import FormatError
 from kvcore.server.curve_keys import lock_client
-from kvcore.server.messages import Reply, Request, decode_reply
+from kvcore.server.messages import ServerReply, ServerRequest, decode_reply
 from kvcore.server.runtime_dir import address_of
 
 __all__ = ["Link"]
@@ -40,7 +40,7 @@ class Link:
     """
 
     def __init__(
-        self, config: ServerConfig, late: Callable[[Reply], None] = lambda reply: None
+        self, config: ServerConfig, late: Callable[[ServerReply], None] = lambda reply: None
     ) -> None:
         """Raises ConfigError for an address or keys that cannot be used. Waits for nobody."""
         self._config = config
@@ -48,9 +48,9 @@ class Link:
         self._late = late
         self._lock = threading.Lock()
         self._refs = itertools.count(1)
-        self._wanted: dict[int, Reply | None] = {}
+        self._wanted: dict[int, ServerReply | None] = {}
         self._given_up: dict[int, None] = {}
-        self._too_late: list[Reply] = []
+        self._too_late: list[ServerReply] = []
         self.heard = time.monotonic()
         """When the server last said anything."""
         self.refused: Refused | None = None
@@ -70,15 +70,15 @@ class Link:
         """A number for a question."""
         return next(self._refs)
 
-    def tell(self, request: Request) -> bool:
+    def tell(self, request: ServerRequest) -> bool:
         """Send what needs no answer. False when the server has taken nothing for a long time, and
         when the link is closed."""
         with self._lock:
             return self._send(request)
 
     def ask(
-        self, request: Request, timeout: float, *, alive: Callable[[], bool] | None = None
-    ) -> Reply | None:
+        self, request: ServerRequest, timeout: float, *, alive: Callable[[], bool] | None = None
+    ) -> ServerReply | None:
         """The answer, or None when it has not come in ``timeout`` seconds, or the link is closed
         meanwhile. Blocks; with ``alive`` in slices, between which others may use the link and that
         is asked."""
@@ -124,7 +124,7 @@ class Link:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _send(self, request: Request) -> bool:
+    def _send(self, request: ServerRequest) -> bool:
         if self._closed:
             return False
         try:
@@ -136,7 +136,7 @@ class Link:
             return False
         return True
 
-    def _wait(self, ref: int, seconds: float) -> Reply | None:
+    def _wait(self, ref: int, seconds: float) -> ServerReply | None:
         limit = time.monotonic() + seconds
         with self._lock:
             while self._wanted.get(ref) is None:

@@ -75,7 +75,7 @@ def check_private(folder: Path) -> None:
         )
 
 
-class Folder:
+class RuntimeDir:
     """The server's side of the folder. One thread."""
 
     def __init__(self, path: Path) -> None:
@@ -149,7 +149,7 @@ class Folder:
 class SessionFile:
     """A session's lock, as the server sees it."""
 
-    def __init__(self, folder: Folder, number: int, told: dict[str, Any]) -> None:
+    def __init__(self, folder: RuntimeDir, number: int, told: dict[str, Any]) -> None:
         self.name = f"session-{number}"
         self.secret = secrets.token_bytes(16)
         """Who can tell it has read this file."""
@@ -171,7 +171,7 @@ class SessionFile:
         os.close(self._file)
 
 
-class HeldSession:
+class SessionLock:
     """A client's hold on a session: until `close`, its slots are given to nobody else."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -190,7 +190,7 @@ class HeldSession:
         """Whether the server has ended the session, or another server has begun."""
         return not os.fstat(self._file).st_nlink
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What the server wrote into it."""
         told: dict[str, Any] = json.loads(os.pread(self._file, 1 << 16, 0))
         return told

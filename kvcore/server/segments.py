@@ -15,10 +15,10 @@ import numpy as np
 from kvcore.errors import FormatError
 from kvcore.fusion.segments import Reusable, SegmentBook, Segments
 from kvcore.model.keys import pack_tokens
-from kvcore.server.messages import Learn, Reuses, Search, join, split
+from kvcore.server.messages import LearnTokens, SearchReply, SearchRequest, join, split
 
 if TYPE_CHECKING:
-    from kvcore.server.session import Keeper
+    from kvcore.server.session import SessionKeeper
 
 __all__ = ["RemoteSegments", "learn", "search"]
 
@@ -35,7 +35,7 @@ class RemoteSegments(SegmentBook):
     What is told meanwhile is lost: those tokens are found as an exact prefix only.
     """
 
-    def __init__(self, keeper: Keeper, block_tokens: int) -> None:
+    def __init__(self, keeper: SessionKeeper, block_tokens: int) -> None:
         self._keeper = keeper
         self._block = block_tokens
         self._warned = False
@@ -51,7 +51,7 @@ class RemoteSegments(SegmentBook):
         text = pack_tokens(tokens[first * self._block : len(keys) * self._block])
         link = self._keeper.link
         link.tell(
-            Learn(
+            LearnTokens(
                 link.ref(), member.number, namespace, join(keys[first:]), first, start - first, text
             )
         )
@@ -69,9 +69,9 @@ class RemoteSegments(SegmentBook):
         if member is None or not self._kept():
             return []
         text = pack_tokens(tokens[start : len(tokens) if stop is None else stop])
-        asked = Search(self._keeper.link.ref(), member.number, namespace, text)
-        reply = self._keeper.ask(asked, Reuses)
-        if not isinstance(reply, Reuses):
+        asked = SearchRequest(self._keeper.link.ref(), member.number, namespace, text)
+        reply = self._keeper.ask(asked, SearchReply)
+        if not isinstance(reply, SearchReply):
             return []
         return [
             Reusable(start + at, length, source, key) for at, length, source, key in reply.found
@@ -80,7 +80,7 @@ class RemoteSegments(SegmentBook):
     def _kept(self) -> bool:
         """Whether the server keeps tokens; said once where it does not."""
         member = self._keeper.member
-        kept = member is not None and member.welcome.texts
+        kept = member is not None and member.welcome.keeps_tokens
         if member is not None and not kept and not self._warned:
             self._warned = True
             _log.warning(
@@ -99,16 +99,16 @@ class RemoteSegments(SegmentBook):
 # -- on the server ----------------------------------------------------------------------------
 
 
-def learn(segments: Segments, told: Learn) -> None:
+def learn(segments: Segments, told: LearnTokens) -> None:
     """Take in what a session stored. Raises a KVCoreError for what makes no sense."""
     segments.add(told.namespace, split(told.keys), told.start, _tokens(told.tokens), told.first)
 
 
-def search(segments: Segments, asked: Search, held: Callable[[bytes], bool]) -> Reuses:
+def search(segments: Segments, asked: SearchRequest, held: Callable[[bytes], bool]) -> SearchReply:
     """Raises FormatError for what are no tokens."""
     found = segments.find(asked.namespace, _tokens(asked.tokens), held)
     runs = [(r.prompt_start, r.length, r.source_start, r.last_key) for r in found]
-    return Reuses(asked.ref, runs)
+    return SearchReply(asked.ref, runs)
 
 
 def _tokens(packed: bytes) -> Sequence[int]:

@@ -25,22 +25,22 @@ from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_REPORTS,
-    Beat,
-    Beating,
     Bye,
-    Done,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
-    Launched,
+    LaunchReply,
     Model,
-    Reply,
-    Request,
+    OpsEnded,
+    ServerReply,
+    ServerRequest,
     Welcome,
 )
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession
+from kvcore.server.runtime_dir import SessionLock
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
-__all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "Keeper", "Membership", "undone"]
+__all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "JoinedSession", "SessionKeeper", "undone"]
 
 _log = logging.getLogger("kvcore.server.session")
 
@@ -48,15 +48,15 @@ START_WAIT_S = 60.0
 """How long a start waits while the server prepares the model."""
 RETRY_S = 0.2
 MISFIT_RETRY_S = 5.0
-_R = TypeVar("_R", bound=Reply)
+_R = TypeVar("_R", bound=ServerReply)
 
 
 @dataclass
-class Membership:
+class JoinedSession:
     """What a welcome gave."""
 
     welcome: Welcome
-    held: HeldSession
+    held: SessionLock
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -64,7 +64,7 @@ class Membership:
         return self.welcome.session
 
 
-class Keeper:
+class SessionKeeper:
     """Keeps one leader a client: says hello, beats, and says hello again. A thread of its own.
 
     ``member`` is None while there is no server. ``waiting``: an answer did not come in time, and
@@ -77,7 +77,7 @@ class Keeper:
         self._ranks = model.world_size
         self.folder = folder_of(config)
         self.link = Link(config, self._late)
-        self.member: Membership | None = None
+        self.member: JoinedSession | None = None
         self._asked_in_vain = 0.0
         self._unheard = 0  # the session that was not told of everything
         self._refusal = ""
@@ -106,7 +106,7 @@ class Keeper:
             _log.warning("no kvcore server answers: the engine computes until one does")
         self._thread.start()
 
-    def ask(self, request: Request, kind: type[_R]) -> _R | Refused | None:
+    def ask(self, request: ServerRequest, kind: type[_R]) -> _R | Refused | None:
         """The answer, if the server is there and gives it in time. Blocks for the deadline at most,
         and not at all while the server is waited for."""
         if self.member is None or self.waiting:
@@ -122,12 +122,12 @@ class Keeper:
             self._asked_in_vain = time.monotonic()
         return reply if isinstance(reply, (kind, Refused)) else None
 
-    def tell_done(self, member: Membership, reports: Sequence[OpReport]) -> None:
+    def report_ended(self, member: JoinedSession, reports: Sequence[OpReport]) -> None:
         """Ops have ended. Where that cannot be sent the session is left: the server would keep what
         they used for as long as it lasts."""
         for start in range(0, len(reports), MAX_REPORTS):
             part = list(reports[start : start + MAX_REPORTS])
-            if not self.link.tell(Done(self.link.ref(), member.number, part)):
+            if not self.link.tell(OpsEnded(self.link.ref(), member.number, part)):
                 self._unheard = member.number
                 self._poke.set()
 
@@ -160,9 +160,9 @@ class Keeper:
             self._leave()
             return 0.0
         lease_s = member.welcome.lease_s
-        beat = Beat(self.link.ref(), member.number)
+        beat = Heartbeat(self.link.ref(), member.number)
         reply = self.link.ask(beat, min(1.0, lease_s / 4), alive=lambda: not self._ended.is_set())
-        if isinstance(reply, Beating):
+        if isinstance(reply, HeartbeatReply):
             member.tiers = reply.tiers
         elif isinstance(reply, Refused) or time.monotonic() - self.link.heard > lease_s:
             _log.warning("the kvcore server is gone: the engine computes until it is back")
@@ -182,21 +182,21 @@ class Keeper:
             self.link.renew()
         return RETRY_S
 
-    def _hello(self, timeout: float) -> Reply | None:
+    def _hello(self, timeout: float) -> ServerReply | None:
         self.link.refused = None
         hello = Hello(self.link.ref(), self.model, self._ranks, __version__)
         reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
         if not isinstance(reply, Welcome):
             return reply or self.link.refused
         try:
-            held = HeldSession(self.folder, reply.file)
+            held = SessionLock(self.folder, reply.file)
         except KVCoreError as error:
             # This is the server's folder: the session ended while this process stood still.
             kind = "busy" if os.path.exists(self.folder / "server.lock") else "misfit"
             return Refused(reply.ref, kind, f"{error} (server.folder is {self.folder})")
-        self.member = Membership(reply, held)
+        self.member = JoinedSession(reply, held)
         self._refusal = ""
-        self.link.tell(Beat(self.link.ref(), reply.session))
+        self.link.tell(Heartbeat(self.link.ref(), reply.session))
         _log.info("joined the kvcore server session=%d", reply.session)
         return reply
 
@@ -211,11 +211,11 @@ class Keeper:
             member.held.close()
             self.link.tell(Bye(self.link.ref(), member.number))
 
-    def _late(self, reply: Reply) -> None:
+    def _late(self, reply: ServerReply) -> None:
         """Nobody waits for this plan any more: say that nothing of it was done."""
         member = self.member
-        if isinstance(reply, Launched) and reply.graph is not None and member is not None:
-            self.tell_done(member, undone(reply.graph, RowError.CANCELLED))
+        if isinstance(reply, LaunchReply) and reply.graph is not None and member is not None:
+            self.report_ended(member, undone(reply.graph, RowError.CANCELLED))
 
 
 def undone(graph: TransferGraph, why: RowError) -> list[OpReport]:

@@ -23,9 +23,9 @@ from kvcore.memory.hugepages import SharedPages
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
-from kvcore.server.messages import Beat, Enter, Read, Rows, Withdraw
+from kvcore.server.messages import EnterSession, Heartbeat, ReadReply, ReadRequest, WithdrawRequest
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession, open_arena, session_of
+from kvcore.server.runtime_dir import SessionLock, open_arena, session_of
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, TransferOp
 from kvcore.worker import KVWorker, refuse
 
@@ -56,7 +56,7 @@ class _ServedRead:
 
     def enter(self, session: int) -> None:
         """Say that this connection is a rank's. Each time: after a break it is another one."""
-        self._link.tell(Enter(self._link.ref(), session, self.secret))
+        self._link.tell(EnterSession(self._link.ref(), session, self.secret))
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         link, session = self._link, session_of(graph.graph_id)
@@ -67,15 +67,15 @@ class _ServedRead:
             now = time.monotonic()
             if now - beaten > BEAT_S:
                 beaten = now
-                link.tell(Beat(link.ref(), session))
+                link.tell(Heartbeat(link.ref(), session))
             over = link.refused is not None and link.refused.kind == "session"
             return not over and now - max(link.heard, asked) < self._silence_s
 
         link.refused = None  # said of the connection before, perhaps
         self.enter(session)
-        read = Read(link.ref(), session, graph.graph_id, op.op_id, self._rank)
+        read = ReadRequest(link.ref(), session, graph.graph_id, op.op_id, self._rank)
         reply = link.ask(read, graph.deadline_s or self._longest, alive=alive)
-        if isinstance(reply, Rows):
+        if isinstance(reply, ReadReply):
             return {row: why for row, why in reply.failed.items() if row in rows}
         why = reply.message if isinstance(reply, Refused) else "the server does not answer"
         _log.warning("read failed graph=%d op=%d: %s", graph.graph_id, op.op_id, why)
@@ -96,7 +96,7 @@ class ServedWorker(KVWorker):
         self._shape = model.shape
         self._part = model.part(rank)
         self._pin = served.host.pin and device is not None and device.type == "cuda"
-        self._held: HeldSession | None = None
+        self._held: SessionLock | None = None
         self._session = 0
         self._joining = threading.Lock()
         self._ended = threading.Event()
@@ -122,7 +122,7 @@ class ServedWorker(KVWorker):
         super().cancel(graph_id)
         if self._session == session_of(graph_id):  # other ranks may wait for this one's reads
             self._reads.enter(self._session)
-            self._link.tell(Withdraw(self._link.ref(), self._session, graph_id))
+            self._link.tell(WithdrawRequest(self._link.ref(), self._session, graph_id))
 
     def _join(self, session: int) -> None:
         """Map the session's arena, if it is not the one that is mapped."""
@@ -132,9 +132,9 @@ class ServedWorker(KVWorker):
             return
         if self.engine.in_flight:
             raise TierUnavailable("copies of the session before are under way")
-        held = HeldSession(self._folder, f"session-{session}")
+        held = SessionLock(self._folder, f"session-{session}")
         try:
-            told = held.told()
+            told = held.metadata()
             arena = self._map(told)
         except BaseException:
             held.close()
@@ -161,7 +161,7 @@ class ServedWorker(KVWorker):
             os.close(file)
         return HostArena(shape, slots, arrangement=arrangement, pin=self._pin, pages=pages)
 
-    def _swap(self, arena: HostArena, layout: Any, session: int, held: HeldSession | None) -> None:
+    def _swap(self, arena: HostArena, layout: Any, session: int, held: SessionLock | None) -> None:
         """Copy from and to another arena; the lock on the one before is let go at last."""
         self.use_arena(arena, KVView(layout, [arena.tensor()]))
         before, self._held, self._session = self._held, held, session
@@ -170,7 +170,7 @@ class ServedWorker(KVWorker):
 
     def _tend(self) -> None:
         """Give back the memory of a session that is over, in the end: its server needs the room."""
-        over: HeldSession | None = None
+        over: SessionLock | None = None
         since = 0.0
         while not self._ended.wait(TEND_S):
             with self._joining:

@@ -24,8 +24,8 @@ from kvcore.testing.waiting import until
 zmq = pytest.importorskip("zmq")
 
 from kvcore.config import load_config  # noqa: E402
-from kvcore.events import Feed, Pacing, Plan, PublisherProcess, Subscriber  # noqa: E402
-from kvcore.events.feed import Item, Lost, Queued, Spelled  # noqa: E402
+from kvcore.events import Feed, Pacing, PublisherPlan, PublisherProcess, Subscriber  # noqa: E402
+from kvcore.events.feed import BlockTokens, Item, Lost, Queued  # noqa: E402
 from kvcore.events.frames import Buffer, pack, unpack  # noqa: E402
 from kvcore.events.open import open_events  # noqa: E402
 from kvcore.events.record import head_of  # noqa: E402
@@ -88,10 +88,10 @@ class ProcessRig:
             pacing.queue_blocks,
             lambda: {tier: self.index.admin.published(tier) for tier in self.index.tiers},
             token_ids=plan.get("token_ids", False),
-            told=self.metrics.told,
+            count=self.metrics.told,
         )
         self.process = PublisherProcess(
-            Plan(block_tokens=16, pacing=pacing, **plan), self.feed, self.metrics.told
+            PublisherPlan(block_tokens=16, pacing=pacing, **plan), self.feed, self.metrics.told
         )
         self.index.watch(self.feed.note)
         self.consumers: list[Subscriber] = []
@@ -221,7 +221,7 @@ def test_a_consumer_of_a_process_knows_what_one_of_a_thread_knows(
 def test_tokens_and_counts_pass_through(rigged: Callable[..., ProcessRig]) -> None:
     rig = rigged(token_ids=True)
     consumer = rig.consumer()
-    rig.feed.spell([key(1), key(2)], pack_tokens(range(32)))
+    rig.feed.publish_tokens([key(1), key(2)], pack_tokens(range(32)))
     rig.store(1, 2, 3)
     rig.agree(consumer, "not told")
     answer = consumer._source.ask(SNAPSHOT, LIMIT_S)
@@ -240,7 +240,7 @@ events_of = st.builds(
 )
 spelled_of = st.integers(0, 3).flatmap(
     lambda n: st.builds(
-        Spelled,
+        BlockTokens,
         st.lists(st.binary(min_size=16, max_size=16), min_size=n, max_size=n).map(tuple),
         st.binary(min_size=8 * n, max_size=8 * n),
     )

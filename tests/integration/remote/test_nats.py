@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.events import Feed, Pacing, Plan, Publisher, PublisherProcess, Subscriber
+from kvcore.events import Feed, Pacing, Publisher, PublisherPlan, PublisherProcess, Subscriber
 from kvcore.events.wire import SNAPSHOT, Message
 from kvcore.index import Event
 from kvcore.model.keys import ROOT_PARENT
@@ -201,7 +201,7 @@ def test_that_nothing_is_delivered_is_said_once_and_that_it_is_again(
 def test_a_process_publishes_what_it_is_told_over_nats(server: Server) -> None:
     feed = Feed(1024, lambda: {"host": (key(1), ROOT_PARENT)})
     pacing = Pacing(interval_s=0.005, batch_blocks=4, heartbeat_s=0.3)
-    plan = Plan(nats=url(server), topic="four", block_tokens=16, pacing=pacing)
+    plan = PublisherPlan(nats=url(server), topic="four", block_tokens=16, pacing=pacing)
     process = PublisherProcess(plan, feed, lambda _outcome, _blocks: None)
     assert process.start()
     consumer = Subscriber(source(server, "four"), retry_s=0.2)

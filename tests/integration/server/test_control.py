@@ -17,8 +17,8 @@ from kvcore.manager import HOST
 from kvcore.model.keys import KeyChain, pack_tokens
 from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
-from kvcore.server.model_cache import Space
-from kvcore.server.runtime_dir import Folder
+from kvcore.server.model_cache import ModelCache
+from kvcore.server.runtime_dir import RuntimeDir
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport
 from kvcore_devtools.served import settings, words
@@ -27,7 +27,7 @@ SHAPE = BlockShape(2, 2, 8, 16, "float32")
 BLOCK = SHAPE.nbytes
 WHO = "uid 1000 pid 42"
 SESSION = 5
-Open = Callable[..., Space]
+Open = Callable[..., ModelCache]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def audit(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(folder: Path, tmp_path: Path, audit: Path) -> Iterator[Open]:
     """Opens one model's space, with two tenants, one after the other over the same disk."""
-    made: list[tuple[Space, Folder, AuditLog]] = []
+    made: list[tuple[ModelCache, RuntimeDir, AuditLog]] = []
 
     def close() -> None:
         space, held, log = made.pop()
@@ -47,14 +47,14 @@ def opened(folder: Path, tmp_path: Path, audit: Path) -> Iterator[Open]:
         held.close()
         log.close()
 
-    def begin(host: str = "64KiB", quota: dict[str, str] | None = None, **disk: Any) -> Space:
+    def begin(host: str = "64KiB", quota: dict[str, str] | None = None, **disk: Any) -> ModelCache:
         if made:
             close()
         tenants = {"ann": {"salt": "a", "quota": quota or {}}, "bob": {"salt": "b"}}
         at = {"path": str(tmp_path / "disk"), "capacity": "1MiB"} | disk
         config = settings(folder, host={"capacity": host}, disk=at, tenants=tenants)
-        held, log = Folder(folder), AuditLog(str(audit))
-        space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1", log)
+        held, log = RuntimeDir(folder), AuditLog(str(audit))
+        space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1", log)
         made.append((space, held, log))
         return space
 
@@ -63,11 +63,11 @@ def opened(folder: Path, tmp_path: Path, audit: Path) -> Iterator[Open]:
         close()
 
 
-def chain(space: Space, tenant: str, tokens: Sequence[int]) -> list[bytes]:
+def chain(space: ModelCache, tenant: str, tokens: Sequence[int]) -> list[bytes]:
     return KeyChain(space.control.tenants.spaces(tenant)[0], 16).extend(tokens)
 
 
-def ticking(space: Space, what: Callable[[], Any]) -> None:
+def ticking(space: ModelCache, what: Callable[[], Any]) -> None:
     def tick() -> Any:
         space.tick()
         return what()
@@ -75,21 +75,21 @@ def ticking(space: Space, what: Callable[[], Any]) -> None:
     until(tick)
 
 
-def save(space: Space, tenant: str, tokens: Sequence[int]) -> list[bytes]:
+def save(space: ModelCache, tenant: str, tokens: Sequence[int]) -> list[bytes]:
     """What a session does: a block's bytes are its key, over and over."""
     keys = chain(space, tenant, tokens)
     digest = space.control.tenants.spaces(tenant)[0].digest
-    graph = space.save(m.Save(1, SESSION, m.join(keys), digest), 1).graph
+    graph = space.save(m.SaveRequest(1, SESSION, m.join(keys), digest), 1).graph
     if graph is not None:
         for key, slot in zip(graph.keys, graph.host_slots, strict=True):
             for buffer in space._here.worker.arena.slot_buffers(slot):
                 buffer[:] = (key * (len(buffer) // 16 + 1))[: len(buffer)]
-        space.done(SESSION, [OpReport(graph.graph_id, op.op_id) for op in graph.ops])
+        space.ops_ended(SESSION, [OpReport(graph.graph_id, op.op_id) for op in graph.ops])
     ticking(space, lambda: not space.background)
     return keys
 
 
-def assert_in_host(space: Space, keys: Sequence[bytes]) -> None:
+def assert_in_host(space: ModelCache, keys: Sequence[bytes]) -> None:
     """Every block is in host memory, and its bytes are its own."""
     slots = space.manager.index.slots(HOST, keys, 0, len(keys))
     for key, slot in zip(keys, slots.tolist(), strict=True):
@@ -97,7 +97,7 @@ def assert_in_host(space: Space, keys: Sequence[bytes]) -> None:
             assert bytes(buffer[:32]) == key * 2, "other bytes"
 
 
-def order(space: Space, wanted: Any) -> dict[str, Any]:
+def order(space: ModelCache, wanted: Any) -> dict[str, Any]:
     """What comes of an order. Raises what it is refused with."""
     told: list[Any] = []
     space.control.begin(wanted, WHO, told.append)
@@ -109,7 +109,7 @@ def order(space: Space, wanted: Any) -> dict[str, Any]:
     return found
 
 
-def depths(space: Space, keys: Sequence[bytes]) -> tuple[int, ...]:
+def depths(space: ModelCache, keys: Sequence[bytes]) -> tuple[int, ...]:
     return space.manager.index.match(keys).depths
 
 
@@ -123,11 +123,11 @@ def test_prefetch_brings_a_tenants_bytes_from_disk_and_nobody_elses(
     space = opened()
     ann, bob = save(space, "ann", words(1, 80)), save(space, "bob", words(2, 80))
     space.manager.index.evictions.evict(HOST, 100)
-    told = order(space, o.PrefetchBlocks(o.Where(tenant="ann")))
+    told = order(space, o.PrefetchBlocks(o.BlockFilter(tenant="ann")))
     assert told == {"blocks": 5, "bytes": 5 * BLOCK, "prompts": 1, "kept": 0, "failed": 0}
     assert (depths(space, ann), depths(space, bob)) == ((5, 5), (0, 5))
     assert_in_host(space, ann)
-    assert order(space, o.PrefetchBlocks(o.Where(tenant="ann")))["blocks"] == 0
+    assert order(space, o.PrefetchBlocks(o.BlockFilter(tenant="ann")))["blocks"] == 0
     [first, _] = lines(audit)
     assert first.pop("at").endswith("Z")
     assert first == {"who": WHO, "order": "prefetch", "tenant": "ann"} | told
@@ -139,13 +139,13 @@ def test_a_prompt_moves_to_disk_and_back_and_is_gone_where_it_was(opened: Open) 
     prompt = words(1, 80)
     ann = save(space, "ann", prompt)
     longer = save(space, "ann", [*prompt[:48], *words(3, 48)])
-    where = o.Where(salt="a", tokens=pack_tokens(prompt), tier=HOST)
+    where = o.BlockFilter(salt="a", tokens=pack_tokens(prompt), tier=HOST)
     told = order(space, o.MoveBlocks(where, "disk"))
     assert (told["blocks"], told["kept"], told["failed"]) == (5, 3, 0)
     assert (depths(space, ann), depths(space, longer)) == ((3, 5), (6, 3)), "3 are both prompts'"
     for keys in (ann, longer):
         assert_in_host(space, keys[: depths(space, keys)[0]])
-    back = order(space, o.MoveBlocks(o.Where(tier="disk"), HOST))
+    back = order(space, o.MoveBlocks(o.BlockFilter(tier="disk"), HOST))
     assert (back["blocks"], back["kept"]) == (2, 0)
     assert (depths(space, ann), depths(space, longer)) == ((5, 0), (6, 0))
     assert_in_host(space, ann)
@@ -156,7 +156,7 @@ def test_a_move_that_the_disk_has_no_room_for_leaves_all_where_it_was(opened: Op
     space = opened(write="selective", admit_after=255)
     order(space, o.SetQuota("ann", "disk", str(2 * BLOCK)))
     ann = save(space, "ann", words(1, 80))
-    told = order(space, o.MoveBlocks(o.Where(tenant="ann", tier=HOST), "disk"))
+    told = order(space, o.MoveBlocks(o.BlockFilter(tenant="ann", tier=HOST), "disk"))
     assert (told["blocks"], told["kept"], told["failed"]) == (2, 5, 1)
     assert depths(space, ann) == (5, 2)
 
@@ -164,7 +164,7 @@ def test_a_move_that_the_disk_has_no_room_for_leaves_all_where_it_was(opened: Op
 def test_clearing_one_tenant_leaves_the_others_hits(opened: Open, audit: Path) -> None:
     space = opened()
     ann, bob = save(space, "ann", words(1, 80)), save(space, "bob", words(1, 80))
-    assert order(space, o.ClearBlocks(o.Where(tenant="ann")))["blocks"] == 10
+    assert order(space, o.ClearBlocks(o.BlockFilter(tenant="ann")))["blocks"] == 10
     assert (depths(space, ann), depths(space, bob)) == ((0, 0), (5, 5))
     again = opened()
     assert (depths(again, ann), depths(again, bob)) == ((0, 0), (0, 5)), "after a restart"
@@ -177,11 +177,11 @@ def test_a_prompt_is_cleared_with_what_stands_on_it_but_not_what_it_shares(opene
     shared = save(space, "ann", [*prompt[:32], *words(2, 32)])
     keys = save(space, "ann", prompt)
     answered = save(space, "ann", [*prompt, *words(3, 16)])
-    order(space, o.PinBlocks(o.Where(tenant="ann")))
-    where = o.Where(tenant="ann", tokens=pack_tokens(prompt), tier=HOST)
+    order(space, o.PinBlocks(o.BlockFilter(tenant="ann")))
+    where = o.BlockFilter(tenant="ann", tokens=pack_tokens(prompt), tier=HOST)
     assert order(space, o.ClearBlocks(where))["blocks"] == 3
     assert [depths(space, k)[0] for k in (keys, answered, shared)] == [2, 2, 4]
-    where = o.Where(prefix=shared[1][:8])
+    where = o.BlockFilter(prefix=shared[1][:8])
     assert order(space, o.ClearBlocks(where))["blocks"] == 3 + 6
     assert depths(space, shared) == (1, 1)
 
@@ -189,7 +189,7 @@ def test_a_prompt_is_cleared_with_what_stands_on_it_but_not_what_it_shares(opene
 def test_slots_of_cleared_pinned_blocks_come_back(opened: Open) -> None:
     space = opened()
     save(space, "ann", words(1, 80))
-    order(space, o.PinBlocks(o.Where(tenant="ann")))
+    order(space, o.PinBlocks(o.BlockFilter(tenant="ann")))
     space.clear(None)
     ticking(space, lambda: not space.manager.index.num_used(HOST))
     assert order(space, o.ListBlocks())["pins"] == 0
@@ -198,16 +198,16 @@ def test_slots_of_cleared_pinned_blocks_come_back(opened: Open) -> None:
 def test_a_pin_survives_pressure_until_it_is_undone(opened: Open) -> None:
     space = opened(host="24KiB")
     ann = save(space, "ann", words(1, 48))
-    assert order(space, o.PinBlocks(o.Where(tenant="ann", tier=HOST))) == {
+    assert order(space, o.PinBlocks(o.BlockFilter(tenant="ann", tier=HOST))) == {
         "blocks": 3, "bytes": 3 * BLOCK, "prompts": 1,
     }  # fmt: skip
     for seed in range(2, 8):
         save(space, "bob", words(seed, 64))
     assert depths(space, ann)[0] == 3
-    [prompt] = order(space, o.ListBlocks(o.Where(tenant="ann"), prompts=True))["prompts"]
+    [prompt] = order(space, o.ListBlocks(o.BlockFilter(tenant="ann"), prompts=True))["prompts"]
     assert prompt["pinned"] == [HOST]
-    assert order(space, o.UnpinBlocks(o.Where(tenant="bob")))["prompts"] == 0
-    assert order(space, o.UnpinBlocks(o.Where(tenant="ann")))["prompts"] == 1
+    assert order(space, o.UnpinBlocks(o.BlockFilter(tenant="bob")))["prompts"] == 0
+    assert order(space, o.UnpinBlocks(o.BlockFilter(tenant="ann")))["prompts"] == 1
     for seed in range(8, 12):
         save(space, "bob", words(seed, 64))
     assert depths(space, ann)[0] == 0
@@ -245,24 +245,26 @@ def test_a_list_tells_whose_blocks_are_where(opened: Open) -> None:
     assert rows == {("ann", HOST): 5, ("ann", "disk"): 5, ("bob", HOST): 2, ("bob", "disk"): 2}
     [mine] = [prompt for prompt in told["prompts"] if prompt["tenant"] == "ann"]
     assert (mine["key"], mine["tiers"]) == (ann[-1].hex(), {HOST: 5, "disk": 5})
-    short = order(space, o.ListBlocks(o.Where(tier=HOST), limit=1))
+    short = order(space, o.ListBlocks(o.BlockFilter(tier=HOST), limit=1))
     assert ([row["tenant"] for row in short["rows"]], short["more"]) == (["ann"], 1)
     namespace = bytes.fromhex(mine["namespace"])
-    only = order(space, o.ListBlocks(o.Where(namespace=namespace, prefix=ann[2]), prompts=True))
+    only = order(
+        space, o.ListBlocks(o.BlockFilter(namespace=namespace, prefix=ann[2]), prompts=True)
+    )
     assert [prompt["blocks"] for prompt in only["prompts"]] == [3]
 
 
 @pytest.mark.parametrize(
     ("wanted", "kind", "why"),
     [
-        (o.ClearBlocks(o.Where(tenant="nobody")), ConfigError, "there are: ann, bob"),
-        (o.ClearBlocks(o.Where(tier="tape")), ConfigError, "there are host, disk"),
-        (o.PinBlocks(o.Where(tenant="ann", salt="a")), ConfigError, "one of them"),
-        (o.PinBlocks(o.Where(tokens=b"1234")), ConfigError, "1 tokens"),
-        (o.PinBlocks(o.Where(tokens=bytes(64), prefix=b"x")), ConfigError, "tokens with"),
-        (o.MoveBlocks(o.Where(), "disk"), ConfigError, "from every tier"),
-        (o.MoveBlocks(o.Where(tier=HOST), HOST), ConfigError, "two of the tiers"),
-        (o.PrefetchBlocks(o.Where(tier=HOST)), ConfigError, "it is there"),
+        (o.ClearBlocks(o.BlockFilter(tenant="nobody")), ConfigError, "there are: ann, bob"),
+        (o.ClearBlocks(o.BlockFilter(tier="tape")), ConfigError, "there are host, disk"),
+        (o.PinBlocks(o.BlockFilter(tenant="ann", salt="a")), ConfigError, "one of them"),
+        (o.PinBlocks(o.BlockFilter(tokens=b"1234")), ConfigError, "1 tokens"),
+        (o.PinBlocks(o.BlockFilter(tokens=bytes(64), prefix=b"x")), ConfigError, "tokens with"),
+        (o.MoveBlocks(o.BlockFilter(), "disk"), ConfigError, "from every tier"),
+        (o.MoveBlocks(o.BlockFilter(tier=HOST), HOST), ConfigError, "two of the tiers"),
+        (o.PrefetchBlocks(o.BlockFilter(tier=HOST)), ConfigError, "it is there"),
         (o.SetQuota("ann", "tape", "1GiB"), ConfigError, "no tier 'tape'"),
         (o.SetQuota("ann", HOST, "much"), ConfigError, "given 'much'"),
         (o.SetQuota("ann", HOST, "1B"), ConfigError, "less than a block"),
@@ -289,16 +291,16 @@ def test_one_job_at_a_time_and_an_unfinished_one_is_told(opened: Open, audit: Pa
     save(space, "ann", words(1, 48))
     space.manager.index.evictions.evict(HOST, 100)
     told: list[Any] = []
-    space.control.begin(o.PrefetchBlocks(o.Where()), WHO, told.append)
+    space.control.begin(o.PrefetchBlocks(o.BlockFilter()), WHO, told.append)
     with pytest.raises(CapacityError, match="is under way"):
-        order_now(space, o.PrefetchBlocks(o.Where()))
+        order_now(space, o.PrefetchBlocks(o.BlockFilter()))
     space.control.close()
     [answer] = told
     assert isinstance(answer, UnsupportedError)
     assert [line["ended"] for line in lines(audit)] == [False]
 
 
-def order_now(space: Space, wanted: Any) -> None:
+def order_now(space: ModelCache, wanted: Any) -> None:
     told: list[Any] = []
     space.control.begin(wanted, WHO, told.append)
     if isinstance(told[0], KVCoreError):
@@ -311,7 +313,7 @@ def test_a_job_waits_while_the_manager_is_full(opened: Open) -> None:
     space.manager.index.evictions.evict(HOST, 100)
     told: list[Any] = []
     space.manager.flights._max_in_flight = 0
-    space.control.begin(o.PrefetchBlocks(o.Where(tenant="ann")), WHO, told.append)
+    space.control.begin(o.PrefetchBlocks(o.BlockFilter(tenant="ann")), WHO, told.append)
     for _ in range(3):
         space.tick()
     assert not told, "it is not over"
@@ -325,7 +327,7 @@ def test_metrics_have_a_series_a_tenant_and_count_orders(opened: Open) -> None:
     space = opened(quota={"host": str(3 * BLOCK)})
     save(space, "ann", words(1, 48))
     ticking(space, lambda: space._metrics.snapshot().get("kvcore_tenant_used_bytes"))
-    order(space, o.ClearBlocks(o.Where(tenant="bob")))
+    order(space, o.ClearBlocks(o.BlockFilter(tenant="bob")))
     data = space.take_metrics()
     assert data["kvcore_tenant_quota_bytes"]["ann|host"] == {"arena-1": 3 * BLOCK}
     assert data["kvcore_control_orders_total"] == {"clear|done": 1}

@@ -315,13 +315,13 @@ def test_garbage_at_an_engines_socket_harms_nothing(own: Config, engine: Any, pl
     client: Any = zmq.Context.instance().socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 0)
     client.connect(own.control.address)
-    for parts in ([b"x"], [m.HEADER, b"\xc1"], [b"", b"", b""], m.frames(m.Ask(7))):
+    for parts in ([b"x"], [m.HEADER, b"\xc1"], [b"", b"", b""], m.frames(m.StatusRequest(7))):
         client.send_multipart(parts)
         assert client.poll(60_000)
         reply = m.decode_reply(client.recv_multipart())
         assert isinstance(reply, m.Refused)
     for ref in range(30):
-        client.send_multipart(m.frames(m.Control(ref, o.ShowQuotas())))
+        client.send_multipart(m.frames(m.ControlRequest(ref, o.ShowQuotas())))
     prompt = words(1, 100)
     assert serve(serving, prompt, "a")[0] == plain(prompt)
     assert ordered(serving, own, o.ShowQuotas())["quotas"][0]["quota"]
@@ -340,9 +340,9 @@ def test_a_socket_that_cannot_be_had_stops_the_start_by_name(own: Config, engine
 def test_terms_are_a_selection(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("1 2 3")
-    assert parse_where(["all"]) == o.Where()
+    assert parse_where(["all"]) == o.BlockFilter()
     found = parse_where([f"tokens={path}", "salt=", "tier=disk"])
-    assert found == o.Where(salt="", tokens=b"\1\0\0\0\2\0\0\0\3\0\0\0", tier="disk")
+    assert found == o.BlockFilter(salt="", tokens=b"\1\0\0\0\2\0\0\0\3\0\0\0", tier="disk")
     assert parse_where([f"namespace={'0a' * 16}", "key=ff"]).prefix == b"\xff"
     path.write_text("[1, -2]")
     for terms in (["x=1"], ["tier"], ["tier=a", "tier=b"], ["namespace=00"], ["key=0"],

@@ -10,7 +10,7 @@ from kvcore.config import Config
 from kvcore.errors import TierUnavailable
 from kvcore.model.keys import KEY_BYTES
 from kvcore.server import messages as m
-from kvcore.server.pending_clears import OwedClears
+from kvcore.server.pending_clears import PendingClears
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore_devtools.served import RunningServer, settings
@@ -28,7 +28,7 @@ def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
     manager.complete(OpReport(graph.graph_id, 0))
     before = manager.get_match(keys(4), SPACE)
     assert before.depth == 4
-    clear = server.server._handlers.pop(m.Clear)
+    clear = server.server._handlers.pop(m.ClearRequest)
     assert manager.clear() == 0
     assert manager.get_match(keys(4), SPACE).depth == 0, "the server has them still"
     with pytest.raises(TierUnavailable, match="keeps no blocks"):
@@ -38,9 +38,9 @@ def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
     for op in load.ops:
         manager.complete(OpReport(load.graph_id, op.op_id, dict.fromkeys(range(4), RowError.IO)))
     assert outbox.graphs == [graph, load]
-    server.server._handlers[m.Clear] = clear
+    server.server._handlers[m.ClearRequest] = clear
     assert manager.get_match(keys(4), SPACE).depth == 0
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     assert space.used["host"][0] == 0, "it was asked again, before the lookup"
     manager.close()
 
@@ -53,12 +53,12 @@ def test_all_that_is_owed_a_clear_is_cleared_and_nothing_else(start: Start, fold
         save(manager, keys(4, seed), space)
 
     def owe(*namespaces: bytes | None) -> None:
-        clear = server.server._handlers.pop(m.Clear)
+        clear = server.server._handlers.pop(m.ClearRequest)
         for namespace in namespaces:
             assert manager.clear(namespace) == 0
-        server.server._handlers[m.Clear] = clear
+        server.server._handlers[m.ClearRequest] = clear
 
-    [model] = server.server._spaces.values()
+    [model] = server.server.models
     owe(*spaces[:2])
     assert manager.get_match(keys(4, 2), spaces[2]).depth == 4
     assert model.used["host"][0] == 4, "both were cleared before the lookup"
@@ -78,9 +78,9 @@ def test_a_clear_that_was_written_down_is_paid_before_anyone_is_welcome(
     other = b"o" * KEY_BYTES
     save(manager, keys(4, 0))
     save(manager, keys(4, 1), other)
-    foreign = OwedClears(folder, msgspec.structs.replace(MODEL, fingerprint=b"another"))
+    foreign = PendingClears(folder, msgspec.structs.replace(MODEL, fingerprint=b"another"))
     foreign.write(None)
-    owed = OwedClears(folder, MODEL)
+    owed = PendingClears(folder, MODEL)
     owed.write(None if told == "null" else [SPACE])
     if told == "damaged":
         next(p for p in folder.glob("cleared-*") if p != foreign._path).write_text('["')
@@ -100,9 +100,9 @@ def test_a_server_that_was_not_heard_in_time_pays_while_its_client_says_nothing(
     server = start(settings(folder))
     manager, _ = join(settings(folder))
     save(manager, keys(4))
-    del server.server._handlers[m.Clear]
+    del server.server._handlers[m.ClearRequest]
     assert manager.clear() == 0
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     until(lambda: space.used["host"][0] == 0)
     until(lambda: not list(folder.glob("cleared-*")))
     manager.close()

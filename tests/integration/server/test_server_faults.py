@@ -71,7 +71,7 @@ def remote(engine: ReferenceEngine) -> RemoteManager:
 def assert_nothing_is_held(server: RunningServer) -> None:
     """Every block can be evicted and every slot is free then. Ends the server."""
     server.close()
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     assert space.manager.in_flight == 0
     index = space.manager.index
     index.evictions.evict(HOST, 1 << 20)

@@ -125,9 +125,9 @@ def test_a_chunk_costs_few_questions(start: Start, engine: Any, plain: Any, fold
     request = serving.submit(PROMPT, 1, fusion=FusionOptions(ratio=0.0))
     serving.run()
     assert request.reused["blend"] >= 180
-    trails = [each for each in asked if isinstance(each, m.Trail)]
+    trails = [each for each in asked if isinstance(each, m.PathRequest)]
     assert len(trails) <= 2 * len(CHUNKS), "whether it is held, and the chain of its last block"
-    matches = [each for each in asked if isinstance(each, m.Match)]
+    matches = [each for each in asked if isinstance(each, m.MatchRequest)]
     assert len(matches) <= 2 + 3 * len(CHUNKS), [type(each).__name__ for each in asked]
 
 
@@ -165,20 +165,20 @@ class _Line:
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._refs = itertools.count(1)
-        self.member = SimpleNamespace(number=7, welcome=SimpleNamespace(texts=True))
+        self.member = SimpleNamespace(number=7, welcome=SimpleNamespace(keeps_tokens=True))
         self.link = self
 
     def ref(self) -> int:
         return next(self._refs)
 
-    def tell(self, request: m.Learn) -> None:
+    def tell(self, request: m.LearnTokens) -> None:
         told = m.decode_request(m.frames(request))
-        assert isinstance(told, m.Learn)
+        assert isinstance(told, m.LearnTokens)
         learn(self._segments, told)
 
-    def ask(self, request: m.Search, kind: type) -> Any:
+    def ask(self, request: m.SearchRequest, kind: type) -> Any:
         asked = m.decode_request(m.frames(request))
-        assert isinstance(asked, m.Search)
+        assert isinstance(asked, m.SearchRequest)
         return m.decode_reply(m.frames(search(self._segments, asked, lambda key: True)))
 
 
@@ -216,7 +216,7 @@ def test_a_servers_segments_find_what_ones_own_do(
 
 
 def test_little_of_a_long_prompt_is_sent_for_a_block_more() -> None:
-    sent: list[m.Learn] = []
+    sent: list[m.LearnTokens] = []
     line = _Line(Segments(16))
     line.tell = sent.append  # type: ignore[method-assign, assignment]
     remote = RemoteSegments(line, 16)  # type: ignore[arg-type]

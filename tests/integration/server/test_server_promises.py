@@ -254,7 +254,7 @@ def test_what_another_engine_of_the_server_is_saving_is_waited_for(
     answering.run()
     assert (request.answer, request.reused) == (plain(prompt), {"host": 96})
     until(lambda: server.idle)
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     assert len(space._awaited) == 0
 
 
@@ -295,7 +295,7 @@ def assert_nothing_is_held(server: RunningServer) -> None:
     """Every block can be evicted and every slot is free then. Ends the server."""
     until(lambda: server.idle)
     server.close()
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     assert space.manager.in_flight == 0
     assert len(space._awaited) == 0
     space.manager.index.evictions.evict(HOST, 1 << 20)

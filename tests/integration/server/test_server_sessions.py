@@ -18,7 +18,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server import runtime_dir as places
 from kvcore.server import server as module
-from kvcore.server.runtime_dir import Folder, HeldSession, SessionFile
+from kvcore.server.runtime_dir import RuntimeDir, SessionFile, SessionLock
 from kvcore.server.server import Server
 from kvcore.testing.waiting import until
 from kvcore_devtools.served import settings
@@ -96,8 +96,8 @@ def test_who_was_welcomed_has_a_lease_to_come_in_and_no_longer(
     assert not later(server, clock, LEASE_S), "nobody came"
     assert "silent" not in caplog.text, "an engine whose hello was answered late is well"
     with pytest.raises(TierUnavailable, match="is over"):
-        HeldSession(folder, first.file)
-    refused = ask(m.Beat(2, first.session))
+        SessionLock(folder, first.file)
+    refused = ask(m.Heartbeat(2, first.session))
     assert (type(refused), refused.kind) == (m.Refused, "session")
 
 
@@ -107,12 +107,12 @@ def test_a_session_that_is_heard_is_not_called_silent(
     """And one that is silent ends no sooner than its lock is let go."""
     server, ask = serving
     given = welcome(ask)
-    held = HeldSession(folder, given.file)
+    held = SessionLock(folder, given.file)
     for _ in range(4):
         assert [s["silent"] for s in later(server, clock, LEASE_S * 0.6)] == [False]
-        assert isinstance(ask(m.Beat(2, given.session)), m.Beating)
+        assert isinstance(ask(m.Heartbeat(2, given.session)), m.HeartbeatReply)
     assert [s["silent"] for s in later(server, clock, LEASE_S * 1.5)] == [True]
-    assert isinstance(ask(m.Beat(3, given.session)), m.Beating)
+    assert isinstance(ask(m.Heartbeat(3, given.session)), m.HeartbeatReply)
     assert [s["silent"] for s in later(server, clock, 1.0)] == [False]
     held.close()
     assert not later(server, clock, 1.0), "it has joined: nothing is waited for"
@@ -136,14 +136,14 @@ def test_sessions_are_bounded(
 
 def test_a_session_that_has_ended_can_be_taken_by_nobody(folder: Path) -> None:
     """Its slots are others' from then on."""
-    own = Folder(folder)
+    own = RuntimeDir(folder)
     session = SessionFile(own, own.next_number(), {})
-    held = HeldSession(folder, session.name)
+    held = SessionLock(folder, session.name)
     assert not session.ended(), "somebody holds it"
     held.close()
     assert session.ended()
     with pytest.raises(TierUnavailable, match="is over"):
-        HeldSession(folder, session.name)
+        SessionLock(folder, session.name)
     own.close()
 
 
@@ -151,7 +151,7 @@ def test_a_session_that_ends_while_it_is_taken_is_not_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look at its name and the lock on what it named."""
-    own = Folder(folder)
+    own = RuntimeDir(folder)
     session = SessionFile(own, own.next_number(), {})
     lock = places._try_lock
 
@@ -163,24 +163,24 @@ def test_a_session_that_ends_while_it_is_taken_is_not_taken(
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(places, "_try_lock", ends_first)
     with pytest.raises(TierUnavailable, match="is over"):
-        HeldSession(folder, session.name)
+        SessionLock(folder, session.name)
     assert len(os.listdir("/proc/self/fd")) == before - 1, "the server's is closed, and its own"
     own.close()
 
 
 def test_a_new_server_ends_what_a_killed_one_left_and_gives_no_number_twice(folder: Path) -> None:
     """A worker knows by its session's number, and by the file, whose memory it has mapped."""
-    killed = Folder(folder)
+    killed = RuntimeDir(folder)
     number = killed.next_number()
     left = SessionFile(killed, number, {})
-    held = HeldSession(folder, left.name)
+    held = SessionLock(folder, left.name)
     assert not held.over
     killed.close()  # as the kernel does
-    own = Folder(folder)
+    own = RuntimeDir(folder)
     assert held.over
     assert own.next_number() == number + 1
     with pytest.raises(TierUnavailable, match="is over"):
-        HeldSession(folder, left.name)
+        SessionLock(folder, left.name)
     held.close()
     os.close(left._file)
     own.close()
@@ -188,7 +188,7 @@ def test_a_new_server_ends_what_a_killed_one_left_and_gives_no_number_twice(fold
 
 def test_a_server_that_closes_ends_its_sessions(folder: Path, clock: Clock) -> None:
     with asked(folder, clock) as (_, ask):
-        held = HeldSession(folder, welcome(ask).file)
+        held = SessionLock(folder, welcome(ask).file)
         assert not held.over
     assert held.over, "before a next server comes"
     held.close()

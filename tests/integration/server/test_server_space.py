@@ -14,8 +14,8 @@ from kvcore.fusion.segments import Segments
 from kvcore.model.keys import pack_tokens
 from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
-from kvcore.server.model_cache import Space
-from kvcore.server.runtime_dir import Folder, session_of
+from kvcore.server.model_cache import ModelCache
+from kvcore.server.runtime_dir import RuntimeDir, session_of
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore_devtools.served import settings, words
@@ -26,7 +26,7 @@ CHAIN, HERE = m.join(NAMES), b"n" * 16
 SAVER, LOADER = 5, 6
 
 
-def ticking(space: Space, what: Callable[[], Any]) -> None:
+def ticking(space: ModelCache, what: Callable[[], Any]) -> None:
     """The server's loop, until ``what`` is so."""
 
     def tick() -> Any:
@@ -37,12 +37,12 @@ def ticking(space: Space, what: Callable[[], Any]) -> None:
 
 
 @pytest.fixture
-def space(folder: Path, tmp_path: Path) -> Iterator[Space]:
+def space(folder: Path, tmp_path: Path) -> Iterator[ModelCache]:
     """Four blocks are on disk, and only there."""
-    held = Folder(folder)
+    held = RuntimeDir(folder)
     config = settings(folder, disk={"path": str(tmp_path), "capacity": "1MiB"})
-    made = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
-    graph = made.save(m.Save(1, SAVER, CHAIN, HERE), 1).graph
+    made = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    graph = made.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph
     assert graph is not None
     made.done(SAVER, ended(graph))
     ticking(made, lambda: not made.background)
@@ -61,15 +61,15 @@ def ended(graph: TransferGraph, why: RowError | None = None) -> list[OpReport]:
     ]
 
 
-def sources(space: Space) -> list[m.Place]:
-    return space.match(m.Match(1, LOADER, CHAIN, HERE)).sources
+def sources(space: ModelCache) -> list[m.SourceSpan]:
+    return space.match(m.MatchRequest(1, LOADER, CHAIN, HERE)).sources
 
 
-def load(space: Space, ranks: int) -> tuple[TransferGraph, int]:
+def load(space: ModelCache, ranks: int) -> tuple[TransferGraph, int]:
     """A load of all four, and its read."""
     found = sources(space)
     assert found == [("disk", 0, 4)]
-    graph = space.load(m.Load(1, LOADER, CHAIN, HERE, found, 0, 4), ranks).graph
+    graph = space.load(m.LoadRequest(1, LOADER, CHAIN, HERE, found, 0, 4), ranks).graph
     assert graph is not None
     assert session_of(graph.graph_id) == LOADER
     [read] = [op.op_id for op in graph.ops if op.path.reads_tier]
@@ -80,7 +80,7 @@ def collect(into: list[dict[int, RowError]]) -> Callable[[dict[int, RowError]], 
     return into.append
 
 
-def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
+def test_a_read_begins_when_every_rank_is_ready_for_it(space: ModelCache) -> None:
     graph, read = load(space, ranks=2)
     told: list[dict[int, RowError]] = []
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
@@ -93,12 +93,12 @@ def test_a_read_begins_when_every_rank_is_ready_for_it(space: Space) -> None:
     assert told == [{}, {}]
     space.read(LOADER, graph.graph_id, read, 1, collect(told))
     assert told == [{}, {}, {}], "whoever asks again is told again"
-    space.done(LOADER, ended(graph))
+    space.ops_ended(LOADER, ended(graph))
     assert (sources(space), space.claims(LOADER)) == ([("host", 0, 4)], 0)
 
 
 @pytest.mark.parametrize("gone", ["says it failed", "withdraws", "is gone"])
-def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: str) -> None:
+def test_slots_stay_taken_while_the_server_reads_into_them(space: ModelCache, gone: str) -> None:
     graph, read = load(space, ranks=1)
     told: list[dict[int, RowError]] = []
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
@@ -107,7 +107,7 @@ def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: s
     else:
         if gone == "withdraws":
             space.withdraw(LOADER, graph.graph_id)
-        space.done(LOADER, ended(graph, RowError.CANCELLED))
+        space.ops_ended(LOADER, ended(graph, RowError.CANCELLED))
     assert space.claims(LOADER) == 1, "the read may be writing"
     assert space.manager.in_flight == 1
     ticking(space, lambda: not space.claims(LOADER))
@@ -115,19 +115,19 @@ def test_slots_stay_taken_while_the_server_reads_into_them(space: Space, gone: s
     assert sources(space) == [("disk", 0, 4)], "what the session did not get is not vouched for"
 
 
-def test_a_session_that_says_it_read_what_nobody_read_is_not_believed(space: Space) -> None:
+def test_a_session_that_says_it_read_what_nobody_read_is_not_believed(space: ModelCache) -> None:
     graph, read = load(space, ranks=1)
     first, *others = sorted(ended(graph), key=lambda report: report.op_id != read)
-    space.done(LOADER, [first])
+    space.ops_ended(LOADER, [first])
     with pytest.raises(FormatError, match="has ended"):
         space.read(LOADER, graph.graph_id, read, 0, collect([]))
-    space.done(LOADER, others)
+    space.ops_ended(LOADER, others)
     assert space.claims(LOADER) == 0
     assert sources(space) == [("disk", 0, 4)]
 
 
 def test_what_the_server_could_not_read_is_not_published_though_the_session_is_content(
-    space: Space, tmp_path: Path
+    space: ModelCache, tmp_path: Path
 ) -> None:
     [slot] = space.manager.index.slots("disk", NAMES, 2, 3).tolist()
     [file] = tmp_path.rglob("shard-0.data")
@@ -141,21 +141,21 @@ def test_what_the_server_could_not_read_is_not_published_though_the_session_is_c
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
     ticking(space, lambda: told)
     assert told == [{2: RowError.CORRUPT}]
-    space.done(LOADER, ended(graph))
+    space.ops_ended(LOADER, ended(graph))
     assert sources(space) == [("host", 0, 2)], "the damaged block, and what stands on it, is gone"
 
 
-def test_a_session_cannot_drop_blocks_or_end_what_is_anothers(space: Space) -> None:
+def test_a_session_cannot_drop_blocks_or_end_what_is_anothers(space: ModelCache) -> None:
     graph, read = load(space, ranks=1)
-    space.done(SAVER, ended(graph))
+    space.ops_ended(SAVER, ended(graph))
     assert space.claims(LOADER) == 1
     with pytest.raises(FormatError, match="no read"):
         space.read(SAVER, graph.graph_id, read, 0, collect([]))
-    space.done(LOADER, ended(graph, RowError.CORRUPT))
+    space.ops_ended(LOADER, ended(graph, RowError.CORRUPT))
     assert sources(space) == [("disk", 0, 4)], "a client cannot judge what lies on disk"
 
 
-def test_a_cancelled_graphs_reads_fail_for_the_ranks_that_wait(space: Space) -> None:
+def test_a_cancelled_graphs_reads_fail_for_the_ranks_that_wait(space: ModelCache) -> None:
     graph, read = load(space, ranks=2)
     told: list[dict[int, RowError]] = []
     space.read(LOADER, graph.graph_id, read, 0, collect(told))
@@ -163,13 +163,13 @@ def test_a_cancelled_graphs_reads_fail_for_the_ranks_that_wait(space: Space) -> 
     assert not told
     space.withdraw(LOADER, graph.graph_id)
     assert told == [dict.fromkeys(range(4), RowError.CANCELLED)]
-    space.done(LOADER, ended(graph, RowError.CANCELLED))
+    space.ops_ended(LOADER, ended(graph, RowError.CANCELLED))
     assert space.manager.in_flight == 0
 
 
-def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: Space) -> None:
-    def ask(found: list[m.Place], start: int = 0, stop: int = 4) -> None:
-        space.load(m.Load(1, LOADER, CHAIN, HERE, found, start, stop), 1)
+def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: ModelCache) -> None:
+    def ask(found: list[m.SourceSpan], start: int = 0, stop: int = 4) -> None:
+        space.load(m.LoadRequest(1, LOADER, CHAIN, HERE, found, start, stop), 1)
 
     for found in ([], [("tape", 0, 4)], [("disk", 1, 4)], [("disk", 0, 2), ("host", 2, 4)]):
         with pytest.raises(FormatError):
@@ -180,7 +180,7 @@ def test_a_load_of_what_was_never_matched_or_is_gone_is_refused(space: Space) ->
     with pytest.raises(KVCoreError, match="not published"):
         ask([("host", 0, 4)])
     for layers in ((0, 3), (1, 1), (-1, 1)):
-        asked = m.Load(1, LOADER, CHAIN, HERE, [("disk", 0, 4)], 0, 4, [layers])
+        asked = m.LoadRequest(1, LOADER, CHAIN, HERE, [("disk", 0, 4)], 0, 4, [layers])
         with pytest.raises(FormatError, match="of 2"):
             space.load(asked, 1)
     assert space.manager.in_flight == 0
@@ -201,11 +201,11 @@ OTHER = [bytes([i + 101]) * 16 for i in range(4)]
     ],
 )
 def test_keys_that_are_no_chain_are_not_stored_and_harm_nobody(
-    space: Space, names: list[bytes], namespace: bytes
+    space: ModelCache, names: list[bytes], namespace: bytes
 ) -> None:
     """The index rests on parents that are there; it is every session's."""
     with pytest.raises(FormatError, match="no chain"):
-        space.save(m.Save(1, SAVER, m.join(names), namespace), 1)
+        space.save(m.SaveRequest(1, SAVER, m.join(names), namespace), 1)
     space.check_integrity()
     assert space.clear(HERE) == 4
     assert space.manager.in_flight == 0
@@ -214,10 +214,10 @@ def test_keys_that_are_no_chain_are_not_stored_and_harm_nobody(
 @pytest.mark.parametrize(
     "names", [[OTHER[0], NAMES[1], NAMES[2]], NAMES[2:3], [*OTHER, NAMES[0]], NAMES[1::-1]]
 )
-def test_what_stands_on_other_blocks_is_not_loaded(space: Space, names: list[bytes]) -> None:
+def test_what_stands_on_other_blocks_is_not_loaded(space: ModelCache, names: list[bytes]) -> None:
     for keys, namespace in ((names, HERE), (NAMES, b"o" * 16)):
         stop = len(keys)
-        asked = m.Load(1, LOADER, m.join(keys), namespace, [("disk", 0, stop)], 0, stop)
+        asked = m.LoadRequest(1, LOADER, m.join(keys), namespace, [("disk", 0, stop)], 0, stop)
         with pytest.raises(FormatError, match="no chain"):
             space.load(asked, 1)
     space.check_integrity()
@@ -226,15 +226,15 @@ def test_what_stands_on_other_blocks_is_not_loaded(space: Space, names: list[byt
 
 
 def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_path: Path) -> None:
-    held = Folder(folder)
+    held = RuntimeDir(folder)
     config = settings(folder, fusion={"enabled": True})
-    space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
     tokens = pack_tokens(words(1, 64))
     for namespace, names in ((HERE, NAMES), (b"o" * 16, OTHER)):
-        graph = space.save(m.Save(1, SAVER, m.join(names), namespace), 1).graph
+        graph = space.save(m.SaveRequest(1, SAVER, m.join(names), namespace), 1).graph
         assert graph is not None
-        space.done(SAVER, ended(graph))
-        space.learn(m.Learn(1, SAVER, namespace, m.join(names), 0, 0, tokens))
+        space.ops_ended(SAVER, ended(graph))
+        space.learn(m.LearnTokens(1, SAVER, namespace, m.join(names), 0, 0, tokens))
     segments = space._segments
     assert isinstance(segments, Segments)
     assert segments.num_tokens == 128
@@ -242,23 +242,23 @@ def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_p
     assert segments.num_tokens == 64, "what was said is forgotten with what was stored of it"
     depths = [space.manager.index.match(names).depth for names in (NAMES, OTHER)]
     assert depths == [0, 4]
-    found = space.search(m.Search(1, SAVER, b"o" * 16, tokens)).found
+    found = space.search(m.SearchRequest(1, SAVER, b"o" * 16, tokens)).found
     assert [(start, length) for start, length, *_ in found] == [(0, 64)]
-    assert not space.search(m.Search(1, SAVER, b"x" * 16, tokens)).found, "another tenant's"
+    assert not space.search(m.SearchRequest(1, SAVER, b"x" * 16, tokens)).found, "another tenant's"
     space.close()
     held.close()
 
 
 def test_a_server_spills_what_a_full_host_tier_would_lose(folder: Path, tmp_path: Path) -> None:
-    held = Folder(folder)
+    held = RuntimeDir(folder)
     disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "write_back"}
     config = settings(folder, host={"capacity": "64KiB"}, disk=disk)
-    space = Space(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
     room = space.used["host"][1]
     for i in range(room):
-        graph = space.save(m.Save(1, SAVER, m.join([bytes([i + 1]) * 16]), HERE), 1).graph
+        graph = space.save(m.SaveRequest(1, SAVER, m.join([bytes([i + 1]) * 16]), HERE), 1).graph
         assert graph is not None
-        space.done(SAVER, ended(graph))
+        space.ops_ended(SAVER, ended(graph))
     assert space.used["disk"][0] == 0
     ticking(space, lambda: space.used["disk"][0] and not space.background)
     assert space.used["host"][0] < room

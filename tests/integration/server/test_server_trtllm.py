@@ -13,7 +13,7 @@ from kvcore.config import Config, load_config
 from kvcore.errors import UnsupportedError
 from kvcore.harness.models import tiny_model
 from kvcore.server import worker as worker_module
-from kvcore.server.runtime_dir import HeldSession
+from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.waiting import until
@@ -105,13 +105,13 @@ class Looks:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        over = HeldSession.over.fget
+        over = SessionLock.over.fget
 
-        def looked(held: HeldSession) -> bool:
+        def looked(held: SessionLock) -> bool:
             self.count += 1
             return bool(over(held))  # type: ignore[misc]
 
-        patch.setattr(HeldSession, "over", property(looked))
+        patch.setattr(SessionLock, "over", property(looked))
 
     def wait(self, more: int) -> None:
         before = self.count

@@ -14,7 +14,7 @@ from kvcore.server import messages as m
 from kvcore.server import server as module
 from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession
+from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_devtools.served import RunningServer, serve, settings, words
@@ -37,18 +37,18 @@ class Client:
     def ask(self, kind: Callable[..., Any], *said: Any) -> Any:
         return self.link.ask(kind(self.link.ref(), *said), PATIENCE_S)
 
-    def join(self, folder: Path) -> HeldSession:
+    def join(self, folder: Path) -> SessionLock:
         welcome = until(self._hello)
         self.number = welcome.session
-        return HeldSession(folder, welcome.file)
+        return SessionLock(folder, welcome.file)
 
     def _hello(self) -> m.Welcome | None:
         reply = self.ask(m.Hello, MODEL, 1, "test")
         return reply if isinstance(reply, m.Welcome) else None
 
     def save(self) -> TransferGraph:
-        launched = self.ask(m.Save, self.number, CHAIN, SPACE)
-        assert isinstance(launched, m.Launched)
+        launched = self.ask(m.SaveRequest, self.number, CHAIN, SPACE)
+        assert isinstance(launched, m.LaunchReply)
         assert launched.graph is not None
         return launched.graph
 
@@ -80,7 +80,7 @@ def clients(config: Config, start: Start, folder: Path) -> Iterator[tuple[Client
 
 
 def graphs(client: Client, number: int) -> int:
-    status = client.ask(m.Ask).status
+    status = client.ask(m.StatusRequest).status
     sessions = [each for model in status["models"] for each in model["sessions"]]
     [found] = [each["graphs"] for each in sessions if each["session"] == number]
     return int(found)
@@ -93,19 +93,19 @@ def test_nobody_ends_or_begins_anything_in_anothers_session(
     owner, other = clients
     graph = owner.save()
     said: list[tuple[Any, ...]] = [
-        (m.Done, ended(graph)),
-        (m.Match, CHAIN, SPACE),
-        (m.Load, CHAIN, SPACE, [("host", 0, 4)], 0, 4),
-        (m.Save, CHAIN, SPACE),
-        (m.Held, "host", CHAIN),
-        (m.Read, graph.graph_id, 0, 0),
-        (m.Withdraw, graph.graph_id),
-        (m.Clear, None),
-        (m.Learn, SPACE, CHAIN, 0, 0, b""),
-        (m.Spell, CHAIN, b""),
-        (m.Search, SPACE, b""),
-        (m.Trail, NAMES[0]),
-        (m.Beat,),
+        (m.OpsEnded, ended(graph)),
+        (m.MatchRequest, CHAIN, SPACE),
+        (m.LoadRequest, CHAIN, SPACE, [("host", 0, 4)], 0, 4),
+        (m.SaveRequest, CHAIN, SPACE),
+        (m.HeldRequest, "host", CHAIN),
+        (m.ReadRequest, graph.graph_id, 0, 0),
+        (m.WithdrawRequest, graph.graph_id),
+        (m.ClearRequest, None),
+        (m.LearnTokens, SPACE, CHAIN, 0, 0, b""),
+        (m.PublishTokens, CHAIN, b""),
+        (m.SearchRequest, SPACE, b""),
+        (m.PathRequest, NAMES[0]),
+        (m.Heartbeat,),
         (m.Bye,),
     ]
     for kind, *rest in said:
@@ -114,10 +114,14 @@ def test_nobody_ends_or_begins_anything_in_anothers_session(
         assert reply.kind == "session"
         assert "is not this connection's" in reply.message
     assert graphs(other, owner.number) == 1
-    assert owner.ask(m.Match, owner.number, CHAIN, SPACE).sources == [], "nothing is published"
-    owner.link.tell(m.Done(owner.link.ref(), owner.number, ended(graph)))
-    assert owner.ask(m.Match, owner.number, CHAIN, SPACE).sources == [("host", 0, 4)]
-    assert isinstance(other.ask(m.Beat, other.number), m.Beating), "its own session is as it was"
+    assert owner.ask(m.MatchRequest, owner.number, CHAIN, SPACE).sources == [], (
+        "nothing is published"
+    )
+    owner.link.tell(m.OpsEnded(owner.link.ref(), owner.number, ended(graph)))
+    assert owner.ask(m.MatchRequest, owner.number, CHAIN, SPACE).sources == [("host", 0, 4)]
+    assert isinstance(other.ask(m.Heartbeat, other.number), m.HeartbeatReply), (
+        "its own session is as it was"
+    )
 
 
 def test_a_rank_is_who_knows_what_is_in_the_sessions_file(
@@ -126,27 +130,27 @@ def test_a_rank_is_who_knows_what_is_in_the_sessions_file(
     """And it may do what ranks do, no more. A rank has no more connections than are remembered."""
     monkeypatch.setattr(module, "CONNECTIONS", 1)
     owner, rank = clients
-    held = HeldSession(folder, f"session-{owner.number}")
-    secret = bytes.fromhex(held.told()["secret"])
+    held = SessionLock(folder, f"session-{owner.number}")
+    secret = bytes.fromhex(held.metadata()["secret"])
     held.close()
     for wrong in (b"", secret[:-1], secret[::-1]):
-        reply = rank.ask(m.Enter, owner.number, wrong)
+        reply = rank.ask(m.EnterSession, owner.number, wrong)
         assert (type(reply), reply.kind) == (m.Refused, "session")
-    assert isinstance(rank.ask(m.Beat, owner.number), m.Refused)
-    rank.link.tell(m.Enter(rank.link.ref(), owner.number, secret))
-    assert isinstance(rank.ask(m.Beat, owner.number), m.Beating)
-    reply = rank.ask(m.Read, owner.number, 7, 0, 0)
+    assert isinstance(rank.ask(m.Heartbeat, owner.number), m.Refused)
+    rank.link.tell(m.EnterSession(rank.link.ref(), owner.number, secret))
+    assert isinstance(rank.ask(m.Heartbeat, owner.number), m.HeartbeatReply)
+    reply = rank.ask(m.ReadRequest, owner.number, 7, 0, 0)
     assert (type(reply), reply.kind) == (m.Refused, "malformed"), "it is heard: there is no graph 7"
-    assert isinstance(rank.ask(m.Save, owner.number, CHAIN, SPACE), m.Refused)
+    assert isinstance(rank.ask(m.SaveRequest, owner.number, CHAIN, SPACE), m.Refused)
     rank.link.renew()
-    assert isinstance(rank.ask(m.Beat, owner.number), m.Refused), "another connection"
-    rank.link.tell(m.Enter(rank.link.ref(), owner.number, secret))
-    assert isinstance(rank.ask(m.Beat, owner.number), m.Beating)
-    owner.link.tell(m.Enter(owner.link.ref(), owner.number, secret))
-    assert isinstance(owner.ask(m.Beat, owner.number), m.Beating), (
+    assert isinstance(rank.ask(m.Heartbeat, owner.number), m.Refused), "another connection"
+    rank.link.tell(m.EnterSession(rank.link.ref(), owner.number, secret))
+    assert isinstance(rank.ask(m.Heartbeat, owner.number), m.HeartbeatReply)
+    owner.link.tell(m.EnterSession(owner.link.ref(), owner.number, secret))
+    assert isinstance(owner.ask(m.Heartbeat, owner.number), m.HeartbeatReply), (
         "and what it said before is heard"
     )
-    assert isinstance(rank.ask(m.Beat, owner.number), m.Refused), "the last one is remembered"
+    assert isinstance(rank.ask(m.Heartbeat, owner.number), m.Refused), "the last one is remembered"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

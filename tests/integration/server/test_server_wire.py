@@ -29,7 +29,7 @@ from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager
 from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import HeldSession
+from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
 from kvcore_devtools.served import RunningServer, settings
@@ -105,7 +105,7 @@ REPORTS = st.lists(
 
 NAMES = st.sampled_from(["host", "disk", "", "ann", "x" * 70])
 WHERE = st.builds(
-    o.Where,
+    o.BlockFilter,
     st.none() | NAMES,
     st.none() | NAMES,
     st.none() | st.binary(max_size=17),
@@ -131,19 +131,19 @@ def requests(session: int) -> st.SearchStrategy[Any]:
     space = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
     spans = st.lists(st.tuples(st.integers(-1, 3), st.integers(-1, 3)), max_size=3)
     return st.one_of(
-        st.builds(m.Match, ref, here, CHAIN, space, COUNTS, st.booleans()),
-        st.builds(m.Load, ref, here, CHAIN, space, PLACES, COUNTS, COUNTS, spans),
-        st.builds(m.Save, ref, here, CHAIN, space),
-        st.builds(m.Held, ref, here, st.sampled_from(["host", "none"]), CHAIN),
-        st.builds(m.Done, ref, here, REPORTS),
-        st.builds(m.Read, ref, here, st.integers(0, 9), COUNTS, st.integers(0, 3)),
-        st.builds(m.Withdraw, ref, here, st.integers(0, 9)),
-        st.builds(m.Clear, ref, here, st.none() | space),
-        st.builds(m.Learn, ref, here, space, CHAIN, COUNTS, COUNTS, st.binary(max_size=600)),
-        st.builds(m.Search, ref, here, space, st.binary(max_size=600)),
-        st.builds(m.Trail, ref, here, space),
-        st.builds(m.Ask, ref),
-        st.builds(m.Control, ref, ORDERS, st.binary(max_size=3)),
+        st.builds(m.MatchRequest, ref, here, CHAIN, space, COUNTS, st.booleans()),
+        st.builds(m.LoadRequest, ref, here, CHAIN, space, PLACES, COUNTS, COUNTS, spans),
+        st.builds(m.SaveRequest, ref, here, CHAIN, space),
+        st.builds(m.HeldRequest, ref, here, st.sampled_from(["host", "none"]), CHAIN),
+        st.builds(m.OpsEnded, ref, here, REPORTS),
+        st.builds(m.ReadRequest, ref, here, st.integers(0, 9), COUNTS, st.integers(0, 3)),
+        st.builds(m.WithdrawRequest, ref, here, st.integers(0, 9)),
+        st.builds(m.ClearRequest, ref, here, st.none() | space),
+        st.builds(m.LearnTokens, ref, here, space, CHAIN, COUNTS, COUNTS, st.binary(max_size=600)),
+        st.builds(m.SearchRequest, ref, here, space, st.binary(max_size=600)),
+        st.builds(m.PathRequest, ref, here, space),
+        st.builds(m.StatusRequest, ref),
+        st.builds(m.ControlRequest, ref, ORDERS, st.binary(max_size=3)),
     )
 
 
@@ -162,7 +162,7 @@ def test_a_message_comes_back_as_it_was_and_a_damaged_one_is_no_other_error(
         parts = m.frames(request)
         assert m.decode_request(parts) == request
     except FormatError:
-        parts = m.frames(m.Ask(1))  # a value out of its bounds: the encoder does not look
+        parts = m.frames(m.StatusRequest(1))  # a value out of its bounds: the encoder does not look
     payload = bytearray(parts[1])
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
@@ -183,7 +183,7 @@ def test_chains_are_whole_keys_each_once() -> None:
 @pytest.fixture(scope="module")
 def session(server: RunningServer, raw: Raw) -> Iterator[int]:
     welcome = raw.welcome()
-    held = HeldSession(server.server._folder.path, welcome.file)
+    held = SessionLock(server.server._folder.path, welcome.file)
     yield welcome.session
     held.close()
 
@@ -196,9 +196,9 @@ def test_no_message_harms_the_server_or_another_client(
     garbage = st.lists(st.binary(max_size=40), min_size=1, max_size=3)
     for said in data.draw(st.lists(requests(session) | garbage, max_size=8)):
         raw.send(*(said if isinstance(said, list) else _encoded(said)))
-    assert isinstance(raw.ask(m.Ask(2)), m.Status), "it lives"
-    matched = raw.ask(m.Match(3, session, m.join(keys(4)), SPACE))
-    assert isinstance(matched, m.Matched), "it serves"
+    assert isinstance(raw.ask(m.StatusRequest(2)), m.StatusReply), "it lives"
+    matched = raw.ask(m.MatchRequest(3, session, m.join(keys(4)), SPACE))
+    assert isinstance(matched, m.MatchReply), "it serves"
     server.server.check_integrity()
 
 
@@ -207,7 +207,7 @@ def _encoded(request: Any) -> list[bytes]:
 
 
 def test_an_unknown_session_is_told_to_say_hello(raw: Raw) -> None:
-    reply = raw.ask(m.Beat(5, 12345678))
+    reply = raw.ask(m.Heartbeat(5, 12345678))
     assert isinstance(reply, m.Refused)
     assert (reply.kind, "say hello" in reply.message) == ("session", True)
 
@@ -226,9 +226,9 @@ def test_a_message_past_the_bound_ends_its_connection_and_nothing_else(
     other = Raw(f"ipc://{server.server._folder.path}/server.sock")
     other.send(m.HEADER, bytes(m.MAX_MESSAGE + 1))
     assert not other.socket.poll(300)
-    assert isinstance(raw.ask(m.Ask(6)), m.Status)
+    assert isinstance(raw.ask(m.StatusRequest(6)), m.StatusReply)
     with pytest.raises(FormatError, match="at most"):
-        m.frames(m.Save(1, 1, bytes(m.MAX_MESSAGE + 1), SPACE))
+        m.frames(m.SaveRequest(1, 1, bytes(m.MAX_MESSAGE + 1), SPACE))
 
 
 # -- the client's side ------------------------------------------------------------------------
@@ -277,11 +277,11 @@ def test_a_client_that_was_slower_than_its_lease_asks_again(
     start(settings(folder))
     held: list[str] = []
 
-    def slowly(where: Path, name: str) -> HeldSession:
+    def slowly(where: Path, name: str) -> SessionLock:
         held.append(name)
         if len(held) == 1:
             raise TierUnavailable(f"{name} of the server is over")
-        return HeldSession(where, name)
+        return SessionLock(where, name)
 
     monkeypatch.setattr("kvcore.server.session.HeldSession", slowly)
     manager, _ = join(settings(folder))
@@ -312,10 +312,10 @@ def test_an_engine_with_other_blocks_is_refused_by_name(start: Start, folder: Pa
 
 def test_the_trail_of_a_block_that_nobody_holds_is_refused(raw: Raw) -> None:
     session = raw.welcome().session
-    reply = raw.ask(m.Trail(5, session, b"k" * KEY_BYTES))
+    reply = raw.ask(m.PathRequest(5, session, b"k" * KEY_BYTES))
     assert isinstance(reply, m.Refused)
     assert reply.kind == "stale"
-    reply = raw.ask(m.Search(6, session, SPACE, b"123"))
+    reply = raw.ask(m.SearchRequest(6, session, SPACE, b"123"))
     assert isinstance(reply, m.Refused)
     assert reply.kind == "malformed"
 
@@ -331,19 +331,19 @@ def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) ->
     server = start(settings(folder))
     manager, outbox = join(settings(folder))
     patient = hurry(manager)
-    held, save = threading.Event(), server.server._handlers[m.Save]
+    held, save = threading.Event(), server.server._handlers[m.SaveRequest]
 
     def slow(*given: Any) -> Any:
         held.wait(60)
         return save(*given)
 
-    server.server._handlers[m.Save] = slow
+    server.server._handlers[m.SaveRequest] = slow
     assert manager.launch_save(keys(4), SPACE, 4, units) is None, "in a deadline, without it"
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert not outbox.graphs
     held.set()
     manager.keeper._config = patient
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     until(lambda: not manager.keeper.waiting and space.manager.in_flight == 0)
     until(lambda: manager.launch_save(keys(4), SPACE, 4, units))
     [graph] = outbox.graphs
@@ -362,12 +362,12 @@ def test_an_end_that_cannot_be_told_costs_the_session_and_no_slot(
     graph = manager.launch_save(keys(4), SPACE, 4, units)
     assert graph is not None
     first, tell = manager.keeper.member, manager.keeper.link.tell
-    full = lambda request: not isinstance(request, m.Done) and tell(request)  # noqa: E731
+    full = lambda request: not isinstance(request, m.OpsEnded) and tell(request)  # noqa: E731
     monkeypatch.setattr(manager.keeper.link, "tell", full)
     manager.complete(OpReport(graph.graph_id, 0))
     monkeypatch.undo()
     until(lambda: manager.keeper.member not in (None, first))
-    [space] = server.server._spaces.values()
+    [space] = server.server.models
     until(lambda: not space.manager.in_flight)
     assert manager.launch_save(keys(4), SPACE, 4, units) is not None, "it can be saved again"
     manager.close()
@@ -379,7 +379,7 @@ def test_ends_of_many_ops_are_told_in_several_messages(start: Start, folder: Pat
     member = manager.keeper.member
     assert member is not None
     refusals = server.server._refusals
-    manager.keeper.tell_done(member, [OpReport(1, n) for n in range(2 * m.MAX_REPORTS + 1)])
+    manager.keeper.report_ended(member, [OpReport(1, n) for n in range(2 * m.MAX_REPORTS + 1)])
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert server.server._refusals == refusals
     manager.close()
@@ -414,14 +414,14 @@ def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
     graph = manager.launch_save(chain, SPACE, 4, units)
     assert graph is not None
     manager.complete(OpReport(graph.graph_id, 0))
-    save = server.server._handlers[m.Save]
+    save = server.server._handlers[m.SaveRequest]
 
     def counted(*given: Any) -> Any:
         nonlocal asked
         asked += 1
         return save(*given)
 
-    server.server._handlers[m.Save] = counted
+    server.server._handlers[m.SaveRequest] = counted
 
     def questions(stop: int) -> int:
         before = asked
@@ -476,7 +476,7 @@ def test_a_load_that_has_gone_stale_is_one_that_fails(start: Start, folder: Path
 def test_plans_that_come_to_nothing_are_given_back(start: Start, folder: Path) -> None:
     server = start(settings(folder))
     manager, outbox = join(settings(folder))
-    [model] = server.server._spaces.values()
+    [model] = server.server.models
     assert manager.launch_save(keys(4), SPACE, 4, lambda start, stop: None) is None
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert model.manager.in_flight == 0, "the engine had the pages no more"
@@ -497,7 +497,7 @@ def test_a_session_ends_with_the_leader_that_leaves_it(start: Start, folder: Pat
     assert manager.launch_save(keys(4), SPACE, 4, units) is not None
     manager.close()
     until(lambda: not server.server._sessions)
-    [model] = server.server._spaces.values()
+    [model] = server.server.models
     assert (model.manager.in_flight, model.used["host"][0]) == (0, 0), "its save never ended"
 
 
@@ -556,7 +556,7 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     assert stranger.keeper.member is None, "the server does not know these keys, nor they it"
     stranger.close()
     naked = Raw(tcp["address"])
-    naked.send(*m.frames(m.Ask(1)))
+    naked.send(*m.frames(m.StatusRequest(1)))
     assert not naked.socket.poll(500), "without keys there is no answer"
 
 
@@ -567,7 +567,7 @@ def test_a_link_that_closes_answers_those_who_wait_with_nothing(folder: Path, al
     asking = threading.Event()
     send = link._send
 
-    def noting(request: m.Request) -> bool:
+    def noting(request: m.ServerRequest) -> bool:
         sent = send(request)
         asking.set()
         return sent
@@ -575,11 +575,11 @@ def test_a_link_that_closes_answers_those_who_wait_with_nothing(folder: Path, al
     link._send = noting  # type: ignore[method-assign]
     timeout = 0.5 if alive is None else 600.0  # who does not ask for slices has the link alone
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(link.ask, m.Beat(link.ref(), 1), timeout, alive=alive)
+        waiting = pool.submit(link.ask, m.Heartbeat(link.ref(), 1), timeout, alive=alive)
         assert asking.wait(60)
         link.close()
         assert waiting.result(60) is None
-    assert link.ask(m.Beat(link.ref(), 1), 600.0) is None, "at once"
-    assert not link.tell(m.Beat(link.ref(), 1))
+    assert link.ask(m.Heartbeat(link.ref(), 1), 600.0) is None, "at once"
+    assert not link.tell(m.Heartbeat(link.ref(), 1))
     link.drain()
     link.close()

@@ -10,7 +10,7 @@ import pytest
 from kvcore.errors import FormatError
 from kvcore.events import Content, Feed, Message, Pacing, Publisher, Subscriber
 from kvcore.events.feed import Lost
-from kvcore.events.token_cache import Texts
+from kvcore.events.token_cache import TokenCache
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode, encode, number_bytes, wire_events
 from kvcore.model.keys import ROOT_PARENT, pack_tokens
 from kvcore.telemetry.metrics import Metrics
@@ -26,14 +26,14 @@ class FeedRig:
         self.metrics = Metrics()
         self.now = now
         kept = Pacing(**pacing)
-        self.feed = Feed(kept.queue_blocks, lambda: self.held, told=self.metrics.told)
+        self.feed = Feed(kept.queue_blocks, lambda: self.held, count=self.metrics.told)
         self.publisher = Publisher(
             self.held,
             self.feed.items,
             [self.bus],
             16,
             pacing=kept,
-            told=self.metrics.told,
+            count=self.metrics.told,
             clock=lambda: self.now,
         )
         self.bus.publisher = self.publisher
@@ -71,7 +71,7 @@ def test_events_that_fit_are_not_dropped_and_a_queue_is_bounded() -> None:
     def dropped() -> int:
         return int(metrics.snapshot().get("kvcore_event_blocks_total", {}).get("dropped", 0))
 
-    feed = Feed(3, content, told=metrics.told)
+    feed = Feed(3, content, count=metrics.told)
     feed.note(stored(1, 2))
     feed.note(stored(3))
     assert dropped() == 0
@@ -92,7 +92,7 @@ def test_events_that_fit_are_not_dropped_and_a_queue_is_bounded() -> None:
 
 def test_a_queue_gives_some_of_what_it_has_and_keeps_count() -> None:
     dropped: list[int] = []
-    feed = Feed(8, dict, told=lambda _, blocks: dropped.append(blocks))
+    feed = Feed(8, dict, count=lambda _, blocks: dropped.append(blocks))
     for n in range(0, 8, 2):
         feed.note(stored(n, n + 1))
     assert feed.items(3) == [stored(0, 1), stored(2, 3)]
@@ -114,7 +114,7 @@ def test_a_leader_renews_what_is_known_with_its_next_call() -> None:
         looks.append(1)
         return held
 
-    feed = Feed(8, content, told=lambda _, blocks: dropped.append(blocks))
+    feed = Feed(8, content, count=lambda _, blocks: dropped.append(blocks))
     feed.note(stored(1, 2))
     feed.tick()
     assert not looks
@@ -135,7 +135,7 @@ def test_a_leader_renews_what_is_known_with_its_next_call() -> None:
 
 def test_a_queue_that_nobody_takes_from_any_more_counts_all_as_dropped() -> None:
     dropped: list[int] = []
-    feed = Feed(8, dict, told=lambda _, blocks: dropped.append(blocks))
+    feed = Feed(8, dict, count=lambda _, blocks: dropped.append(blocks))
     feed.note(stored(1, 2))
     feed.close()
     feed.note(stored(3, 4, 5))
@@ -346,9 +346,9 @@ def said(bus: Bus) -> list[tuple[list[Any], Any, list[int]]]:
 def test_tokens_are_told_of_the_blocks_whose_tokens_are_known() -> None:
     bus = Bus()
     feed = telling(bus)
-    feed.spell([key(1), key(2)], text(1) + text(2))
+    feed.publish_tokens([key(1), key(2)], text(1) + text(2))
     feed.note(stored(1, 2, 3))
-    feed.spell([key(4)], text(4))
+    feed.publish_tokens([key(4)], text(4))
     feed.note(stored(4, parent=key(3)))
     bus.step()
     assert said(bus) == [
@@ -375,17 +375,17 @@ def test_a_publisher_that_tells_no_tokens_keeps_none() -> None:
     bus = Bus()
     feed = Feed(64, lambda: {"host": (b"", b"")})
     bus.publisher = Publisher(feed.content(), feed.items, [bus], 2)
-    feed.spell([key(1)], text(1))
+    feed.publish_tokens([key(1)], text(1))
     feed.note(stored(1))
     bus.step()
-    assert not feed.tells_tokens
+    assert not feed.wants_tokens
     assert said(bus) == [([key(1)], None, [])]
 
 
 def test_tokens_that_do_not_fit_their_blocks_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     bus = Bus()
     feed = telling(bus)
-    feed.spell([key(1), key(2)], text(1))
+    feed.publish_tokens([key(1), key(2)], text(1))
     feed.note(stored(1, 2))
     bus.step()
     assert said(bus) == [([key(1), key(2)], None, [])]
@@ -396,7 +396,7 @@ def test_tokens_outlive_a_full_queue_where_their_blocks_are_held() -> None:
     bus = Bus()
     held = b"".join(map(key, (1, 2)))
     feed = telling(bus, 2, {"host": (held, bytes(16) + key(1))})
-    feed.spell([key(1)], text(1))
+    feed.publish_tokens([key(1)], text(1))
     bus.step()
     feed.note(stored(1, 2))
     feed.note(stored(3))
@@ -409,10 +409,10 @@ def test_tokens_outlive_a_full_queue_where_their_blocks_are_held() -> None:
 
 
 def test_what_no_tier_holds_is_bounded() -> None:
-    texts = Texts(8, spare_blocks=3)
-    texts.spell([key(n) for n in range(3)], b"".join(map(text, range(3))))
+    texts = TokenCache(8, spare_blocks=3)
+    texts.add([key(n) for n in range(3)], b"".join(map(text, range(3))))
     texts.stored([key(0), key(1)])
-    texts.spell([key(n) for n in range(3, 6)], b"".join(map(text, range(3, 6))))
+    texts.add([key(n) for n in range(3, 6)], b"".join(map(text, range(3, 6))))
     assert [texts.get(key(n)) is None for n in range(6)] == [
         False,
         False,
@@ -427,4 +427,4 @@ def test_what_no_tier_holds_is_bounded() -> None:
     assert texts.get(key(0)) == text(0), "another tier holds it"
     assert texts.get(key(3)) is None, "the oldest goes first"
     with pytest.raises(FormatError, match="a block has 8"):
-        texts.spell([key(9)], b"1234")
+        texts.add([key(9)], b"1234")

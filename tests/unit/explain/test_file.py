@@ -17,8 +17,8 @@ from kvcore.cli.app import app
 from kvcore.config import load_config
 from kvcore.explain import file as explain_file
 from kvcore.explain.file import RecordFile, read_records
-from kvcore.explain.journal import Cause, Journal, Miss, Record
 from kvcore.explain.recorder import Watch
+from kvcore.explain.request_log import Cause, Miss, RequestLog, RequestRecord
 from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import Action
 from kvcore.model.keys import Namespace
@@ -174,7 +174,7 @@ def test_a_client_does_not_learn_of_other_tenants(tmp_path: Path) -> None:
     one, two = Namespace(b"model", cache_salt="one"), Namespace(b"model", cache_salt="two")
     seen: list[Any] = []
     for others in ((), (one,)):
-        watch = Watch(Journal(clock=lambda: 0.0))
+        watch = Watch(RequestLog(clock=lambda: 0.0))
         for space in others:
             look(watch, "theirs", 0, space)
         look(watch, "mine", 0, two)
@@ -206,7 +206,7 @@ def spans() -> Iterator[Any]:
 
 def test_spans_join_the_engines_trace(spans: Any) -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    record = Record("r", 100, misses=[Miss(Cause.TOO_SHORT)], loaded={"host": 64})
+    record = RequestRecord("r", 100, misses=[Miss(Cause.TOO_SHORT)], loaded={"host": 64})
     record.steps = {"lookup": 0.25, "load": 0.5, "rest": 1.0}
     spans.spans.emit(record, {"traceparent": f"00-{trace}-{parent}-01"})
     *steps, whole = spans.finished()
@@ -222,7 +222,7 @@ def test_spans_join_the_engines_trace(spans: Any) -> None:
 
 
 def test_a_request_without_a_trace_begins_one(spans: Any) -> None:
-    spans.spans.emit(Record("r", 1, steps={"rest": 0.1}))
+    spans.spans.emit(RequestRecord("r", 1, steps={"rest": 0.1}))
     *_, whole = spans.finished()
     assert whole.parent is None
 

@@ -20,7 +20,7 @@ from kvcore.model.identity import Namespaces, hooked, lora_identity, rope_length
 from kvcore.model.keys import Namespace
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
-from kvcore.plugins.manager import Found, Origin
+from kvcore.plugins.manager import Offer, Origin
 from kvcore.tiers.base import BlockRead, Tier
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import RefusingWorker
@@ -279,7 +279,7 @@ def test_an_end_that_hangs_or_fails_is_named(caplog: pytest.LogCaptureFixture) -
 
 def test_kv_made_under_hooks_around_attention_is_kept_apart() -> None:
     def found(name: str, version: str = "1") -> str:
-        return Found("attention", name, Origin("plugin", "package", version), None).identity
+        return Offer("attention", name, Origin("plugin", "package", version), None).identity
 
     own = b"f" * 32
     assert hooked(own, []) == own

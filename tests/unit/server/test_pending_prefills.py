@@ -7,7 +7,7 @@ import pytest
 from kvcore.index import BlockIndex, Reservation, TierSpec
 from kvcore.manager.base import HOST, Promise
 from kvcore.model.keys import KeyChain, Namespace
-from kvcore.server.pending_prefills import MAX_AWAITED, Awaited
+from kvcore.server.pending_prefills import MAX_AWAITED, PendingPrefills
 from support.clock import Clock
 
 NAMESPACE = b"n" * 16
@@ -30,15 +30,15 @@ def index() -> BlockIndex:
 
 
 @pytest.fixture
-def awaited(index: BlockIndex, clock: Clock) -> Awaited:
-    return Awaited(index, clock=clock)
+def awaited(index: BlockIndex, clock: Clock) -> PendingPrefills:
+    return PendingPrefills(index, clock=clock)
 
 
 def saving(index: BlockIndex, keys: list[bytes], stop: int) -> Reservation:
     return index.lifecycle.reserve(HOST, keys, 0, stop, NAMESPACE)
 
 
-def test_it_comes_until_it_is_there(index: BlockIndex, awaited: Awaited) -> None:
+def test_it_comes_until_it_is_there(index: BlockIndex, awaited: PendingPrefills) -> None:
     keys = keys_of(1)
     assert not awaited.coming(keys, 0), "nothing was promised"
     save = saving(index, keys, 4)
@@ -50,7 +50,9 @@ def test_it_comes_until_it_is_there(index: BlockIndex, awaited: Awaited) -> None
     assert len(awaited) == 0
 
 
-def test_more_than_was_promised_is_not_waited_for(index: BlockIndex, awaited: Awaited) -> None:
+def test_more_than_was_promised_is_not_waited_for(
+    index: BlockIndex, awaited: PendingPrefills
+) -> None:
     keys = keys_of(1)
     saving(index, keys, 6)
     awaited.expect(keys, Promise(4, 60.0))
@@ -58,7 +60,9 @@ def test_more_than_was_promised_is_not_waited_for(index: BlockIndex, awaited: Aw
     assert not awaited.coming(keys, 4)
 
 
-def test_a_save_that_ends_in_nothing_ends_the_waiting(index: BlockIndex, awaited: Awaited) -> None:
+def test_a_save_that_ends_in_nothing_ends_the_waiting(
+    index: BlockIndex, awaited: PendingPrefills
+) -> None:
     keys = keys_of(1)
     save = saving(index, keys, 4)
     awaited.expect(keys, Promise(4, 60.0))
@@ -69,7 +73,7 @@ def test_a_save_that_ends_in_nothing_ends_the_waiting(index: BlockIndex, awaited
     assert not awaited.coming(keys, 0), "it was given up"
 
 
-def test_a_promise_has_its_time(index: BlockIndex, awaited: Awaited, clock: Clock) -> None:
+def test_a_promise_has_its_time(index: BlockIndex, awaited: PendingPrefills, clock: Clock) -> None:
     keys = keys_of(1)
     saving(index, keys, 4)
     awaited.expect(keys, Promise(4, 60.0))
@@ -80,7 +84,7 @@ def test_a_promise_has_its_time(index: BlockIndex, awaited: Awaited, clock: Cloc
 
 
 def test_prompts_that_nobody_asks_for_again_take_no_room(
-    index: BlockIndex, awaited: Awaited
+    index: BlockIndex, awaited: PendingPrefills
 ) -> None:
     first = keys_of(0)
     saving(index, first, 6)

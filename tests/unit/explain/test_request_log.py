@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcore.config import load_config
-from kvcore.explain import Cause, Journal
+from kvcore.explain import Cause, RequestLog
 from kvcore.explain.recorder import Watch  # after the skip
 from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import Ask
@@ -43,7 +43,7 @@ def hit(depth: int, count: int = 4, tier: str = "host") -> Hit:
     return Hit(keys(count), SPACE.digest, (Source(tier, 0, depth),) if depth else ())
 
 
-def look(journal: Journal, found: Hit, name: str = "r", space: Namespace = SPACE) -> Any:
+def look(journal: RequestLog, found: Hit, name: str = "r", space: Namespace = SPACE) -> Any:
     return journal.looked_up(name, PROMPT, 0, found, space, BLOCK)
 
 
@@ -52,7 +52,7 @@ def look(journal: Journal, found: Hit, name: str = "r", space: Namespace = SPACE
 
 def test_a_block_that_left_says_from_where_and_when() -> None:
     clock = Moments()
-    journal = Journal(clock=clock)
+    journal = RequestLog(clock=clock)
     assert [miss.cause for miss in look(journal, hit(0)).misses] == [Cause.NEVER_SEEN]
     journal.note(Event(False, "disk", tuple(keys(4)[2:]), b""))
     clock.now = 7.5
@@ -63,7 +63,7 @@ def test_a_block_that_left_says_from_where_and_when() -> None:
 
 
 def test_another_namespace_names_the_field_and_not_its_value() -> None:
-    journal = Journal()
+    journal = RequestLog()
     look(journal, hit(0))
     mine = Namespace(b"model", lora="poems", cache_salt="tenant")
     record = look(journal, hit(0), "other", mine)
@@ -75,11 +75,11 @@ def test_another_namespace_names_the_field_and_not_its_value() -> None:
 
 
 def test_a_prompt_without_a_whole_block_is_too_short() -> None:
-    assert look(Journal(), Hit([], SPACE.digest, ())).misses[0].cause is Cause.TOO_SHORT
+    assert look(RequestLog(), Hit([], SPACE.digest, ())).misses[0].cause is Cause.TOO_SHORT
 
 
 def test_only_the_last_ones_are_kept() -> None:
-    journal = Journal(capacity=5, blocks=7)
+    journal = RequestLog(capacity=5, blocks=7)
     for n in range(100):
         tokens = [n, *PROMPT]
         journal.looked_up(str(n), tokens, 0, hit(0), SPACE, BLOCK)
@@ -94,7 +94,7 @@ def test_only_the_last_ones_are_kept() -> None:
 
 def test_seconds_by_step_add_up() -> None:
     clock = Moments()
-    journal = Journal(clock=clock)
+    journal = RequestLog(clock=clock)
     record = look(journal, hit(4))
     for seconds, step in ((1.0, "load"), (2.5, "prefill"), (3.0, "prefill")):
         clock.now = seconds
@@ -106,7 +106,7 @@ def test_seconds_by_step_add_up() -> None:
 
 
 def test_a_second_lookup_keeps_the_failures() -> None:
-    journal = Journal()
+    journal = RequestLog()
     look(journal, hit(4))
     journal.loaded("r", {"host": 64})
     journal.failed("r")
@@ -116,7 +116,7 @@ def test_a_second_lookup_keeps_the_failures() -> None:
 
 
 def test_what_failed_stays_through_the_lookup_after_it() -> None:
-    journal = Journal()
+    journal = RequestLog()
     look(journal, hit(4))
     journal.failed("r")
     record = look(journal, hit(2))
@@ -128,7 +128,7 @@ def test_what_failed_stays_through_the_lookup_after_it() -> None:
 
 def test_a_request_that_ended_is_over_and_its_name_may_come_again() -> None:
     clock = Moments()
-    journal = Journal(clock=clock)
+    journal = RequestLog(clock=clock)
     record = look(journal, hit(4))
     journal.failed("r")
     clock.now = 2.0

@@ -24,7 +24,7 @@ from kvcore.manager import Event, Hit
 from kvcore.manager.load_policy import Ask, Otherwise, Plan
 from kvcore.model.keys import Namespace
 
-__all__ = ["Cause", "Journal", "Miss", "Record"]
+__all__ = ["Cause", "Miss", "RequestLog", "RequestRecord"]
 
 
 WAITING = "waiting"
@@ -55,7 +55,7 @@ class Miss(NamedTuple):
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request: tokens, of them ``computed`` by the engine's own cache when it was looked up.
 
     ``matched`` are (tier, first token, one past the last); ``steps`` seconds by name, in order.
@@ -147,7 +147,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
 
 
-class Journal:
+class RequestLog:
     """The last ``capacity`` requests, and what is needed to say why a block is not there.
 
     One owner, not thread-safe. ``blocks`` bounds what is remembered of blocks that left (about 150
@@ -163,14 +163,14 @@ class Journal:
         self._capacity = capacity
         self._blocks = blocks
         self._clock = clock
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._gone: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._first: OrderedDict[bytes, Namespace] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def get(self, request_id: str) -> Record | None:
+    def get(self, request_id: str) -> RequestRecord | None:
         """The record of a request; None where it is too long ago, or never was."""
         return self._records.get(request_id)
 
@@ -194,12 +194,12 @@ class Journal:
         hit: Hit,
         namespace: Namespace,
         block_tokens: int,
-    ) -> Record:
+    ) -> RequestRecord:
         """A request was looked up; a later lookup of the same one begins its record anew, apart
         from what failed and the time it began. One that has ended is another's of the same name.
         """
         old = self._records.get(request_id)
-        record = Record(request_id, len(tokens), computed, began=self._clock())
+        record = RequestRecord(request_id, len(tokens), computed, began=self._clock())
         if old is not None and not old.is_over:
             record.failures, record.began = old.failures, old.began
             record.misses = [miss for miss in old.misses if miss.cause is Cause.FAILED]

@@ -1,0 +1,39 @@
+"""Errors of the server's own, and the kind by which each is told to a client."""
+
+from __future__ import annotations
+
+from kvcore.errors import CapacityError, FormatError, KVCoreError, LayoutError
+
+__all__ = ["AmbiguousModel", "Misfit", "ModelBusy", "NoSession", "refusal_kind"]
+
+
+class NoSession(KVCoreError):
+    """The session ended, was given by another server, or belongs to another client."""
+
+
+class ModelBusy(KVCoreError):
+    """The model is still being prepared; the client asks again."""
+
+
+class Misfit(KVCoreError):
+    """This client can never be served with these settings."""
+
+
+class AmbiguousModel(KVCoreError):
+    """A command names no model that is served here, or more than one."""
+
+
+_KINDS = {
+    NoSession: "session",
+    ModelBusy: "busy",
+    Misfit: "misfit",
+    CapacityError: "capacity",
+    AmbiguousModel: "control",
+    LayoutError: "misfit",
+    FormatError: "malformed",
+}
+
+
+def refusal_kind(error: KVCoreError) -> str:
+    """Return the ``kind`` of `kvcore.control.messages.Refused` for ``error``."""
+    return next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "stale")
