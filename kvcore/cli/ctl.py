@@ -17,7 +17,7 @@ from kvcore.config import Config, format_size, load_config, merge_tables, parse_
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
-    from kvcore.control.commands import Command, BlockFilter
+    from kvcore.control.commands import BlockFilter, Command
 
 __all__ = ["app", "as_tables", "ask", "parse_where"]
 

@@ -18,14 +18,14 @@ import json, logging, mmap, os, sys
 from contextlib import closing
 from pathlib import Path
 from kvcore.errors import TierUnavailable
-from kvcore.server.runtime_dir import Folder, open_arena
+from kvcore.server.runtime_dir import RuntimeDir, open_arena
 from kvcore.memory.hugepages import SharedPages
 
 said = []
 logging.getLogger("kvcore.server").addHandler(type("", (logging.Handler,), {
     "emit": lambda self, record: said.append(record.getMessage())})())
 mount, nbytes, wanted = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "wanted"
-folder = Folder(mount / "kvcore")
+folder = RuntimeDir(mount / "kvcore")
 os.close(folder.make_arena("arena-1", nbytes, huge_pages=wanted))
 taken = os.stat(folder.path / "arena-1").st_blocks * 512
 file = open_arena(folder.path, "arena-1")

@@ -17,7 +17,7 @@ from kvcore.errors import TierUnavailable
 from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server import runtime_dir as places
-from kvcore.server import server as module
+from kvcore.server import sessions as module
 from kvcore.server.runtime_dir import RuntimeDir, SessionFile, SessionLock
 from kvcore.server.server import Server
 from kvcore.testing.waiting import until

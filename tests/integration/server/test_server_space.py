@@ -44,7 +44,7 @@ def space(folder: Path, tmp_path: Path) -> Iterator[ModelCache]:
     made = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
     graph = made.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph
     assert graph is not None
-    made.done(SAVER, ended(graph))
+    made.ops_ended(SAVER, ended(graph))
     ticking(made, lambda: not made.background)
     made.manager.index.evictions.evict("host", 100)
     yield made

@@ -11,7 +11,7 @@ pytest.importorskip("zmq")
 from kvcore.config import Config
 from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
-from kvcore.server import server as module
+from kvcore.server import sessions as module
 from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import SessionLock

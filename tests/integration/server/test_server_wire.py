@@ -283,7 +283,7 @@ def test_a_client_that_was_slower_than_its_lease_asks_again(
             raise TierUnavailable(f"{name} of the server is over")
         return SessionLock(where, name)
 
-    monkeypatch.setattr("kvcore.server.session.HeldSession", slowly)
+    monkeypatch.setattr("kvcore.server.session.SessionLock", slowly)
     manager, _ = join(settings(folder))
     assert manager.keeper.member is not None
     assert len(held) == 2
