@@ -199,7 +199,7 @@ class _Watched(Server):
         for info in cache.manager.index.admin.list_blocks():
             self._say(f"+{info.key.hex()}")
         cache.manager.index.watch(teller(self._say))
-        into_worker(cache._here.worker, self._faults)
+        into_worker(cache._transport.worker, self._faults)
 
 
 def _serve(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
@@ -249,7 +249,7 @@ def _look(bench: Bench, seed: str, published: set[str], say: Say) -> None:
         index = space.manager.index
         lost = [key for key in published if bytes.fromhex(key) not in index]
         assert not lost, f"{len(lost)} of {len(published)} published blocks are gone"
-        tier = space._here.worker.tiers["disk"]
+        tier = space._transport.worker.tiers["disk"]
         read = compare_blocks(tier, places, known["blocks"][:, 0])
         numbers = random.Random(seed).sample(range(POOL), CHECKED)
         reused = _ask(engine, numbers, known["answers"].tolist())

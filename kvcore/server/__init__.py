@@ -1,23 +1,30 @@
-"""One process that keeps KV for every engine of a machine.
+"""One process that keeps the KV cache for every engine of a machine.
 
-    engine A   leader ── RemoteManager ──┐ questions, reports          ┌── index, plans
+    engine A   leader ── RemoteManager ──┐ requests, reports           ┌── index, plans
                worker ── ServedWorker ─┐ │                             │
-                                       │ ├──▶ Server ── Space a model ─┼── host arena (shared)
-    engine B   leader ── RemoteManager ┼─┘                             │        ▲
+                                       │ ├──▶ Server ── ModelCache ────┼── host arena (shared)
+    engine B   leader ── RemoteManager ┼─┘              for each model │        ▲
                worker ── ServedWorker ─┤                               └── tiers, reads and writes
                                        └── copies: engine pages ◀──────────────▶┘
 
-The server decides and does the I/O of tiers; a worker copies between the arena, which it maps, and
-its engine's pages. The leader logic of an adapter is the same as without a server.
+The server decides and does the I/O of the tiers. A worker maps the arena and copies between it and
+the pages of its engine. An adapter's leader runs the same code with and without a server.
 
-    places     the folder: socket, arenas, and who may still touch which memory
-    messages   what is said, and how much of it at most
-    space      one model on the server: what a session began, and how it ends
-    server     the loop
-    link       a client's socket
-    keeper     how a client joins, and stays one
-    client     the leader's side
-    worker     the worker's side
-    keys       CURVE keys, for TCP
-    exporter   its metrics, over HTTP
+    server            the loop: receives requests and dispatches them
+    sessions          who may speak in a session, and when it ends
+    model_caches      prepares the models, finds the one that is meant
+    model_cache       one model: its index, its tiers, and the transfers of every session
+    pending_prefills  prompts that another engine promised and is saving here
+    pending_clears    clear requests that no server has acknowledged
+    runtime_dir       the directory: socket, arenas, and who may still touch which memory
+    messages          the requests and replies, with their limits
+    client            the leader's side: `RemoteManager`
+    remote_index      the part of the server's index that an adapter reads
+    segments          fusion's search for stored tokens, on both sides
+    session           how a leader joins the server, and stays joined
+    worker            the worker's side: `ServedWorker`
+    rpc               a client's socket
+    curve_keys        CURVE keys, for TCP
+    exporter          Prometheus metrics over HTTP
+    errors            reasons to refuse a request
 """

@@ -1,10 +1,10 @@
 """The leader's side of a server: `RemoteManager` answers as a manager of its own would.
 
-While there is no server (`SessionKeeper` says when) nothing is found and nothing is saved, at once. What
-was planned before goes on: the workers have the memory mapped.
+While there is no server (`SessionKeeper` tracks that) nothing is found and nothing is saved,
+without any delay. What was planned before goes on, because the workers have the memory mapped.
 
-A load that the server does not plan is given to the workers as a graph that they refuse, so that
-the engine computes, in the way that it would had the copy failed.
+A load that the server does not plan is given to the workers as a graph that they refuse. The engine
+then computes those tokens, as it would if the copy had failed.
 """
 
 from __future__ import annotations
@@ -71,14 +71,15 @@ __all__ = ["RemoteManager", "join_server"]
 _log = logging.getLogger("kvcore.server.client")
 
 BLOCKS_A_MESSAGE = 1024
-"""Blocks whose tokens go into one message: 4 MiB of them at the largest blocks."""
+"""Blocks whose tokens go into one message: 4 MiB of tokens for the largest blocks."""
 _NO_ROOM = Room(full=True, free=0, staging=False, lent=False)
 
 
 class RemoteManager(Manager):
-    """`kvcore.manager.KVManager`, asked of a server. One thread, the leader's, but for `close`.
+    """A `kvcore.manager.KVManager` that is in the server. For one thread, the leader's.
 
-    Every call is answered in the server's deadline, or as if nothing were held.
+    Only `close` may be called from another thread. Every call returns within the server's deadline,
+    and as if nothing were held if the server does not answer by then.
     """
 
     index: RemoteIndex
@@ -93,14 +94,15 @@ class RemoteManager(Manager):
         self.index = RemoteIndex(self)
         self._metrics = metrics
         self._room = _NO_ROOM
-        self._coming = b""  # last key of a prompt of which the server awaits what was promised
-        self._owed: set[bytes] | None = set()  # namespaces to clear; None: all
-        self._note = PendingClears(keeper.folder, keeper.model)
+        self._coming = b""  # last key of a prompt whose promised blocks the server waits for
+        self._pending_clears: set[bytes] | None = set()  # namespaces to clear; None: all
+        self._clear_file = PendingClears(keeper.folder, keeper.model)
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
         self._host: dict[int, tuple[bytes, int]] = {}
-        """By load that is on its way: the last of the blocks that it keeps in host memory, and how
-        many they are from the prompt's start on."""
+        """Loads in flight: the last block that each keeps in host memory, and its count from the
+        start.
+        """
         self._mapped = 0  # the session whose memory every worker is known to have
         self._on_end: dict[int, Callable[[], object]] = {}
 
@@ -108,19 +110,19 @@ class RemoteManager(Manager):
 
     @property
     def backings(self) -> tuple[Backing, ...]:
-        """The server's tiers below the host, as far as an engine cares."""
+        """Return the server's tiers below the host."""
         member = self.keeper.member
         tiers = [] if member is None else member.welcome.tiers
         return tuple(Backing(name, read_path=Path(path)) for name, path in tiers)
 
     @property
     def node(self) -> str:
-        """The server's: this engine has none of its own."""
+        """Return the server's node; this engine has none of its own."""
         member = self.keeper.member
         return "" if member is None else member.welcome.node
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
-        """What the server holds of ``keys``; nothing when it does not answer in time."""
+        """Return what the server holds of ``keys``; an empty hit if it does not answer in time."""
         found = self._match(keys, namespace, 0, ask=False)
         if found is None:
             self._coming = b""
@@ -149,8 +151,11 @@ class RemoteManager(Manager):
         return reply if isinstance(reply, MatchReply) else None
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
-        """As `KVManager.ask_stores`, behind a `get_match` of the same prompt. What is promised may
-        come to the server's stores, or to its host memory from another of its engines."""
+        """Ask the server's stores for more of a prompt, as `KVManager.ask_stores` does.
+
+        Call it after `get_match` for the same prompt. Promised blocks may come to the server's
+        stores, or to its host memory from another of its engines.
+        """
         member = self.keeper.member
         if member is None or max(hit.depth, computed) >= len(hit.keys):
             return False
@@ -159,24 +164,26 @@ class RemoteManager(Manager):
         found = self._match(hit.keys, hit.namespace, computed, ask=True, promise=promise)
         if found is None:
             return False
-        # What came between the two questions is told with this answer, and is asked for no more.
+        # This reply also reports what came between the two requests; it is not asked for again.
         depth = found.sources[-1][2] if found.sources else 0
         return found.asking or depth > hit.depth
 
     def wait_stores(self, timeout: float) -> bool:
-        """The server does not call: wait a moment, then ask again."""
+        """Wait a moment, then let the caller ask again: the server does not notify its clients."""
         time.sleep(min(timeout, RETRY_S / 100))
         return False
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Blocks used and slots by tier, as the last heartbeat said. Empty without a session."""
+        """Return blocks used and slots by tier, as of the last heartbeat; empty without a session."""
         member = self.keeper.member
         return {} if member is None else member.tiers
 
     def path_of(self, key: bytes) -> PathReply:
-        """The chain that ends with a block. Raises TierUnavailable when no tier holds it, or the
-        server does not answer."""
+        """Return the chain that ends with a block.
+
+        Raises TierUnavailable if no tier holds the block, or if the server does not answer.
+        """
         member, reply = self.keeper.member, None
         if member is not None:
             reply = self.keeper.ask(PathRequest(self._ref(), member.number, key), PathReply)
@@ -186,7 +193,7 @@ class RemoteManager(Manager):
         return reply
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int:
-        """Leading blocks that a tier holds or is receiving."""
+        """Return how many leading blocks a tier holds or is receiving."""
         member = self.keeper.member
         if not keys or member is None:
             return 0
@@ -196,7 +203,7 @@ class RemoteManager(Manager):
         return reply.value if isinstance(reply, CountReply) else 0
 
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
-        """As of the last match."""
+        """Return whether a load can be planned, as of the last match."""
         tiers = hit.blocks_by_tier(start, stop)
         return self._room.admits(sum(n for tier, n in tiers.items() if tier != "host"))
 
@@ -213,9 +220,9 @@ class RemoteManager(Manager):
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
     ) -> TransferGraph:
-        """As `KVManager.launch_load`; a load that the server does not plan is one that fails.
+        """Launch a load as `KVManager.launch_load` does; a load that the server does not plan fails.
 
-        Raises CapacityError when the server has no slots for it.
+        Raises CapacityError if the server has no slots for it.
         """
         reply = self._ask_load(hit, start, stop, layers, deadline_s)
         if isinstance(reply, Refused) and reply.kind == "capacity":
@@ -228,17 +235,20 @@ class RemoteManager(Manager):
 
     @property
     def certain(self) -> bool:
-        """Whether every worker has copied out of, or into, the memory of this session: then it has
-        it mapped, and a load that the server planned needs the server no more."""
+        """Return True if every worker has the session's memory mapped.
+
+        That is known once a copy to or from it has ended on all of them. A load that the server has
+        planned then needs the server no more.
+        """
         member = self.keeper.member
         return member is not None and member.number == self._mapped
 
     def prepare_load(
         self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
     ) -> PreparedLoad:
-        """As `Manager.prepare_load`: the server plans the load now, and its plan keeps the blocks.
+        """Have the server plan a load now, as `Manager.prepare_load` does; the plan pins the blocks.
 
-        Raises TierUnavailable where the server does not answer, or finds them no more.
+        Raises TierUnavailable if the server does not answer, or no longer holds the blocks.
         """
         reply = self._ask_load(hit, start, stop, layers, None)
         if not isinstance(reply, LaunchReply) or reply.graph is None:
@@ -288,7 +298,7 @@ class RemoteManager(Manager):
     def _failing(
         self, hit: Hit, start: int, stop: int, units: Sequence[UnitTable], layers: Sequence[Span]
     ) -> TransferGraph:
-        """A load of no session, which every worker refuses."""
+        """Return a load of no session, which every worker refuses."""
         parent = hit.keys[start - 1] if start else NO_PARENT
         chain = Chain(hit.namespace, parent, tuple(hit.keys[start:stop]))
         slots = [0] * (stop - start)
@@ -304,10 +314,11 @@ class RemoteManager(Manager):
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
-        """As `KVManager.launch_save`; nothing is saved while the server does not answer.
+        """Launch a save as `KVManager.launch_save` does; save nothing while the server does not
+        answer.
 
-        What a load on its way reads from host memory needs no save, and the server is not asked:
-        a request that waits for its first token is spared the question.
+        Blocks that a load in flight reads from host memory need no save. The server is then not
+        asked, so that a request that waits for its first token is spared the round trip.
         """
         member = self.keeper.member
         if member is None or not stop or self._is_kept(keys, stop):
@@ -344,7 +355,7 @@ class RemoteManager(Manager):
         stop: int,
         tokens: Sequence[int],
     ) -> None:
-        """Tell the tokens of blocks [start, stop) of a chain, before their save can end."""
+        """Send the tokens of blocks [start, stop) of a chain, before their save can end."""
         block = self._block_tokens
         for first in range(start, stop, BLOCKS_A_MESSAGE):
             last = min(first + BLOCKS_A_MESSAGE, stop)
@@ -361,10 +372,10 @@ class RemoteManager(Manager):
         units: Sequence[UnitTable],
         on_end: Callable[[], object] | None,
     ) -> TransferGraph:
-        """A load of the first ``stop`` blocks of ``hit``, or the last of them."""
+        """Launch a planned load of the last rows of the first ``stop`` blocks of ``hit``."""
         graph = msgspec.structs.replace(planned, units=tuple(units))
         kept = min(hit.in_host, stop)
-        if kept > stop - graph.num_rows:  # else it reads, and pins, nothing there
+        if kept > stop - graph.num_rows:  # else it reads and pins nothing in host memory
             self._host[graph.graph_id] = hit.keys[kept - 1], kept
         self._launch(graph, on_end)
         return graph
@@ -376,7 +387,7 @@ class RemoteManager(Manager):
         self.transport.submit(graph)
 
     def _is_kept(self, keys: Sequence[bytes], stop: int) -> bool:
-        """Whether a load that has not ended, nor failed, keeps these blocks in host memory."""
+        """Return True if a load in flight that has not failed keeps these blocks in host memory."""
         return any(
             stop <= kept <= len(keys) and keys[kept - 1] == last and self._member_of(graph_id)
             for graph_id, (last, kept) in self._host.items()
@@ -418,37 +429,37 @@ class RemoteManager(Manager):
 
     @property
     def in_flight(self) -> int:
-        """Graphs of this engine launched and not ended; the server's own are not among them."""
+        """Return this engine's graphs that have not ended, without the server's own."""
         return len(self._left)
 
     def is_in_flight(self, graph_id: int) -> bool:
         return graph_id in self._left
 
     def maintain(self) -> None:
-        """The server keeps room by itself."""
+        """Do nothing: the server keeps room by itself."""
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Forget every block (of a namespace), for every engine with this model.
+        """Forget every block (of one namespace) for every engine with this model.
 
-        While the server does not confirm it, nothing is found, and nothing that was found before is
-        loaded; it is asked again before each. Should this engine end first, the next server finds
-        it written down in its folder.
+        Until the server acknowledges the clear, nothing is found, and nothing that was found before
+        is loaded. The server is asked again before each lookup. If this engine ends first, the next
+        server finds the request in its runtime directory.
         """
-        everything = namespace is None or self._owed is None
-        self._owed = None if everything else {*(self._owed or ()), namespace}  # type: ignore[arg-type]
-        self._note.write(self._owed)
-        return self._clear_owed()
+        everything = namespace is None or self._pending_clears is None
+        self._pending_clears = None if everything else {*(self._pending_clears or ()), namespace}  # type: ignore[arg-type]
+        self._clear_file.write(self._pending_clears)
+        return self._clear_pending()
 
     def _is_clear(self) -> bool:
-        """Whether the server has forgotten all that it should have; it is asked again if not."""
-        if self._owed != set():
-            self._clear_owed()
-        return self._owed == set()
+        """Return True if the server has acknowledged every clear; ask it again if not."""
+        if self._pending_clears != set():
+            self._clear_pending()
+        return self._pending_clears == set()
 
-    def _clear_owed(self) -> int:
-        """Have the server forget what it has not yet confirmed."""
+    def _clear_pending(self) -> int:
+        """Ask the server for the clears that it has not acknowledged; return the copies dropped."""
         count = 0
-        for namespace in [None] if self._owed is None else list(self._owed):
+        for namespace in [None] if self._pending_clears is None else list(self._pending_clears):
             member, reply = self.keeper.member, None
             if member is not None:
                 reply = self.keeper.ask(
@@ -457,29 +468,29 @@ class RemoteManager(Manager):
             if not isinstance(reply, CountReply):
                 return count
             count += reply.value
-        self._owed = set()
-        self._note.remove()
+        self._pending_clears = set()
+        self._clear_file.remove()
         return count
 
     def check_integrity(self) -> None:
-        """Everything in flight waits for something."""
+        """Assert that every graph in flight waits for some op."""
         assert all(self._left.values()), "a graph that waits for nothing is in flight"
 
     def _ref(self) -> int:
         return self.keeper.link.ref()
 
     def close(self) -> None:
-        """Leave the server. The workers have closed before."""
+        """Leave the server. The workers must have been closed before."""
         self.keeper.close()
 
 
 def join_server(
     config: Config, model: ModelDescription, transport: Transport, metrics: Metrics
 ) -> RemoteManager:
-    """A manager behind the server of ``config``. Blocks while that prepares the model.
+    """Return a manager in the server of ``config``. Blocks while the server prepares the model.
 
-    Raises UnsupportedError when the server refuses the engine; ConfigError for settings that cannot
-    be.
+    Raises UnsupportedError if the server refuses the engine, and ConfigError for settings that
+    cannot be used.
     """
     keeper = SessionKeeper(config.server, model)
     keeper.start()

@@ -1,8 +1,8 @@
-"""CURVE keys: over TCP the server takes only clients whose keys it holds, and they only it.
+"""CURVE keys: over TCP, server and clients talk only to peers whose keys they hold.
 
-folder/server.key          public, for clients
-folder/server.key_secret   the server's
-folder/clients/NAME.key          public, for the server; one a client
+folder/server.key                public, for clients
+folder/server.key_secret         the server's
+folder/clients/NAME.key          public, for the server; one for each client
 folder/clients/NAME.key_secret   the client's
 """
 
@@ -18,10 +18,10 @@ CLIENTS = "clients"
 
 
 def make_keys(folder: Path, client: str = "client") -> list[Path]:
-    """Write a pair for the server, unless there is one, and one for ``client``; returns the files.
+    """Write a key pair for ``client``, and one for the server if it has none; return the files.
 
-    Raises ConfigError where the folder cannot be written, the client has keys already, or its name
-    is no file's.
+    Raises ConfigError if the folder cannot be written, if the client already has keys, or if its
+    name is not the name of a file.
     """
     from zmq.auth import create_certificates
 
@@ -43,7 +43,7 @@ def make_keys(folder: Path, client: str = "client") -> list[Path]:
 
 
 def lock_server(socket: Any, folder: Path) -> Any:
-    """Let only clients with a key in ``folder`` talk to ``socket``; returns what to ``stop()``."""
+    """Accept only clients with a key in ``folder``; return an object whose ``stop()`` ends that."""
     from zmq.auth.thread import ThreadAuthenticator
 
     public, secret = _load(folder / "server.key_secret")
@@ -56,10 +56,16 @@ def lock_server(socket: Any, folder: Path) -> Any:
 
 
 def lock_client(socket: Any, folder: Path) -> None:
-    """Talk to the server of ``folder`` and to no other, with the first client's keys there."""
+    """Talk only to the server whose key is in ``folder``, with the first client's keys found there.
+
+    Raises ConfigError if a key is missing.
+    """
     secrets = sorted((folder / CLIENTS).glob("*.key_secret"))
     if not secrets:
-        raise ConfigError(f"no client's keys (*.key_secret) in {folder / CLIENTS}: see --keygen")
+        raise ConfigError(
+            f"{folder / CLIENTS} holds no client's keys (*.key_secret): make them with "
+            "`kvcore server --keygen FOLDER`"
+        )
     socket.curve_serverkey = _load(folder / "server.key")[0]
     socket.curve_publickey, socket.curve_secretkey = _load(secrets[0])
 
@@ -70,7 +76,7 @@ def _load(path: Path) -> tuple[bytes, bytes]:
     try:
         public, secret = load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no CURVE key: {error}; see --keygen") from error
+        raise ConfigError(f"{path} is not a CURVE key: {error}; see --keygen") from error
     if path.suffix == ".key_secret" and secret is None:
         raise ConfigError(f"{path} holds no secret key; see --keygen")
     return public, secret or b""

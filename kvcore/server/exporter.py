@@ -1,4 +1,4 @@
-"""A server's metrics for Prometheus, over HTTP."""
+"""The server's metrics for Prometheus, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["show"]
 
 
 def show(metrics: Metrics, listen: str) -> Callable[[], None]:
-    """Show ``metrics`` at ``listen`` ("HOST:PORT"), in a thread; returns what ends it.
+    """Serve ``metrics`` at ``listen`` ("HOST:PORT") from a thread; return a function that stops it.
 
-    Raises ConfigError where it cannot be bound.
+    Raises ConfigError if the address cannot be bound.
     """
     registry = CollectorRegistry()
     metrics.register(registry)

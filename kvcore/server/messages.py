@@ -1,10 +1,11 @@
-"""What a server and its clients say: one of `ServerRequest` or of `ServerReply` in each message.
+"""The messages between a server and its clients: one `ServerRequest` or `ServerReply` each.
 
-Orders of operators, and the framing of messages, are in `kvcore.control.messages`.
+The commands of operators, and the framing of messages, are in `kvcore.control.messages`.
 
-Every request has a ``ref``, its reply the same one; `OpsEnded`, `WithdrawRequest`, `EnterSession` and `Bye` have no
-reply but a refusal. `ControlRequest` may have its reply long after it. A session is spoken in by the
-connection that said `Hello`, and by those of its ranks that said `EnterSession`. Prefix keys travel as one
+Every request has a ``ref``, and its reply has the same one. `OpsEnded`, `WithdrawRequest`,
+`EnterSession`, `LearnTokens`, `PublishTokens` and `Bye` get no reply unless they are refused. The
+reply to `ControlRequest` may come long after it. Only the connection that sent `Hello`, and the
+connections of its ranks that sent `EnterSession`, may speak in a session. Prefix keys travel as one
 run of bytes.
 """
 
@@ -29,28 +30,31 @@ MAX_BLOCKS = 1 << 18
 """Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
 
 MAX_REPORTS = 4096
-"""Ops that a message tells the end of; who has more sends several."""
+"""Ended ops in one message; a client with more sends several messages."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
 PackedTokens = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
-"""Tokens, as `kvcore.model.keys.pack_tokens` packs them."""
+"""Tokens as `kvcore.model.keys.pack_tokens` packs them."""
 Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TierName = Annotated[str, Meta(max_length=64)]
 SourceSpan = tuple[TierName, Count, Count]
-"""A tier and the blocks [start, stop) of a chain that it answers."""
+"""A tier, and the blocks [start, stop) of a chain that are read from it."""
 MAX_WAIT_S = 86400.0
 PackedPromise = tuple[
     Annotated[int, Meta(ge=1, le=MAX_BLOCKS)],
     Annotated[float, Meta(gt=0, le=MAX_WAIT_S)],
     Annotated[str, Meta(max_length=300)],
 ]
-"""`kvcore.manager.base.Promise`."""
+"""The fields of `kvcore.manager.base.Promise`."""
 
 
 class Model(msgspec.Struct, frozen=True, array_like=True):
-    """Whose KV: the whole canonical block, not a rank's part, and `model_fingerprint`'s digest."""
+    """The model whose KV is shared: the shape of a whole block, and `model_fingerprint`'s digest.
+
+    The shape is the canonical one, not the part of one rank.
+    """
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
     kv_heads: Annotated[int, Meta(ge=1, le=4096)]
@@ -67,7 +71,7 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shape(self) -> BlockShape:
-        """Raises LayoutError when there is no such block."""
+        """Return the shape of a block. Raises LayoutError if there is no such block."""
         data = msgspec.structs.asdict(self)
         del data["fingerprint"]
         return BlockShape.from_dict(data)
@@ -77,7 +81,7 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A leader asks for a session; ``ranks`` are its workers."""
+    """A leader asks for a session; ``ranks`` is the number of its workers."""
 
     ref: Ref
     model: Model
@@ -93,14 +97,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """The session is over, as soon as no worker holds its lock."""
+    """The leader leaves; the session ends once no worker holds its lock."""
 
     ref: Ref
     session: Number
 
 
 class EnterSession(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
-    """A rank's connection takes part in a session, whose file has the ``secret``. No reply."""
+    """A rank's connection joins a session; ``secret`` is the one in the session's file. No reply."""
 
     ref: Ref
     session: Number
@@ -108,8 +112,11 @@ class EnterSession(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
 
 
 class MatchRequest(msgspec.Struct, frozen=True, array_like=True, tag="match"):
-    """What is held of a chain; ``ask`` a store for more, beyond ``computed`` leading blocks.
-    ``promise`` comes with the first question about a prompt."""
+    """Ask which blocks of a chain are held.
+
+    With ``ask``, also ask the stores for blocks beyond the first ``computed`` ones. ``promise``
+    comes with the first request about a prompt.
+    """
 
     ref: Ref
     session: Number
@@ -121,7 +128,7 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, tag="match"):
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Plan a load of blocks [start, stop), which `MatchRequest` said to be at ``sources``."""
+    """Plan a load of blocks [start, stop), which a `MatchReply` found at ``sources``."""
 
     ref: Ref
     session: Number
@@ -135,7 +142,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):
-    """Plan a save of what the host tier lacks of a chain."""
+    """Plan a save of the blocks of a chain that the host tier lacks."""
 
     ref: Ref
     session: Number
@@ -144,7 +151,7 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):
 
 
 class HeldRequest(msgspec.Struct, frozen=True, array_like=True, tag="held"):
-    """How many leading blocks a tier holds or is receiving."""
+    """Ask how many leading blocks a tier holds or is receiving."""
 
     ref: Ref
     session: Number
@@ -153,7 +160,7 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True, tag="held"):
 
 
 class OpsEnded(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Ops have ended on every rank of the session."""
+    """Report ops that have ended on every rank of the session."""
 
     ref: Ref
     session: Number
@@ -161,7 +168,7 @@ class OpsEnded(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """A rank is ready for a read op of a graph. It is carried out once all ranks are."""
+    """A rank is ready for a read op of a graph. The server carries it out once all ranks are ready."""
 
     ref: Ref
     session: Number
@@ -171,7 +178,7 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
 
 class WithdrawRequest(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
-    """A graph was cancelled: reads of it that have not begun will not."""
+    """A graph was cancelled: its reads that have not begun are dropped."""
 
     ref: Ref
     session: Number
@@ -179,7 +186,7 @@ class WithdrawRequest(msgspec.Struct, frozen=True, array_like=True, tag="withdra
 
 
 class ClearRequest(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Forget every block (of a namespace) of the session's model."""
+    """Forget every block of the session's model, or of one of its namespaces."""
 
     ref: Ref
     session: Number
@@ -187,8 +194,11 @@ class ClearRequest(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
 
 
 class LearnTokens(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
-    """Tokens of stored blocks, to be found by `SearchRequest`: ``keys`` and ``tokens`` are those of a
-    chain from block ``first`` on, and news from ``keys[start]`` on. No reply."""
+    """Tokens of stored blocks, so that `SearchRequest` finds them. No reply.
+
+    ``keys`` and ``tokens`` are those of a chain from block ``first`` on. The blocks from
+    ``keys[start]`` on are new; those before them give the context.
+    """
 
     ref: Ref
     session: Number
@@ -200,7 +210,7 @@ class LearnTokens(msgspec.Struct, frozen=True, array_like=True, tag="learn"):
 
 
 class PublishTokens(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
-    """``tokens`` of the blocks of ``keys``, which are being saved, for block events. No reply."""
+    """The tokens of the blocks of ``keys``, which are being saved, for block events. No reply."""
 
     ref: Ref
     session: Number
@@ -209,7 +219,7 @@ class PublishTokens(msgspec.Struct, frozen=True, array_like=True, tag="spell"):
 
 
 class SearchRequest(msgspec.Struct, frozen=True, array_like=True, tag="search"):
-    """Which runs of ``tokens`` are stored, wherever they stood."""
+    """Ask which runs of ``tokens`` are stored, at whatever position they stood."""
 
     ref: Ref
     session: Number
@@ -218,7 +228,7 @@ class SearchRequest(msgspec.Struct, frozen=True, array_like=True, tag="search"):
 
 
 class PathRequest(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
-    """The chain that ends with a block."""
+    """Ask for the chain that ends with a block."""
 
     ref: Ref
     session: Number
@@ -226,7 +236,7 @@ class PathRequest(msgspec.Struct, frozen=True, array_like=True, tag="trail"):
 
 
 class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """How the server is."""
+    """Ask for the server's status."""
 
     ref: Ref
 
@@ -256,9 +266,14 @@ ServerRequest = (
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """A session has begun: ``file`` in the folder is its lock. ``tiers`` below the host have a path
-    of reads each; ``lease_s`` is the longest silence. ``texts``: whether tokens are kept;
-    ``wants_tokens``: whether events tell them. ``node`` is `kvcore.manager.base.Manager.node`'s."""
+    """A session has begun.
+
+    ``file`` is its lock file in the runtime directory. ``tiers`` are the tiers below the host, each
+    with the path of its reads. ``stores`` says whether a shared store can be asked. ``lease_s`` is
+    the longest silence allowed, in seconds. ``keeps_tokens`` says whether tokens are kept for
+    fusion, ``wants_tokens`` whether block events carry tokens. ``node`` is the server's
+    `kvcore.manager.base.Manager.node`.
+    """
 
     ref: Ref
     session: Number
@@ -272,16 +287,18 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True, tag="beating"):
-    """The answer to `Heartbeat`: blocks used and slots, by tier."""
+    """The reply to `Heartbeat`: blocks used and slots, by tier."""
 
     ref: Ref
     tiers: dict[str, tuple[int, int]]
 
 
 class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
-    """The answer to `MatchRequest`; the last five are `kvcore.manager.base.Room`'s. ``asking``: more is
-    on its
-    way, of a store or of what was promised here; it is said without being asked of the latter."""
+    """The reply to `MatchRequest`; the last five fields are those of `kvcore.manager.base.Room`.
+
+    ``asking`` says that more blocks are on their way, from a store or from another engine that
+    saves a promised prompt. The latter is reported whether the request had ``ask`` or not.
+    """
 
     ref: Ref
     sources: list[SourceSpan]
@@ -294,8 +311,10 @@ class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
 
 
 class LaunchReply(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
-    """The plan, without the engine's places; None when there is nothing to do, or no room.
-    ``first`` is the position in the chain of its first row."""
+    """The planned graph without the engine's pages; None if there is nothing to do, or no room.
+
+    ``first`` is the position in the chain of the graph's first row.
+    """
 
     ref: Ref
     graph: TransferGraph | None
@@ -303,28 +322,28 @@ class LaunchReply(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
 
 
 class ReadReply(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
-    """A read has ended; these rows failed."""
+    """A read has ended; the rows in ``failed`` did not arrive."""
 
     ref: Ref
     failed: dict[int, RowError]
 
 
 class CountReply(msgspec.Struct, frozen=True, array_like=True, tag="count"):
-    """A number: blocks held, copies cleared."""
+    """A number: the blocks held, or the copies cleared."""
 
     ref: Ref
     value: int
 
 
 class SearchReply(msgspec.Struct, frozen=True, array_like=True, tag="reuses"):
-    """The answer to `SearchRequest`: what `kvcore.fusion.segments.Reusable` has, run by run."""
+    """The reply to `SearchRequest`: the fields of `kvcore.fusion.segments.Reusable`, run by run."""
 
     ref: Ref
     found: list[tuple[int, int, int, Digest]]
 
 
 class PathReply(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
-    """The answer to `PathRequest`: the chain's keys up to the block, and its namespace."""
+    """The reply to `PathRequest`: the chain's keys up to the block, and its namespace."""
 
     ref: Ref
     keys: Keys
@@ -332,7 +351,7 @@ class PathReply(msgspec.Struct, frozen=True, array_like=True, tag="trailed"):
 
 
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """How the server is, as plain data."""
+    """The server's status as plain data."""
 
     ref: Ref
     status: dict[str, Any]
@@ -360,22 +379,25 @@ _replies: msgspec.msgpack.Decoder[ServerReply] = msgspec.msgpack.Decoder(ServerR
 
 
 def decode_request(parts: Sequence[bytes]) -> ServerRequest:
-    """Raises WrongProtocol, or FormatError for what is no request."""
+    """Return the request in ``parts``. Raises WrongProtocol, or FormatError if it is none."""
     return decode_frames(_requests, parts)
 
 
 def decode_reply(parts: Sequence[bytes]) -> ServerReply:
-    """Raises WrongProtocol, or FormatError for what is no reply."""
+    """Return the reply in ``parts``. Raises WrongProtocol, or FormatError if it is none."""
     return decode_frames(_replies, parts)
 
 
 def join(keys: Sequence[bytes]) -> bytes:
-    """Keys as one run of bytes."""
+    """Return keys as one run of bytes."""
     return b"".join(keys)
 
 
 def split(joined: bytes) -> list[bytes]:
-    """Raises FormatError unless the run is of whole keys, none twice."""
+    """Return the keys in a run of bytes.
+
+    Raises FormatError if the run does not consist of whole keys, or holds a key twice.
+    """
     keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
     if len(joined) % KEY_BYTES or len(set(keys)) != len(keys):
         raise FormatError(f"{len(joined)} bytes are no chain of keys of {KEY_BYTES} bytes each")

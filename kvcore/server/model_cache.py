@@ -1,12 +1,13 @@
-"""One model on the server: index, arena and tiers, and what each session has begun with them.
+"""One model on the server: its index, arena and tiers, and the transfers of every session.
 
-    session    Load, Save ──▶ KVManager ──▶ graph ─┬─ copies of pages: the session's workers
-                                                   └─ reads of tiers: here, when every rank asks
-    server     spills, write-back ─────────────────▶ here
+    session    LoadRequest, SaveRequest ──▶ KVManager ──▶ graph ─┬─ page copies: its workers
+                                                                 └─ tier reads: here, once every
+                                                                    rank is ready
+    server     write-behind, prefetch ──────────────────────────────▶ here
 
-An op of a session's graph ends when the session says so, and a read not before it has ended here:
-a slot is given to nobody else while anything may write to it. What became of a read is told by the
-server alone.
+An op of a session's graph ends when the session reports it, and a read not before it has ended
+here: a slot is given to nobody else while anything may still write to it. Only the server says how
+a read ended.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ from kvcore.worker import KVWorker
 from kvcore.worker.lifecycle import close_worker, open_tiers
 
 SERVER = 0
-"""The session of what the server does by itself."""
+"""The session number of what the server does by itself."""
 
-Tell = Callable[[dict[int, RowError]], None]
-"""Tells a rank which rows of its read failed."""
+ReadReplyTo = Callable[[dict[int, RowError]], None]
+"""Sends a rank the rows of its read that failed."""
 
 
 class GraphIds(Iterator[int]):
-    """Numbers of graphs; each says whose it is (`kvcore.server.runtime_dir.session_of`)."""
+    """Graph ids that carry their session's number (`kvcore.server.runtime_dir.session_of`)."""
 
     def __init__(self) -> None:
         self.session = SERVER
@@ -83,7 +84,7 @@ class GraphIds(Iterator[int]):
 
 
 class _NoCopies(DeviceOps):
-    """The server has no pages of an engine."""
+    """Device operations of the server, which has no pages of an engine."""
 
     name: ClassVar[str] = "none"
     priority: ClassVar[int] = 0
@@ -106,17 +107,21 @@ class _NoCopies(DeviceOps):
 
 @dataclass
 class _ReadOp:
-    """A read that a session's graph waits for; ``asked`` are the ranks that are ready for it."""
+    """A read that a session's graph waits for.
 
-    asked: dict[int, Tell] = field(default_factory=dict)
+    ``asked`` are the ranks that are ready for it. ``failed`` is how it ended here, ``reported`` how
+    the session says that it ended.
+    """
+
+    asked: dict[int, ReadReplyTo] = field(default_factory=dict)
     running: bool = False
     failed: dict[int, RowError] | None = None
-    told: dict[int, RowError] | None = None
+    reported: dict[int, RowError] | None = None
 
 
 @dataclass
 class _Claim:
-    """A session's graph. ``left`` are its ops that have not ended."""
+    """A session's graph; ``left`` are the ops that have not ended."""
 
     graph: TransferGraph
     session: int
@@ -131,8 +136,8 @@ class _Claim:
         return dict.fromkeys(range(*self.op(op_id).rows), why)
 
 
-class _Here:
-    """The manager's transport: graphs of copies are a session's, all others are run here."""
+class _LocalTransport:
+    """The manager's transport: it runs graphs here, except page copies, which go to a session."""
 
     def __init__(self, worker: KVWorker) -> None:
         self.worker = worker
@@ -160,7 +165,7 @@ class _Here:
 
 
 class ModelCache:
-    """One model's KV. Made on any thread, then used by the server's."""
+    """One model's KV. Any thread may build it; then only the server's thread uses it."""
 
     def __init__(
         self,
@@ -170,9 +175,9 @@ class ModelCache:
         arena: str,
         audit: AuditLog | None = None,
     ) -> None:
-        """Takes the memory of the host tier and restores the others: blocks for seconds.
+        """Allocate the host tier and restore the other tiers. Blocks for seconds.
 
-        Raises a KVCoreError where the model cannot be served with these settings.
+        Raises KVCoreError if the model cannot be served with these settings.
         """
         shape = model.shape
         self.model = model
@@ -188,18 +193,20 @@ class ModelCache:
         self._claims: dict[int, _Claim] = {}
         self._reading: dict[int, tuple[_Claim, int]] = {}
         self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
-        self._here = _Here(self._worker(config, described))
+        self._transport = _LocalTransport(self._worker(config, described))
         try:
-            parts = build_manager(config, described, self._here, ids=self._ids, sink_saves=False)
+            parts = build_manager(
+                config, described, self._transport, ids=self._ids, sink_saves=False
+            )
             if config.cluster.etcd:  # a list has its own idea of who is there
                 parts = enter_directory(config, described, parts, "server")
         except BaseException:
-            close_worker(self._here.worker)
+            close_worker(self._transport.worker)
             folder.remove(arena)
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
-        self._awaited = PendingPrefills(parts.manager.index)
+        self._pending = PendingPrefills(parts.manager.index)
         self._metrics, self._events = parts.metrics, parts.events
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
@@ -208,7 +215,7 @@ class ModelCache:
         )
         self._segments = build_segments(config, described) if config.fusion.enabled else None
         opener = BackingOpener(config, geometry(described), 0, parts.plugins)
-        open_tiers(self._here.worker, opener, parts.open_tiers)
+        open_tiers(self._transport.worker, opener, parts.open_tiers)
 
     def _worker(self, config: Config, model: ModelDescription) -> KVWorker:
         shape, arrangement = model.shape, config.host.arrangement
@@ -231,7 +238,7 @@ class ModelCache:
         )
 
     def take_metrics(self) -> Data:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         nbytes = self.model.shape.nbytes
         for tier, (used, slots) in self.used.items():
             self._metrics.tier(tier, used * nbytes, slots * nbytes)
@@ -239,8 +246,8 @@ class ModelCache:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a worker needs to map the arena."""
-        arena = self._here.worker.arena
+        """Return what a worker needs to map the arena."""
+        arena = self._transport.worker.arena
         return {
             "arena": self.arena,
             "slots": arena.num_slots,
@@ -250,41 +257,44 @@ class ModelCache:
 
     @property
     def used(self) -> dict[str, tuple[int, int]]:
-        """Blocks used and slots, by tier."""
+        """Return blocks used and slots, by tier."""
         index = self.manager.index
         return {tier: (index.num_used(tier), index.num_slots(tier)) for tier in index.tiers}
 
     @property
     def background(self) -> int:
-        """Graphs of the server's own that are under way."""
+        """Return how many graphs of the server's own are in flight."""
         return self.manager.in_flight - len(self._claims)
 
     @property
     def busy(self) -> bool:
-        """Whether a report may come from the server's own threads."""
+        """Return True if the server's own threads may report something."""
         return bool(self.background or self._reading or self.control.busy)
 
     def claims(self, session: int) -> int:
-        """Graphs of a session that have not ended."""
+        """Return how many graphs of a session have not ended."""
         return sum(claim.session == session for claim in self._claims.values())
 
     # -- questions ----------------------------------------------------------------------------
 
     def match(self, asked: MatchRequest) -> MatchReply:
         hit = self.manager.get_match(split(asked.keys), asked.namespace)
-        if asked.ask and hit.depth:  # what a store says will be entered
+        if asked.ask and hit.depth:  # the index will take in what a store reports
             self._check_chain(hit.keys, hit.depth, asked.namespace)
         asking = asked.ask and self._ask_stores(hit, asked)
-        asking |= self._awaited.coming(hit.keys, max(hit.depth, asked.computed))
+        asking |= self._pending.coming(hit.keys, max(hit.depth, asked.computed))
         places = [(source.tier, source.start, source.stop) for source in hit.sources]
         return MatchReply(asked.ref, places, asking, *self.manager.room)
 
     def _ask_stores(self, hit: Hit, asked: MatchRequest) -> bool:
-        """What is promised at this server's own node is in no store that has to be waited for: a
-        session saves it, or nobody does."""
+        """Ask the stores for more blocks; return True if some may come.
+
+        No store is asked to wait for blocks that are promised at this server's own node: only a
+        session of this server saves those.
+        """
         promise = None if asked.promise is None else Promise(*asked.promise)
         if promise is not None and hit.keys:
-            self._awaited.expect(hit.keys, promise)
+            self._pending.expect(hit.keys, promise)
             if promise.node and promise.node == self.manager.node:
                 promise = None
         return self.manager.ask_stores(hit, asked.computed, promise)
@@ -295,14 +305,14 @@ class ModelCache:
         return self.manager.index.held(asked.tier, split(asked.keys))
 
     def clear(self, namespace: bytes | None) -> int:
-        """Forget every block, of a namespace or of all, and its tokens; returns how many copies."""
+        """Forget every block (of one namespace) with its tokens; return the number of copies."""
         if self._segments is not None:
             self._segments.clear(namespace)
         return self.manager.clear(namespace)
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether tokens of what is stored are kept, for fusion."""
+        """Return True if tokens of stored blocks are kept, for fusion."""
         return self._segments is not None
 
     def learn(self, told: LearnTokens) -> None:
@@ -311,22 +321,22 @@ class ModelCache:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether events tell tokens."""
+        """Return True if block events carry tokens."""
         return self._events is not None and self._events.feed.wants_tokens
 
     def publish_tokens(self, told: PublishTokens) -> None:
-        """Raises FormatError for what are no keys."""
+        """Pass tokens of blocks to the events. Raises FormatError for malformed keys."""
         if self._events is not None:
             self._events.feed.publish_tokens(split(told.keys), told.tokens)
 
     def search(self, asked: SearchRequest) -> SearchReply:
-        """Raises FormatError for what are no tokens."""
+        """Return the stored runs of a prompt. Raises FormatError for malformed tokens."""
         if self._segments is None:
             return SearchReply(asked.ref, [])
         return search(self._segments, asked, self.manager.index.__contains__)
 
     def path(self, asked: PathRequest) -> PathReply:
-        """Raises BlockMissing where no tier holds the block."""
+        """Return the chain that ends with a block. Raises BlockMissing if no tier holds the block."""
         index = self.manager.index
         if asked.key not in index:
             raise BlockMissing("no tier holds the block any more")
@@ -335,8 +345,11 @@ class ModelCache:
     # -- launching ----------------------------------------------------------------------------
 
     def load(self, asked: LoadRequest, ranks: int) -> LaunchReply:
-        """Raises CapacityError when there are no slots, KVCoreError when the match has gone stale,
-        FormatError when it never was one."""
+        """Plan a load of a session.
+
+        Raises CapacityError if there are no slots, FormatError if the sources cannot be a match,
+        and another KVCoreError if the match has become stale.
+        """
         keys = split(asked.keys)
         sources = self._sources(asked, len(keys))
         hit = Hit(keys, asked.namespace, sources)
@@ -360,7 +373,11 @@ class ModelCache:
         return LaunchReply(asked.ref, self._claim(graph, asked.session, ranks), asked.start)
 
     def _sources(self, asked: LoadRequest, blocks: int) -> tuple[Source, ...]:
-        """Raises FormatError unless they are adjacent, nearest first, and cover what is asked."""
+        """Return the sources of a request.
+
+        Raises FormatError unless they are adjacent, in the order of the tiers, and cover what is
+        loaded.
+        """
         tiers = list(self.manager.index.tiers)
         end, last = 0, -1
         for tier, start, stop in asked.sources:
@@ -375,15 +392,15 @@ class ModelCache:
         return tuple(Source(*source) for source in asked.sources)
 
     def _check_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> None:
-        """Raises FormatError for keys that are no prompt's: the index is every session's."""
+        """Raise FormatError if the keys are no prompt's chain; the index is shared by all sessions."""
         if not self.manager.index.is_chain(keys, held, namespace):
             raise FormatError(
-                f"{len(keys)} keys are no chain of one namespace: blocks of them are held that "
-                "stand on others"
+                f"{len(keys)} keys are not a chain of one namespace: some of them are held with "
+                "other parents"
             )
 
     def save(self, asked: SaveRequest, ranks: int) -> LaunchReply:
-        """Raises FormatError for what is no chain."""
+        """Plan a save of a session. Raises FormatError if the keys are not a chain."""
         keys = split(asked.keys)
         held = self.manager.put_match(keys)
         if held < len(keys):
@@ -405,9 +422,9 @@ class ModelCache:
         return LaunchReply(asked.ref, self._claim(graph, asked.session, ranks), first)
 
     def _claim(self, graph: TransferGraph, session: int, ranks: int) -> TransferGraph:
-        """Note whose it is; returns it as it goes to the session."""
-        assert self._here.handed is graph, "a launch makes one graph for its session"
-        self._here.handed = None
+        """Record whose graph it is, and return it in the form that goes to the session."""
+        assert self._transport.handed is graph, "a launch makes one graph for its session"
+        self._transport.handed = None
         reads = {op.op_id: _ReadOp() for op in graph.ops if op.path.reads_tier}
         ops = {op.op_id for op in graph.ops}
         self._claims[graph.graph_id] = _Claim(graph, session, ranks, ops, reads)
@@ -416,7 +433,7 @@ class ModelCache:
     # -- what ends ----------------------------------------------------------------------------
 
     def ops_ended(self, session: int, reports: Iterable[OpReport]) -> None:
-        """A session's ranks have ended ops. Reports of what is not its own are left out."""
+        """Take in the ops that a session's ranks have ended. Ignores graphs of other sessions."""
         for report in reports:
             claim = self._claims.get(report.graph_id)
             if claim is not None and claim.session == session and report.op_id in claim.left:
@@ -426,10 +443,10 @@ class ModelCache:
 
     def _done(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
         read = claim.reads.get(op_id)
-        if read is None:  # a copy: the session knows best, but it cannot judge what a tier holds
+        if read is None:  # a copy: only the session knows, but it cannot judge what a tier holds
             self._finish(claim, op_id, dict.fromkeys(failed, RowError.CANCELLED))
         elif read.running:
-            read.told = failed
+            read.reported = failed
         elif read.failed is None:  # it never began: nothing has come
             self._finish(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
         else:
@@ -441,9 +458,12 @@ class ModelCache:
             del self._claims[claim.graph.graph_id]
         self.manager.complete(OpReport(claim.graph.graph_id, op_id, failed))
 
-    def read(self, session: int, graph_id: int, op_id: int, rank: int, tell: Tell) -> None:
-        """A rank is ready for a read; it begins when all are, since a slot may be read into again
-        (staging) when the last copy out of it has ended."""
+    def read(self, session: int, graph_id: int, op_id: int, rank: int, tell: ReadReplyTo) -> None:
+        """Note that a rank is ready for a read, and begin the read once all ranks are.
+
+        A slot of the staging may be read into again only after the last copy out of it has ended,
+        which each rank says this way. Raises FormatError if the session has no such read.
+        """
         claim = self._claims.get(graph_id)
         read = None if claim is None else claim.reads.get(op_id)
         theirs = claim is not None and claim.session == session and rank < claim.ranks
@@ -463,7 +483,7 @@ class ModelCache:
         alone = msgspec.structs.replace(claim.graph, graph_id=next(self._ids), ops=(op,), units=())
         read.running = True
         self._reading[alone.graph_id] = claim, op_id
-        self._here.submit(alone)
+        self._transport.submit(alone)
 
     def _read_ended(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
         read = claim.reads[op_id]
@@ -471,11 +491,11 @@ class ModelCache:
         for tell in read.asked.values():
             tell(failed)
         read.asked.clear()
-        if read.told is not None:
-            self._done(claim, op_id, read.told)
+        if read.reported is not None:
+            self._done(claim, op_id, read.reported)
 
     def withdraw(self, session: int, graph_id: int) -> None:
-        """Reads of a graph that have not begun fail, so that no rank waits for the others."""
+        """Fail the reads of a graph that have not begun, so that no rank waits for the others."""
         claim = self._claims.get(graph_id)
         if claim is None or claim.session != session:
             return
@@ -484,8 +504,7 @@ class ModelCache:
                 self._read_ended(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
 
     def end(self, session: int) -> int:
-        """Nobody touches the session's slots any more: let go of what it held. Returns how many
-        graphs it left."""
+        """End a session whose slots no process touches any more; return how many graphs it left."""
         left = [claim for claim in self._claims.values() if claim.session == session]
         for claim in left:
             for op_id in sorted(claim.left):
@@ -494,8 +513,8 @@ class ModelCache:
         return len(left)
 
     def tick(self) -> None:
-        """Take in what the server's own threads have ended; keep room in the host tier."""
-        for report in self._here.poll():
+        """Take in what the server's own threads have ended, and keep room in the host tier."""
+        for report in self._transport.poll():
             reading = self._reading.pop(report.graph_id, None)
             if reading is None:
                 self.manager.complete(report)
@@ -505,16 +524,16 @@ class ModelCache:
         self.control.step()
 
     def check_integrity(self) -> None:
-        """The index is sound and everything in flight is somebody's."""
+        """Assert that the index is consistent and that every graph in flight belongs to a session."""
         self.manager.check_integrity()
         for claim in self._claims.values():
             assert claim.left, "a graph that has ended is claimed"
             assert self.manager.is_in_flight(claim.graph.graph_id), "a claim without a flight"
 
     def close(self) -> None:
-        """Finish what the server writes, flush the tiers and give the memory back. Blocks."""
+        """Finish the server's writes, flush the tiers and give the memory back. Blocks."""
         self.control.close()
-        close_worker(self._here.worker)
+        close_worker(self._transport.worker)
         self.tick()
         self._folder.remove(self.arena)
         if self._segments is not None:
@@ -524,5 +543,5 @@ class ModelCache:
 
 
 def _no_places(rows: int) -> UnitTable:
-    """Stands for the engine's places, which only the session knows."""
+    """Return a stand-in for the engine's pages, which only the session knows."""
     return UnitTable(1, 1, bytes(8 * rows))

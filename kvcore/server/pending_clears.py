@@ -1,9 +1,10 @@
-"""Clears that no server has confirmed, in the server's folder: whichever server is next pays them.
+"""Clear requests that no server has acknowledged, stored in the runtime directory.
 
-    <server.folder>/cleared-<model>-<random>    ["<namespace>", ...], or null for every one
+    <server.folder>/cleared-<model>-<random>    ["<namespace>", ...], or null for all of them
 
-A client writes its note before it asks, and removes it when it is told that all is cleared: where
-client or server dies between, the note stays. The folder is in memory, and goes with the machine.
+A client writes its file before it sends the request, and removes the file when the server has
+acknowledged everything. If client or server dies in between, the file stays, and the next server
+carries the clear out. The directory is on tmpfs and is lost on reboot.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ def _name_of(model: Model) -> str:
 
 
 class PendingClears:
-    """The client's side: one note. One thread."""
+    """The client's side: one file. For one thread."""
 
     def __init__(self, folder: Path, model: Model) -> None:
         self._path = folder / f"{_PREFIX}{_name_of(model)}-{secrets.token_hex(8)}"
 
     def write(self, namespaces: Collection[bytes] | None) -> None:
-        """What is owed now; None is every namespace. What cannot be written is named in the log."""
+        """Record which namespaces must be cleared; None stands for all of them.
+
+        If the file cannot be written, that is logged.
+        """
         draft = self._path.with_name(f"draft-{self._path.name}")
         names = None if namespaces is None else [namespace.hex() for namespace in namespaces]
         try:
@@ -57,7 +61,7 @@ class PendingClears:
             )
 
     def remove(self) -> None:
-        """All is cleared."""
+        """Remove the file: every clear was acknowledged."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
@@ -65,7 +69,10 @@ class PendingClears:
 
 
 class PendingClear(NamedTuple):
-    """``model`` is a digest of `Model`; ``namespaces`` are None for every one."""
+    """One file of a client.
+
+    ``model`` is a digest of `Model`. ``namespaces`` is None for all of them.
+    """
 
     path: Path
     model: str
@@ -76,13 +83,16 @@ class PendingClear(NamedTuple):
 
 
 def pending_clears(folder: Path) -> list[PendingClear]:
-    """What is owed. A note that says nothing sensible means everything."""
+    """Return the clears that are still to be carried out.
+
+    A file that cannot be read or parsed stands for all namespaces of its model.
+    """
     found = []
     for path in folder.glob(f"{_PREFIX}*"):
         try:
             text = path.read_bytes()
         except FileNotFoundError:
-            continue  # its client was told meanwhile
+            continue  # meanwhile its client got the acknowledgement
         except OSError as error:
             _log.warning("%s cannot be read, all of the model is cleared: %s", path, error)
             text = b"null"

@@ -1,7 +1,7 @@
-"""What was promised of a prompt and is being saved here, by another engine of the same server.
+"""Prompts that another engine of the same server promised and is saving here.
 
-A question with a promise is remembered until the blocks are there, nobody saves them any more, or
-the promise's time is over, whichever comes first. Nothing is pinned meanwhile.
+A promise is remembered until its blocks are in host memory, no session saves them any more, or its
+time is over, whichever comes first. Nothing is pinned meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcore.manager.base import HOST, Promise
 __all__ = ["MAX_AWAITED", "PendingPrefills"]
 
 MAX_AWAITED = 256
-"""Prompts that are waited for at once; the oldest is let go for the next one."""
+"""Prompts that are waited for at once; one more replaces the oldest."""
 
 
 class _Wait(NamedTuple):
@@ -25,7 +25,10 @@ class _Wait(NamedTuple):
 
 
 class PendingPrefills:
-    """The server's thread only; nothing blocks."""
+    """The promised prompts, by their last key.
+
+    The server's thread only. Nothing blocks.
+    """
 
     def __init__(self, index: BlockIndex, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._index = index
@@ -36,15 +39,17 @@ class PendingPrefills:
         return len(self._waits)
 
     def expect(self, keys: Sequence[bytes], promise: Promise) -> None:
-        """The first blocks of a prompt are promised."""
+        """Remember that ``promise`` covers the first blocks of a prompt."""
         self._waits.pop(keys[-1], None)
         self._waits[keys[-1]] = _Wait(promise.blocks, self._clock() + promise.wait_s)
         if len(self._waits) > MAX_AWAITED:
             del self._waits[next(iter(self._waits))]
 
     def coming(self, keys: Sequence[bytes], depth: int) -> bool:
-        """Whether more than ``depth`` blocks of what was promised of a prompt are on their way into
-        host memory. Where they are not the promise is forgotten."""
+        """Return True if more than ``depth`` promised blocks are arriving in host memory.
+
+        If they are not, the promise is forgotten.
+        """
         wait = self._waits.get(keys[-1]) if keys else None
         if wait is None:
             return False

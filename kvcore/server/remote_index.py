@@ -1,4 +1,4 @@
-"""What of a server's index an adapter asks."""
+"""The part of the server's index that an adapter reads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvcore.server.messages import PathReply, split
 __all__ = ["RemoteIndex"]
 
 
-TRAILS_KEPT = 64
-"""Chains at hand: those of the chunks of a few prompts, which are asked for again and again."""
+PATHS_KEPT = 64
+"""Chains kept: the chunks of a few prompts, which are looked up again and again."""
 
 
 class IndexSource(Protocol):
-    """What a `RemoteIndex` asks of the client (`kvcore.server.client.RemoteManager`)."""
+    """The calls of `kvcore.server.client.RemoteManager` that a `RemoteIndex` needs."""
 
     @property
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Blocks used and slots by tier, as the last heartbeat said. Empty without a session."""
+        """Return blocks used and slots by tier, as of the last heartbeat; empty without a session."""
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int: ...
 
@@ -29,11 +29,14 @@ class IndexSource(Protocol):
 
 
 class RemoteIndex:
-    """What of the server's index an adapter asks. Counts are those of the last heartbeat."""
+    """The part of the server's index that an adapter reads.
+
+    Counts are those of the last heartbeat.
+    """
 
     def __init__(self, manager: IndexSource) -> None:
         self._manager = manager
-        self._trails: OrderedDict[bytes, PathReply] = OrderedDict()
+        self._paths: OrderedDict[bytes, PathReply] = OrderedDict()
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -49,20 +52,23 @@ class RemoteIndex:
         return self._manager.held(tier, keys)
 
     def path(self, key: bytes) -> list[bytes]:
-        """Raises TierUnavailable when no tier holds the block, or the server does not answer; of a
-        block that was held a moment ago it may answer still."""
-        return split(self._trail(key).keys)
+        """Return the chain of keys that ends with ``key``.
+
+        Raises TierUnavailable if no tier holds the block or the server does not answer. A block
+        that was held a moment ago may still be found.
+        """
+        return split(self._lookup(key).keys)
 
     def namespace_of(self, key: bytes) -> bytes:
-        """Raises as `path` does."""
-        return self._trail(key).namespace
+        """Return the namespace of ``key``. Raises TierUnavailable as `path` does."""
+        return self._lookup(key).namespace
 
-    def _trail(self, key: bytes) -> PathReply:
-        """A block's chain, which never changes: those asked for last are at hand."""
-        known = self._trails.pop(key, None)
-        self._trails[key] = found = self._manager.path_of(key) if known is None else known
-        if len(self._trails) > TRAILS_KEPT:
-            self._trails.popitem(last=False)
+    def _lookup(self, key: bytes) -> PathReply:
+        """Return a block's chain. Chains never change, so those used last are kept."""
+        known = self._paths.pop(key, None)
+        self._paths[key] = found = self._manager.path_of(key) if known is None else known
+        if len(self._paths) > PATHS_KEPT:
+            self._paths.popitem(last=False)
         return found
 
     def pin(self, tier: str, key: bytes) -> Any:
@@ -72,9 +78,9 @@ class RemoteIndex:
         raise _not_served("pins of an engine's own")
 
     def __contains__(self, key: bytes) -> bool:
-        self._trails.pop(key, None)
+        self._paths.pop(key, None)
         try:
-            self._trail(key)
+            self._lookup(key)
         except TierUnavailable:
             return False
         return True

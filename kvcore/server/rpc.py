@@ -1,7 +1,8 @@
-"""A client's socket: questions and their answers, from any thread.
+"""A client's socket: requests and their replies, from any thread.
 
-Whoever waits for an answer receives for everyone. An answer that comes after its question was given
-up is handed to `Link`'s ``late``, since the server may have begun something that nobody waits for.
+The thread that waits for a reply receives for all threads. A reply that comes after its request was
+given up is passed to `Link`'s ``late``, because the server may have begun something that no thread
+waits for.
 """
 
 from __future__ import annotations
@@ -26,23 +27,28 @@ __all__ = ["Link"]
 _log = logging.getLogger("kvcore.server.client")
 
 SLICE_S = 0.002
-"""How long one waiting thread holds the socket while others wait to send."""
+"""Seconds that a waiting thread holds the socket while others wait to send."""
 YIELD_S = 0.0005
-"""How long it then leaves it alone: a lock that is taken again at once is taken from nobody."""
+"""Seconds that it then leaves the lock alone; a lock taken again at once starves the other threads.
+"""
 LATE_KEPT = 4096
-"""Questions given up whose answers are still looked out for."""
+"""Given-up requests whose replies are still expected."""
 
 
 class Link:
-    """One connection to the server of ``config``. Thread-safe. `renew` makes it a fresh one.
+    """One connection to the server of ``config``. Thread-safe.
 
-    ``late`` is called, under no lock, with answers to questions that were given up.
+    `renew` replaces the connection. ``late`` is called, without a lock held, with replies to
+    requests that were given up.
     """
 
     def __init__(
         self, config: ServerConfig, late: Callable[[ServerReply], None] = lambda reply: None
     ) -> None:
-        """Raises ConfigError for an address or keys that cannot be used. Waits for nobody."""
+        """Connect without waiting for the server.
+
+        Raises ConfigError for an address or keys that cannot be used.
+        """
         self._config = config
         self._address = address_of(config)
         self._late = late
@@ -52,9 +58,9 @@ class Link:
         self._given_up: dict[int, None] = {}
         self._too_late: list[ServerReply] = []
         self.heard = time.monotonic()
-        """When the server last said anything."""
+        """When the server last sent anything."""
         self.refused: Refused | None = None
-        """What the server, or the protocol, said to no question in particular."""
+        """The last refusal that answers no particular request."""
         self._closed = False
         self._context = Context()
         self._socket = self._connect()
@@ -67,21 +73,26 @@ class Link:
         return socket
 
     def ref(self) -> int:
-        """A number for a question."""
+        """Return a new number for a request."""
         return next(self._refs)
 
     def tell(self, request: ServerRequest) -> bool:
-        """Send what needs no answer. False when the server has taken nothing for a long time, and
-        when the link is closed."""
+        """Send a request that needs no reply.
+
+        Returns False if the server has read nothing for a long time, or if the link is closed.
+        """
         with self._lock:
             return self._send(request)
 
     def ask(
         self, request: ServerRequest, timeout: float, *, alive: Callable[[], bool] | None = None
     ) -> ServerReply | None:
-        """The answer, or None when it has not come in ``timeout`` seconds, or the link is closed
-        meanwhile. Blocks; with ``alive`` in slices, between which others may use the link and that
-        is asked."""
+        """Send a request and return its reply, or None if none comes within ``timeout`` seconds.
+
+        Also returns None if the link is closed meanwhile. Blocks. With ``alive`` it waits in
+        slices, between which other threads may use the link; it gives up once ``alive`` returns
+        False.
+        """
         limit = time.monotonic() + timeout
         with self._lock:
             self._wanted[request.ref] = None
@@ -99,13 +110,13 @@ class Link:
             time.sleep(YIELD_S)
 
     def drain(self) -> None:
-        """Take in what has come. Does not block but on a question being asked."""
+        """Receive the messages that are there. Blocks only while another thread waits for a reply."""
         with self._lock:
             self._receive(0.0)
         self._tell_late()
 
     def renew(self) -> None:
-        """A new connection: what was under way on the old one is lost."""
+        """Replace the connection. Requests in flight on the old one are lost."""
         with self._lock:
             if self._closed:
                 return
@@ -116,8 +127,10 @@ class Link:
             self._socket = self._connect()
 
     def close(self) -> None:
-        """Whoever waits for an answer goes without. Waits for one that does so in no slices.
-        Idempotent."""
+        """Close the socket; waiting requests return None. Idempotent.
+
+        Blocks until a thread that waits without ``alive`` is done.
+        """
         with self._lock:
             self._closed = True
             self._context.destroy(linger=200)
@@ -161,7 +174,7 @@ class Link:
         self._tell_late()
 
     def _receive(self, seconds: float) -> bool:
-        """Take in one message and all that are there already; whether there was any."""
+        """Receive one message and all others that are there; return True if there was any."""
         if self._closed or not self._socket.poll(int(seconds * 1000 + 0.999)):
             return False
         while True:
@@ -174,7 +187,7 @@ class Link:
     def _take(self, parts: list[bytes]) -> None:
         try:
             reply = decode_reply(parts)
-        except FormatError as error:  # it is no server of ours
+        except FormatError as error:  # whatever answers is not a kvcore server of this version
             self.refused = Refused(0, "misfit", str(error))
             return
         self.heard = time.monotonic()

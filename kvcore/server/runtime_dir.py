@@ -1,18 +1,19 @@
-"""The server's folder: its socket, its arenas, and who may still touch which memory.
+"""The server's runtime directory: its socket, its arenas, and who may still touch which memory.
 
-    folder (0700, in memory)
-      server.lock       held by the server: one a folder
+    folder (0700, on tmpfs)
+      server.lock       held by the server: one for each folder
       server.sock       0600, for ``address = "local"``
-      counter           the last session number given, over restarts
+      counter           the last session number given; outlives a restart
       arena-N           host memory of one model, mapped by the workers
-      cleared-M-X       clears that no server confirmed (`kvcore.server.pending_clears`)
+      cleared-M-X       clears that no server acknowledged (`kvcore.server.pending_clears`)
       session-N         what the session's workers map, and the secret by which the server knows
-                        them; *locked by whoever may touch that memory*
+                        them; *locked by every process that may touch that memory*
 
 A session's leader and its workers hold shared locks on its file. The kernel drops a lock when its
-process is gone, however it went, so the server knows by asking for the exclusive one: when it gets
-it, nothing reads or writes the session's slots any more, and nobody can begin to, as the file is
-removed before the lock is let go. A process that is only slow, or stopped, keeps its slots.
+process is gone, whatever the reason. The server therefore asks for the exclusive lock. When it gets
+the lock, no process reads or writes the session's slots any more, and none can begin to, because
+the server removes the file before it releases the lock. A process that is only slow, or stopped,
+keeps its slots.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ _SOCKET_PATH_MAX = 107
 
 
 def session_of(graph_id: int) -> int:
-    """The session that a graph belongs to; 0 for graphs of no session."""
+    """Return the session that a graph belongs to; 0 for graphs of no session."""
     return graph_id >> GRAPH_BITS
 
 
 def address_of(config: ServerConfig) -> str:
-    """The ZeroMQ address. Raises ConfigError for one that no socket can have."""
+    """Return the ZeroMQ address of the server.
+
+    Raises ConfigError for an address that cannot be used.
+    """
     address = config.address or "local"
     if address == "local":
         address = f"ipc://{folder_of(config)}/server.sock"
@@ -63,7 +67,7 @@ def address_of(config: ServerConfig) -> str:
 
 
 def check_private(folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` is ours and nobody else may enter it."""
+    """Raise ConfigError unless ``folder`` belongs to this user and nobody else may enter it."""
     try:
         found = folder.lstat()
     except OSError as error:
@@ -76,12 +80,12 @@ def check_private(folder: Path) -> None:
 
 
 class RuntimeDir:
-    """The server's side of the folder. One thread."""
+    """The server's side of the directory. For one thread."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder, takes it for this process and removes what an earlier server left.
+        """Create the directory, lock it for this process, and remove what an earlier server left.
 
-        Raises ConfigError when it is another's, or a server serves in it.
+        Raises ConfigError if it belongs to another user, or if another server uses it.
         """
         self.path = path
         try:
@@ -98,7 +102,7 @@ class RuntimeDir:
         self._counter = self._last_number()
 
     def next_number(self) -> int:
-        """A session number that no client of this folder has been given for a long time."""
+        """Return a session number that no client of this directory has been given for a long time."""
         self._counter = (self._counter + 1) % (1 << SESSION_BITS) or 1
         (self.path / "counter").write_text(str(self._counter))
         return self._counter
@@ -110,9 +114,11 @@ class RuntimeDir:
             return secrets.randbits(SESSION_BITS)
 
     def make_arena(self, name: str, nbytes: int, *, huge_pages: bool = True) -> int:
-        """A file of zeroes with its memory taken now, on huge pages where the mount allows them;
-        returns its descriptor. Takes about a second for each few GiB. Raises TierUnavailable where
-        there is not so much."""
+        """Create a file of zeroes with its memory allocated, and return its descriptor.
+
+        Uses huge pages if the mount allows them. Takes about a second for each few GiB. Raises
+        TierUnavailable if there is not enough memory.
+        """
         file = _open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if huge_pages and not gives_huge_pages(file):
@@ -142,23 +148,26 @@ class RuntimeDir:
         (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Release the lock, so that another server may use the directory."""
         os.close(self._lock)
 
 
 class SessionFile:
-    """A session's lock, as the server sees it."""
+    """A session's lock file, as the server sees it."""
 
     def __init__(self, folder: RuntimeDir, number: int, told: dict[str, Any]) -> None:
         self.name = f"session-{number}"
         self.secret = secrets.token_bytes(16)
-        """Who can tell it has read this file."""
+        """Proof that a worker has read this file."""
         self._folder = folder
         self._file = _open(folder.path / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         os.write(self._file, json.dumps({**told, "secret": self.secret.hex()}).encode())
 
     def ended(self) -> bool:
-        """Whether no process holds the session any more; then none can take it again."""
+        """Return True, and remove the file, if no process holds the session any more.
+
+        After that no process can lock it again.
+        """
         if not _try_lock(self._file, fcntl.LOCK_EX):
             return False
         self._folder.remove(self.name)
@@ -166,16 +175,19 @@ class SessionFile:
         return True
 
     def close(self) -> None:
-        """The server ends: clients see that the file is gone."""
+        """Remove the file, so that clients see that the server ended."""
         self._folder.remove(self.name)
         os.close(self._file)
 
 
 class SessionLock:
-    """A client's hold on a session: until `close`, its slots are given to nobody else."""
+    """A client's lock on a session.
+
+    Until `close`, the server gives the session's slots to nobody else.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises TierUnavailable when the session is over."""
+        """Lock the session. Raises TierUnavailable if the session is over."""
         try:
             self._file = _open(folder / name, os.O_RDWR)
         except OSError as error:
@@ -187,11 +199,14 @@ class SessionLock:
 
     @property
     def over(self) -> bool:
-        """Whether the server has ended the session, or another server has begun."""
+        """Return True if the server ended the session, or if another server has started."""
         return not os.fstat(self._file).st_nlink
 
     def metadata(self) -> dict[str, Any]:
-        """What the server wrote into it."""
+        """Return what the server wrote into the file.
+
+        That is how to map the arena, and the session's secret.
+        """
         told: dict[str, Any] = json.loads(os.pread(self._file, 1 << 16, 0))
         return told
 
@@ -200,12 +215,12 @@ class SessionLock:
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system of a folder, there or not yet, is mounted."""
+    """Return the mount point of a folder, whether the folder exists yet or not."""
     return next(place for place in (path, *path.parents) if place.is_mount())
 
 
 def open_arena(folder: Path, name: str) -> int:
-    """A descriptor of an arena's file. Raises TierUnavailable when it is gone."""
+    """Open an arena's file and return its descriptor. Raises TierUnavailable if it is gone."""
     try:
         return _open(folder / name, os.O_RDWR)
     except OSError as error:

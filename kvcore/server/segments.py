@@ -1,7 +1,7 @@
-"""Fusion behind a server: tokens of stored blocks, told to the server and searched there.
+"""Fusion with a server: the server stores the tokens of stored blocks and searches them.
 
-What one engine computed another may blend. The server answers which runs of a prompt are stored;
-their blocks are then matched and loaded like any others, and kept by the load that was planned.
+What one engine computed, another may blend. The server answers which runs of a prompt are stored.
+Their blocks are then matched and loaded like any others, and pinned by the load that was planned.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ __all__ = ["RemoteSegments", "learn", "search"]
 _log = logging.getLogger("kvcore.server.client")
 
 LEAD_TOKENS = 256
-"""Tokens from before the news that go along: a run that begins in them is found from there."""
+"""Tokens sent along from before the new blocks, so that a run which begins in them is found whole.
+"""
 
 
 class RemoteSegments(SegmentBook):
-    """`Segments` of the server that ``keeper`` keeps. One thread, the leader's.
+    """The `Segments` of the server that ``keeper`` is joined to. For one thread, the leader's.
 
-    A search blocks for the server's deadline at most, and finds nothing while it does not answer.
-    What is told meanwhile is lost: those tokens are found as an exact prefix only.
+    A search blocks for the server's deadline at most, and finds nothing if the server does not
+    answer. Tokens added while there is no server are lost: their blocks are found as an exact
+    prefix only.
     """
 
     def __init__(self, keeper: SessionKeeper, block_tokens: int) -> None:
@@ -43,7 +45,7 @@ class RemoteSegments(SegmentBook):
     def add(
         self, namespace: bytes, keys: Sequence[bytes], start: int, tokens: Sequence[int]
     ) -> None:
-        """Tell it that blocks [start, len(keys)) of a chain are stored. Waits for no answer."""
+        """Send the tokens of blocks [start, len(keys)) of a chain. Does not wait for a reply."""
         member = self._keeper.member
         if member is None or start >= len(keys) or not self._kept():
             return
@@ -64,7 +66,7 @@ class RemoteSegments(SegmentBook):
         start: int = 0,
         stop: int | None = None,
     ) -> list[Reusable]:
-        """As `Segments.find`; the server itself knows what is held."""
+        """Find stored runs as `Segments.find` does; the server itself knows which blocks are held."""
         member = self._keeper.member
         if member is None or not self._kept():
             return []
@@ -78,7 +80,7 @@ class RemoteSegments(SegmentBook):
         ]
 
     def _kept(self) -> bool:
-        """Whether the server keeps tokens; said once where it does not."""
+        """Return True if the server keeps tokens; log once if it does not."""
         member = self._keeper.member
         kept = member is not None and member.welcome.keeps_tokens
         if member is not None and not kept and not self._warned:
@@ -90,22 +92,22 @@ class RemoteSegments(SegmentBook):
         return kept
 
     def clear(self, namespace: bytes | None = None) -> None:
-        """Nothing to do: the server forgets tokens with their blocks (`RemoteManager.clear`)."""
+        """Do nothing: the server forgets tokens with their blocks (`RemoteManager.clear`)."""
 
     def close(self) -> None:
-        """Nothing to do: the tokens are the server's."""
+        """Do nothing: the tokens belong to the server."""
 
 
 # -- on the server ----------------------------------------------------------------------------
 
 
 def learn(segments: Segments, told: LearnTokens) -> None:
-    """Take in what a session stored. Raises a KVCoreError for what makes no sense."""
+    """Add the tokens of blocks that a session stored. Raises KVCoreError for malformed content."""
     segments.add(told.namespace, split(told.keys), told.start, _tokens(told.tokens), told.first)
 
 
 def search(segments: Segments, asked: SearchRequest, held: Callable[[bytes], bool]) -> SearchReply:
-    """Raises FormatError for what are no tokens."""
+    """Search the stored tokens for a session. Raises FormatError for malformed tokens."""
     found = segments.find(asked.namespace, _tokens(asked.tokens), held)
     runs = [(r.prompt_start, r.length, r.source_start, r.last_key) for r in found]
     return SearchReply(asked.ref, runs)
@@ -113,6 +115,6 @@ def search(segments: Segments, asked: SearchRequest, held: Callable[[bytes], boo
 
 def _tokens(packed: bytes) -> Sequence[int]:
     if len(packed) % 4:
-        raise FormatError(f"{len(packed)} bytes are no tokens of 4 bytes each")
+        raise FormatError(f"{len(packed)} bytes of tokens; supported are multiples of 4 bytes")
     tokens: Sequence[int] = np.frombuffer(packed, dtype="<u4")  # type: ignore[assignment]
     return tokens

@@ -1,10 +1,10 @@
-"""How a leader becomes and stays a server's client.
+"""How a leader joins a server, and stays joined.
 
     joined ──no answer in time──▶ waiting ──a heartbeat is answered──▶ joined
-       ▲                             │ silence for a lease, or the server knows us not
+       ▲                             │ silence for a lease, or the server refuses the session
        └───welcome─── alone ◀────────┘
 
-A thread beats, and says hello until it is welcome.
+A thread sends heartbeats while the leader is joined, and `Hello` until it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["MISFIT_RETRY_S", "RETRY_S", "START_WAIT_S", "JoinedSession", "Sessio
 _log = logging.getLogger("kvcore.server.session")
 
 START_WAIT_S = 60.0
-"""How long a start waits while the server prepares the model."""
+"""Seconds that a start waits while the server prepares the model."""
 RETRY_S = 0.2
 MISFIT_RETRY_S = 5.0
 _R = TypeVar("_R", bound=ServerReply)
@@ -53,7 +53,7 @@ _R = TypeVar("_R", bound=ServerReply)
 
 @dataclass
 class JoinedSession:
-    """What a welcome gave."""
+    """The session that a welcome gave."""
 
     welcome: Welcome
     held: SessionLock
@@ -65,10 +65,10 @@ class JoinedSession:
 
 
 class SessionKeeper:
-    """Keeps one leader a client: says hello, beats, and says hello again. A thread of its own.
+    """Keeps one leader joined to its server, from a thread of its own.
 
-    ``member`` is None while there is no server. ``waiting``: an answer did not come in time, and
-    nothing has been heard since.
+    ``member`` is None while there is no server. ``waiting`` is True if a reply did not come in time
+    and nothing has been heard since.
     """
 
     def __init__(self, config: ServerConfig, model: ModelDescription) -> None:
@@ -79,7 +79,7 @@ class SessionKeeper:
         self.link = Link(config, self._late)
         self.member: JoinedSession | None = None
         self._asked_in_vain = 0.0
-        self._unheard = 0  # the session that was not told of everything
+        self._unheard = 0  # the session to which a report could not be sent
         self._refusal = ""
         self._poke = threading.Event()
         self._ended = threading.Event()
@@ -90,8 +90,11 @@ class SessionKeeper:
         return self.link.heard < self._asked_in_vain
 
     def start(self) -> None:
-        """Say hello; waits while the server prepares. Raises UnsupportedError when it refuses this
-        client for good. A server that does not answer is joined when it does."""
+        """Join the server; wait up to `START_WAIT_S` while it prepares the model.
+
+        A server that does not answer is joined later, when it does. Raises UnsupportedError if it
+        refuses this client for good.
+        """
         limit = time.monotonic() + START_WAIT_S
         answered = self._hello(max(1.0, self._config.deadline_s))
         while isinstance(answered, Refused) and answered.kind == "busy":
@@ -107,8 +110,10 @@ class SessionKeeper:
         self._thread.start()
 
     def ask(self, request: ServerRequest, kind: type[_R]) -> _R | Refused | None:
-        """The answer, if the server is there and gives it in time. Blocks for the deadline at most,
-        and not at all while the server is waited for."""
+        """Send a request and return its reply, or None if none comes in time.
+
+        Blocks for the deadline at most, and not at all while a reply is overdue.
+        """
         if self.member is None or self.waiting:
             return None
         reply = self.link.ask(request, self._config.deadline_s)
@@ -123,8 +128,11 @@ class SessionKeeper:
         return reply if isinstance(reply, (kind, Refused)) else None
 
     def report_ended(self, member: JoinedSession, reports: Sequence[OpReport]) -> None:
-        """Ops have ended. Where that cannot be sent the session is left: the server would keep what
-        they used for as long as it lasts."""
+        """Report ended ops to the server.
+
+        If that cannot be sent the session is left, because the server would otherwise keep the
+        slots of those ops for as long as the session lasts.
+        """
         for start in range(0, len(reports), MAX_REPORTS):
             part = list(reports[start : start + MAX_REPORTS])
             if not self.link.tell(OpsEnded(self.link.ref(), member.number, part)):
@@ -132,7 +140,7 @@ class SessionKeeper:
                 self._poke.set()
 
     def close(self) -> None:
-        """Leave. Blocks for a moment."""
+        """Leave the server. Blocks for a moment."""
         self._ended.set()
         self._poke.set()
         if self._thread.ident is not None:
@@ -152,7 +160,7 @@ class SessionKeeper:
             pause = self._beat() if self.member is not None else self._try_hello()
 
     def _beat(self) -> float:
-        """One heartbeat; returns the seconds to the next."""
+        """Send one heartbeat; return the seconds until the next."""
         member = self.member
         assert member is not None
         if self._unheard == member.number:
@@ -191,7 +199,7 @@ class SessionKeeper:
         try:
             held = SessionLock(self.folder, reply.file)
         except KVCoreError as error:
-            # This is the server's folder: the session ended while this process stood still.
+            # If this is the server's folder, the session ended while this process stood still.
             kind = "busy" if os.path.exists(self.folder / "server.lock") else "misfit"
             return Refused(reply.ref, kind, f"{error} (server.folder is {self.folder})")
         self.member = JoinedSession(reply, held)
@@ -201,7 +209,7 @@ class SessionKeeper:
         return reply
 
     def _may_be_welcome(self) -> bool:
-        """False once what answers is no server of ours: another answer will not come."""
+        """Return False once an answer shows that the other side is not a server of this version."""
         refused = self.link.refused
         return not (self._ended.is_set() or (refused is not None and refused.kind == "misfit"))
 
@@ -212,7 +220,7 @@ class SessionKeeper:
             self.link.tell(Bye(self.link.ref(), member.number))
 
     def _late(self, reply: ServerReply) -> None:
-        """Nobody waits for this plan any more: say that nothing of it was done."""
+        """Report a plan that no request waits for any more as not carried out."""
         member = self.member
         if isinstance(reply, LaunchReply) and reply.graph is not None and member is not None:
             self.report_ended(member, undone(reply.graph, RowError.CANCELLED))

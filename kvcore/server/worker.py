@@ -1,8 +1,9 @@
-"""The worker's side of a server: it maps the shared arena, and copies to and from it itself.
+"""The worker's side of a server: it maps the shared arena and copies to and from it.
 
-A graph says whose it is. With the first graph of a session the worker takes the session's lock and
-maps its arena; a graph of a session that is over is refused, so a slot is never touched that the
-server has given to another. Reads from tiers are the server's: this side says when it is ready.
+A graph's id tells its session. With the first graph of a session the worker locks the session and
+maps its arena. A graph of a session that is over is refused, so a slot that the server has given to
+another session is never touched. The server carries out the reads from tiers; this side says when
+it is ready for them.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ __all__ = ["ServedWorker"]
 _log = logging.getLogger("kvcore.server.worker")
 
 TEND_S = 0.5
-"""How often it is looked whether the session is over, so that its memory is let go."""
+"""Seconds between two checks whether the session is over, so that its memory can be released."""
 KEPT_S = 10.0
-"""How long the memory of a session that is over is kept: a load may be planned, and on its way
-here. TensorRT-LLM fails a batch for one that does not come, and its steps may take seconds. A
-server that comes back and has no room meanwhile is asked again (`keeper.MISFIT_RETRY_S`)."""
+"""Seconds that the memory of a session that is over stays mapped.
+
+A load may be planned and on its way here. TensorRT-LLM fails a batch whose load does not come, and
+its steps may take seconds. A new server that meanwhile has no room is asked again
+(`session.MISFIT_RETRY_S`).
+"""
 BEAT_S = 0.25
-"""How often a read that is waited for asks whether the server is there."""
+"""Seconds between two checks, during a read, whether the server is there."""
 
 
 class _ServedRead:
-    """Executor of reads from tiers: the server's, into the shared arena."""
+    """Executor of reads from tiers, which the server carries out into the shared arena."""
 
     def __init__(self, config: Config, link: Link, rank: int) -> None:
         self._link = link
@@ -52,10 +56,13 @@ class _ServedRead:
         self._longest = config.transfer.load_deadline_s
         self._silence_s = max(1.0, 10 * config.server.deadline_s)
         self.secret = b""
-        """Of the session that the worker has joined."""
+        """The secret of the session that the worker has joined."""
 
     def enter(self, session: int) -> None:
-        """Say that this connection is a rank's. Each time: after a break it is another one."""
+        """Say that this connection belongs to a rank.
+
+        It is said before every read, because after a break the connection is a new one.
+        """
         self._link.tell(EnterSession(self._link.ref(), session, self.secret))
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
@@ -71,7 +78,7 @@ class _ServedRead:
             over = link.refused is not None and link.refused.kind == "session"
             return not over and now - max(link.heard, asked) < self._silence_s
 
-        link.refused = None  # said of the connection before, perhaps
+        link.refused = None  # it may have been about the connection before
         self.enter(session)
         read = ReadRequest(link.ref(), session, graph.graph_id, op.op_id, self._rank)
         reply = link.ask(read, graph.deadline_s or self._longest, alive=alive)
@@ -83,11 +90,17 @@ class _ServedRead:
 
 
 class ServedWorker(KVWorker):
-    """`KVWorker` over a server's arena. ``parts`` are its arguments, with an arena of one slot that
-    stands in while there is no session."""
+    """A `KVWorker` over a server's arena.
+
+    ``parts`` are the arguments of `KVWorker`. Their arena has one slot and stands in while there is
+    no session.
+    """
 
     def __init__(self, *, served: Config, model: ModelDescription, rank: int, **parts: Any) -> None:
-        """Waits for no server. Raises ConfigError for an address or keys that cannot be used."""
+        """Start without waiting for a server.
+
+        Raises ConfigError for an address or keys that cannot be used.
+        """
         self._link = Link(served.server)
         self._reads = _ServedRead(served, self._link, rank)
         super().__init__(reads=self._reads, **parts)
@@ -109,7 +122,7 @@ class ServedWorker(KVWorker):
         into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
     ) -> list[OpReport]:
-        """As `KVWorker.submit`; a graph of a session that is over is refused."""
+        """Submit a graph as `KVWorker.submit` does; refuse it if its session is over."""
         with self._joining:
             try:
                 self._join(session_of(graph.graph_id))
@@ -125,13 +138,13 @@ class ServedWorker(KVWorker):
             self._link.tell(WithdrawRequest(self._link.ref(), self._session, graph_id))
 
     def _join(self, session: int) -> None:
-        """Map the session's arena, if it is not the one that is mapped."""
+        """Map the session's arena, unless it is mapped already."""
         if not session:
-            raise TierUnavailable("the server did not plan it")
+            raise TierUnavailable("the server did not plan this load")
         if session == self._session:
             return
         if self.engine.in_flight:
-            raise TierUnavailable("copies of the session before are under way")
+            raise TierUnavailable("copies of the previous session are still in flight")
         held = SessionLock(self._folder, f"session-{session}")
         try:
             told = held.metadata()
@@ -162,14 +175,16 @@ class ServedWorker(KVWorker):
         return HostArena(shape, slots, arrangement=arrangement, pin=self._pin, pages=pages)
 
     def _swap(self, arena: HostArena, layout: Any, session: int, held: SessionLock | None) -> None:
-        """Copy from and to another arena; the lock on the one before is let go at last."""
+        """Copy from and to another arena from now on, then release the lock of the one before."""
         self.use_arena(arena, KVView(layout, [arena.tensor()]))
         before, self._held, self._session = self._held, held, session
         if before is not None:
             before.close()
 
     def _tend(self) -> None:
-        """Give back the memory of a session that is over, in the end: its server needs the room."""
+        """Release the memory of a session that is over after `KEPT_S`, because its server needs the
+        room.
+        """
         over: SessionLock | None = None
         since = 0.0
         while not self._ended.wait(TEND_S):
@@ -185,7 +200,7 @@ class ServedWorker(KVWorker):
                     _log.info("the session is over; its memory is given back")
 
     def close(self, *, timeout: float = 30.0) -> bool:
-        """Finish what is in flight and let go of the session."""
+        """Finish what is in flight and leave the session; return whether everything has ended."""
         self._ended.set()
         self._tender.join()
         ended = super().close(timeout=timeout)

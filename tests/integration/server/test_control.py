@@ -82,7 +82,7 @@ def save(space: ModelCache, tenant: str, tokens: Sequence[int]) -> list[bytes]:
     graph = space.save(m.SaveRequest(1, SESSION, m.join(keys), digest), 1).graph
     if graph is not None:
         for key, slot in zip(graph.keys, graph.host_slots, strict=True):
-            for buffer in space._here.worker.arena.slot_buffers(slot):
+            for buffer in space._transport.worker.arena.slot_buffers(slot):
                 buffer[:] = (key * (len(buffer) // 16 + 1))[: len(buffer)]
         space.ops_ended(SESSION, [OpReport(graph.graph_id, op.op_id) for op in graph.ops])
     ticking(space, lambda: not space.background)
@@ -93,7 +93,7 @@ def assert_in_host(space: ModelCache, keys: Sequence[bytes]) -> None:
     """Every block is in host memory, and its bytes are its own."""
     slots = space.manager.index.slots(HOST, keys, 0, len(keys))
     for key, slot in zip(keys, slots.tolist(), strict=True):
-        for buffer in space._here.worker.arena.slot_buffers(slot):
+        for buffer in space._transport.worker.arena.slot_buffers(slot):
             assert bytes(buffer[:32]) == key * 2, "other bytes"
 
 

@@ -255,7 +255,7 @@ def test_what_another_engine_of_the_server_is_saving_is_waited_for(
     assert (request.answer, request.reused) == (plain(prompt), {"host": 96})
     until(lambda: server.idle)
     [space] = server.server.models
-    assert len(space._awaited) == 0
+    assert len(space._pending) == 0
 
 
 CLIENT = """
@@ -297,7 +297,7 @@ def assert_nothing_is_held(server: RunningServer) -> None:
     server.close()
     [space] = server.server.models
     assert space.manager.in_flight == 0
-    assert len(space._awaited) == 0
+    assert len(space._pending) == 0
     space.manager.index.evictions.evict(HOST, 1 << 20)
     assert space.manager.index.num_used(HOST) == 0, "a pin or a reservation is left"
     space.check_integrity()

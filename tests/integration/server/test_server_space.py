@@ -132,7 +132,7 @@ def test_what_the_server_could_not_read_is_not_published_though_the_session_is_c
     [slot] = space.manager.index.slots("disk", NAMES, 2, 3).tolist()
     [file] = tmp_path.rglob("shard-0.data")
     with file.open("r+b") as data:
-        data.seek(slot * space._here.worker.tiers["disk"].slot_nbytes)
+        data.seek(slot * space._transport.worker.tiers["disk"].slot_nbytes)
         first = data.read(1)[0]
         data.seek(-1, os.SEEK_CUR)
         data.write(bytes([first ^ 1]))
