@@ -336,7 +336,10 @@ class ModelCache:
         return search(self._segments, asked, self.manager.index.__contains__)
 
     def path(self, asked: PathRequest) -> PathReply:
-        """Return the chain that ends with a block. Raises BlockMissing if no tier holds the block."""
+        """Return the chain that ends with a block.
+
+        Raises BlockMissing if no tier holds the block.
+        """
         index = self.manager.index
         if asked.key not in index:
             raise BlockMissing("no tier holds the block any more")
@@ -392,7 +395,7 @@ class ModelCache:
         return tuple(Source(*source) for source in asked.sources)
 
     def _check_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> None:
-        """Raise FormatError if the keys are no prompt's chain; the index is shared by all sessions."""
+        """Raise FormatError if the keys are no prompt's chain: all sessions share the index."""
         if not self.manager.index.is_chain(keys, held, namespace):
             raise FormatError(
                 f"{len(keys)} keys are not a chain of one namespace: some of them are held with "
@@ -524,7 +527,7 @@ class ModelCache:
         self.control.step()
 
     def check_integrity(self) -> None:
-        """Assert that the index is consistent and that every graph in flight belongs to a session."""
+        """Assert that the index is consistent and that a session owns every graph in flight."""
         self.manager.check_integrity()
         for claim in self._claims.values():
             assert claim.left, "a graph that has ended is claimed"

@@ -102,7 +102,7 @@ class RuntimeDir:
         self._counter = self._last_number()
 
     def next_number(self) -> int:
-        """Return a session number that no client of this directory has been given for a long time."""
+        """Return a session number that was given to no client for a long time."""
         self._counter = (self._counter + 1) % (1 << SESSION_BITS) or 1
         (self.path / "counter").write_text(str(self._counter))
         return self._counter
