@@ -188,16 +188,16 @@ class PublisherProcess:
 
 
 class _Late(Exception):
-    """There is no time left to send more."""
+    """The time to send more is over."""
 
 
 class _Child:
-    """The process, and this end of its socket. Of one thread."""
+    """The process, and this end of its socket. For one thread."""
 
     def __init__(self, count: CountBlocks) -> None:
-        """Raises OSError where it cannot be started."""
+        """Start the process. Raises OSError if that fails."""
         self.outlets: int | None = None
-        """The buses it has; None until it is ready."""
+        """The buses that it has opened; None until it is ready."""
         self._count = count
         self._counted: dict[str, int] = {}
         self._buffer = Buffer()
@@ -259,7 +259,10 @@ class _Child:
             raise self._gone()
 
     def end(self, limit: float) -> None:
-        """Let the process send what it has until the time ``limit``, then kill it. Reaps it, once."""
+        """Let the process send what it has until the time ``limit``, then kill and reap it.
+
+        Call it once.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             while time.monotonic() < limit:
