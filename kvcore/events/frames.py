@@ -39,7 +39,7 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the process tells its leader.
+    """What the process reports to its leader.
 
     ``outlets`` is how many buses could be opened. ``told`` counts blocks so far by the outcome of
     their events. ``lines`` are levels, loggers and texts that were logged.

@@ -198,7 +198,7 @@ class ModelCache:
             parts = build_manager(
                 config, described, self._transport, ids=self._ids, sink_saves=False
             )
-            if config.cluster.etcd:  # a list has its own idea of who is there
+            if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
         except BaseException:
             close_worker(self._transport.worker)

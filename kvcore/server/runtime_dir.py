@@ -131,7 +131,7 @@ class RuntimeDir:
                 os.ftruncate(file, nbytes)  # what is taken through a mapping is on huge pages
                 with closing(SharedPages(file, nbytes)) as pages:
                     pages.take()
-            # Without its memory taken, a page that is not to be had kills who touches it.
+            # Allocate now: touching a page for which there is no memory kills the process.
             os.posix_fallocate(file, 0, nbytes)
         except (OSError, TierUnavailable) as error:
             os.close(file)
