@@ -1,12 +1,18 @@
-"""What operators do while kvcore runs: one implementation, for a server and for an engine's leader.
+"""What operators do while kvcore runs: one implementation for a server and for an engine's leader.
 
-kvcore ctl ──order──▶ server's loop ────────┐
-                  or  Endpoint (own socket) ┴▶ Control ──▶ KVManager, Tenants
+kvcore ctl ──command──▶ server's loop ──────┐
+                    or  Endpoint (socket) ──┴▶ Control ──▶ KVManager, Tenants
                                                   └──────▶ AuditLog, metrics
 
-orders      what can be asked for, and of which blocks
-tenants     who has a name, and what it may keep
-operations  the orders, carried out over a manager
+commands    what can be asked for, and of which blocks
+selection   which blocks of an index a command means
+operations  `Control`: carries commands out over a manager
+pins        prompts that an operator pinned
+queries     what each tier holds, of whom, under which quota
+jobs        commands that move bytes
+tenants     names for namespaces, and their quotas
 audit       the record of who did what
-endpoint    the socket of an engine with tiers of its own
+messages    commands and their results on the wire
+endpoint    the socket of an engine that has its own tiers
+open        `Control` and `Endpoint` from settings
 """

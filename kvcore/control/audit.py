@@ -23,10 +23,13 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class AuditLog:
-    """Writes to one file, or, without, to the log alone. Any thread: a line is one write."""
+    """Writes to one file or, without a file, only to the log.
+
+    Any thread may write: each line is one write.
+    """
 
     def __init__(self, path: str | None = None) -> None:
-        """Makes the file, mode 0600. Raises ConfigError where it cannot be written."""
+        """Create the file with mode 0600. Raises ConfigError if it cannot be written."""
         self._file: Descriptor | None = None
         if path is not None:
             try:
@@ -37,11 +40,11 @@ class AuditLog:
                 self.close()
                 raise ConfigError(
                     f"control.audit {path!r} cannot be written: {error.strerror}; name a file that "
-                    "is this user's"
+                    "belongs to this user"
                 ) from error
 
     def write(self, who: str, order: str, **what: Any) -> None:
-        """Say that ``who`` had ``order`` carried out. Blocks for a short write."""
+        """Record that ``who`` had the command ``order`` carried out. Blocks for a short write."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         line = json.dumps({"at": at, "who": who, "order": order, **what})
         _log.info("an order was carried out %s", line)
@@ -54,15 +57,18 @@ class AuditLog:
             _log.error("the audit log lacks a line: %s", error)
 
     def close(self) -> None:
-        """Nothing is written any more: what is, is in the log alone, with an error. Idempotent."""
+        """Close the file. Idempotent.
+
+        Later records only go to the log, with an error.
+        """
         if self._file is not None:
             self._file.close()
 
 
 def identity(frame: Any) -> str:
-    """Who sent a ZeroMQ frame: the key of a CURVE client, or the process at a local socket.
+    """Return who sent a ZeroMQ frame: the key of a CURVE client, or the process at a local socket.
 
-    The kernel vouches for a local peer, CURVE for a key; a name comes from neither.
+    The kernel vouches for a local peer, CURVE for a key. A name given by the client proves nothing.
     """
     import zmq
 
@@ -74,7 +80,7 @@ def identity(frame: Any) -> str:
         if key == "User-Id" and said:
             return f"curve key {said}"
         parts = said.rsplit(":", 3)
-        if len(parts) == 4:  # of a local socket: host, uid, gid, pid
+        if len(parts) == 4:  # a local socket: host, uid, gid, pid
             return f"uid {parts[1]} pid {parts[3]}"
         return f"address {said}"
     return "unknown"

@@ -1,4 +1,4 @@
-"""What an operator can ask for, and of which blocks. Values that msgpack carries, all bounded."""
+"""What an operator can ask for, and of which blocks: msgpack values, all of bounded size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MAX_TOKENS = 1 << 20
-"""Tokens of a prompt in an order."""
+"""The most tokens of a prompt in a command."""
 
 Word = Annotated[str, Meta(max_length=64)]
 Salt = Annotated[str, Meta(max_length=1024)]
@@ -33,12 +33,12 @@ Limit = Annotated[int, Meta(ge=0, le=10_000)]
 
 
 class BlockFilter(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks for which all that is given holds; every block where nothing is.
+    """Selects the blocks that meet every given condition; all blocks without any.
 
-    A chosen block stands for the prompt that ends in it: all before it is chosen too.
-    ``tenant`` is a name, ``salt`` the salt of one without a name; ``namespace`` is a digest (16
-    bytes), ``prefix`` the first bytes of keys, ``tokens`` a prompt as little-endian uint32, which
-    is hashed here, as of the tenant or salt given or of requests without a salt.
+    A selected block stands for the prompt that ends in it, so the blocks before it are selected
+    too. ``tenant`` is a tenant's name, ``salt`` the salt of one without a name. ``namespace`` is a
+    digest of 16 bytes, ``prefix`` the first bytes of keys. ``tokens`` is a prompt as little-endian
+    uint32; it is hashed here with the given tenant or salt, or as a request without a salt.
     """
 
     tenant: Word | None = None
@@ -50,8 +50,10 @@ class BlockFilter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ListBlocks(msgspec.Struct, frozen=True, array_like=True, tag="list"):
-    """How much is held of whom and where; with ``prompts``, the prompts too. At most ``limit`` of
-    each."""
+    """Show how many blocks each namespace has in each tier; with ``prompts`` also the prompts.
+
+    At most ``limit`` of each.
+    """
 
     where: BlockFilter = BlockFilter()
     prompts: bool = False
@@ -59,40 +61,44 @@ class ListBlocks(msgspec.Struct, frozen=True, array_like=True, tag="list"):
 
 
 class PinBlocks(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
-    """Keep what is chosen, where it is, until it is unpinned or the process ends."""
+    """Keep the selected blocks where they are until they are unpinned or the process ends."""
 
     where: BlockFilter
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True, array_like=True, tag="unpin"):
-    """Undo `PinBlocks` for pins on what is chosen."""
+    """Undo `PinBlocks` for the selected blocks."""
 
     where: BlockFilter = BlockFilter()
 
 
 class MoveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="move"):
-    """Copy what is chosen from the tier of ``where`` to the tier ``to``, then take it out of the
-    first, as far as nothing else needs it there."""
+    """Copy the selected blocks from the tier of ``where`` to the tier ``to``, then discard them.
+
+    Blocks that something else needs stay in the first tier too.
+    """
 
     where: BlockFilter
     to: Word
 
 
 class PrefetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="prefetch"):
-    """Bring what is chosen into host memory; it stays below too."""
+    """Copy the selected blocks into host memory. They stay in the lower tiers too."""
 
     where: BlockFilter
 
 
 class ClearBlocks(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Forget what is chosen, and all that stands on it."""
+    """Forget the selected blocks, and all blocks that continue them."""
 
     where: BlockFilter = BlockFilter()
 
 
 class SetQuota(msgspec.Struct, frozen=True, array_like=True, tag="quota"):
-    """Let a tenant have at most so much of a tier: "8GiB", "25%", or (None) as much as anyone.
-    ``salt`` makes a tenant of a name that the settings do not have."""
+    """Limit what a tenant keeps in a tier: "8GiB", "25%", or None for no limit.
+
+    ``salt`` adds a tenant that the settings do not name.
+    """
 
     tenant: Word
     tier: Word
@@ -101,7 +107,7 @@ class SetQuota(msgspec.Struct, frozen=True, array_like=True, tag="quota"):
 
 
 class ShowQuotas(msgspec.Struct, frozen=True, array_like=True, tag="quotas"):
-    """What each tenant has of each tier, and may have."""
+    """Show what each tenant uses of each tier, and its quota."""
 
 
 Command = (
@@ -116,9 +122,9 @@ Command = (
 )
 
 CHANGES = (PinBlocks, UnpinBlocks, MoveBlocks, PrefetchBlocks, ClearBlocks, SetQuota)
-"""Orders that change something: each leaves a line in the audit log."""
+"""Commands that change something; each leaves a line in the audit log."""
 
 
 def command_name(order: Command) -> str:
-    """The order in a word."""
+    """Return the command's name in one word."""
     return str(order.__struct_config__.tag)

@@ -1,9 +1,10 @@
-"""The socket at which an engine's leader takes orders. A server has its own and needs none.
+"""The socket at which an engine's leader takes commands. A server has a socket of its own.
 
-    kvcore ctl ──▶ thread: decode, refuse what is no order ──orders──▶ leader's `step` ──▶ Control
-               ◀── thread ◀───────────────────────────────── replies ──┘
+    kvcore ctl ──▶ thread: decodes, refuses the rest ──commands──▶ leader's `step` ──▶ Control
+               ◀── thread ◀────────────────────────── replies ─────┘
 
-The leader works on an order when it is called next, so an idle engine answers with its next step.
+The leader carries a command out when the engine calls it next, so an idle engine answers with its
+next step.
 """
 
 from __future__ import annotations
@@ -32,15 +33,18 @@ __all__ = ["Endpoint"]
 _log = logging.getLogger("kvcore.control")
 
 WAITING = 16
-"""Orders that may wait for the leader; more are refused."""
+"""Commands that may wait for the leader; more are refused."""
 POLL_MS = 20
 
 
 class Endpoint:
-    """Listens from the start. `step` and `close` are the leader's."""
+    """Listens from the start. The leader calls `step` and `close`."""
 
     def __init__(self, address: str, control: Control, fingerprint: bytes) -> None:
-        """Raises ConfigError for an address that cannot be bound."""
+        """Bind the socket and start the thread.
+
+        Raises ConfigError if the address cannot be bound.
+        """
         self._control = control
         self._fingerprint = fingerprint
         self._orders: deque[tuple[bytes, ControlRequest, str]] = deque()
@@ -48,7 +52,7 @@ class Endpoint:
         self._ended = threading.Event()
         self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
-        before = os.umask(0o177)  # the socket is ours alone from its first moment on
+        before = os.umask(0o177)  # only this user may open the socket, from the first moment
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -60,7 +64,7 @@ class Endpoint:
         self._thread.start()
 
     def step(self) -> None:
-        """Begin with the orders that have come, and take a job on. Costs nothing where none has."""
+        """Begin the commands that have come, and go on with a job. Costs nothing without any."""
         while self._orders:
             client, asked, who = self._orders.popleft()
             try:
@@ -80,14 +84,12 @@ class Endpoint:
             self._replies.append((client, reply))
 
         if not self._fingerprint.startswith(asked.model):
-            tell(
-                ConfigError(f"this engine's model is {self._fingerprint.hex()}: name that, or none")
-            )
+            tell(ConfigError(f"this engine's model is {self._fingerprint.hex()}: name it, or none"))
         else:
             self._control.begin(asked.order, who, tell)
 
     def close(self) -> None:
-        """Take no more; what has been answered is sent. Blocks for a moment."""
+        """Stop listening, and send the replies that are ready. Blocks for a moment."""
         self._control.close()
         self._ended.set()
         self._thread.join()

@@ -1,9 +1,9 @@
-"""Orders of an operator, their answers, and the framing of every message to a server.
+"""Commands of an operator, their results, and the framing of every message to a server.
 
     frame 0   b"kvcore" and the protocol's version, 4 bytes little-endian
     frame 1   the message, in msgpack
 
-A server and an engine with tiers of its own (`kvcore.control.endpoint`) take the same orders.
+A server and an engine with its own tiers (`kvcore.control.endpoint`) take the same commands.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _T = TypeVar("_T")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="control"):
-    """An operator's order, for the model whose fingerprint begins so: for the only one, if there
-    is no more."""
+    """An operator's command for one model.
+
+    ``model`` is the beginning of its fingerprint; it may be empty if there is only one model.
+    """
 
     ref: Ref
     order: Command
@@ -51,9 +53,17 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="control"
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """``kind`` is "busy" (ask again), "session" (over, or another's: say hello), "stale" (what was
-    matched is no longer so), "capacity", "misfit" (this client never can), "malformed", or
-    "control" (an order that cannot be carried out)."""
+    """A request was refused, because of ``kind``.
+
+    busy       ask again later
+    session    the session is over or belongs to another client: say hello
+    stale      what was matched is no longer there
+    capacity   there is no room
+    misfit     this client can never be served with these settings
+    malformed  the message could not be understood
+    control    the command cannot be carried out
+    internal   a bug; the server's log has the traceback
+    """
 
     ref: Ref
     kind: str
@@ -61,21 +71,21 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="controlled"):
-    """What came of an order, as plain data."""
+    """The result of a command, as plain data."""
 
     ref: Ref
     result: dict[str, Any]
 
 
 class WrongProtocol(FormatError):
-    """The other side speaks another version, or something else altogether."""
+    """The other side speaks another protocol version, or something else altogether."""
 
 
 class NotACommand(FormatError):
-    """A message that only a server takes. ``ref`` is the message's own."""
+    """A message that only a server takes; ``ref`` is the message's own."""
 
     def __init__(self, ref: int) -> None:
-        super().__init__("an engine with tiers of its own takes orders of `kvcore ctl` only")
+        super().__init__("an engine with its own tiers takes only the commands of `kvcore ctl`")
         self.ref = ref
 
 
@@ -93,9 +103,10 @@ def frames(message: msgspec.Struct) -> list[bytes]:
 
 
 def decode_command(parts: Sequence[bytes]) -> ControlRequest:
-    """Return the order in ``parts``.
+    """Return the command in ``parts``.
 
-    Raises WrongProtocol, NotAnOrder for a server's other requests, and FormatError for the rest.
+    Raises WrongProtocol, NotACommand for a server's other requests, and FormatError for anything
+    else.
     """
     try:
         return decode_frames(_orders, parts)
@@ -124,7 +135,7 @@ def decode_frames(decoder: msgspec.msgpack.Decoder[_T], parts: Sequence[bytes]) 
 
 
 def _said(header: bytes) -> str:
-    given = f"{len(header)} bytes that are no header"
+    given = f"{len(header)} bytes that are not a header"
     if len(header) == len(HEADER) and header.startswith(_NAME):
         given = f"protocol {struct.unpack('<I', header[len(_NAME) :])[0]}"
     return f"{given}; this side speaks protocol {PROTOCOL}: use one version of kvcore on both"

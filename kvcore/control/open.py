@@ -1,4 +1,4 @@
-"""Control from settings: over a server's model, or at an engine's own socket."""
+"""`Control` from settings: over a server's model, or at an engine's own socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_control(
     metrics: Metrics,
     audit: AuditLog,
 ) -> Control:
-    """The orders over one model's manager."""
+    """Return the operator's commands over one model's manager."""
     return Control(
         manager,
         tenants,
@@ -42,9 +42,11 @@ def make_control(
 def open_endpoint(
     config: Config, model: ModelDescription, control: Control, data_parallel_rank: int | None
 ) -> Endpoint:
-    """Take orders at ``control.address``; a data-parallel rank after the first at that with
-    ``_dpRANK`` behind it. Raises ConfigError where it cannot be bound, UnsupportedError without
-    pyzmq."""
+    """Listen for commands at ``control.address``.
+
+    A data-parallel rank after the first listens at that address with ``_dpRANK`` appended. Raises
+    ConfigError if it cannot be bound, and UnsupportedError without pyzmq.
+    """
     from kvcore.control.endpoint import Endpoint
 
     assert config.control.address is not None

@@ -1,9 +1,9 @@
-"""Who the tenants are: names for namespaces, and what each may keep of each tier.
+"""Tenants: names for namespaces, and how much each may keep in each tier.
 
     [tenants.NAME] salt, loras ──▶ namespaces of this model ──▶ quotas of the index, counts
 
-The index counts a named tenant's blocks in every tier, with a quota or without: a count costs
-nothing to read.
+The index counts a named tenant's blocks in every tier, with or without a quota. Reading a count
+costs nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvcore.telemetry.metrics import Metrics
 __all__ = ["Tenants", "Usage"]
 
 MAX_TENANTS = 1024
-"""Named tenants of a model: each is a series a tier in Prometheus."""
+"""Named tenants of a model; each is one Prometheus series for each tier."""
 
 COUNT_S = 1.0
-"""Seconds between two looks at the counts for the metrics."""
+"""Seconds between two updates of the metrics."""
 
 NO_LIMIT = sys.maxsize
 
 
 class Usage(NamedTuple):
-    """What a tenant has of a tier, in blocks; ``limit`` None: as much as anyone."""
+    """What a tenant uses of a tier, in blocks; ``limit`` is None without a quota."""
 
     tenant: str
     tier: str
@@ -42,7 +42,7 @@ class Usage(NamedTuple):
 
 
 def check_quotas(config: Config, tiers: Iterable[str] = ()) -> None:
-    """Raises ConfigError for a quota of a tier that neither the settings nor ``tiers`` have."""
+    """Raise ConfigError for a quota of a tier that neither the settings nor ``tiers`` have."""
     known = {"host", "disk", *config.tiers, *tiers}
     for name, tenant in config.tenants.items():
         if unknown := tenant.quota.keys() - known:
@@ -53,7 +53,7 @@ def check_quotas(config: Config, tiers: Iterable[str] = ()) -> None:
 
 
 class Tenants:
-    """The tenants of one model. Leader thread only, no I/O but at the start."""
+    """The tenants of one model. The leader's thread only; no I/O after the start."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Tenants:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes the quotas of ``config`` at once: what is over them leaves the index.
+        """Apply the quotas of ``config``, which evicts the blocks beyond them.
 
-        Reads the folders of LoRA weights. Raises ConfigError for quotas that make no sense.
+        Reads the folders of LoRA weights. Raises ConfigError for quotas that cannot be met.
         """
         self.index = index
         self._block_nbytes = block_nbytes
@@ -89,8 +89,11 @@ class Tenants:
     # -- names ----------------------------------------------------------------------------------
 
     def add(self, name: str, salt: str) -> None:
-        """Give a tenant a name, if it has not this one already. Raises ConfigError where either is
-        another's, CapacityError when there are too many."""
+        """Name a tenant, unless it has this name already.
+
+        Raises ConfigError if the name or the salt belongs to another tenant, and CapacityError if
+        there are too many tenants.
+        """
         space = self._spaces.of("", salt)
         if self._owners.get(space.digest) == name:
             return
@@ -101,18 +104,18 @@ class Tenants:
             self._set(name, tier, None)
 
     def spaces(self, name: str) -> Sequence[Namespace]:
-        """A tenant's namespaces. Raises ConfigError for a name that nobody has."""
+        """Return a tenant's namespaces. Raises ConfigError for an unknown name."""
         if name not in self._names:
             there = ", ".join(sorted(self._names)) or "none"
             raise ConfigError(f"no tenant {name!r}; there are: {there}. Add [tenants.{name}]")
         return self._names[name]
 
     def space_of(self, salt: str | None) -> Namespace:
-        """The namespace of requests with a salt, or (None) without one."""
+        """Return the namespace of requests with ``salt``, or without one (None)."""
         return self._spaces.of("", salt)
 
     def name_of(self, namespace: bytes) -> str:
-        """Whose namespace it is; empty where nobody's."""
+        """Return the tenant that a namespace belongs to; empty if there is none."""
         return self._owners.get(namespace, "")
 
     def _name(self, name: str, spaces: list[Namespace]) -> None:
@@ -126,8 +129,10 @@ class Tenants:
     # -- quotas ---------------------------------------------------------------------------------
 
     def blocks(self, tier: str, quota: str | None) -> int | None:
-        """A quota in blocks of a tier; None for none. Raises ConfigError for a quota of no block,
-        or for no quota at all."""
+        """Return a quota in blocks of a tier; None for no quota.
+
+        Raises ConfigError if the quota cannot be parsed or is smaller than a block.
+        """
         if quota is None:
             return None
         capacity = self.index.num_slots(tier) * self._block_nbytes
@@ -140,7 +145,7 @@ class Tenants:
         return nbytes // self._block_nbytes
 
     def limit(self, blocks: int | None) -> int:
-        """What the index takes for a quota."""
+        """Return the number of blocks by which the index expresses a quota."""
         return NO_LIMIT if blocks is None else blocks
 
     def _set(self, name: str, tier: str, blocks: int | None) -> None:
@@ -150,14 +155,14 @@ class Tenants:
             self._metrics.evicted(tier, len(evicted))
 
     def usage(self) -> Iterator[Usage]:
-        """What every tenant has of every tier. O(tenants * tiers)."""
+        """Yield what every tenant uses of every tier. O(tenants * tiers)."""
         for tier in self.index.tiers:
             for name, quota in self.index.admin.quotas(tier).items():
                 limit = None if quota.limit == NO_LIMIT else quota.limit
                 yield Usage(name, tier, quota.used, limit)
 
     def tick(self) -> None:
-        """Give the counts to the metrics, once a second. Call it as often as you like."""
+        """Update the metrics, at most once a second. Cheap to call often."""
         if not self._names or (now := self._clock()) - self._counted < COUNT_S:
             return
         self._counted = now

@@ -1,16 +1,16 @@
-"""The bounded queue between the leader, which must not wait, and who publishes.
+"""The bounded queue between the leader, which must not wait, and the publisher.
 
     leader's thread    note ──▶ [record, record, ..] ──▶ take    publisher's thread, or the one that
                          │ full: the queue is emptied,           ships to its process
-                         │ and in place of what was in it
-                         └─────▶ [everything that is published now]
+                         │ and refilled with everything
+                         └─────▶ that is published now
 
-So the publisher always catches up by what it takes, and the leader pays for a look at the whole
-index (about 20 ms for a million blocks) once in as many blocks as the queue holds.
+So the publisher always catches up with what it takes. The leader pays for a look at the whole index
+(about 20 ms for a million blocks) at most once in as many blocks as the queue holds.
 
-A note takes no lock: one thread adds to the queue and to ``_noted``, another takes from the one
-and adds to ``_taken``. What touches both ends is done under the lock, on the leader's thread, while
-the other does not take.
+`Feed.note` takes no lock: one thread appends to the queue and writes ``_noted``, another takes from
+the queue and writes ``_taken``. Whatever touches both ends is done under the lock, on the leader's
+thread, while the other thread does not take.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Content = dict[str, tuple[bytes, bytes]]
 """Packed keys and packed parent keys of every tier's blocks, as `Admin.published` gives."""
 
 CountBlocks = Callable[[str, int], object]
-"""Counts blocks by what became of their events, as `Metrics.told` does."""
+"""Counts blocks by the outcome of their events, as `Metrics.told` does."""
 
 
 _JOIN = b"".join
@@ -52,7 +52,7 @@ class Lost(NamedTuple):
 
 
 class BlockTokens(NamedTuple):
-    """The packed tokens of blocks that are told, or will be."""
+    """The packed tokens of blocks whose events have been queued, or will be."""
 
     keys: tuple[bytes, ...]
     tokens: bytes
@@ -60,15 +60,15 @@ class BlockTokens(NamedTuple):
 
 Item = Event | BlockTokens | Lost
 Queued = bytes | BlockTokens | Lost
-"""An event waits as a record (`kvcore.events.record`)."""
+"""A queued item; events wait as records (`kvcore.events.record`)."""
 
 
 def count_nothing(_outcome: str, _blocks: int) -> None:
-    """A `CountBlocks` that counts nothing."""
+    """Count nothing: the default `CountBlocks`."""
 
 
 class Feed:
-    """One thread notes, another takes. Neither waits for the other."""
+    """A queue of block events: one thread notes, another takes. Neither waits for the other."""
 
     def __init__(
         self,
@@ -78,12 +78,15 @@ class Feed:
         token_ids: bool = False,
         count: CountBlocks = count_nothing,
     ) -> None:
-        """``limit`` is in blocks; ``content`` gives what the index publishes now, and is called on
-        the thread that notes. With ``token_ids`` what `publish_tokens` says is passed on.
-        ``count`` counts what is dropped."""
+        """Make an empty queue for ``limit`` blocks.
+
+        ``content`` returns what the index publishes now; it is called on the thread that notes.
+        With ``token_ids`` the queue passes on tokens from `publish_tokens`. ``count`` counts what
+        is dropped.
+        """
         self.content = content
         self.wants_tokens = token_ids
-        """Whether `publish_tokens` is of any use."""
+        """Whether `publish_tokens` has any effect."""
         self._count = count
         self._limit = self._room = limit
         self._heads: dict[tuple[bool, str], bytes] = {}
@@ -95,7 +98,7 @@ class Feed:
     # -- leader's thread ------------------------------------------------------------------------
 
     def note(self, event: Event) -> None:
-        """Queue an event. Does no I/O and waits for nobody."""
+        """Queue an event. Does no I/O and never waits."""
         stored, tier, keys, parent = event
         noted = self._noted + len(keys)
         if noted - self._taken > self._room or (stored, tier) not in self._heads:
@@ -105,20 +108,19 @@ class Feed:
         self._items.append(_JOIN((self._heads[stored, tier], parent, *keys)))
 
     def publish_tokens(self, keys: Sequence[bytes], tokens: bytes) -> None:
-        """The packed tokens of blocks that will be told as stored. As `note` does, it waits for
-        nobody."""
+        """Queue the packed tokens of blocks that will be stored. Never waits."""
         if self.wants_tokens and keys:
             self._add(BlockTokens(tuple(keys), tokens), len(keys))
 
     def tick(self) -> None:
-        """Do what `renew` asked for, if nothing was noted since. To be called now and then."""
+        """Do what `renew` asked for, if nothing was noted since. Call it now and then."""
         if self._renewing:
             self._begin_anew()
 
     # -- the thread that takes ------------------------------------------------------------------
 
     def take(self, most: int | None = None) -> list[Queued]:
-        """What is queued, in order: all of it, or until it is ``most`` blocks or a few more."""
+        """Return what is queued, in order: everything, or ``most`` blocks and a few more."""
         taken: list[Queued] = []
         count = 0
         with self._lock:
@@ -129,24 +131,26 @@ class Feed:
         return taken
 
     def items(self, most: int | None = None) -> list[Item]:
-        """What `take` gives, with events as they were noted."""
+        """Return what `take` returns, with events in the form in which they were noted."""
         queued = self.take(most)
         return [unpack_event(item) if isinstance(item, bytes) else item for item in queued]
 
     def renew(self) -> None:
-        """Whoever took knows nothing any more: have the leader queue everything that is published,
-        with the next `note` or `tick`. What is queued then is dropped."""
+        """Have the leader queue everything that is published, with its next `note` or `tick`.
+
+        For a consumer that lost all it took. What is queued then is dropped.
+        """
         with self._lock:
             self._renewing = True
             self._room = -1
 
     @property
     def renewed(self) -> bool:
-        """Whether the leader has done it: the first item to take is a `Lost`."""
+        """Return True if the leader has done it: the first item to take is a `Lost`."""
         return not self._renewing
 
     def close(self) -> None:
-        """Nobody takes any more: what is queued, or is noted from now on, is dropped."""
+        """Drop what is queued, and what is noted from now on."""
         with self._lock:
             dropped = self._noted - self._taken
             self._taken += dropped
@@ -171,7 +175,7 @@ class Feed:
             late, self._taken = self._noted - self._taken, self._noted  # noted while it was closed
             self._count("dropped", count + late)
         else:
-            self._begin_anew(item)  # it is part of the content, or told twice: both are harmless
+            self._begin_anew(item)  # it is in the content, or is sent twice: both are harmless
 
     def _begin_anew(self, *items: bytes | BlockTokens) -> None:
         content = self.content()

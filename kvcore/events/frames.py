@@ -1,10 +1,11 @@
-"""What passes between a leader and the process that publishes for it, over a socket.
+"""The bytes between a leader and the process that publishes for it, over a socket.
 
     frame      head's length, 4 bytes | body's length, 8 bytes | head, msgpack | body
-    leader     Plan of what is published, then batches without end: heads say how the body is cut
+    leader     a frame with what is published, then batches; heads say how the body is divided
     process    Report, now and then, without a body
 
-Events go as they waited (`kvcore.events.record`), one after another: a batch is one `bytes.join`.
+Events are sent as they waited (`kvcore.events.record`), one after another: a batch is one
+`bytes.join`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _LENGTHS = struct.Struct("<IQ")
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The first frame. ``parent`` is the leader's process, ``level`` that of the least log lines
-    that are wanted."""
+    """The first frame.
+
+    ``parent`` is the leader's process id, ``level`` the lowest level of log lines that it wants.
+    """
 
     plan: PublisherPlan
     parent: int
@@ -36,8 +39,11 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """``outlets``: how many buses could be had. ``told``: blocks so far, by what became of their
-    events. ``lines``: levels, loggers and texts that were logged."""
+    """What the process reports to its leader.
+
+    ``outlets`` is how many buses could be opened. ``told`` counts blocks so far by the outcome of
+    their events. ``lines`` are levels, loggers and texts that were logged.
+    """
 
     outlets: int
     told: dict[str, int]
@@ -45,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class _EventsHead(msgspec.Struct, frozen=True, tag="records", array_like=True):
-    """Events: records of these lengths in the body."""
+    """Events: the body holds records of these lengths."""
 
     nbytes: list[int]
 
@@ -58,7 +64,7 @@ class _TokensHead(msgspec.Struct, frozen=True, tag="text", array_like=True):
 
 
 class _ContentHead(msgspec.Struct, frozen=True, tag="held", array_like=True):
-    """Everything that is published: of each tier the keys, and as many parent keys."""
+    """Everything that is published: for each tier its keys, and as many parent keys."""
 
     lost: int
     tiers: list[tuple[str, int]]
@@ -73,7 +79,7 @@ class Frame(NamedTuple):
 
 
 class Buffer:
-    """Bytes as they come, and the frames in them."""
+    """Received bytes, and the frames in them."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -82,7 +88,7 @@ class Buffer:
         self._bytes += data
 
     def frames(self) -> list[Frame]:
-        """Those that are whole, once."""
+        """Remove the complete frames from the buffer and return them."""
         found = []
         while len(self._bytes) >= _LENGTHS.size:
             head, body = _LENGTHS.unpack_from(self._bytes)
@@ -99,13 +105,13 @@ class Buffer:
 
 
 def framed(head: Any, body: Sequence[bytes] = ()) -> list[bytes]:
-    """Bytes to send, in order; the body is not copied."""
+    """Return the bytes to send, in order. The body is not copied."""
     packed = msgspec.msgpack.encode(head)
     return [_LENGTHS.pack(len(packed), sum(map(len, body))) + packed, *body]
 
 
 def pack(items: Iterable[Queued]) -> list[bytes]:
-    """Bytes to send for ``items``. Looks at no key of an event."""
+    """Return the bytes to send for ``items``. Looks at no key of an event."""
     heads: list[_EventsHead | _TokensHead | _ContentHead] = []
     body: list[bytes] = []
     run: list[bytes] = []
@@ -131,8 +137,10 @@ def pack(items: Iterable[Queued]) -> list[bytes]:
 
 
 def unpack(frame: Frame) -> list[Item]:
-    """The items that were packed. Raises msgspec.DecodeError, or ValueError, for what is no
-    batch."""
+    """Return the items in a frame.
+
+    Raises msgspec.DecodeError or ValueError if the frame is not a batch.
+    """
     items: list[Item] = []
     body, at = frame.body, 0
 

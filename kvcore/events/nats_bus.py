@@ -1,9 +1,9 @@
-"""Block events on NATS JetStream: what is published stays in a stream for those that were away.
+"""Block events on NATS JetStream, whose stream keeps them for consumers that were away.
 
     kvcore.events.TOPIC    the batches, in the stream; the number is in the header Kvcore-Number
     kvcore.ask.TOPIC       requests, as over ZMQ; the answer goes to the request's reply subject
 
-nats-py is asyncio: each side runs a loop of its own in a thread.
+nats-py uses asyncio, so each side runs an event loop in a thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("kvcore.events")
 NUMBER, COUNT = "Kvcore-Number", "Kvcore-Count"
 STREAM_BYTES = 256 << 20
 STREAM_S = 3600.0
-"""Limits of a stream that kvcore makes; an existing one is used as it is."""
+"""Limits of a stream that kvcore creates; an existing stream is used as it is."""
 
 _RETRY_S = 0.5
 _ACK_S = 5.0
@@ -54,7 +54,7 @@ def ask_subject(topic: str) -> str:
 
 
 def check_topic(topic: str) -> None:
-    """Raises ConfigError for what is no token of a NATS subject."""
+    """Raise ConfigError if ``topic`` cannot be a token of a NATS subject."""
     if not topic or set(topic) & set(" \t\r\n.*>"):
         raise ConfigError(
             f"given the topic {topic!r}; supported on NATS is text without blanks, dots, * and >"
@@ -73,7 +73,7 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Cancel what runs, and wait for it, some seconds."""
+        """Cancel what runs, and wait some seconds for it."""
         self.start(self._end())
         self._thread.join(2 * _CLOSE_S)
 
@@ -87,8 +87,10 @@ class _Loop:
 
 
 async def _connect(url: str, failed: Callable[[Exception], object] = lambda _error: None) -> Client:
-    """Waits for the server as long as it takes, and for it to come back when it goes. ``failed`` is
-    told of each attempt that did, until one does not."""
+    """Connect to the server, however long that takes, and reconnect whenever it goes away.
+
+    ``failed`` is called with the error of each failed attempt until one succeeds.
+    """
 
     async def quiet(error: Exception) -> None:
         _log.debug("nats: %s", error)
@@ -107,11 +109,11 @@ async def _connect(url: str, failed: Callable[[Exception], object] = lambda _err
 
 
 class NatsOutlet:
-    """Publishes to a stream, one batch after another, each until the stream has it.
+    """Publishes batches to a stream, one after another, each until the stream has it.
 
-    At most ``queue_batches`` wait for the server; while it is away the newest are left out. The
-    server may be away when this is made. That it takes nothing is logged once, and that it does
-    again.
+    At most ``queue_batches`` wait for the server; while it is away the newest are dropped. The
+    server need not be there when this is made. One log line says when it stops taking batches, and
+    one when it takes them again.
     """
 
     def __init__(self, url: str, stream: str, topic: str, *, queue_batches: int = 1000) -> None:
@@ -138,7 +140,7 @@ class NatsOutlet:
         return [self._asked.popleft() for _ in range(len(self._asked))]
 
     def close(self) -> None:
-        """Gives what waits a moment to go out."""
+        """Close the connection; waits a moment until what is queued was sent."""
         limit = time.monotonic() + _CLOSE_S
         while self._waiting and time.monotonic() < limit:
             time.sleep(0.01)
@@ -163,12 +165,12 @@ class NatsOutlet:
             await client.close()
 
     async def _publish(self, stream: Any, message: Message) -> bool:
-        """A batch that was sent twice is kept once: the server knows it by its id."""
+        """Publish one batch; return False to try again. NATS drops a second copy by its id."""
         name = subject(self._topic)
         headers = {NUMBER: str(message.number), "Nats-Msg-Id": f"{name}-{message.number}"}
         try:
             await stream.publish(name, message.payload, headers=headers, timeout=_ACK_S)
-        except nats.js.errors.NoStreamResponseError:  # it is made with the first message
+        except nats.js.errors.NoStreamResponseError:  # the first message creates the stream
             await self._make_stream(stream)
             return False
         except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
@@ -178,7 +180,7 @@ class NatsOutlet:
         return True
 
     def _note_away(self, error: Exception) -> None:
-        """The address is left out: it may hold a password."""
+        """Log once that NATS is away. The URL is left out because it may hold a password."""
         if not self._away:
             self._away = True
             why = str(error) or type(error).__name__
@@ -222,13 +224,13 @@ class NatsRequest:
 
 
 class NatsSource:
-    """One publisher's messages, live ones through an ordered consumer of the stream.
+    """One publisher's messages, with an ordered consumer of the stream for the live ones.
 
-    Ends, and then begins again, with the connection: what the stream took meanwhile is delivered.
+    After a lost connection it goes on, and delivers what the stream took meanwhile.
     """
 
     def __init__(self, url: str, topic: str, *, queue_batches: int = 65536) -> None:
-        """Raises TierUnavailable where there is no server or no stream."""
+        """Connect and subscribe. Raises TierUnavailable if there is no server or no stream."""
         check_topic(topic)
         self._topic = topic
         self._queue: queue.Queue[Message] = queue.Queue(queue_batches)
@@ -273,7 +275,7 @@ class NatsSource:
         return client
 
     async def _note(self, message: Any) -> None:
-        """What does not fit is lost; the consumer sees the gap."""
+        """Queue a live message. A full queue drops it, and the consumer sees the gap."""
         found = _message(message)
         if found is not None and not self._queue.full():
             self._queue.put_nowait(found)
@@ -299,6 +301,6 @@ class NatsSource:
 
 
 def _message(message: Any) -> Message | None:
-    """None for what bears no number."""
+    """Return the message, or None if it has no number."""
     text = (message.headers or {}).get(NUMBER, "")
     return Message(int(text), message.data) if text.isdecimal() else None

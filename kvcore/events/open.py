@@ -1,4 +1,4 @@
-"""The publisher that `[events]` asks for."""
+"""Opens the publisher that the settings ``[events]`` ask for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _log = logging.getLogger("kvcore.events")
 
 
 class RunningPublisher(NamedTuple):
-    """A publisher that runs: what is noted in ``feed`` is published until ``close``, which sends
-    what is queued and takes some seconds at most."""
+    """A publisher that runs: what is noted in ``feed`` is published until ``close`` is called.
+
+    ``close`` sends what is queued and takes some seconds at most.
+    """
 
     feed: Feed
     close: Callable[[], None]
@@ -31,10 +33,10 @@ class RunningPublisher(NamedTuple):
 def open_events(
     config: Config, index: BlockIndex, metrics: Metrics, rank: int | None = None
 ) -> RunningPublisher | None:
-    """A publisher that runs; None where no bus is set, or none can be had.
+    """Start the publisher; return None if no bus is set, or none can be opened.
 
-    A bus that cannot be had is named in the log: the engine serves without its events. ``rank`` is
-    the data-parallel rank. On the leader's thread; a process takes a moment to start.
+    A bus that cannot be opened is logged, and the engine serves without its events. ``rank`` is the
+    data-parallel rank. Call it on the leader's thread. Starting a process takes a moment.
     """
     events = config.events
     if not (events.endpoint or events.nats):
@@ -80,24 +82,24 @@ def _thread(plan: PublisherPlan, feed: Feed, metrics: Metrics) -> RunningPublish
 
 
 def check_events(config: Config) -> None:
-    """Raises ConfigError where a server could not tell its models' events apart."""
+    """Raise ConfigError if a server could not keep its models' events apart."""
     events, models = config.events, config.server.models
     if models > 1 and (events.endpoint or events.nats):
         raise ConfigError(
-            f"events of {models} models (server.models) would be told at one address: start a "
-            "server for each model, with events.endpoint and events.topic of its own, or set "
+            f"events of {models} models (server.models) would be published at one address: start a "
+            "server for each model, with its own events.endpoint and events.topic, or set "
             "server.models to 1"
         )
 
 
 def endpoints(config: Config, rank: int | None = None) -> dict[str, str]:
-    """Where events are had, as a directory tells it."""
+    """Return where events can be had, in the form that goes into a cluster directory."""
     events = config.events
-    told = {"topic": events.topic} if events.endpoint or events.nats else {}
+    found = {"topic": events.topic} if events.endpoint or events.nats else {}
     if events.endpoint:
-        told["events"] = rank_endpoint(events.endpoint, rank)
+        found["events"] = rank_endpoint(events.endpoint, rank)
     if events.endpoint and events.replay_endpoint:
-        told["replay"] = rank_endpoint(events.replay_endpoint, rank)
+        found["replay"] = rank_endpoint(events.replay_endpoint, rank)
     if events.nats:
-        told["nats"] = events.nats
-    return told
+        found["nats"] = events.nats
+    return found

@@ -1,4 +1,4 @@
-"""What is published where, as data: a thread makes its publisher of it, or a process."""
+"""What is published where, as data from which a thread or a process makes its publisher."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ _log = logging.getLogger("kvcore.events")
 
 
 class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``rank`` is the data-parallel rank: each has a port of its own, counted up from ``endpoint``
-    and ``replay_endpoint``, and a NATS topic of its own. The other fields are as the settings of
-    ``[events]`` have them."""
+    """The settings of one publisher.
+
+    ``rank`` is the data-parallel rank. Each rank has its own port, counted up from ``endpoint`` and
+    ``replay_endpoint``, and its own NATS topic. The other fields are those of the settings
+    ``[events]``.
+    """
 
     endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -32,8 +35,10 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
     pacing: Pacing = Pacing()
 
     def outlets(self) -> list[Outlet]:
-        """The buses that can be had. One that cannot is named in the log: the engine serves without
-        its events."""
+        """Open the buses.
+
+        One that cannot be opened is logged, and the engine serves without its events.
+        """
         return list(self._outlets())
 
     def publisher(
@@ -43,7 +48,7 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
         outlets: Sequence[Outlet],
         count: CountBlocks,
     ) -> Publisher:
-        """See `Publisher`."""
+        """Return the publisher; the arguments are those of `Publisher`."""
         return Publisher(
             content,
             take,
@@ -89,7 +94,7 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_endpoint(endpoint: str, rank: int | None) -> str:
-    """``endpoint`` for a data-parallel rank, as vLLM counts: the port, or the file's name, goes on.
+    """Return ``endpoint`` for a data-parallel rank, counted as vLLM does: by port or by file name.
 
     Raises ConfigError for a TCP endpoint without a port.
     """

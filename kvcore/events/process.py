@@ -1,31 +1,32 @@
-"""A publisher in a process of its own, so that its work is not on the engine's interpreter.
+"""A publisher in a process of its own, so that its work does not take the engine's interpreter.
 
     leader's thread ── note ──▶ Feed                   process (`kvcore.events.publisher_process`)
                                  │ take                 ┌──────────────────────────┐
                      ┌ shipping thread ┐  keys, packed  │ Publisher: mirror,       │──▶ outlets
-                     │ joins, writes   │ ── socket ───▶ │ history, texts, numbers, │
+                     │ joins, writes   │ ── socket ───▶ │ history, tokens, numbers,│
                      │ counts, logs    │ ◀── reports ── │ heartbeats               │◀── requests
                      └─────────────────┘                └──────────────────────────┘
 
-The shipping thread holds the interpreter's lock for a `bytes.join` and a few words an event, 0.1 ms
-at a time, and writes without it.
+The shipping thread holds the interpreter's lock for a `bytes.join` and a few words for each event,
+0.1 ms at a time, and writes without it.
 
-Bounded: the thread takes some blocks at a time and waits for the process to read them. While that
-does not, slow or stopped, `Feed` fills up and drops, and everything held is shipped after it.
+Memory is bounded: the thread takes some blocks at a time and waits for the process to read them.
+While the process is slow or stopped, `Feed` fills up and drops; afterwards everything held is
+shipped.
 
-Of both ends one can go:
+Either end can go away:
 
-    the process   its socket closes, or it reads no more: it is killed, reaped, named in the log and
-                  started anew after a while, with all that is published then (the leader's next
-                  call gives it); numbers begin elsewhere, so that consumers catch up by a snapshot.
-                  At most `RESTARTS` times in a row; then nothing more is published, and what is
-                  noted counts as dropped.
-    the leader    the socket closes, or, where a fork of the leader has it too, the parent is
-                  another one: the process sends what it has and ends.
+    the process   Its socket closes, or it reads nothing any more. It is killed, reaped, logged and
+                  restarted after a while with everything that is published then (the leader's next
+                  call provides that). Numbers start elsewhere, so consumers catch up by a snapshot.
+                  At most `RESTARTS` times in a row. After that nothing more is published, and what
+                  is noted counts as dropped.
+    the leader    The socket closes or, if a fork of the leader holds it too, the parent changes.
+                  The process sends what it has and ends.
 
-The process is a fresh interpreter, given its plan, and with it addresses that have passwords, over
-the socket. It has no other descriptor of the engine's, imports neither the engine nor torch, and
-leaves signals to the engine: it ends with it.
+The process is a fresh interpreter. It receives its plan over the socket, because addresses in it
+may hold passwords. It has no other descriptor of the engine and imports neither the engine nor
+torch. It ignores the signals that end an engine, and ends with the engine.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ class PublisherProcess:
 
     RESTARTS = 8
     BACKOFF_S = 0.5
-    """Before the first restart; twice as long before each that follows, at most a minute."""
+    """Seconds before the first restart; doubled for each that follows, up to a minute."""
     STEADY_S = 60.0
-    """A process that lived as long was well: the next restart is the first."""
+    """After a process that lived this long, restarts are counted from the beginning."""
     STALL_S = 60.0
-    """A process that reads nothing for so long, while there is something to read, is killed."""
+    """A process that reads nothing for this long, while there is something to read, is killed."""
     READY_S = 30.0
     CLOSE_S = 10.0
 
     def __init__(self, plan: PublisherPlan, feed: Feed, count: CountBlocks) -> None:
-        """``count`` counts what the process reports."""
+        """``count`` receives the counts that the process reports."""
         self._plan = plan
         self._feed = feed
         self._count = count
@@ -84,14 +85,14 @@ class PublisherProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process that publishes now, or did last."""
+        """Return the id of the process that publishes now, or published last."""
         return None if self._child is None else self._child.process.pid
 
     def start(self) -> bool:
-        """Publish from now on; False, and nothing runs, where no bus can be had. On the thread that
-        notes. Waits for the process to be ready, which takes it a moment.
+        """Start to publish; return False, with nothing running, if no bus can be opened.
 
-        Raises OSError where no process can be started, or it ends at once.
+        Call it on the thread that notes. Waits until the process is ready, which takes a moment.
+        Raises OSError if no process can be started, or if it ends at once.
         """
         self._child = self._open([Lost(0, self._feed.content())])
         if self._child.outlets == 0:
@@ -101,7 +102,7 @@ class PublisherProcess:
         return True
 
     def close(self) -> None:
-        """Send what is queued, and wait for the process to end, some seconds; then it is killed."""
+        """Send what is queued and wait some seconds for the process to end; then kill it."""
         self._limit = time.monotonic() + self.CLOSE_S
         self._stop.set()
         if self._thread.ident is not None:
@@ -122,7 +123,7 @@ class PublisherProcess:
                 self._child.end(self._limit if self._stop.is_set() else 0)
 
     def _publish(self) -> None:
-        """By one process after another, until it is to stop or they fail too often."""
+        """Publish with one process after another, until told to stop or they fail too often."""
         failures = 0
         while True:
             began = time.monotonic()
@@ -143,8 +144,10 @@ class PublisherProcess:
             self._stop.wait(min(60.0, self.BACKOFF_S * 2 ** (failures - 1)))
 
     def _ship(self) -> None:
-        """Ship what comes until it is to stop, then the rest. Raises OSError when the process is
-        gone, or none can be started."""
+        """Ship what comes until `close`, then the rest.
+
+        Raises OSError if the process is gone, or if none can be started.
+        """
         if self._child is None:
             while not self._feed.renewed:
                 if self._stop.wait(self._plan.pacing.interval_s):
@@ -160,7 +163,10 @@ class PublisherProcess:
             child.send(pack(items), self._late, self.STALL_S)
 
     def _open(self, items: Sequence[Queued]) -> _Child:
-        """A process that is ready, or nearly. The first item says what is published."""
+        """Start a process and wait until it is ready, or nearly.
+
+        The first item says what is published.
+        """
         child = _Child(self._count)
         limit = time.monotonic() + self.READY_S
         try:
@@ -182,16 +188,16 @@ class PublisherProcess:
 
 
 class _Late(Exception):
-    """There is no time left to send more."""
+    """The time to send more is over."""
 
 
 class _Child:
-    """The process, and this end of its socket. Of one thread."""
+    """The process, and this end of its socket. For one thread."""
 
     def __init__(self, count: CountBlocks) -> None:
-        """Raises OSError where it cannot be started."""
+        """Start the process. Raises OSError if that fails."""
         self.outlets: int | None = None
-        """The buses it has; None until it is ready."""
+        """The buses that it has opened; None until it is ready."""
         self._count = count
         self._counted: dict[str, int] = {}
         self._buffer = Buffer()
@@ -211,8 +217,11 @@ class _Child:
             theirs.close()
 
     def send(self, parts: Sequence[bytes], late: Callable[[], bool], stall_s: float) -> None:
-        """Waits for the process to read. Raises _Late when ``late`` says so before it has, and
-        ConnectionError when it is gone, or has read nothing for ``stall_s`` seconds."""
+        """Send ``parts``; blocks until the process has read them.
+
+        Raises _Late if ``late`` returns True before that, and ConnectionError if the process is
+        gone or has read nothing for ``stall_s`` seconds.
+        """
         left = [memoryview(part) for part in parts]
         limit = time.monotonic() + stall_s
         while left:
@@ -235,14 +244,14 @@ class _Child:
                 left[0] = left[0][sent:]
 
     def wait(self, mask: int = select.POLLIN) -> None:
-        """For what the mask says, or a moment; then `look`."""
+        """Wait a moment for the events in ``mask``, then `look`."""
         poll = select.poll()
         poll.register(self._socket, mask)
         poll.poll(_LOOK_S * 1000)
         self.look()
 
     def look(self) -> None:
-        """Take in what it reports. Raises ConnectionError when it is gone."""
+        """Take in the reports of the process. Raises ConnectionError if it is gone."""
         there = self._receive()
         for frame in self._buffer.frames():
             self._hear(_reports.decode(frame.head))
@@ -250,7 +259,10 @@ class _Child:
             raise self._gone()
 
     def end(self, limit: float) -> None:
-        """Let it send what it has until ``limit``, of the clock, then kill it. Reaps it, once."""
+        """Let the process send what it has until the time ``limit``, then kill and reap it.
+
+        Call it once.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             while time.monotonic() < limit:
@@ -263,7 +275,7 @@ class _Child:
         self._socket.close()
 
     def _receive(self) -> bool:
-        """False at the end."""
+        """Receive what is there; return False at the end of the stream."""
         try:
             while data := self._socket.recv(_RECEIVE_BYTES):
                 self._buffer.add(data)
@@ -291,8 +303,11 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """Modules are found where they are found here, and not in a folder that happens to be current;
-    numpy needs no thread a core."""
+    """Return the environment of the process.
+
+    It finds modules where this process finds them, and not in the current folder. numpy needs no
+    thread for each core.
+    """
     from kvcore.config import engine_environment  # which the process itself has no use for
 
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)

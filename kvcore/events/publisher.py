@@ -1,14 +1,14 @@
-"""Numbers batches of events, sends them, and answers those that missed some.
+"""Numbers batches of events, sends them, and answers consumers that missed some.
 
-    leader ── note ──▶ Feed ── take ──▶ ┌ a thread, or a process ──────────────────┐
+    leader ── note ──▶ Feed ── take ──▶ ┌ a thread or a process ───────────────────┐
                                         │ mirror: what the batches so far add up to│──▶ outlets
                                         │ history: the last batches, by number     │◀── requests
                                         └──────────────────────────────────────────┘
 
-Numbers count up by one from a start that the clock gives, so that a restarted publisher does not
-go on, by chance, where a consumer left off. A number is left out where events were dropped: there
-a consumer sees a gap, and asks for the batches it lacks or for everything held. When nothing
-happens an empty batch is sent now and then, so that who missed the last one learns of it.
+Numbers count up by one from a start that the clock gives, so that a restarted publisher does not by
+chance go on where a consumer left off. A number is left out where events were dropped. A consumer
+sees that gap, and asks for the batches it lacks or for everything held. When nothing happens, an
+empty batch is sent now and then, so that a consumer that missed the last batch notices.
 """
 
 from __future__ import annotations
@@ -45,25 +45,28 @@ _CLOSE_S = 5.0
 
 
 class ReplayRequest(Protocol):
-    """Somebody who asks for what it missed."""
+    """A consumer's request for what it missed."""
 
     @property
     def body(self) -> bytes:
         """`wire.SNAPSHOT`, or the first number wanted."""
 
     def answer(self, messages: Iterator[Message]) -> None:
-        """Send these and the end of them. Returns without waiting for the receiver."""
+        """Send these messages and the end mark. Returns without waiting for the receiver."""
 
 
 class Outlet(Protocol):
-    """A bus that events go to. Called on the publisher's thread only. No call waits for others,
-    and none raises because of them."""
+    """A bus to which events go.
+
+    Called only on the publisher's thread. No call waits for a consumer, and none raises because of
+    one.
+    """
 
     def send(self, message: Message) -> bool:
-        """Pass a message on; False when there is no room for it: its number stays a gap."""
+        """Send a message; return False if there is no room for it: its number stays a gap."""
 
     def requests(self) -> Sequence[ReplayRequest]:
-        """What was asked since the last call."""
+        """Return the requests received since the last call."""
 
     def close(self) -> None: ...
 
@@ -80,9 +83,10 @@ class Pacing:
 
 
 class Publisher:
-    """Tells the outlets of everything that it takes.
+    """Publishes everything that it takes to its outlets.
 
-    `run` does so until it is over; `start` has a thread of this process run it, until `close`.
+    `run` does so until it is told to end. `start` has a thread of this process call `run` until
+    `close`.
     """
 
     def __init__(
@@ -98,9 +102,11 @@ class Publisher:
         count: CountBlocks = count_nothing,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``content`` is what the tiers held before the first of what ``take`` gives. ``rank`` is
-        the data-parallel rank that batches bear. With ``token_ids`` the tokens that are
-        `BlockTokens` are told."""
+        """``content`` is what the tiers held before the first item that ``take`` returns.
+
+        ``rank`` is the data-parallel rank that batches carry. With ``token_ids``, events carry the
+        tokens of `BlockTokens`.
+        """
         self._pacing = pacing or Pacing()
         self._take = take
         self._outlets = list(outlets)
@@ -126,7 +132,7 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is queued, then let go of the outlets. Waits for the thread, some seconds."""
+        """Send what is queued, then close the outlets. Waits some seconds for the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -134,15 +140,17 @@ class Publisher:
             self._close_outlets()
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Publish until ``over``, which waits for a while or for news, is true; then what is left,
-        and let go of the outlets."""
+        """Publish until ``over`` returns True, then publish the rest and close the outlets.
+
+        ``over`` waits for a while, or for news.
+        """
         while not over():
             self.step()
         self.step()
         self._close_outlets()
 
     def step(self) -> None:
-        """Publish what is queued, then answer what was asked."""
+        """Publish what is queued, then answer the requests."""
         batch: list[Event] = []
         blocks = 0
         for item in self._take():
@@ -174,11 +182,11 @@ class Publisher:
     def _publish(self, events: Sequence[Event], blocks: int) -> None:
         if not events:
             return
-        told = self._wire(events)
+        wire = self._wire(events)
         for event in events:
             self._apply(event)
         self._count("published", blocks)
-        self._send(told)
+        self._send(wire)
 
     def _learn(self, block_tokens: BlockTokens) -> None:
         if self._tokens is None:
@@ -208,7 +216,7 @@ class Publisher:
                 self._tokens.removed(event.keys, self._holds)
 
     def _resume(self, lost: Lost) -> None:
-        """Go on from what is held now; the number left out says that something is missing."""
+        """Go on from what is held now. A number is left out, so that consumers see the gap."""
         _log.warning("events of blocks=%d were dropped: raise events.queue_blocks", lost.blocks)
         self._mirror = _unpack(lost.content)
         if self._tokens is not None:
@@ -246,7 +254,7 @@ class Publisher:
         request.answer(message for message in tuple(self._history) if message.number >= first)
 
     def _snapshot(self) -> Iterator[Message]:
-        """All that is held, in batches that bear the number of the last one sent."""
+        """Yield everything held, in batches that carry the number of the last one sent."""
         batch: list[Event] = []
         blocks = 0
         first: list[WireEvent] = [AllBlocksCleared()]
@@ -264,7 +272,7 @@ class Publisher:
         return Message(self._number, encode(events, self._clock(), self._rank))
 
     def _runs(self) -> Iterator[Event]:
-        """What is held, as runs of chains of at most a batch's size."""
+        """Yield what is held as runs of chains, each at most one batch long."""
         longest = self._pacing.batch_blocks
         for tier, held in self._mirror.items():
             run: list[bytes] = []

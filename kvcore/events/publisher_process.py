@@ -1,10 +1,10 @@
-"""The process behind `kvcore.events.process`: a publisher that takes what a leader ships.
+"""The process behind `kvcore.events.process`: a publisher of what a leader ships to it.
 
-    python -m kvcore.events.publisher_process      with a socket as its standard input; nobody
-    starts it by hand
+    python -m kvcore.events.publisher_process      with a socket as its standard input; kvcore
+                                                   starts it, never a user
 
-It ends when the leader's end of the socket is closed, or the leader is no more its parent, after it
-has sent what it has; the signals that end an engine are the engine's affair.
+It ends when the leader closes its end of the socket, or is no longer its parent, after it has sent
+what it has. It ignores the signals that end an engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LAST_WORDS_S = 1.0
 
 
 def main() -> int:
-    """Publish until the leader is gone; the process's status."""
+    """Publish until the leader is gone; return the exit status."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -75,12 +75,12 @@ def _publish(leader: LeaderConnection, opening: Opening) -> None:
     outlets = plan.outlets()
     leader.ready(len(outlets))
     if outlets:
-        publisher = plan.publisher(held.content, leader.take, outlets, leader.told)
+        publisher = plan.publisher(held.content, leader.take, outlets, leader.count)
         publisher.run(partial(leader.wait, plan.pacing.interval_s))
 
 
 class LeaderConnection:
-    """This end of the socket: items that come, reports that go. Of one thread."""
+    """This end of the socket: items come in, reports go out. For one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -102,7 +102,7 @@ class LeaderConnection:
     # -- what comes -----------------------------------------------------------------------------
 
     def wait(self, seconds: float) -> bool:
-        """For news, for so long; True when the leader is gone and there is no more to read."""
+        """Wait ``seconds`` for news; return True if the leader is gone and everything was read."""
         if self._poll.poll(seconds * 1000):
             self._receive()
         elif os.getppid() != self.pid:
@@ -112,7 +112,7 @@ class LeaderConnection:
         return self._ended
 
     def next_frame(self) -> Frame | None:
-        """Waits for it; None when the leader is gone."""
+        """Wait for the next frame; return None if the leader is gone."""
         while not self._frames:
             if self._ended:
                 return None
@@ -120,14 +120,14 @@ class LeaderConnection:
         return self._frames.popleft()
 
     def take(self) -> list[Item]:
-        """What has come."""
+        """Return the items that have come."""
         items, self.items = self.items, []
         while self._frames:
             items += unpack(self._frames.popleft())
         return items
 
     def _receive(self) -> None:
-        """Some of it at once: the leader waits for room, and drops what it has none for."""
+        """Receive a bounded amount. The leader waits for room, and drops what does not fit."""
         for _ in range(_AT_ONCE_BYTES // _RECEIVE_BYTES):
             try:
                 data = self._socket.recv(_RECEIVE_BYTES)
@@ -144,17 +144,17 @@ class LeaderConnection:
     # -- what goes ------------------------------------------------------------------------------
 
     def ready(self, outlets: int) -> None:
-        """So many buses could be had."""
+        """Report how many buses could be opened."""
         self._outlets = outlets
         self._report()
 
-    def told(self, outcome: str, blocks: int) -> None:
-        """Counts, for the next report."""
+    def count(self, outcome: str, blocks: int) -> None:
+        """Add to the counts of the next report."""
         self._blocks[outcome] += blocks
         self._changed = True
 
     def close(self) -> None:
-        """The last report, for as long as the leader may want it."""
+        """Send the last report, for as long as the leader may read it."""
         self._socket.settimeout(_LAST_WORDS_S)
         try:
             self._socket.sendall(self._unsent)
@@ -165,7 +165,7 @@ class LeaderConnection:
         self._socket.close()
 
     def _report(self) -> None:
-        """Without waiting: what does not fit is sent the next time, before anything new."""
+        """Send a report without waiting; the rest of it is sent next time, before anything new."""
         self._unsent = self._unsent or self._next_report()
         self._reported = time.monotonic()
         try:
@@ -180,7 +180,7 @@ class LeaderConnection:
 
 
 class _Lines(logging.Handler):
-    """Keeps lines for the leader, the last ones where there are many."""
+    """Keeps the last log lines for the leader."""
 
     def __init__(self, lines: deque[tuple[int, str, str]]) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Tokens of blocks, for as long as events may have to tell them.
+"""Tokens of blocks, kept for as long as events may need them.
 
-    spelled ──▶ spare ──stored──▶ held by a tier ──removed from the last──▶ spare ──▶ forgotten
+    added ──▶ spare ──stored──▶ held by a tier ──removed from the last──▶ spare ──▶ forgotten
 
-What no tier holds is spare: a save that has not ended, or a block on its way from one tier to the
-next. The oldest of those are forgotten, and with a block's text only the text is lost.
+Tokens of blocks that no tier holds are spare: of a save that has not ended, or of a block on its
+way from one tier to the next. The oldest spare ones are forgotten; the events of such a block then
+carry no tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ SPARE_BLOCKS = 65_536
 
 
 class TokenCache:
-    """By key, the tokens of its block as `kvcore.model.keys.pack_tokens` packs them. Not
-    thread-safe."""
+    """Tokens of blocks by key, as `kvcore.model.keys.pack_tokens` packs them.
+
+    Not thread-safe.
+    """
 
     def __init__(self, block_nbytes: int, spare_blocks: int = SPARE_BLOCKS) -> None:
         self._block_nbytes = block_nbytes
@@ -31,11 +34,11 @@ class TokenCache:
         return len(self._held) + len(self._spare)
 
     def get(self, key: bytes) -> bytes | None:
-        """The block's tokens, where they are known."""
+        """Return a block's packed tokens; None if they are not known."""
         return self._held.get(key) or self._spare.get(key)
 
     def add(self, keys: Sequence[bytes], tokens: bytes) -> None:
-        """``tokens`` are those of these blocks. Raises FormatError where they are not as many."""
+        """Add the tokens of ``keys``, in order. Raises FormatError unless they are whole blocks."""
         step = self._block_nbytes
         if len(tokens) != step * len(keys):
             raise FormatError(
@@ -47,21 +50,21 @@ class TokenCache:
         self._bound()
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """A tier holds these."""
+        """Note that a tier holds these blocks."""
         for key in keys:
             text = self._spare.pop(key, None)
             if text is not None:
                 self._held[key] = text
 
     def removed(self, keys: Iterable[bytes], holds: Callable[[bytes], bool]) -> None:
-        """A tier holds these no more; ``holds`` tells whether another does."""
+        """Note that a tier no longer holds these blocks; ``holds`` says if another one does."""
         for key in keys:
             if key in self._held and not holds(key):
                 self._spare[key] = self._held.pop(key)
         self._bound()
 
     def settle(self, holds: Callable[[bytes], bool]) -> None:
-        """Sort all by what is held now. O(texts)."""
+        """Sort all tokens by what is held now. O(blocks)."""
         every = self._spare | self._held
         self._held = {key: text for key, text in every.items() if holds(key)}
         self._spare = {key: text for key, text in every.items() if key not in self._held}

@@ -1,12 +1,12 @@
-"""A consumer's side: what a publisher's tiers hold, however much of its news was missed.
+"""A consumer's view of what a publisher's tiers hold, however many batches it missed.
 
 live message ── number is the next ──▶ applied
      │ some are missing                    ▲
      ▼                                     │ all of them
 ask for them ──────────────────────────────┤
-     │ not kept any more, or it restarted  │
+     │ no longer kept, or it restarted     │
      ▼                                     │
-ask for everything held ───────────────────┘ as of a number; live goes on behind it
+ask for everything held ───────────────────┘ as of a number; live messages follow it
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Hash = bytes | int
 
 
 class MessageSource(Protocol):
-    """How messages of one publisher reach this process."""
+    """The way by which one publisher's messages reach this process."""
 
     def receive(self, timeout: float) -> Message | None:
-        """The next live message; None after ``timeout`` seconds. Some may be missing."""
+        """Return the next live message; None after ``timeout`` seconds. Some may be missing."""
 
     def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
-        """All messages of an answer, in order; None where it did not come whole in that time."""
+        """Return all messages of an answer, in order; None if it is not complete in time."""
 
     def close(self) -> None: ...
 
 
 class Subscriber:
-    """Follows one publisher. Not thread-safe; `poll` blocks, nothing else does.
+    """Follows one publisher. Not thread-safe; only `poll` and `resync` block.
 
-    ``synced`` says that nothing is known to be missing. What is missed is asked for at once, and
-    again every ``retry_s`` while there is no answer. A publisher that says nothing for
-    ``silence_s``, though it sends empty batches when idle, is asked for everything as well.
+    ``synced`` is True while nothing is known to be missing. Missing batches are requested at once,
+    and again every ``retry_s`` seconds without an answer. A publisher sends empty batches when
+    idle, so one that is silent for ``silence_s`` seconds is asked for everything as well.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Subscriber:
     ) -> None:
         self.synced = False
         self.resyncs = 0
-        """How often everything was asked for and came."""
+        """How often everything was requested and received."""
         self._source = source
         self._answer_s = answer_s
         self._retry_s = retry_s
@@ -78,14 +78,15 @@ class Subscriber:
         self._heard = self._asked = clock() - retry_s
 
     def tiers(self) -> Mapping[str, Mapping[Hash, Hash | None]]:
-        """Blocks held, by tier, with the block each stands on (None: it starts a prompt).
+        """Return the blocks held, by tier, each with its parent block (None: it starts a prompt).
 
-        Of kvcore the tiers' names, of other publishers the media's. Changes with every `poll`.
+        For kvcore the keys are tier names, for other publishers media. The mappings change with
+        every `poll`.
         """
         return {tier: held for tier, held in self._held.items() if held}
 
     def poll(self, timeout: float) -> bool:
-        """Wait for one message and take it in; False when none came."""
+        """Wait for one message and apply it; return False if none came."""
         message = self._source.receive(timeout)
         now = self._clock()
         if message is not None:
@@ -98,7 +99,7 @@ class Subscriber:
         return message is not None
 
     def resync(self) -> bool:
-        """Ask for everything held and begin anew with it; False when no answer came."""
+        """Ask for everything held and start again from it; return False if no answer came."""
         self._asked = self._clock()
         answer = self._source.ask(SNAPSHOT, self._answer_s)
         if not answer:
@@ -146,7 +147,7 @@ class Subscriber:
             self._miss()
 
     def _miss(self) -> None:
-        """What is known is not what is held: ask for all of it, now or after a while."""
+        """Ask for everything held, now or after a while, because the view is not what is held."""
         if self.synced or self._clock() - self._asked >= self._retry_s:
             self.resync()
 

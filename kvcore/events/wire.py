@@ -2,14 +2,14 @@
 
     message     topic | sequence number, 8 bytes, big-endian | payload
     payload     msgpack [seconds, [event, ...]] or [seconds, [event, ...], data-parallel rank]
-    event       msgpack map with its class under "type"; what has its default is left out
+    event       msgpack map with its class under "type"; fields with default values are left out
     request     sequence number, 8 bytes: every kept message from it on, then one numbered -1
     extension   "snapshot", 8 bytes: everything held, as messages that begin with AllBlocksCleared
-                and all bear the number they are as of; then -1, with how many they were. For a
-                publisher without it this is a number far ahead: it answers -1 at once.
+                and all carry the number they are as of; then -1, with the number of messages. To a
+                publisher without the extension this is a number far ahead: it answers -1 at once.
 
-Hashes are kvcore's prefix keys. An event has the token ids of all its blocks, or of none where they
-are not known. ``medium`` is vLLM's word for the kind of memory, ``ownership`` names the tier.
+Hashes are kvcore's prefix keys. An event has the token ids of all its blocks, or of none if they
+are not known. ``medium`` is vLLM's word for the kind of memory, ``ownership`` is the tier's name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Message(NamedTuple):
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A run of a chain is held: each block stands on the one before it, the first on the parent."""
+    """A run of a chain is held.
+
+    Each block follows the one before it, the first follows the parent.
+    """
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -69,7 +72,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks are held no longer."""
+    """Blocks are no longer held."""
 
     block_hashes: list[bytes | int]
     medium: str | None
@@ -98,21 +101,21 @@ def number_bytes(value: int) -> bytes:
 
 
 def number(data: bytes) -> int:
-    """Raises FormatError for what is no sequence number."""
+    """Return the sequence number in ``data``. Raises FormatError if it is none."""
     if len(data) != NUMBER_BYTES:
         raise FormatError(f"a sequence number has {NUMBER_BYTES} bytes, given {len(data)}")
     return int.from_bytes(data, "big", signed=True)
 
 
 def encode(events: Sequence[WireEvent], seconds: float, rank: int | None = None) -> bytes:
-    """The payload of a message. ``seconds`` since the epoch."""
+    """Return the payload of a message; ``seconds`` are since the epoch."""
     return _encoder.encode(_Batch(seconds, list(events), rank))
 
 
 def decode(payload: bytes) -> list[WireEvent]:
-    """Events of a payload; fields that a later version added are left out.
+    """Return the events of a payload, without fields that a later version added.
 
-    Raises FormatError for what is no batch of KV events.
+    Raises FormatError if the payload is not a batch of KV events.
     """
     try:
         events: list[WireEvent] = _decoder.decode(payload).events
@@ -126,9 +129,9 @@ def wire_events(
     block_tokens: int,
     tokens_of: Callable[[bytes], bytes | None] | None = None,
 ) -> list[WireEvent]:
-    """``events`` in order; runs that continue each other, and removals in a row, become one.
+    """Return ``events`` in order; adjacent runs of a chain, and adjacent removals, are merged.
 
-    ``tokens_of`` gives a block's packed tokens where they are known; without it none are told.
+    ``tokens_of`` returns a block's packed tokens if they are known; without it no event has tokens.
     """
     made: list[WireEvent] = []
     for event, tokens in _with_tokens(events, tokens_of):
@@ -145,7 +148,7 @@ def wire_events(
 def _with_tokens(
     events: Iterable[Event], tokens_of: Callable[[bytes], bytes | None] | None
 ) -> Iterator[tuple[Event, list[int]]]:
-    """Runs of blocks whose tokens are known, with them, and runs of others."""
+    """Yield runs of blocks whose tokens are known, with their tokens, and runs of the others."""
     for event in events:
         if tokens_of is None or not event.stored:
             yield event, []

@@ -1,4 +1,4 @@
-"""Block events over ZMQ, as vLLM publishes its own: a PUB socket, and a ROUTER to ask again."""
+"""Block events over ZMQ, as vLLM publishes its own: a PUB socket, and a ROUTER for replays."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _REQUESTS_AT_ONCE = 16
 
 
 class ZmqOutlet:
-    """Publishes under ``topic``. Binds endpoints with ``*`` (all addresses) and ``ipc://`` ones,
-    and connects to others, as vLLM does; requests for what was missed are always bound.
+    """Publishes under ``topic``.
 
-    A consumer that is slower than ``queue_batches`` loses the newest and sees the gap.
+    Binds endpoints with ``*`` (all addresses) and ``ipc://`` endpoints, and connects to others, as
+    vLLM does. The replay endpoint is always bound. A consumer that falls behind by more than
+    ``queue_batches`` loses the newest batches and sees the gap.
     """
 
     def __init__(
         self, endpoint: str, replay_endpoint: str | None, topic: str, *, queue_batches: int = 1000
     ) -> None:
-        """Raises ConfigError where an endpoint cannot be had."""
+        """Open the sockets. Raises ConfigError if an endpoint cannot be used."""
         self._context = Context()
         self._topic = topic.encode()
         try:
@@ -35,7 +36,7 @@ class ZmqOutlet:
             self._pub.sndhwm = queue_batches
             self.endpoint = _open(self._pub, endpoint)
             self._router = self._context.socket(zmq.ROUTER)
-            self._router.sndhwm = 0  # an answer goes out whole: it is bounded by what is kept
+            self._router.sndhwm = 0  # an answer goes out whole; the history bounds it
             self.replay_endpoint = _bind(self._router, replay_endpoint) if replay_endpoint else None
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -45,12 +46,12 @@ class ZmqOutlet:
             ) from error
 
     def send(self, message: Message) -> bool:
-        """PUB never waits: what a consumer cannot take is lost to it."""
+        """Publish a message. PUB never waits: a consumer loses what it cannot take."""
         self._pub.send_multipart([self._topic, number_bytes(message.number), message.payload])
         return True
 
     def requests(self) -> Sequence[ZmqRequest]:
-        """What waits on the replay socket, some of it: the rest is there the next time."""
+        """Return some of the waiting replay requests; the rest follows with the next call."""
         found: list[ZmqRequest] = []
         while len(found) < _REQUESTS_AT_ONCE and self._router.poll(0):
             frames = self._router.recv_multipart()
@@ -61,12 +62,12 @@ class ZmqOutlet:
         return found
 
     def close(self) -> None:
-        """Gives what was sent a second to go out."""
+        """Close the sockets; gives what was sent one second to go out."""
         self._context.destroy(linger=1000)
 
 
 class ZmqRequest:
-    """Frames: who asked, an empty one, ``body``."""
+    """A replay request: the client's frame, an empty frame, and ``body``."""
 
     def __init__(self, router: zmq.Socket[bytes], client: bytes, topic: bytes, body: bytes) -> None:
         self.body = body
@@ -97,13 +98,13 @@ class ZmqSource:
         self._replay_endpoint = replay_endpoint
 
     def receive(self, timeout: float) -> Message | None:
-        """What is no message is passed over."""
+        """Return the next message; malformed ones are skipped."""
         if not self._sub.poll(round(timeout * 1000)):
             return None
         return _message(self._sub.recv_multipart()[1:])
 
     def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
-        """On a socket of its own, so that no late answer is taken for another's."""
+        """Ask on a new socket, so that no late answer is taken for that of another request."""
         dealer = self._context.socket(zmq.DEALER)
         dealer.linger = 0
         dealer.rcvhwm = 0

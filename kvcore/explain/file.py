@@ -1,10 +1,10 @@
-"""Records of requests where a person can read them: lines of JSON in a folder, bounded.
+"""Records of requests for people to read: lines of JSON in a folder, bounded in size.
 
-    <explain.path>/requests-<process>.jsonl        a line a request, as it ended
-                   requests-<process>.jsonl.old    those before
+    <explain.path>/requests-<process>.jsonl        one line for each request, as they ended
+                   requests-<process>.jsonl.old    the lines before those
 
-Folder 0700, files 0600: a record says that a text was seen under another salt. All files together
-stay below the capacity, those of engines that are gone included.
+The folder has mode 0700 and the files 0600, because a record shows that a text was seen under
+another salt. All files together stay below the capacity, including those of engines that are gone.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ MAX_LINE = 1 << 20
 
 
 class RecordFile:
-    """Written by a thread of its own: `put` never blocks, and drops what finds the queue full.
+    """Writes records from a thread of its own.
 
-    Raises OSError when the folder cannot be written.
+    `put` never blocks, and drops the record if the queue is full. Raises OSError if the folder
+    cannot be written.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.dropped = 0
-        self._half = capacity // 4  # two files of this process, and as much again of others
+        self._half = capacity // 4  # two files of this process, and as much for the others'
         self.path = folder / f"requests-{os.getpid()}.jsonl"
         self._old = self.path.with_name(self.path.name + ".old")
         _prune(folder, capacity - 2 * self._half)
@@ -48,14 +49,14 @@ class RecordFile:
         self._thread.start()
 
     def put(self, record: dict[str, Any]) -> None:
-        """Have a record written; plain values, not changed afterwards."""
+        """Queue a record of plain values. The caller must not change it afterwards."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what waits. Blocks. Idempotent."""
+        """Write what is queued. Blocks. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(_END)
             self._thread.join()
@@ -88,7 +89,7 @@ def _open(path: Path) -> int:
 
 
 def _prune(folder: Path, most: int) -> None:
-    """Remove the oldest files until all together have at most ``most`` bytes."""
+    """Remove the oldest files until the rest has at most ``most`` bytes."""
     files = sorted(folder.glob(_PATTERN), key=lambda file: file.stat().st_mtime)
     total = sum(file.stat().st_size for file in files)
     for file in files:
@@ -99,9 +100,9 @@ def _prune(folder: Path, most: int) -> None:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every record of the folder, those that ended last first; lines that are none are skipped.
+    """Yield every record of the folder, the latest first; malformed lines are skipped.
 
-    Raises OSError where it cannot be read.
+    Raises OSError if the folder cannot be read.
     """
     found = []
     for file in folder.glob(_PATTERN):

@@ -1,10 +1,10 @@
-"""Records of requests as OpenTelemetry spans, in the trace that the engine's request belongs to.
+"""Records of requests as OpenTelemetry spans, in the trace of the engine's request.
 
     kvcore             from lookup to end: what matched, why the rest did not, what was planned
     └─ kvcore.<step>   lookup, load, prefill, rest
 
-Spans go to the tracer provider of the process, and nowhere where it has none. Needs the package
-opentelemetry-api; imported only when a `Spans` is made.
+Spans go to the tracer provider of the process; without one they go nowhere. Needs the package
+opentelemetry-api, which is imported only when a `Spans` is made.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ __all__ = ["Spans"]
 
 
 class Spans:
-    """Makes the spans of a record when it is complete. Thread-safe as its provider is."""
+    """Makes the spans of a complete record. As thread-safe as its provider."""
 
     def __init__(self, provider: Any = None) -> None:
-        """``provider`` in place of the process's. Raises UnsupportedError without the package."""
+        """``provider`` replaces the provider of the process.
+
+        Raises UnsupportedError without the package opentelemetry-api.
+        """
         try:
             from opentelemetry import trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -36,7 +39,7 @@ class Spans:
         self._extract = TraceContextTextMapPropagator().extract
 
     def emit(self, record: RequestRecord, headers: Mapping[str, str] | None = None) -> None:
-        """The spans of a request that ends now; ``headers`` are its W3C trace context."""
+        """Emit the spans of a request that ends now; ``headers`` are its W3C trace context."""
         now, total = time.time_ns(), sum(record.steps.values())
         start = now - int(1e9 * total)
         parent = self._extract(dict(headers or {}))

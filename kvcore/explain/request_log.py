@@ -1,13 +1,13 @@
-"""Why a request was served as it was: a small record of each of the last ones.
+"""Why a request was served as it was: a small record of each of the last requests.
 
-    lookup     what matched where, what was missing and why     Journal.looked_up
-    plan       what was weighed, at which rates                 Record.plan
-    load       tokens by tier, or that it failed                Journal.loaded, Journal.failed
-    end        seconds by step, and what else it would have     Journal.ended
-               taken, as far as that is known
+    lookup     what matched where, what was missing and why     RequestLog.looked_up
+    plan       the options and their rates                      RequestRecord.plan
+    load       tokens by tier, or that it failed                RequestLog.loaded, RequestLog.failed
+    end        seconds by step, and what the other options      RequestLog.ended
+               would have taken, as far as that is known
 
-For who runs the engine. A record says that text was seen in another namespace, so it is not for
-clients: tenants are not to learn of each other.
+For the engine's operator. A record shows that a text was seen in another namespace, so clients must
+not read it: tenants must not learn about each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAITING = "waiting"
 
 
 class Cause(str, Enum):
-    """Why the first block that was not found is not there, or what was found was not used."""
+    """Why the first missing block is not held, or why the blocks found were not used."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -45,8 +45,11 @@ class Cause(str, Enum):
 
 
 class Miss(NamedTuple):
-    """One reason. Of an eviction the tier and the seconds since; of another namespace what of it
-    differed."""
+    """One reason for a miss.
+
+    For an eviction, the tier and the seconds since. For another namespace, the names of the fields
+    that differed.
+    """
 
     cause: Cause
     tier: str = ""
@@ -56,10 +59,11 @@ class Miss(NamedTuple):
 
 @dataclass
 class RequestRecord:
-    """One request: tokens, of them ``computed`` by the engine's own cache when it was looked up.
+    """One request; ``computed`` of its tokens were in the engine's own cache at the lookup.
 
-    ``matched`` are (tier, first token, one past the last); ``steps`` seconds by name, in order.
-    ``ask`` is the lookup as a planner would be asked; ``otherwise`` is None until its end.
+    ``matched`` are (tier, first token, one past the last). ``steps`` are seconds by name, in order.
+    ``ask`` is the lookup in the form in which a planner is asked. ``otherwise`` is None until the
+    request ends.
     """
 
     request_id: str
@@ -77,8 +81,11 @@ class RequestRecord:
     began: float = 0.0
 
     def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
-        """Plain values, for JSON: what a person asks for. ``for_client`` leaves out what tells of
-        other tenants: text that another one sent is as if it had never been seen."""
+        """Return plain values for JSON.
+
+        ``for_client`` hides what tells of other tenants: text that another tenant sent appears as
+        never seen.
+        """
         told: dict[str, Any] = {
             "request": self.request_id,
             "tokens": self.tokens,
@@ -98,7 +105,7 @@ class RequestRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether its request has ended."""
+        """Return True if the request has ended."""
         return self.outcome != WAITING
 
 
@@ -148,10 +155,10 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class RequestLog:
-    """The last ``capacity`` requests, and what is needed to say why a block is not there.
+    """The last ``capacity`` requests, and what is needed to say why a block is missing.
 
-    One owner, not thread-safe. ``blocks`` bounds what is remembered of blocks that left (about 150
-    bytes each) and of namespaces; microseconds a call.
+    One owner, not thread-safe. Each call takes microseconds. ``blocks`` bounds what is remembered
+    of blocks that left (about 150 bytes each) and of namespaces.
     """
 
     def __init__(
@@ -171,13 +178,13 @@ class RequestLog:
         return len(self._records)
 
     def get(self, request_id: str) -> RequestRecord | None:
-        """The record of a request; None where it is too long ago, or never was."""
+        """Return the record of a request; None if it is too old or unknown."""
         return self._records.get(request_id)
 
     # -- what happened --------------------------------------------------------------------------
 
     def note(self, event: Event) -> None:
-        """A tier began or ceased to hold blocks (`KVManager`'s ``on_event``)."""
+        """Note that a tier began or ceased to hold blocks (the ``on_event`` of `KVManager`)."""
         if event.stored:
             for key in event.keys:
                 self._gone.pop(key, None)
@@ -195,8 +202,10 @@ class RequestLog:
         namespace: Namespace,
         block_tokens: int,
     ) -> RequestRecord:
-        """A request was looked up; a later lookup of the same one begins its record anew, apart
-        from what failed and the time it began. One that has ended is another's of the same name.
+        """Note a lookup of a request, and return its new record.
+
+        A later lookup of the same request starts its record again, but keeps its failures and the
+        time it began. If the request has ended, this is another one with the same name.
         """
         old = self._records.get(request_id)
         record = RequestRecord(request_id, len(tokens), computed, began=self._clock())
@@ -217,7 +226,7 @@ class RequestLog:
         return record
 
     def _missing(self, hit: Hit, seen: bytes, namespace: Namespace) -> Miss | None:
-        """Why the first block behind what was found is not there; None where all of it is."""
+        """Return why the block after the hit is missing; None if all blocks were found."""
         if not hit.keys:
             return Miss(Cause.TOO_SHORT)
         if hit.depth >= len(hit.keys):
@@ -231,8 +240,10 @@ class RequestLog:
         return Miss(Cause.NEVER_SEEN)
 
     def missed(self, request_id: str, cause: Cause) -> None:
-        """What was found is not used; said once, however often it is looked up. Of a request whose
-        load began, what is looked up behind it is no miss."""
+        """Note that what was found is not used. Each cause is noted once for each record.
+
+        Once a load has begun, a lookup of the tokens behind it is not a miss.
+        """
         record = self._records.get(request_id)
         if record is None or record.loaded:
             return
@@ -240,27 +251,27 @@ class RequestLog:
             record.misses.append(Miss(cause))
 
     def loaded(self, request_id: str, tokens: Mapping[str, int]) -> None:
-        """A load of so many tokens from each tier began."""
+        """Note that a load began, with its tokens by tier."""
         if (record := self._records.get(request_id)) is not None:
             record.loaded = dict(tokens)
             self.step(request_id, "lookup")
 
     def failed(self, request_id: str) -> None:
-        """Its load failed, or came too late."""
+        """Note that the request's load failed or came too late."""
         if (record := self._records.get(request_id)) is not None:
             record.failures += 1
             record.loaded = {}
             record.misses.append(Miss(Cause.FAILED))
 
     def step(self, request_id: str, name: str) -> None:
-        """The step of that name ended now: seconds since the one before, added up."""
+        """Note that a step has ended: add the seconds since the step before to its time."""
         record = self._records.get(request_id)
         if record is not None and not record.is_over:
             spent = self._clock() - record.began - sum(record.steps.values())
             record.steps[name] = record.steps.get(name, 0.0) + spent
 
     def ended(self, request_id: str, outcome: str = "done") -> None:
-        """The request is over. Nothing where it was before."""
+        """Note that the request is over. Does nothing the second time."""
         record = self._records.get(request_id)
         if record is not None and not record.is_over:
             self.step(request_id, "rest")
@@ -268,7 +279,7 @@ class RequestLog:
 
 
 def _differed(one: Namespace, other: Namespace) -> tuple[str, ...]:
-    """Names of the fields that differ; never what is in them."""
+    """Return the names of the fields that differ, never their values."""
     names = (each.name for each in fields(Namespace))
     return tuple(name for name in names if getattr(one, name) != getattr(other, name))
 

@@ -1,4 +1,4 @@
-"""Plugins: what others may add to kvcore, and how they say so."""
+"""Plugins: what third parties can add to kvcore, and how they register it."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     q, k, v ──▶ before ──(no answer)──▶ the engine's attention ──▶ after ──▶ the layer goes on
                    └────── an answer, in its place ─────────────────┘
 
-An adapter calls an `AttentionHook` around each layer's attention. Fusion is the first user: for
-its own runs of a layer it answers in the attention's place. Others register theirs as plugins
-(`kvcore.plugins.AttentionPlugin`) and see every forward of the engine. Where nobody registers one,
-no adapter patches anything.
+An adapter calls an `AttentionHook` around each layer's attention. Fusion is the first user: for its
+own runs of a layer it answers in place of the engine's attention. Others register theirs as plugins
+(`kvcore.plugins.AttentionPlugin`) and see every forward of the engine. Without any hook no adapter
+patches anything.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ _log = logging.getLogger("kvcore.plugins.attention")
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one forward. Tensors are on the device, so that nothing waits for it.
+    """The requests of one forward. Its tensors are on the device, so that nothing waits for them.
 
     Args:
         requests: ids, in the order of their rows.
-        starts: [requests + 1] int, the first row of each, and the number of rows.
-        positions: [rows] int64, of each row in its request.
+        starts: [requests + 1] int, the first row of each request, then the number of rows.
+        positions: [rows] int64, each row's position in its request.
         pages: [requests, most pages] int, where the engine keeps a request's KV: position p is in
-            page ``pages[r, p // page_tokens]``. Behind a request's last page the values mean
-            nothing.
-        page_tokens: of the engine's pages.
+            page ``pages[r, p // page_tokens]``. Values beyond a request's last page are undefined.
+        page_tokens: tokens of one of the engine's pages.
     """
 
     requests: tuple[str, ...]
@@ -56,9 +55,9 @@ class AttentionCall:
     Args:
         layer: counted from 0.
         query: [rows, heads, dim], after RoPE.
-        key, value: [rows, kv_heads, dim], of the same rows. The engine has written, or is about to
-            write, them to its pages.
-        batch: whose rows these are.
+        key, value: [rows, kv_heads, dim], of the same rows. The engine has written them to its
+            pages, or is about to.
+        batch: the requests that the rows belong to.
     """
 
     layer: int
@@ -69,29 +68,30 @@ class AttentionCall:
 
 
 class AttentionHook(ABC):  # noqa: B024  # a hook may care for one side only
-    """What a plugin does around attention. Called on the model's thread; may block it.
+    """A plugin's code around attention. Called on the model's thread, which it may block.
 
-    What a hook raises is logged, and it is not called again; the engine's own attention answers.
+    If a hook raises, the error is logged, the hook is not called again, and the engine's own
+    attention answers.
     """
 
     name = "unnamed"
 
     def before(self, call: AttentionCall) -> Tensor | None:  # noqa: B027
-        """An output [rows, heads, value dim] in the engine's place, or None to let it run."""
+        """Return an output [rows, heads, value dim] in the engine's place, or None."""
 
     def after(self, call: AttentionCall, output: Tensor) -> Tensor | None:  # noqa: B027
-        """Called with the output [rows, heads, value dim]; another in its place, or None."""
+        """Return another output [rows, heads, value dim] to replace ``output``, or None."""
 
 
 class Hooks:
-    """Several hooks as one: the first answer wins, and each sees the output the one before left."""
+    """Several hooks as one: the first answer wins, and outputs pass from hook to hook."""
 
     def __init__(self, hooks: Iterable[AttentionHook]) -> None:
         self._hooks = list(hooks)
 
     @property
     def active(self) -> Sequence[AttentionHook]:
-        """Those that have not failed."""
+        """Return the hooks that have not failed."""
         return tuple(self._hooks)
 
     def before(self, call: AttentionCall) -> Tensor | None:
@@ -109,7 +109,7 @@ class Hooks:
         return output
 
     def give_up(self, why: str) -> None:
-        """Call none of them again. To be called where an exception is handled, which is logged."""
+        """Stop calling the hooks, and log the exception that is being handled."""
         names = ", ".join(hook.name for hook in self._hooks)
         self._hooks.clear()
         _log.exception("attention hooks are not called again: %s: %s", names, why)

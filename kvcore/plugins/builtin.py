@@ -1,4 +1,4 @@
-"""kvcore's own tiers, policies and operations, offered through the hooks that others use.
+"""kvcore's own tiers, policies and operations, offered through the hooks that plugins use.
 
 Nothing is imported until a factory is called.
 """
@@ -83,7 +83,7 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
 
 
 def _disk(context: TierContext) -> Any:
-    """The rank's shard of the store that the leader chose."""
+    """Open the rank's shard of the store that the leader chose."""
     _, options = _disk_options(context)
     return import_module("kvcore.tiers.disk").DiskTier(
         Path(context.told["folder"]),
@@ -98,7 +98,7 @@ def _disk(context: TierContext) -> Any:
 
 
 def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
-    """(folder, keywords of `DiskTier`)"""
+    """Return the folder, and the keywords of `DiskTier`."""
     options = dict(context.options)
     path = options.pop("path", None)
     keys = [options.pop(name, None) for name in ("key_env", "key_file")]
@@ -113,7 +113,7 @@ def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
 
 
 def _disk_cipher(variable: str | None, file: str | None) -> Any:
-    """The cipher of the key that is named; None without one."""
+    """Return the cipher for the named key; None without a key."""
     if variable is None and file is None:
         return None
     key = import_module("kvcore.config").read_key(variable, file)
@@ -121,7 +121,7 @@ def _disk_cipher(variable: str | None, file: str | None) -> Any:
 
 
 def _disk_geometry(context: TierContext, cipher: Any) -> Any:
-    """Encrypted blocks are others than plain ones, and have a folder of their own."""
+    """Return the geometry, with the cipher: encrypted blocks have a folder of their own."""
     return replace(context.geometry, cipher=cipher.name) if cipher else context.geometry
 
 
@@ -134,6 +134,6 @@ def _memory(context: TierContext) -> Any:
 
 
 def _made_by(path: str) -> Callable[[], Any]:
-    """Calls ``module:attribute`` without arguments, importing the module only then."""
+    """Return a factory that imports ``module:attribute`` when called, and calls it."""
     module, _, attribute = path.partition(":")
     return lambda: getattr(import_module(module), attribute)()

@@ -1,7 +1,7 @@
-"""The hooks a plugin may implement, and the values they return.
+"""The hooks that a plugin may implement, and the values they return.
 
 A plugin is a module named by an entry point of the group ``kvcore.plugins``. It imports nothing
-heavy: what it returns are names and callables, and the callables import when called.
+heavy: it returns names and callables, and the callables import when called.
 
     from kvcore.plugins import TierPlugin, hookimpl
 
@@ -44,7 +44,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class ServeCommand(NamedTuple):
-    """A command that starts an engine, and the variables to set for it beside its parent's."""
+    """A command that starts an engine, and the variables to add to its environment."""
 
     argv: list[str]
     env: dict[str, str]
@@ -54,10 +54,10 @@ class ServeCommand(NamedTuple):
 class EngineSpec:
     """A serving engine and its adapter.
 
-    ``distributions`` are the packages that may bring the engine, the first installed one counts;
-    ``versions`` is a specifier of those the adapter serves, such as ">=0.32,<0.33".
-    ``serve(model, config, engine_args)`` builds the command line; ``status()`` says in a few words
-    how the adapter is hooked up. Neither imports the engine.
+    ``distributions`` are the packages that may provide the engine; the first installed one counts.
+    ``versions`` specifies the versions that the adapter serves, such as ">=0.32,<0.33".
+    ``serve(model, config, engine_args)`` builds the command line. ``status()`` says in a few words
+    how the adapter is connected. Neither imports the engine.
     """
 
     name: str
@@ -69,7 +69,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class PolicyPlugin:
-    """An eviction policy: ``factory()`` gives the class.
+    """An eviction policy: ``factory()`` returns the class.
 
     The class is called with the capacity in blocks, the index's clock of uses, and the user's
     ``policy_options`` as keywords.
@@ -81,10 +81,10 @@ class PolicyPlugin:
 
 @dataclass(frozen=True)
 class OpsPlugin:
-    """Device operations: ``factory()`` gives an instance or raises UnsupportedError.
+    """Device operations: ``factory()`` returns an instance or raises UnsupportedError.
 
-    ``fusion()`` gives what these operations bring for blends, or raises UnsupportedError. Without
-    it they only copy, and torch blends.
+    ``fusion()`` returns the operations for blends, or raises UnsupportedError. Without it the
+    plugin only copies, and torch blends.
     """
 
     name: str
@@ -96,8 +96,8 @@ class OpsPlugin:
 class SelectorPlugin:
     """A way to choose the rows that fusion recomputes.
 
-    ``factory(**fusion.selector_options)`` gives an instance, which serves all requests; it raises
-    ConfigError, or TypeError for an argument it does not have, when the options do not fit.
+    ``factory(**fusion.selector_options)`` returns an instance that serves all requests. If the
+    options do not fit it raises ConfigError, or TypeError for an unknown argument.
     """
 
     name: str
@@ -106,11 +106,11 @@ class SelectorPlugin:
 
 @dataclass(frozen=True)
 class AttentionPlugin:
-    """A hook around every layer's attention, called from when the engine's model is loaded.
+    """A hook around every layer's attention, called once the engine's model is loaded.
 
-    ``factory(shape, rank)`` gives it for a rank, whose heads and layers ``shape`` tells, or raises
-    UnsupportedError where it is not for this model. Registering is asking for it: an attention
-    plugin that is not wanted is named in ``plugins.disable``.
+    ``factory(shape, rank)`` returns the hook of a rank, with that rank's heads and layers in
+    ``shape``, or raises UnsupportedError if it is not for this model. A registered hook is active;
+    name an unwanted plugin in ``plugins.disable``.
     """
 
     name: str
@@ -119,44 +119,44 @@ class AttentionPlugin:
 
 @hookspec
 def kvcore_engines() -> Sequence[EngineSpec]:
-    """Engines this plugin adapts."""
+    """Return the engines that this plugin adapts."""
     raise NotImplementedError
 
 
 @hookspec
 def kvcore_tiers() -> Sequence[TierPlugin]:
-    """Backing tiers."""
+    """Return backing tiers."""
     raise NotImplementedError
 
 
 @hookspec
 def kvcore_policies() -> Sequence[PolicyPlugin]:
-    """Eviction policies."""
+    """Return eviction policies."""
     raise NotImplementedError
 
 
 @hookspec
 def kvcore_ops() -> Sequence[OpsPlugin]:
-    """Implementations of the device operations."""
+    """Return implementations of the device operations."""
     raise NotImplementedError
 
 
 @hookspec
 def kvcore_selectors() -> Sequence[SelectorPlugin]:
-    """Selectors of rows for fusion."""
+    """Return selectors of rows for fusion."""
     raise NotImplementedError
 
 
 @hookspec
 def kvcore_attention() -> Sequence[AttentionPlugin]:
-    """Hooks around the attention of the engine's layers."""
+    """Return hooks around the attention of the engine's layers."""
     raise NotImplementedError
 
 
 def store_plugin(name: str, kind: Callable[[], StoreKind]) -> TierPlugin:
-    """A remote store as a tier: `kvcore.tiers.remote` does all but talk to it.
+    """Return a remote store as a tier; `kvcore.tiers.remote` does all but talk to the store.
 
-    ``kind`` imports the store's client; it is called in the leader and in each rank.
+    ``kind`` imports the store's client. It is called in the leader and in each rank.
     """
 
     def factory(context: TierContext) -> Tier:

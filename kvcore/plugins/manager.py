@@ -1,11 +1,11 @@
-"""Finds plugins, keeps the broken ones from stopping the others, and answers by name.
+"""Finds plugins, isolates the broken ones, and returns what they offer by name.
 
     entry point ──load──▶ module ──register, check_pending──▶ hooks ──collect──▶ tables by name
          │                   │                                  │
          └───────────────────┴────────── an error ──────────────┴──▶ failures (named, reported)
 
-A plugin is taken whole or not at all: one wrong hook, value or name already taken, and nothing of
-it is registered. kvcore's own engines, tiers, policies and operations come in by the same door.
+A plugin is registered whole or not at all: after one wrong hook, wrong value or name that is taken,
+nothing of it is registered. kvcore's own engines, tiers, policies and operations are plugins too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HOOKS: dict[str, tuple[str, type[Any]]] = {
 
 
 class Origin(NamedTuple):
-    """The entry point a plugin came from, and the distribution that brought it."""
+    """The entry point of a plugin, and the distribution that provides it."""
 
     plugin: str
     distribution: str = ""
@@ -67,7 +67,7 @@ class Origin(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """One thing a plugin offers."""
+    """One thing that a plugin offers."""
 
     kind: str
     name: str
@@ -76,19 +76,19 @@ class Offer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Its name with those of its plugin's distribution and version."""
+        """Return its name with its distribution and version."""
         return f"{self.origin.distribution}=={self.origin.version}:{self.name}"
 
 
 class Failure(NamedTuple):
-    """A plugin that was left out, and why."""
+    """A plugin that was left out, and the error because of which it was."""
 
     origin: Origin
     error: Exception
 
 
 class Installed(NamedTuple):
-    """The engine on this machine; ``version`` is None when there is none."""
+    """The engine on this machine; ``version`` is None if there is none."""
 
     distribution: str
     version: str | None
@@ -96,10 +96,10 @@ class Installed(NamedTuple):
 
 
 class PluginManager:
-    """All plugins of this environment, loaded when built.
+    """All plugins of this environment, loaded when it is built.
 
     Building one reads the metadata of installed packages and imports the plugins' light modules.
-    Afterwards it only reads, so it may be shared between threads.
+    Afterwards it only reads, so threads may share it.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PluginManager:
     ) -> None:
         """``entry_points`` replaces those of the environment.
 
-        Raises PluginError for the first broken plugin when ``strict``.
+        With ``strict``, raises PluginError for the first broken plugin.
         """
         self.failures: list[Failure] = []
         self.disabled = tuple(disable)
@@ -129,24 +129,26 @@ class PluginManager:
     # -- asking ---------------------------------------------------------------------------------
 
     def found(self, kind: str | None = None) -> list[Offer]:
-        """Everything on offer, in order of registration; of one kind if given."""
+        """Return everything on offer, or of one kind, in order of registration."""
         return [found for found in self._found.values() if kind in (None, found.kind)]
 
     def engine(self, name: str) -> EngineSpec:
-        """Raises ConfigError, naming the nearest, for a name that no plugin offers."""
+        """Return an engine. Raises ConfigError for an unknown name, and suggests the nearest."""
         return self._named("engine", name, EngineSpec)
 
     def tier(self, name: str) -> TierPlugin:
-        """Raises ConfigError, naming the nearest, for a name that no plugin offers."""
+        """Return a tier. Raises ConfigError for an unknown name, and suggests the nearest."""
         return self._named("tier", name, TierPlugin)
 
     def policy(self, name: str) -> type[EvictionPolicy]:
-        """The class, for `TierSpec`. Raises ConfigError, naming the nearest, for a name that no
-        plugin offers."""
+        """Return the class of a policy, for `TierSpec`.
+
+        Raises ConfigError for an unknown name, and suggests the nearest.
+        """
         return self._named("policy", name, PolicyPlugin).factory()
 
     def selector(self, name: str, options: Mapping[str, Any]) -> Selector:
-        """Raises ConfigError for a name that no plugin offers, or options that do not fit."""
+        """Return a selector. Raises ConfigError for an unknown name or options that do not fit."""
         factory = self._named("selector", name, SelectorPlugin).factory
         try:
             return factory(**options)
@@ -154,30 +156,32 @@ class PluginManager:
             raise ConfigError(f"selector {name!r} with options {dict(options)}: {error}") from error
 
     def ops(self) -> list[DeviceOps]:
-        """Every implementation of the device operations that works here, for `select_ops`.
+        """Return every implementation of the device operations that works here, for `select_ops`.
 
-        Makes them, which imports torch. One that cannot be made is logged and left out.
+        Creates them, which imports torch. One that cannot be created is logged and left out.
         """
         made = (_make_ops(found, found.item.factory) for found in self.found("ops"))
         return [ops for ops in made if ops is not None]
 
     def fusion_ops(self) -> dict[str, FusionOps]:
-        """What the device operations bring for blends, by their name, for `select_fusion`.
+        """Return the operations for blends of each implementation, by name, for `select_fusion`.
 
-        Makes them, which imports torch. One that cannot be made is logged and left out.
+        Creates them, which imports torch. One that cannot be created is logged and left out.
         """
         found = [offer for offer in self.found("ops") if offer.item.fusion is not None]
         made = {offer.name: _make_ops(offer, offer.item.fusion) for offer in found}
         return {name: ops for name, ops in made.items() if ops is not None}
 
     def attention(self, shape: BlockShape, rank: int) -> list[AttentionHook]:
-        """Every hook around attention that is for this model. One that cannot be made is logged
-        and left out."""
+        """Return every attention hook for this model.
+
+        One that cannot be created is logged and left out.
+        """
         made = (_make_attention(found, shape, rank) for found in self.found("attention"))
         return [hook for hook in made if hook is not None]
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for a setting that names something no plugin offers."""
+        """Raise ConfigError for a setting that names something no plugin offers."""
         names = [
             ("engine", "engine", config.engine),
             ("host.policy", "policy", config.host.policy),
@@ -213,7 +217,7 @@ class PluginManager:
         origin = Origin(entry_point.name, dist.name if dist else "", dist.version if dist else "")
         try:
             self._take(entry_point.load(), origin)
-        except Exception as error:  # another's code: named, reported, left out
+        except Exception as error:  # third-party code: reported and left out
             if self._strict:
                 raise PluginError(
                     f"plugin {origin.plugin!r} ({entry_point.value}) cannot be loaded: "
@@ -229,7 +233,7 @@ class PluginManager:
             )
 
     def _take(self, plugin: object, origin: Origin) -> None:
-        """Register ``plugin`` and all it offers, or raise and leave nothing of it."""
+        """Register ``plugin`` and all that it offers, or raise and register nothing."""
         try:
             self._pluggy.register(plugin, name=origin.plugin)
             self._pluggy.check_pending()
@@ -242,7 +246,7 @@ class PluginManager:
         self._found.update({(offer.kind, offer.name): offer for offer in offers})
 
     def _offers(self, plugin: object, origin: Origin) -> Iterable[Offer]:
-        """What the hooks of one plugin return."""
+        """Yield what the hooks of one plugin return."""
         others = [other for other in self._pluggy.get_plugins() if other is not plugin]
         for hook, (kind, cls) in _HOOKS.items():
             for items in self._pluggy.subset_hook_caller(hook, others)():
@@ -270,7 +274,8 @@ def _make_ops(found: Offer, factory: Callable[[], _T]) -> _T | None:
     try:
         ops = factory()
     except UnsupportedError as error:
-        # No GPU, say: no fault, and others serve. But the native copies are missed where they lack.
+        # A missing GPU, for example, is no fault: other operations serve. The native copies,
+        # however, should always be there.
         tell = _log.warning if found.origin.plugin == BUILTIN else _log.info
         tell("ops_left_out", ops=found.name, error=reason(error))
         return None
@@ -295,12 +300,15 @@ def _make_attention(found: Offer, shape: BlockShape, rank: int) -> AttentionHook
 def _distinct(
     entry_points: Iterable[importlib.metadata.EntryPoint],
 ) -> list[importlib.metadata.EntryPoint]:
-    """Without repeats: an editable install beside its build metadata lists its own twice."""
+    """Return the entry points without repeats.
+
+    An editable install beside its build metadata lists its own twice.
+    """
     return list({(ep.name, ep.value): ep for ep in entry_points}.values())
 
 
 def reason(error: Exception) -> str:
-    """An error in one line, with its class."""
+    """Return an error in one line, with its class."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -308,7 +316,7 @@ def reason(error: Exception) -> str:
 
 
 def installed(spec: EngineSpec) -> Installed:
-    """The engine's installed version, from package metadata alone."""
+    """Return the engine's installed version, from package metadata alone."""
     for distribution in spec.distributions:
         if version := _version(distribution):
             return Installed(distribution, version, is_supported(version, spec.versions))
@@ -316,7 +324,10 @@ def installed(spec: EngineSpec) -> Installed:
 
 
 def require(spec: EngineSpec) -> str:
-    """The engine's version, or UnsupportedError when it is missing or outside the range."""
+    """Return the engine's version.
+
+    Raises UnsupportedError if the engine is missing or its version outside the range.
+    """
     engine = installed(spec)
     if engine.version is None:
         names = " or ".join(spec.distributions)
@@ -333,7 +344,7 @@ def require(spec: EngineSpec) -> str:
 
 
 def is_supported(version: str, versions: str) -> bool:
-    """Whether ``version`` lies in the range. Nightly builds inside the range do."""
+    """Return True if ``version`` lies in the range. Nightly builds inside the range count."""
     try:
         return SpecifierSet(versions).contains(Version(version), prereleases=True)
     except InvalidVersion:

@@ -1,1 +1,6 @@
-"""The composition root: the manager, workers and tiers of a process, built from its settings."""
+"""The composition root: the manager, workers and tiers of a process, built from its settings.
+
+build        the manager and the workers
+tiers        backing tiers
+page_store   an engine's own pages in one tier
+"""

@@ -1,11 +1,11 @@
-"""An engine's own pages, by keys of its own, in one backing tier.
+"""An engine's own pages, under keys of its own, in one backing tier.
 
-For an engine that has a cache of tiers and wants only its storage from kvcore: what is a page and
-what a key is the engine's affair. Beside `KVManager` there are no chains here and no host memory;
-every page stands for itself, and reads and writes are done when the call returns.
+For an engine that has tiers of its own and wants only storage from kvcore. What a page is and what
+a key is depends on the engine. Unlike in `KVManager` there are no chains and there is no host
+memory: every page stands for itself, and reads and writes are done when the call returns.
 
     put   reserve ──▶ tier.write ──▶ publish       a page is found only when it is whole
-    get   pin ──▶ tier.read, checked ──▶ unpin     a bad one is dropped, and not found again
+    get   pin ──▶ tier.read, checked ──▶ unpin     a bad page is dropped, and not found again
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Request = TypeVar("_Request")
 
 
 class PageCounts(NamedTuple):
-    """Pages since the store was opened, but for ``held``, which are there now."""
+    """Pages since the store was opened, except ``held``, which is the number now."""
 
     held: int
     written: int
@@ -46,7 +46,7 @@ class PageStore:
     """Pages of one size in ``tier``. Thread-safe: I/O is done without the lock.
 
     Args:
-        index: of one tier, with what the medium holds already.
+        index: of one tier, with the blocks that the medium holds already.
         identity: all that makes two pages of equal keys comparable, and a secret if there is one.
         release: called once, when the store has closed.
     """
@@ -69,7 +69,7 @@ class PageStore:
         self._closed = False
 
     def leading(self, keys: Sequence[str]) -> int:
-        """How many of these from the first on are held. No I/O."""
+        """Return how many of ``keys``, from the first on, are held. No I/O."""
         with self._lock:
             if self._closed or not self._breaker.allows():
                 return 0
@@ -79,15 +79,15 @@ class PageStore:
         return len(keys)
 
     def put(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
-        """Store pages; True for each that is held now. Blocks until they are written.
+        """Store pages; return True for each that is held now. Blocks until they are written.
 
-        One that is held already is left as it is, one that finds no room is not stored.
+        A page that is held already is left as it is. A page that finds no room is not stored.
         """
         blocks = [self._key(key) for key in keys]
         with self._lock:
             if self._closed or not self._breaker.allows():
                 return [False] * len(keys)
-            self._use(blocks)  # so that what is held is not what makes room
+            self._use(blocks)  # so that these pages are not evicted for the new ones
             reserved = self._reserve(blocks)
             if reserved:
                 self._breaker.started()
@@ -104,9 +104,9 @@ class PageStore:
             return [bool(self._index.match([block]).depths[0]) for block in blocks]
 
     def get(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
-        """Read pages; True for each that is whole and the one asked for. Blocks until all are read.
+        """Read pages; return True for each that is intact. Blocks until all are read.
 
-        Buffers of the others hold anything.
+        The buffers of the others have undefined content.
         """
         blocks = [self._key(key) for key in keys]
         with self._lock:
@@ -132,7 +132,7 @@ class PageStore:
     def clear(self) -> None:
         """Forget every page, on the medium too.
 
-        Raises TierUnavailable where the medium does not let go; what it holds may then be found
+        Raises TierUnavailable if the medium does not invalidate them; its pages may then be found
         after a restart.
         """
         with self._lock:
@@ -147,7 +147,7 @@ class PageStore:
             return PageCounts(held, self._written, self._read, self._corrupt)
 
     def close(self) -> None:
-        """Flush and give everything back. No `put` or `get` may be under way. Idempotent."""
+        """Flush the tier and release everything. No `put` or `get` may be in flight. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -166,7 +166,7 @@ class PageStore:
     def _attempt(
         self, operate: Callable[[Sequence[_Request]], list[TierError | None]], asked: list[_Request]
     ) -> list[TierError | None]:
-        """Do a batch; a tier that raises has failed all of it."""
+        """Carry out a batch; if the tier raises, all of the batch has failed."""
         try:
             return operate(asked) if asked else []
         except Exception as error:  # noqa: BLE001 - a third party's tier
@@ -176,7 +176,10 @@ class PageStore:
     # -- with the lock held -------------------------------------------------------------------
 
     def _reserve(self, blocks: Sequence[bytes]) -> dict[int, Reservation]:
-        """Slots for those that are not held, by place; where room is short, for the first."""
+        """Return slots by position for the pages that are not held.
+
+        If room is short, the first pages get it.
+        """
         space = self._space[:KEY_BYTES]
         taken = (
             self._index.lifecycle.reserve(self._name, [block], 0, 1, space) for block in blocks
@@ -184,7 +187,7 @@ class PageStore:
         return {i: found for i, found in enumerate(taken) if len(found)}
 
     def _publish(self, wrote: list[tuple[Reservation, BlockWrite, TierError | None]]) -> None:
-        """End reservations, the first page's last: it is the last to go again."""
+        """End reservations, the first page's last, so that it is evicted last."""
         gone = []
         for taken, write, error in reversed(wrote):
             self._index.lifecycle.commit(taken, failed_from=None if error is None else 0)
@@ -194,7 +197,10 @@ class PageStore:
             self._tier.invalidate(gone)
 
     def _use(self, blocks: Sequence[bytes]) -> list[int]:
-        """Count a use of those that are held, of the first the latest; their places, last first."""
+        """Count a use of the pages that are held, the first as the latest.
+
+        Returns their positions, last first.
+        """
         found = []
         for i in reversed(range(len(blocks))):
             match = self._index.match([blocks[i]])
@@ -204,7 +210,7 @@ class PageStore:
         return found
 
     def _pin(self, blocks: Sequence[bytes]) -> dict[int, Pin]:
-        """A use and a pin of those that are held, by place."""
+        """Count a use of the pages that are held, and pin them; return the pins by position."""
         return {i: self._index.pin(self._name, blocks[i]) for i in self._use(blocks)}
 
     def _drop(self, block: bytes, error: CorruptBlock) -> None:
@@ -213,7 +219,7 @@ class PageStore:
         self._index.removal.drop_subtree(self._name, block)
 
     def _heed(self, errors: Sequence[TierError | None]) -> None:
-        """Tell the breaker how a batch went."""
+        """Tell the circuit breaker how a batch went."""
         broken = [error for error in errors if isinstance(error, TierUnavailable)]
         if broken:
             _log.warning("the tier %s failed: %s", self._name, broken[0])
@@ -222,28 +228,28 @@ class PageStore:
             self._breaker.succeeded()
 
     def _key(self, key: str) -> bytes:
-        """The engine's key within what these pages are."""
+        """Return the block key of an engine's key."""
         return hashlib.blake2b(key.encode(), key=self._space, digest_size=KEY_BYTES).digest()
 
 
 def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int = 1) -> PageStore:
-    """The pages in a config's one backing tier, with what it holds already. Scans it.
+    """Open the pages in the one backing tier of ``config``, with those it holds. Scans the tier.
 
-    ``geometry`` has one shard: a page. ``share`` stores divide the tier's capacity among them, one
-    for each rank. Raises ConfigError unless there is one backing tier, TierUnavailable where it
-    cannot be used.
+    ``geometry`` has one shard: a page. ``share`` stores, one for each rank, divide the tier's
+    capacity among them. Raises ConfigError unless there is exactly one backing tier, and
+    TierUnavailable if it cannot be used.
     """
     named = [*(["disk"] if config.disk.path is not None else []), *config.tiers]
     if len(named) != 1:
         raise ConfigError(
-            f"given {', '.join(named) or 'no backing tier'}; pages are kept in one: set disk.path, "
-            "or one [tiers.NAME]"
+            f"given {', '.join(named) or 'no backing tier'}; supported is exactly one: set "
+            "disk.path, or one [tiers.NAME]"
         )
     plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
     plugins.check(config)
     prepared = prepare_backings(config, geometry, plugins, share)
     if not prepared:
-        raise TierUnavailable(f"the tier {named[0]} cannot be used: the log says why")
+        raise TierUnavailable(f"the tier {named[0]} cannot be used: see the log")
     [found] = prepared
     index = BlockIndex([found.spec])
     try:

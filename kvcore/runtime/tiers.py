@@ -1,9 +1,9 @@
-"""Backing tiers, from their settings to the objects that serve them; no engine is involved.
+"""Backing tiers, from their settings to the objects that serve them. No engine is involved.
 
-    leader   prepare_backings()   once: room, what is held already, locks
-    worker   BackingOpener        each rank, with what the leader's part told
+    leader   prepare_backings()   once: capacity, blocks held already, locks
+    worker   BackingOpener        in each rank, with the options from the leader's part
 
-The disk tier of ``[disk]`` and each ``[tiers.NAME]`` take the same way, through the plugin hook.
+The disk tier of ``[disk]`` and each ``[tiers.NAME]`` go the same way, through the plugin hook.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _log = logging.getLogger("kvcore.runtime.tiers")
 DISK = "disk"
 
 
-class _Settings(NamedTuple):
+class _TierSettings(NamedTuple):
     plugin: str
     common: BackingConfig
     options: Mapping[str, Any]
 
 
-def _settings(config: Config) -> Iterator[tuple[str, _Settings]]:
-    """Name and settings of every backing tier, nearest first."""
+def _settings(config: Config) -> Iterator[tuple[str, _TierSettings]]:
+    """Yield the name and settings of every backing tier, nearest first."""
     disk = config.disk
     if disk.path is not None:
         options = {
@@ -50,14 +50,14 @@ def _settings(config: Config) -> Iterator[tuple[str, _Settings]]:
             "key_file": disk.key_file,
             "device_sums": disk.to_device == "on",
         }
-        yield DISK, _Settings(DISK, disk, options)
+        yield DISK, _TierSettings(DISK, disk, options)
     for name, tier in sorted(config.tiers.items()):
-        yield name, _Settings(tier.plugin, tier, tier.options)
+        yield name, _TierSettings(tier.plugin, tier, tier.options)
 
 
 @dataclass(frozen=True)
 class PreparedBacking:
-    """A tier as the leader sees it: for the index, and for the manager."""
+    """A tier as the leader sees it: its spec for the index, its binding for the manager."""
 
     spec: TierSpec
     backing: Backing
@@ -67,10 +67,10 @@ class PreparedBacking:
 def prepare_backings(
     config: Config, geometry: Geometry, plugins: PluginManager, share: int = 1
 ) -> list[PreparedBacking]:
-    """Every backing tier that can be used; one that cannot is named in the log and left out.
+    """Return every backing tier that can be used; one that cannot is logged and left out.
 
-    ``share`` leaders, each with blocks of its own, divide the capacities among them.
-    Does I/O: a disk tier scans its records. Raises ConfigError for options that do not fit.
+    ``share`` leaders, each with blocks of its own, divide the capacities among them. Does I/O: a
+    disk tier scans its records. Raises ConfigError for options that do not fit.
     """
     found = []
     for name, settings in _settings(config):
@@ -101,8 +101,10 @@ def prepare_backings(
 
 
 def _notes(config: Config) -> list[pathlib.Path]:
-    """Beside the disk tier's stores, which a reboot leaves alone; else where a server's folder is,
-    which is in memory."""
+    """Return the folders for pending deletes: the disk tier's, if any, and one on tmpfs.
+
+    The disk tier's folder survives a reboot.
+    """
     disk = [] if config.disk.path is None else [config.disk.path]
     return [*disk, folder_of(config.server)]
 
@@ -142,7 +144,7 @@ def _backing(
 
 
 class BackingOpener:
-    """Opens the tiers that the leader names, in one rank."""
+    """Opens, in one rank, the tiers that the leader names."""
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class BackingOpener:
         self._cluster = config.cluster
 
     def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
-        """Raises TierError when the medium cannot be used."""
+        """Open a tier. Raises TierError if the medium cannot be used."""
         plugin, common, options = self._settings[name]
         context = TierContext(
             name,

@@ -100,9 +100,7 @@ class RemoteManager(Manager):
         self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
         self._host: dict[int, tuple[bytes, int]] = {}
-        """Loads in flight: the last block that each keeps in host memory, and its count from the
-        start.
-        """
+        """Loads in flight: the last block that each keeps in host memory, and its depth."""
         self._mapped = 0  # the session whose memory every worker is known to have
         self._on_end: dict[int, Callable[[], object]] = {}
 
@@ -175,8 +173,10 @@ class RemoteManager(Manager):
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return blocks used and slots by tier, as of the last heartbeat; empty without a
-        session."""
+        """Return blocks used and slots by tier.
+
+        As of the last heartbeat; empty without a session.
+        """
         member = self.keeper.member
         return {} if member is None else member.tiers
 
@@ -221,10 +221,10 @@ class RemoteManager(Manager):
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
     ) -> TransferGraph:
-        """Launch a load as `KVManager.launch_load` does; a load that the server does not plan
-        fails.
+        """Launch a load as `KVManager.launch_load` does.
 
-        Raises CapacityError if the server has no slots for it.
+        A load that the server does not plan is one that fails. Raises CapacityError if the server
+        has no slots for it.
         """
         reply = self._ask_load(hit, start, stop, layers, deadline_s)
         if isinstance(reply, Refused) and reply.kind == "capacity":
@@ -248,10 +248,10 @@ class RemoteManager(Manager):
     def prepare_load(
         self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
     ) -> PreparedLoad:
-        """Have the server plan a load now, as `Manager.prepare_load` does; the plan pins the
-        blocks.
+        """Have the server plan a load now, as `Manager.prepare_load` does.
 
-        Raises TierUnavailable if the server does not answer, or no longer holds the blocks.
+        The plan pins the blocks. Raises TierUnavailable if the server does not answer, or no longer
+        holds the blocks.
         """
         reply = self._ask_load(hit, start, stop, layers, None)
         if not isinstance(reply, LaunchReply) or reply.graph is None:
@@ -317,11 +317,11 @@ class RemoteManager(Manager):
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
     ) -> TransferGraph | None:
-        """Launch a save as `KVManager.launch_save` does; save nothing while the server does not
-        answer.
+        """Launch a save as `KVManager.launch_save` does.
 
-        Blocks that a load in flight reads from host memory need no save. The server is then not
-        asked, so that a request that waits for its first token is spared the round trip.
+        Nothing is saved while the server does not answer. Blocks that a load in flight reads from
+        host memory need no save. The server is then not asked, so that a request that waits for its
+        first token is spared the round trip.
         """
         member = self.keeper.member
         if member is None or not stop or self._is_kept(keys, stop):

@@ -1,4 +1,4 @@
-"""Errors of the server's own, and the kind by which each is told to a client."""
+"""The server's own errors, and the kind under which a client learns of each."""
 
 from __future__ import annotations
 

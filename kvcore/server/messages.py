@@ -104,8 +104,10 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class EnterSession(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
-    """A rank's connection joins a session; ``secret`` is the one in the session's file. No
-    reply."""
+    """A rank's connection joins a session. No reply.
+
+    ``secret`` is the one in the session's file.
+    """
 
     ref: Ref
     session: Number
@@ -169,8 +171,10 @@ class OpsEnded(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """A rank is ready for a read op of a graph. The server carries it out once all ranks are
-    ready."""
+    """A rank is ready for a read op of a graph.
+
+    The server carries the read out once all ranks are ready.
+    """
 
     ref: Ref
     session: Number

@@ -198,7 +198,7 @@ class ModelCache:
             parts = build_manager(
                 config, described, self._transport, ids=self._ids, sink_saves=False
             )
-            if config.cluster.etcd:  # a list has its own idea of who is there
+            if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
         except BaseException:
             close_worker(self._transport.worker)
@@ -336,8 +336,10 @@ class ModelCache:
         return search(self._segments, asked, self.manager.index.__contains__)
 
     def path(self, asked: PathRequest) -> PathReply:
-        """Return the chain that ends with a block. Raises BlockMissing if no tier holds the
-        block."""
+        """Return the chain that ends with a block.
+
+        Raises BlockMissing if no tier holds the block.
+        """
         index = self.manager.index
         if asked.key not in index:
             raise BlockMissing("no tier holds the block any more")
@@ -393,8 +395,7 @@ class ModelCache:
         return tuple(Source(*source) for source in asked.sources)
 
     def _check_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> None:
-        """Raise FormatError if the keys are no prompt's chain; the index is shared by all
-        sessions."""
+        """Raise FormatError if the keys are no prompt's chain: all sessions share the index."""
         if not self.manager.index.is_chain(keys, held, namespace):
             raise FormatError(
                 f"{len(keys)} keys are not a chain of one namespace: some of them are held with "
@@ -526,8 +527,7 @@ class ModelCache:
         self.control.step()
 
     def check_integrity(self) -> None:
-        """Assert that the index is consistent and that every graph in flight belongs to a
-        session."""
+        """Assert that the index is consistent and that a session owns every graph in flight."""
         self.manager.check_integrity()
         for claim in self._claims.values():
             assert claim.left, "a graph that has ended is claimed"

@@ -1,7 +1,7 @@
-"""Every model that a server serves: preparing their caches, and finding the one that is meant.
+"""Every model that a server serves: preparing their caches, and finding the right one.
 
-A thread prepares a model, because that takes memory and scans the disk for seconds. Until it is
-ready, its first client is told to ask again.
+A thread prepares a model, because that takes memory and scans the disk for seconds. Until the model
+is ready, its first client is asked to try again.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ class IndexSource(Protocol):
 
     @property
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Return blocks used and slots by tier, as of the last heartbeat; empty without a
-        session."""
+        """Return blocks used and slots by tier.
+
+        As of the last heartbeat; empty without a session.
+        """
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int: ...
 

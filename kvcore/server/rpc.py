@@ -110,8 +110,10 @@ class Link:
             time.sleep(YIELD_S)
 
     def drain(self) -> None:
-        """Receive the messages that are there. Blocks only while another thread waits for a
-        reply."""
+        """Receive the messages that are there.
+
+        Blocks only while another thread waits for a reply.
+        """
         with self._lock:
             self._receive(0.0)
         self._tell_late()

@@ -102,8 +102,7 @@ class RuntimeDir:
         self._counter = self._last_number()
 
     def next_number(self) -> int:
-        """Return a session number that no client of this directory has been given for a long
-        time."""
+        """Return a session number that was given to no client for a long time."""
         self._counter = (self._counter + 1) % (1 << SESSION_BITS) or 1
         (self.path / "counter").write_text(str(self._counter))
         return self._counter
@@ -132,7 +131,7 @@ class RuntimeDir:
                 os.ftruncate(file, nbytes)  # what is taken through a mapping is on huge pages
                 with closing(SharedPages(file, nbytes)) as pages:
                     pages.take()
-            # Without its memory taken, a page that is not to be had kills who touches it.
+            # Allocate now: touching a page for which there is no memory kills the process.
             os.posix_fallocate(file, 0, nbytes)
         except (OSError, TierUnavailable) as error:
             os.close(file)

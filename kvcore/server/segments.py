@@ -66,8 +66,7 @@ class RemoteSegments(SegmentBook):
         start: int = 0,
         stop: int | None = None,
     ) -> list[Reusable]:
-        """Find stored runs as `Segments.find` does; the server itself knows which blocks are
-        held."""
+        """Find stored runs as `Segments.find` does; the server knows which blocks are held."""
         member = self._keeper.member
         if member is None or not self._kept():
             return []

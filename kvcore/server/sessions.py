@@ -134,7 +134,7 @@ class Sessions:
             _log.info("session ends session=%d graphs_left=%d", session.number, left)
 
     def sweep(self) -> None:
-        """End the sessions whose processes are gone, and log those that fell silent."""
+        """End the sessions whose processes are gone, and log those that have fallen silent."""
         now = self._clock()
         for session in list(self):
             quiet = now - session.heard

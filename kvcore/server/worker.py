@@ -182,9 +182,7 @@ class ServedWorker(KVWorker):
             before.close()
 
     def _tend(self) -> None:
-        """Release the memory of a session that is over after `KEPT_S`, because its server needs the
-        room.
-        """
+        """Release the memory of a session that is over for `KEPT_S`; its server needs the room."""
         over: SessionLock | None = None
         since = 0.0
         while not self._ended.wait(TEND_S):

@@ -1,7 +1,7 @@
-"""Reads from tiers into a worker's staging on the device: straight, or by way of host memory.
+"""Reads from tiers into a worker's staging on the device: directly, or through host memory.
 
-tier.read_device ──▶ region          verified there by its sum
-tier.read ──▶ bounce ──▶ region      verified in host memory; what does not go straight
+tier.read_device ──▶ region          verified there by its block sum
+tier.read ──▶ bounce ──▶ region      verified in host memory; for blocks that cannot go directly
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ AT_ONCE = 4
 
 
 class StagedReads:
-    """Thread-safe between places of the region."""
+    """Reads into a region on the device.
+
+    Thread-safe if the calls use different places of the region.
+    """
 
     def __init__(self, region: DeviceRegion, metrics: Metrics) -> None:
         self.region = region
@@ -36,7 +39,7 @@ class StagedReads:
         self._said: set[str] = set()
 
     def read(self, name: str, tier: Tier, requests: Sequence[DeviceRead]) -> list[TierError | None]:
-        """As `Tier.read_device`; what does not go directly comes by way of host memory."""
+        """Read as `Tier.read_device` does, and through host memory what cannot go directly."""
         results = tier.read_device(requests)
         others = [i for i, error in enumerate(results) if isinstance(error, NotDirect)]
         if others:
@@ -48,7 +51,7 @@ class StagedReads:
         return results
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Free the memory. No read may be in flight."""
         for pages in self._idle:
             pages.close()
         self._idle.clear()
@@ -69,7 +72,7 @@ class StagedReads:
 
     @contextmanager
     def _buffers(self) -> Iterator[list[memoryview]]:
-        """``AT_ONCE`` slots of host memory, for one thread."""
+        """Yield ``AT_ONCE`` slots of host memory for one thread."""
         size = self.region.slot_nbytes
         with self._lock:
             pages = self._idle.pop() if self._idle else None

@@ -1,4 +1,4 @@
-"""What carries out the ops of a transfer graph: device copies, tier reads and writes."""
+"""The executors of a transfer graph's ops: device copies, tier reads and tier writes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ __all__ = ["DeviceCopy", "StagedRead", "TierRead", "TierWrite"]
 _log = logging.getLogger("kvcore.worker")
 
 _UNMARKED = -1
-"""No graph's id."""
+"""The id of no graph."""
 
 
 class DeviceCopy:
-    """Executor of H2D, D2H and D2D: blocks of the arena, or of the staging on the device, to and
-    from the engine's pages."""
+    """Executor of H2D, D2H and D2D.
+
+    Copies blocks between the engine's pages and the arena, or the staging on the device.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class DeviceCopy:
         self._sync = sync
 
     def use(self, arena: KVView) -> None:
-        """Copy from and to another arena. Nothing may be running."""
+        """Copy from and to another arena. No copy may be running."""
         first = self._first_layer
         self._arenas = [
             _select_layers(arena, [layer - first for layer in group.layers])
@@ -67,7 +69,7 @@ class DeviceCopy:
             for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
                 layers = _positions(group.layers, op)
                 units = table.array()[rows]
-                if layers and (units != SKIP).any():  # rows may go no further than host memory
+                if layers and (units != SKIP).any():  # some rows only go as far as host memory
                     self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
         return {}
 
@@ -90,7 +92,7 @@ class DeviceCopy:
 
 
 class TierRead:
-    """Executor of reads from a backing tier into arena slots. A block is verified by its tier."""
+    """Executor of reads from a backing tier into arena slots. The tier verifies each block."""
 
     def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
         self._tiers = tiers
@@ -111,8 +113,11 @@ class TierRead:
 
 
 class StagedRead:
-    """Executor of reads from a backing tier into the staging on the device, where they are
-    verified. It waits for no compute of the engine: it touches none of its pages."""
+    """Executor of reads from a backing tier into the staging on the device.
+
+    Blocks are verified there. It does not wait for the engine's compute, because it touches none of
+    the engine's pages.
+    """
 
     def __init__(self, tiers: Mapping[str, Tier], reads: StagedReads, sync: Stream) -> None:
         self._tiers = tiers
@@ -186,12 +191,12 @@ def _row_error(error: TierError) -> RowError:
 
 
 def _select_layers(view: KVView, layers: Sequence[int]) -> KVView:
-    """The view of some layers of ``view``, in the order given."""
+    """Return a view of some layers of ``view``, in the given order."""
     planes = tuple(view.layout.planes[layer] for layer in layers)
     return KVView(replace(view.layout, planes=planes), view.tensors)
 
 
 def _positions(layers: Sequence[int], op: TransferOp) -> list[int]:
-    """Positions within a group of the layers that ``op`` carries."""
+    """Return the positions, within a group, of the layers that ``op`` carries."""
     span = op.layers
     return [i for i, layer in enumerate(layers) if span is None or span.covers(layer)]

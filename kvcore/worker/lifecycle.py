@@ -1,4 +1,4 @@
-"""What every worker side does with its rank's worker, at the start and at the end."""
+"""Opening the tiers of a rank's worker at the start, and closing the worker at the end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["TierOpener", "close_worker", "open_tiers", "refuse_tier"]
 _log = logging.getLogger("kvcore.connector")
 
 TierOpener = Callable[[str, dict[str, Any]], Tier]
-"""Opens a tier by its name and what the leader was told of it; raises a KVCoreError."""
+"""Opens a tier by its name and the options from the leader; raises a KVCoreError."""
 
 
 def refuse_tier(name: str, told: Mapping[str, Any]) -> Tier:
-    """`TierOpener` of a rank that takes no work."""
+    """Refuse to open a tier: the `TierOpener` of a rank that takes no work."""
     raise UnsupportedError(f"tier {name!r} is not opened: this worker stores nothing")
 
 
@@ -29,8 +29,10 @@ def open_tiers(
     opener: TierOpener,
     told: Mapping[str, dict[str, Any]],
 ) -> None:
-    """Open tiers with what the leader was told of them. Does I/O. One that cannot be had is named
-    in the log, and fails every read and write."""
+    """Open tiers with the options that the leader sent. Does I/O.
+
+    A tier that cannot be opened is logged, and fails every read and write.
+    """
     for name, options in told.items():
         try:
             tier = opener(name, options)
@@ -41,8 +43,10 @@ def open_tiers(
 
 
 def close_worker(worker: KVWorker | RefusingWorker) -> None:
-    """Finish saves in flight and flush them; nothing that was saved is lost. Blocks, and names in
-    the log what could not be finished."""
+    """Finish the saves in flight and flush them. Blocks.
+
+    Nothing that was saved is lost. What could not be finished is logged.
+    """
     try:
         if not worker.close():
             _log.warning("transfers still hung at shutdown; what they wrote is not published")

@@ -1,4 +1,4 @@
-"""What stands in for a worker or a tier that cannot be used: it refuses, with the reason."""
+"""Stand-ins for a worker or a tier that cannot be used: they refuse, and say why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DeadTier(Tier):
 
 
 class RefusingWorker:
-    """Stands in for a worker that could not be built: refuses every graph, so that no one waits."""
+    """Stands in for a worker that could not be built: refuses every graph, so no caller waits."""
 
     def wave(self) -> int:
         return 0
@@ -83,7 +83,7 @@ class RefusingWorker:
 
 
 def refuse(graph: TransferGraph, why: RowError) -> list[OpReport]:
-    """Reports that say of every op of ``graph`` that none of its rows was copied."""
+    """Return reports that every op of ``graph`` has failed for all of its rows."""
     return [
         OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why)) for op in graph.ops
     ]

@@ -1,4 +1,4 @@
-"""Streams on which copies run: none on a CPU, one of CUDA on a GPU."""
+"""The streams on which copies run: none on a CPU, CUDA streams on a GPU."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ _MARKS_KEPT = 65536
 class Stream:
     """Orders copies with the engine's compute.
 
-    On a CPU the engine's forward has ended when it hands over, so there is nothing to order.
+    On a CPU the engine's forward has ended before it submits a graph, so there is nothing to order.
     """
 
     def mark(self, graph_id: int) -> None:
-        """The engine's work submitted so far must end before the graph's copies begin."""
+        """Make the graph's copies wait for the engine's work submitted so far."""
 
     def copying(self, graph_id: int) -> Any:
-        """Context in which copies are issued; on exit they have ended."""
+        """Return a context in which copies are issued; on exit they have ended."""
         return _NOTHING
 
 
 class CudaStream(Stream):
-    """A stream of its own for copies, which waits for the compute stream as of ``mark``."""
+    """A separate CUDA stream for copies in each thread.
+
+    It waits for the compute stream as of ``mark``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         import torch

@@ -2,8 +2,8 @@
 
     device pages ◀──copy_blocks──▶ host arena ◀──read / write──▶ backing tiers
 
-A worker is told what to do by transfer graphs and reports what became of their ops. It decides
-nothing and knows no keys but those that graphs carry for verification.
+A worker carries out transfer graphs and reports how their ops ended. It decides nothing, and knows
+no keys but those that graphs carry for verification.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _log = logging.getLogger("kvcore.worker")
 class KVWorker:
     """One rank's arena, tiers and transfer engine.
 
-    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads and layers, the
-    first of which is ``first_layer`` of the model. ``groups`` are the engine's layer groups in the
-    order of a graph's unit tables, with this rank's layers. Tiers are opened when the leader
-    names them; with ``reads``, that carries out reads from tiers, whatever their name. With
-    ``device_slots`` it has a staging of so many blocks on the device, for DISK2D; raises
-    UnsupportedError where the device has no room for it.
+    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads and layers; their
+    first layer is ``first_layer`` of the model. ``groups`` are the engine's layer groups with this
+    rank's layers, in the order of a graph's unit tables. Tiers are opened when the leader names
+    them. If ``reads`` is given, it carries out the reads from all tiers. With ``device_slots``, the
+    worker has a staging of that many blocks on the device, for DISK2D; raises UnsupportedError if
+    the device has no room for it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class KVWorker:
         )
 
     def open_tier(self, name: str, tier: Tier) -> None:
-        """Serve ops to and from ``tier`` from now on; it is closed with the worker."""
+        """Serve ops to and from ``tier`` from now on. The worker closes it at its own end."""
         tier.attach(self.arena.memory)
         if self._staging is not None:
             how = tier.attach_device(self._staging.region)
@@ -108,9 +108,9 @@ class KVWorker:
         self.tiers[name] = tier
 
     def use_arena(self, arena: HostArena, arena_view: KVView) -> None:
-        """Copy from and to another arena from now on; tiers of this worker's own keep the first.
+        """Copy from and to another arena from now on; this worker's own tiers keep the first one.
 
-        Nothing may be in flight. The one before is given back.
+        No transfer may be in flight. The previous arena is closed.
         """
         before, self.arena = self.arena, arena
         for copy in self._copies.values():
@@ -133,7 +133,7 @@ class KVWorker:
         )
 
     def wave(self) -> int:
-        """A wave for `submit`: its graphs are copied layer by layer, all of them at once."""
+        """Return a new wave for `submit`: its graphs are copied together, layer by layer."""
         return self.engine.wave()
 
     def submit(
@@ -142,11 +142,11 @@ class KVWorker:
         into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
     ) -> list[OpReport]:
-        """Start a graph, ordered after the engine's work so far and after earlier waves' copies.
+        """Start a graph, ordered after the engine's work so far and earlier waves' copies.
 
-        ``into`` stands in for the engine's pages until `release` is called for the graph. A graph
-        that cannot be taken (malformed, or the queue is full) is reported as failed: the reports
-        are returned, and nothing of it runs.
+        ``into`` replaces the engine's pages until `release` is called for the graph. A graph that
+        cannot be taken (it is malformed, or the queue is full) does not run at all: reports of its
+        failed ops are returned.
         """
         self._stream.mark(graph.graph_id)
         self.arena.reach(graph.host_slots)
@@ -160,20 +160,22 @@ class KVWorker:
         return []
 
     def release(self, graph_id: int) -> None:
-        """Let go of what ``into`` gave for a graph. Blocks until its copies have ended."""
+        """Forget the ``into`` of a graph. Blocks until its copies have ended."""
         self.engine.wait_device(graph_id)
         self._elsewhere.pop(graph_id, None)
 
     def poll(self) -> list[OpReport]:
-        """Reports of the ops that ended since the last call. Does not block."""
+        """Return reports of the ops that ended since the last call. Does not block."""
         return self.engine.poll()
 
     def cancel(self, graph_id: int) -> None:
         self.engine.cancel(graph_id)
 
     def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        """Make slots of ``tier`` unreadable, now and after a restart. Blocks; a tier that cannot
-        do it is named in the log."""
+        """Make slots of ``tier`` unreadable, now and after a restart. Blocks.
+
+        If the tier cannot do it, that is logged.
+        """
         try:
             self.tiers[tier].invalidate(slot for run in slots for slot in range(*run))
         except (KeyError, TierError) as error:
@@ -181,15 +183,18 @@ class KVWorker:
             _log.error("tier %s could not forget %d slots: %s", tier, count, error)
 
     def wait_report(self, timeout: float) -> bool:
-        """Block until there is a report, at most ``timeout`` seconds."""
+        """Block for a report, at most ``timeout`` seconds; return whether there is one."""
         return self.engine.wait_report(timeout)
 
     def wait_graph(self, timeout: float) -> bool:
-        """Like ``wait_report``, until a graph has ended whose last reports were not polled."""
+        """Block until a graph has ended whose last reports were not polled.
+
+        Waits and returns as `wait_report` does.
+        """
         return self.engine.wait_graph(timeout)
 
     def wait_device(self, graph_id: int) -> None:
-        """Block until the graph touches the engine's pages no more."""
+        """Block until the graph no longer touches the engine's pages."""
         self.engine.wait_device(graph_id)
 
     def wait_layer(self, graph_id: int, layer: int) -> None:
@@ -199,8 +204,8 @@ class KVWorker:
     def close(self, *, timeout: float = 30.0) -> bool:
         """Finish what is in flight, flush the tiers and give the memory back.
 
-        False when something has not ended within ``timeout`` seconds: tiers and memory stay as they
-        are then, for it may go on to use them. It can be called again.
+        Returns False if something has not ended within ``timeout`` seconds. Tiers and memory then
+        stay open, because it may still use them. `close` can be called again.
         """
         ended = self.engine.close(drain=True, timeout=timeout)
         if ended:

@@ -123,7 +123,7 @@ def test_a_clear_that_cannot_be_written_down_is_named(
     start(settings(folder))
     manager, _ = join(settings(folder))
     save(manager, keys(4))
-    manager._note._path = folder / "no" / "folder" / "cleared-x-y"
+    manager._clear_file._path = folder / "no" / "folder" / "cleared-x-y"
     assert manager.clear() == 4
     assert "lost if this engine ends" in caplog.text
     manager.close()

@@ -496,7 +496,7 @@ def test_a_session_ends_with_the_leader_that_leaves_it(start: Start, folder: Pat
     manager, _ = join(settings(folder))
     assert manager.launch_save(keys(4), SPACE, 4, units) is not None
     manager.close()
-    until(lambda: not server.server._sessions)
+    until(lambda: not list(server.server.sessions))
     [model] = server.server.models
     assert (model.manager.in_flight, model.used["host"][0]) == (0, 0), "its save never ended"
 

@@ -320,5 +320,5 @@ def test_a_folder_that_is_taken_is_said_so(tmp_path: Path, monkeypatch: pytest.M
 
 def test_one_backing_tier_is_needed(tmp_path: Path) -> None:
     for overrides in ({}, {"disk": {"path": str(tmp_path)}, "tiers": {"more": {"plugin": "disk"}}}):
-        with pytest.raises(ConfigError, match="pages are kept in one"):
+        with pytest.raises(ConfigError, match="supported is exactly one"):
             open_pages(load_config(overrides=overrides, env={}), GEOMETRY, b"identity")
