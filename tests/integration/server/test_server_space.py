@@ -204,7 +204,7 @@ def test_keys_that_are_no_chain_are_not_stored_and_harm_nobody(
     space: ModelCache, names: list[bytes], namespace: bytes
 ) -> None:
     """The index rests on parents that are there; it is every session's."""
-    with pytest.raises(FormatError, match="no chain"):
+    with pytest.raises(FormatError, match="not a chain"):
         space.save(m.SaveRequest(1, SAVER, m.join(names), namespace), 1)
     space.check_integrity()
     assert space.clear(HERE) == 4
@@ -218,7 +218,7 @@ def test_what_stands_on_other_blocks_is_not_loaded(space: ModelCache, names: lis
     for keys, namespace in ((names, HERE), (NAMES, b"o" * 16)):
         stop = len(keys)
         asked = m.LoadRequest(1, LOADER, m.join(keys), namespace, [("disk", 0, stop)], 0, stop)
-        with pytest.raises(FormatError, match="no chain"):
+        with pytest.raises(FormatError, match="not a chain"):
             space.load(asked, 1)
     space.check_integrity()
     assert sources(space) == [("disk", 0, 4)]
