@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import Config, SchemaModel, format_size, settings
 from kvcore.config.walk import field_node, is_size, supported
 
@@ -103,3 +106,28 @@ def _default(field: FieldInfo) -> str:
     if value is None:
         return "unset"
     return f"`{format_size(value) if is_size(field) else json.dumps(value)}`"
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def show_config(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the effective settings (what happens anyway).")
+    ] = True,
+    in_json: AsJson = False,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Print the reference of all settings as Markdown.")
+    ] = False,
+) -> None:
+    """Show the effective settings and where each came from."""
+    if docs:
+        typer.echo(reference(), nl=False)
+        return
+    effective = load(file, assignments)
+    if in_json:
+        typer.echo(as_json(effective))
+    else:
+        Console().print(as_table(effective))

@@ -9,14 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvcore import log
+from kvcore.cli.options import AsJson
 from kvcore.errors import ConfigError, FormatError
-from kvcore.testing.conformance import CASES, Case, Driver, Kit, Result, find_driver, run
-from kvcore.testing.conformance.kit import in_order, store_plugin
+
+if TYPE_CHECKING:
+    from kvcore.testing.conformance import Case, Driver, Result
 
 __all__ = ["as_json", "as_table", "failures", "keep", "listing", "merged", "page", "run_engines"]
 
@@ -29,6 +34,9 @@ _STYLES = {"passed": "green", "failed": "bold red", "left out": "dim"}
 
 def chosen(patterns: Sequence[str]) -> list[Case]:
     """Cases whose section or name matches a pattern; all without one."""
+    from kvcore.testing.conformance import CASES
+    from kvcore.testing.conformance.kit import in_order
+
     found = [
         one
         for one in in_order(CASES)
@@ -53,11 +61,16 @@ def interpreters(given: Sequence[str]) -> dict[str, Path]:
 
 def _case_column() -> Column:
     """Names are what `--case` takes: they are never cut, however narrow the terminal."""
+    from kvcore.testing.conformance import CASES
+
     return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
 
 
 def listing() -> Table:
     """Every case, and what it needs."""
+    from kvcore.testing.conformance import CASES
+    from kvcore.testing.conformance.kit import in_order
+
     table = Table("section", _case_column(), "", "needs", box=None, pad_edge=False)
     for one in in_order(CASES):
         needs = ", ".join(sorted(capability.value for capability in one.needs))
@@ -81,6 +94,9 @@ def run_engines(
     engines that another environment has, ``store`` is the URL of a remote store. Raises ConfigError
     for names that mean nothing.
     """
+    from kvcore.testing.conformance import Kit, find_driver, run
+    from kvcore.testing.conformance.kit import store_plugin
+
     cases, pythons = chosen(patterns), pythons or {}
     if store is not None:
         store_plugin(store)
@@ -175,6 +191,8 @@ def merged(path: Path, record: Record) -> Record:
 def _head(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """What the page says of an engine beside its results: of the last run in which it was started,
     and its partners of the last in which it exchanged KV with any."""
+    from kvcore.testing.conformance import CASES
+
     ran = {result["case"] for result in new["results"] if result["outcome"] != "left out"}
     crossed = any(case.pairs and case.name in ran for case in CASES)
     partners = new["partners"] if crossed else old["partners"]
@@ -183,6 +201,9 @@ def _head(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(record: Record) -> list[tuple[str, str]]:
     """(section, case) of every case that some engine has a result for."""
+    from kvcore.testing.conformance import CASES
+    from kvcore.testing.conformance.kit import in_order
+
     ran = {result["case"] for engine in record.values() for result in engine["results"]}
     return [(one.section, one.name) for one in in_order(CASES) if one.name in ran]
 
@@ -277,6 +298,8 @@ is not rotated, and a row that sees the token after it.
 
 def page(record: Record) -> str:
     """The page docs/conformance.md."""
+    from kvcore.testing.conformance import CASES
+
     lines = [
         _HEAD.rstrip("\n"),
         "",
@@ -316,3 +339,72 @@ def _left_out(record: Record) -> str:
         if result["outcome"] == "left out"
     }
     return f"Cases left out: {'; '.join(said)}." if said else "No case was left out."
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def check_conformance(
+    engines: Annotated[
+        list[str] | None, typer.Option("--engine", help="Engine to try; may be given again.")
+    ] = None,
+    partners: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="Engine to exchange KV with, beside the others given."),
+    ] = None,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="ENGINE=PATH",
+            help="Interpreter of the environment that has an engine, where this one has not.",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Remote store to exchange KV through: redis://, s3://, file://."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of a Llama; else a tiny one is made.")
+    ] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="GLOB", help="Only cases or sections of such a name."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the cases, run nothing.")] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", help="Markdown to write, with all results so far (.json beside)."),
+    ] = None,
+    in_json: AsJson = False,
+) -> None:
+    """Try an adapter: the same cases as for every engine. Exit code 1 where one fails."""
+    if show:
+        Console().print(listing())
+        return
+    log.configure("error")
+    progress = Console(stderr=True)
+
+    def told(engine: str, result: Result, so_far: Record) -> None:
+        line = f"{engine} {result.section} {result.case}: {result.outcome} {result.why}"
+        progress.print(line, markup=False, highlight=False)
+        if page is not None:
+            keep(page, so_far)  # a run may take an hour, and be interrupted
+
+    record = run_engines(
+        engines or ["reference"],
+        partners or [],
+        model,
+        cases or [],
+        told,
+        pythons=interpreters(pythons or []),
+        store=store,
+    )
+    if in_json:
+        typer.echo(as_json(record), nl=False)
+    else:
+        Console().print(as_table(record))
+    if failures(record):
+        raise typer.Exit(1)

@@ -12,8 +12,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvcore.cli.listening import Listening
-from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.probe import Listening
+from kvcore.config import Config, format_size
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ Which = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 @app.callback()
@@ -65,20 +65,11 @@ def _target(
         Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, for prompt=FILE.")
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
-    file: Annotated[
-        Path | None,
-        typer.Option("-c", "--config", help="TOML or YAML; else the one KVCORE_CONFIG names."),
-    ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting.")
-    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
 ) -> None:
-    overrides: dict[str, Any] = {}
-    for text in assignments or []:
-        merge_tables(overrides, parse_assignment(text))
-    if address is not None:
-        merge_tables(overrides, {"server": {"address": address}})
-    config = load_config(file, overrides, overrides_from="--set")
+    extra = {} if address is None else {"server": {"address": address}}
+    config = load(file, assignments, extra)
     if config.server.address is None:
         server = config.server.model_copy(update={"address": config.control.address or "local"})
         config = config.model_copy(update={"server": server})

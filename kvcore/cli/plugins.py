@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcore import log
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import Config
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import Offer, Origin, installed, reason
@@ -84,3 +88,19 @@ def _status(found: Offer) -> str:
 
 def _distribution(origin: Origin) -> str:
     return f"{origin.distribution} {origin.version}".strip() or "unknown distribution"
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def show_plugins(
+    file: ConfigFile = None, assignments: Assignments = None, in_json: AsJson = False
+) -> None:
+    """List what was found: engines, tiers, policies, operations, and plugins left out."""
+    effective = load(file, assignments)
+    log.configure("error")  # a plugin left out is in the listing
+    found = manager(effective)
+    if in_json:
+        typer.echo(as_json(found))
+    else:
+        Console().print(*as_tables(found), sep="\n")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+import typer
+
+from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.plugins import manager
 from kvcore.config import Config, engine_environment
 from kvcore.errors import ConfigError, UnsupportedError
@@ -49,3 +52,30 @@ def run(command: ServeCommand) -> NoReturn:
         raise UnsupportedError(
             f"{command.argv[0]!r} cannot be run: {error.strerror}; is the engine installed here?"
         ) from error
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def serve_model(
+    model: Annotated[str, typer.Argument(help="Model, as the engine takes it.")],
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ENGINE_ARGS", help="Passed on to the engine as they are."),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine; else the one of the config.")
+    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command, do not run it.")
+    ] = False,
+) -> None:
+    """Start an engine with kvcore: this process becomes the engine."""
+    effective = load(file, assignments)
+    made = command(model, effective, engine, engine_args or [])
+    if dry_run:
+        typer.echo(as_shell(made))
+    else:
+        run(made)

@@ -7,19 +7,18 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvcore import log
-from kvcore.cli.plugins import manager
+from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.config import Config, format_size
 from kvcore.config.paths import folder_of
-from kvcore.control.tenants import check_quotas
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.server.curve_keys import make_keys
-from kvcore.server.messages import StatusReply, StatusRequest
-from kvcore.server.rpc import Link
-from kvcore.server.server import Server
 
-__all__ = ["make_keys", "run", "status", "with_address"]
+__all__ = ["run", "run_server", "status", "with_address"]
 
 STATUS_WAIT_S = 2.0
 
@@ -35,6 +34,8 @@ def with_address(config: Config) -> Config:
 def run(config: Config, ready: Callable[[str], object]) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` is told the address. Raises ConfigError when the
     settings do not do, or another server has the folder."""
+    from kvcore.server.server import Server
+
     log.configure(config.log.level, config.log.format)
     check(config)
     server = Server(config)
@@ -47,6 +48,9 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
 
 def check(config: Config) -> None:
     """Raises ConfigError for settings with which the first engine would be refused."""
+    from kvcore.cli.plugins import manager
+    from kvcore.control.tenants import check_quotas
+
     manager(config).check(config)
     check_quotas(config)
     path = folder_of(config.server)
@@ -63,6 +67,9 @@ def check(config: Config) -> None:
 
 def status(config: Config) -> str:
     """What the running server says of itself, as JSON. Raises TierUnavailable when none answers."""
+    from kvcore.server.messages import StatusReply, StatusRequest
+    from kvcore.server.rpc import Link
+
     link = Link(config.server)
     try:
         reply = link.ask(StatusRequest(link.ref()), STATUS_WAIT_S)
@@ -71,3 +78,34 @@ def status(config: Config) -> str:
     if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"no kvcore server answers for {config.server.address!r}")
     return json.dumps(reply.status, indent=2)
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def run_server(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    keygen: Annotated[
+        Path | None,
+        typer.Option("--keygen", metavar="FOLDER", help="Write CURVE keys for TCP there, and end."),
+    ] = None,
+    client: Annotated[
+        str, typer.Option("--client", help="Name of the client's keys, for --keygen.")
+    ] = "client",
+    show_status: Annotated[
+        bool, typer.Option("--status", help="Print how the running server is, as JSON, and end.")
+    ] = False,
+) -> None:
+    """Keep KV for every engine of this machine, until interrupted."""
+    if keygen is not None:
+        from kvcore.server.curve_keys import make_keys
+
+        for path in make_keys(keygen, client):
+            typer.echo(path)
+        return
+    effective = with_address(load(file, assignments))
+    if show_status:
+        typer.echo(status(effective))
+    else:
+        run(effective, lambda address: typer.echo(f"kvcore server listens on {address}"))

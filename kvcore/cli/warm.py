@@ -12,14 +12,21 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from kvcore.config import engine_environment
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvcore.cli import serve
+from kvcore.cli.options import Assignments, ConfigFile, load
+from kvcore.config import Config, engine_environment
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.plugins import ServeCommand
 
@@ -169,3 +176,85 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """The engine that is to compute: a running one, or one to start."""
+
+    url: str | None
+    model: str | None
+    engine: str | None
+    api_key: str | None
+
+
+def run(
+    files: Sequence[Path], target: Target, config: Config, longest: int, console: Console
+) -> None:
+    """Warm every file and say what it took."""
+    texts = read_texts(files)
+    with _client(target, config) as client:
+        found = list(chunks(client, texts, longest))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("warming", total=len(found))
+
+            def done(chunk: Chunk, reused: int) -> None:
+                progress.update(bar, advance=1, description=chunk.name)
+
+            computed = warm(client, found, config.fusion.behind, done)
+    total = sum(len(chunk.tokens) for chunk in found)
+    console.print(
+        f"{len(found)} chunks of {total} tokens; {computed} computed, the rest was stored already",
+        highlight=False,
+    )
+
+
+@contextlib.contextmanager
+def _client(target: Target, config: Config) -> Iterator[Client]:
+    if target.url is not None:
+        yield Client(target.url, target.model, target.api_key)
+        return
+    if target.model is None:
+        raise ConfigError("given neither --url nor --model: name a running engine, or a model")
+    command = serve.command(target.model, config, target.engine, [])
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcore-warm-") as folder,
+        running(command, Path(folder) / "engine.log") as address,
+    ):
+        yield Client(address, target.model, target.api_key)
+
+
+def warm_chunks(
+    files: Annotated[list[Path], typer.Argument(help="Texts (UTF-8), a chunk each.")],
+    url: Annotated[str | None, typer.Option("--url", help="Address of a running engine.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model; of a running engine, its first one.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine to start, where --url names none.")
+    ] = None,
+    longest: Annotated[
+        int, typer.Option("--chunk-tokens", min=16, help="Longer texts are cut into such pieces.")
+    ] = 4096,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="For the engine.")
+    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Compute texts once, so that fusion can reuse them in any prompt.
+
+    With --url in the engine that serves there; else an engine is started for it, and what should
+    outlive it needs a tier that does (disk).
+    """
+    effective = load(file, assignments)
+    target = Target(url, model, engine, api_key)
+    run(files, target, effective, longest, Console())
