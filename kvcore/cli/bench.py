@@ -254,34 +254,36 @@ def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def bench_model(
-    model: Annotated[str, typer.Argument(help="Model, as the engine takes it.")],
+    model: Annotated[str, typer.Argument(help="Model name or path, as the engine takes it.")],
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Engine; else the one of the config, or vllm.")
+        str | None, typer.Option("--engine", help="Engine. Default: the setting `engine`, or vllm.")
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help="A prompt a line, or .jsonl with `prompt`; else made up."),
+        typer.Option(
+            "--prompts", help="One prompt a line, or .jsonl with `prompt`. Default: random."
+        ),
     ] = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="Most prompts.")] = 16,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of prompts, at most.")] = 16,
     words: Annotated[
-        int, typer.Option("--words", min=1, help="Words of a prompt that is made up.")
+        int, typer.Option("--words", min=1, help="Words in each random prompt.")
     ] = 1000,
-    answer: Annotated[int, typer.Option("--answer", min=1, help="Tokens of an answer.")] = 32,
+    answer: Annotated[int, typer.Option("--answer", min=1, help="Tokens in each answer.")] = 32,
     engine_args: Annotated[
         list[str] | None,
         typer.Option(
             "--engine-arg",
             metavar="NAME=VALUE",
-            help="The engine's own, by the names of its Python API; values are JSON or text.",
+            help="Argument of the engine's Python API. The value is JSON or text.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for bench.json and .png.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Folder for bench.json and bench.png.")] = Path(
         "results"
     ),
     file: ConfigFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Time to first token and throughput of one's own model, with kvcore and without it."""
+    """Measure time to first token and throughput of a model, with kvcore and without it."""
     effective = load(file, assignments)
     name = engine or effective.engine or "vllm"
     asked = synthetic(count, words) if prompts is None else read_prompts(prompts, count)

@@ -40,9 +40,12 @@ def examine(
     probe: bool = True,
     contact_s: float | None = CONTACT_S,
 ) -> Iterator[Finding]:
-    """Every finding, as it is made. ``probe`` writes 32 MiB to the disk tier's folder and reads
-    them back; nothing else is changed but that folder, which is made. ``contact_s`` is how long
-    each server that the settings name has to answer; None asks none. Blocks."""
+    """Yield each finding as it is made. Blocks.
+
+    ``probe`` writes 32 MiB to the disk tier's folder and reads them back. The folder is made if it
+    is missing; nothing else changes. ``contact_s`` is the time in seconds that each server in the
+    settings has to answer. None contacts no server.
+    """
     gpu = _DRIVER.exists()
     yield from _engines(config, plugins)
     yield from _plugins(config, plugins)
@@ -179,8 +182,10 @@ def _disk(config: Config, probe: bool) -> Iterator[Finding]:
 
 
 def _to_device() -> Finding:
-    """Which of NIXL's backends starts. Which memory the engine's is, only the engine knows: where
-    there is a GPU, that."""
+    """Try NIXL's backends, for GPU memory if there is a GPU.
+
+    Only the engine knows in which memory its KV lies, so this is a guess.
+    """
     kind = "VRAM" if _DRIVER.exists() else "DRAM"
     reasons = []
     for backend in BACKENDS[kind]:
@@ -194,7 +199,7 @@ def _to_device() -> Finding:
 
 
 def _speed(folder: Path) -> float:
-    """Bytes a second of reads, past the page cache where the file system can."""
+    """Return bytes per second of reads, past the page cache if the file system allows it."""
     with tempfile.TemporaryDirectory(prefix=".kvcore-doctor-", dir=folder) as inside:
         file = DataFile(Path(inside) / "probe", _SLOT, num_slots=_PROBE_SLOTS)
         pages = Pages(_PROBE_SLOTS * _SLOT)
@@ -221,7 +226,7 @@ def _moved(outcomes: Iterator[tuple[int, int | OSError]]) -> None:
 
 
 def _settings(config: Config) -> Iterator[Finding]:
-    """Those that are valid one by one, and together are not what anybody wants."""
+    """Yield findings about settings that are valid alone and wrong together."""
     if config.planner.enabled and not config.metrics.enabled:
         change = "set metrics.enabled = true"
         yield Finding("planner", Level.PROBLEM, "it knows no rates without metrics", change)

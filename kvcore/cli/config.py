@@ -1,4 +1,4 @@
-"""The effective settings as a table or JSON, and the reference of all settings as Markdown."""
+"""`kvcore config`: the effective settings, and the reference of all settings as Markdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_table(config: Config) -> Table:
 
 
 def as_json(config: Config) -> str:
-    """``{setting: {"value", "from"}}``."""
+    """Return ``{setting: {"value", "from"}}`` as JSON."""
     shown = {s.path: {"value": s.value, "from": str(s.source)} for s in settings(config)}
     return json.dumps(shown, indent=2)
 
@@ -73,7 +73,7 @@ capacity = "200GiB"
 
 
 def reference() -> str:
-    """The page docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     top = [f for f in Config.model_fields.items() if field_node(f[1]).type and not _model(f[1])]
     lines = [_HEAD, "## Top level", "", *_rows(top)]
     for name, field in Config.model_fields.items():
@@ -115,7 +115,7 @@ def show_config(
     file: ConfigFile = None,
     assignments: Assignments = None,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the effective settings (what happens anyway).")
+        bool, typer.Option("--show", help="Print the effective settings. This is the default.")
     ] = True,
     in_json: AsJson = False,
     docs: Annotated[

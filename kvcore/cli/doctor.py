@@ -21,20 +21,20 @@ def examine_machine(
     file: ConfigFile = None,
     assignments: Assignments = None,
     probe: Annotated[
-        bool, typer.Option("--probe/--no-probe", help="Read and write 32 MiB in disk.path.")
+        bool, typer.Option("--probe/--no-probe", help="Write and read 32 MiB in disk.path.")
     ] = True,
     contact: Annotated[
         bool,
-        typer.Option("--contact/--no-contact", help="Ask stores, server, etcd and NATS."),
+        typer.Option("--contact/--no-contact", help="Connect to stores, server, etcd and NATS."),
     ] = True,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="How long each has to answer.")
+        float, typer.Option("--seconds", min=0.1, help="Time limit for each server to answer.")
     ] = 3.0,
     in_json: AsJson = False,
 ) -> None:
-    """Look at engines, machine, disk, settings and servers, and say what to change.
+    """Check engines, machine, disk, settings and servers, and say what to change.
 
-    Exit code 1 where there is a problem.
+    Exit code 1 if there is a problem.
     """
     from kvcore.cli import checks, plugins
 
@@ -51,7 +51,7 @@ def examine_machine(
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """1 where there is a problem, else 0."""
+    """Return 1 if any finding is a problem, else 0."""
     return int(any(finding.level is Level.PROBLEM for finding in findings))
 
 

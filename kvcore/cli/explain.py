@@ -1,4 +1,4 @@
-"""`kvcore explain`: one request in words, or the last ones as a table."""
+"""`kvcore explain`: one request in words, or the latest requests as a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["as_table", "as_text", "find"]
 
 
 def find(folder: Path, request: str | None, last: int) -> list[dict[str, Any]]:
-    """The record of ``request``, the newest whose id has it as a part, or the ``last`` ones.
+    """Return the record of ``request``, or the ``last`` records if it is None.
 
-    Raises ConfigError where there is none.
+    If no id equals ``request``, the newest id that contains it is taken. Raises ConfigError if
+    there is none.
     """
     from kvcore.explain.file import read_records
 
@@ -62,7 +63,7 @@ def as_table(records: list[dict[str, Any]]) -> Table:
 
 
 def as_text(record: dict[str, Any]) -> str:
-    """The whole of a record, a line for each thing to know."""
+    """Return a whole record as text, one fact a line."""
     return "\n".join(_lines(record))
 
 
@@ -135,17 +136,17 @@ def _plan(plan: dict[str, Any]) -> Iterator[str]:
 
 def explain_request(
     request: Annotated[
-        str | None, typer.Argument(help="Its id, or a part of one; else the last ones are listed.")
+        str | None, typer.Argument(help="Request id or part of it. Default: list the latest.")
     ] = None,
     path: Annotated[
-        Path | None, typer.Option("--path", help="Folder of records; else explain.path.")
+        Path | None, typer.Option("--path", help="Folder of records. Default: explain.path.")
     ] = None,
-    last: Annotated[int, typer.Option("--last", min=1, help="How many are listed.")] = 20,
+    last: Annotated[int, typer.Option("--last", min=1, help="Number of requests to list.")] = 20,
     file: ConfigFile = None,
     assignments: Assignments = None,
     in_json: AsJson = False,
 ) -> None:
-    """Say why a request was served as it was: what matched, what was planned, what happened."""
+    """Explain how a request was served: what matched, what was planned, what happened."""
     folder = path or load(file, assignments).explain.path
     if folder is None:
         raise ConfigError("given no --path and no explain.path: name the folder of records")

@@ -1,4 +1,4 @@
-"""What plugins were found, as tables or JSON. No engine is imported to find out."""
+"""`kvcore plugins`: the plugins that were found, as tables or JSON. Imports no engine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _engine_line(found: Offer, distribution: str, version: str | None, fits: boo
 def _status(found: Offer) -> str:
     try:
         return str(found.item.status())
-    except Exception as error:  # noqa: BLE001 - another's code: said in the listing
+    except Exception as error:  # noqa: BLE001 - third-party code: the listing shows the error
         return f"status failed: {reason(error)}"
 
 
@@ -96,9 +96,9 @@ def _distribution(origin: Origin) -> str:
 def show_plugins(
     file: ConfigFile = None, assignments: Assignments = None, in_json: AsJson = False
 ) -> None:
-    """List what was found: engines, tiers, policies, operations, and plugins left out."""
+    """List engines, tiers, policies and operations, and the plugins that were left out."""
     effective = load(file, assignments)
-    log.configure("error")  # a plugin left out is in the listing
+    log.configure("error")  # the listing names plugins that were left out
     found = manager(effective)
     if in_json:
         typer.echo(as_json(found))

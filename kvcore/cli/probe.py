@@ -42,7 +42,7 @@ class Level(str, Enum):
 
 
 class Finding(NamedTuple):
-    """What was looked at, what is there, and what to change."""
+    """One result: what was checked, what was found, and what to change."""
 
     about: str
     level: Level
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 CONTACT_S = 3.0
-"""Seconds that a server has to answer; longer than a store's own client waits by default."""
+"""Seconds that a server has to answer. A store's own client waits less by default."""
 
 _WITHOUT_STORE = "start it, or correct {table}: until it answers its KV is computed"
 _WITHOUT_SERVER = "start `kvcore server` with these settings, or unset server.address"
@@ -60,7 +60,7 @@ _WITHOUT_NATS = "start it with JetStream, or correct events.nats: until then eve
 
 
 def contacts(config: Config, plugins: PluginManager, seconds: float) -> Iterator[Finding]:
-    """A finding for each server, as it is made. Blocks at most ``seconds`` for each."""
+    """Yield a finding for each server. Blocks at most ``seconds`` for each."""
     for name, tier in sorted(config.tiers.items()):
         plugin = plugins.tier(tier.plugin)
         if plugin.medium == "remote" and plugin.prepare is not None:
@@ -80,20 +80,20 @@ def contacts(config: Config, plugins: PluginManager, seconds: float) -> Iterator
 
 
 def _ask(about: str, change: str, seconds: float, call: Callable[[], str]) -> Finding:
-    """The finding about one server, of which ``call`` says what it found."""
+    """Return the finding about one server. ``call`` returns what it found, or raises."""
     from kvcore.plugins.manager import reason
 
     began = time.perf_counter()
     try:
         found = _within(seconds, call)
-    except Exception as error:  # noqa: BLE001 - clients are others' code: whatever it was is told
+    except Exception as error:  # noqa: BLE001 - third-party clients: report whatever they raise
         return Finding(about, Level.PROBLEM, reason(error), change)
     took = 1e3 * (time.perf_counter() - began)
     return Finding(about, Level.GOOD, f"{found} ({took:.0f} ms)")
 
 
 def _within(seconds: float, call: Callable[[], str]) -> str:
-    """What ``call`` returns or raises. Raises TierUnavailable where that takes longer."""
+    """Return what ``call`` returns. Raises what it raises, or TierUnavailable after ``seconds``."""
     outcomes: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
 
     def run() -> None:
@@ -113,7 +113,7 @@ def _within(seconds: float, call: Callable[[], str]) -> str:
 
 
 def _place(url: str) -> str:
-    """Host and port of an address, without who logs in there."""
+    """Return host and port of an address, without user and password."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -184,7 +184,7 @@ def _nats(url: str, seconds: float) -> str:
         raise UnsupportedError(f"{error}: events.nats needs `pip install nats-py`") from error
 
     async def quiet(error: Exception) -> None:
-        """What is wrong is raised as well."""
+        """Ignore the error, because it is raised as well."""
 
     async def ask() -> str:
         client = await nats.connect(
@@ -207,15 +207,15 @@ def _nats(url: str, seconds: float) -> str:
 # -- a ZeroMQ address ---------------------------------------------------------------------------
 
 AGAIN_S = 5.0
-"""Seconds after which it is looked again."""
+"""Seconds between two checks."""
 CONNECT_S = 1.0
 
 
 class Listening:
-    """Looks at ``address`` ("ipc://SOCKET" or "tcp://HOST:PORT") now and then.
+    """A periodic check that somebody listens at ``address``.
 
-    ``why`` says what the system said of an address at which nobody listens, and is empty while
-    somebody may.
+    ``address`` is "ipc://SOCKET" or "tcp://HOST:PORT". ZeroMQ itself waits for a peer and does not
+    report that there is none. ``why`` is the system's error once nobody listens, and empty before.
     """
 
     def __init__(self, address: str) -> None:
@@ -224,9 +224,9 @@ class Listening:
         self.why = ""
 
     def holds(self) -> bool:
-        """False once nobody listens there. Blocks for `CONNECT_S` at most, and a name's look-up.
+        """Return False once nobody listens. Blocks for `CONNECT_S` at most, plus a name lookup.
 
-        Who is too slow to take a connection listens: the question has a deadline of its own.
+        A peer that is slow to accept counts as listening: the request has its own deadline.
         """
         if not self.why and time.monotonic() >= self._next:
             self._next = time.monotonic() + AGAIN_S

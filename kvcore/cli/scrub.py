@@ -1,4 +1,4 @@
-"""`kvcore scrub`: what was found in a folder of the disk tier, as a table or JSON."""
+"""`kvcore scrub`: verify a folder of the disk tier, and report as a table or JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLEAN, DAMAGE, NOT_ALL = 0, 1, 3
 
 
 class Segments(NamedTuple):
-    """A file of segments: records that are whole, and that are not."""
+    """A segment file, with its counts of whole and corrupt records."""
 
     file: Path
     state: State
@@ -35,7 +35,7 @@ class Segments(NamedTuple):
 
 
 class Found(NamedTuple):
-    """All there is in a folder, and whether what was damaged is gone now."""
+    """The contents of a folder, and whether damaged blocks were erased."""
 
     path: Path
     stores: list[StoreReport]
@@ -44,7 +44,10 @@ class Found(NamedTuple):
 
 
 def run(path: Path, erase: bool, done: Callable[[int], object]) -> Found:
-    """Verify all there is under ``path``. Blocks. Raises ConfigError, TierUnavailable."""
+    """Verify every store and segment file under ``path``. Blocks.
+
+    Raises ConfigError and TierUnavailable.
+    """
     from kvcore.tiers.disk.scrub import scrub
 
     stores = list(scrub(path, erase=erase, done=done))
@@ -69,7 +72,7 @@ def _segments(file: Path, erase: bool) -> Segments:
 
 
 def exit_code(found: Found) -> int:
-    """0: all is whole. 1: something is, or was, damaged. 3: not everything could be verified."""
+    """Return 0 if all is whole, 1 if anything was damaged, 3 if not all could be verified."""
     from kvcore.tiers.disk.scrub import State
 
     states = {store.state for store in found.stores} | {each.state for each in found.segments}
@@ -122,10 +125,10 @@ def as_table(found: Found) -> Table:
 
 def scrub_stores(
     path: Annotated[
-        Path | None, typer.Argument(help="Folder of the disk tier; else disk.path.")
+        Path | None, typer.Argument(help="Folder of the disk tier. Default: disk.path.")
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Change nothing; else damaged blocks are erased.")
+        bool, typer.Option("--keep", help="Change nothing. Default: erase damaged blocks.")
     ] = False,
     file: ConfigFile = None,
     assignments: Assignments = None,
@@ -133,7 +136,7 @@ def scrub_stores(
 ) -> None:
     """Read and verify every block on disk, while no engine runs there.
 
-    Exit code 0: all is whole; 1: something was damaged; 3: a store is in use, or not readable.
+    Exit codes: 0 if all is whole, 1 if anything was damaged, 3 if a store is in use or unreadable.
     """
     folder = path or load(file, assignments).disk.path
     if folder is None:

@@ -1,4 +1,4 @@
-"""Starts an engine with kvcore switched on."""
+"""`kvcore serve`: start an engine with kvcore switched on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvcore.plugins.manager import require
 def command(
     model: str, config: Config, engine: str | None, engine_args: Sequence[str]
 ) -> ServeCommand:
-    """The command line of ``engine``, else of the config's.
+    """Return the command line of ``engine``, or of the engine that the settings name.
 
-    Raises ConfigError when neither names one, UnsupportedError when it is not installed in a
-    version that the adapter serves.
+    Raises ConfigError if neither names one, UnsupportedError if no version that the adapter
+    supports is installed.
     """
     plugins = manager(config)
     name = engine or config.engine
@@ -37,7 +37,7 @@ def command(
 
 
 def as_shell(command: ServeCommand) -> str:
-    """One line for a shell. Values of variables may be secret: only their names are shown."""
+    """Return one shell line. It shows the names of variables, not values, which may be secret."""
     variables = [
         f"{name}={shlex.quote('...') if value else ''}" for name, value in command.env.items()
     ]
@@ -45,7 +45,7 @@ def as_shell(command: ServeCommand) -> str:
 
 
 def run(command: ServeCommand) -> NoReturn:
-    """Replace this process. Raises UnsupportedError when the command cannot be run."""
+    """Replace this process. Raises UnsupportedError if the command cannot be run."""
     try:
         os.execvpe(command.argv[0], command.argv, engine_environment(command.env))
     except OSError as error:
@@ -58,21 +58,21 @@ def run(command: ServeCommand) -> NoReturn:
 
 
 def serve_model(
-    model: Annotated[str, typer.Argument(help="Model, as the engine takes it.")],
+    model: Annotated[str, typer.Argument(help="Model name or path, as the engine takes it.")],
     engine_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ENGINE_ARGS", help="Passed on to the engine as they are."),
+        typer.Argument(metavar="-- ENGINE_ARGS", help="Passed to the engine unchanged."),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Engine; else the one of the config.")
+        str | None, typer.Option("--engine", help="Engine. Default: the setting `engine`.")
     ] = None,
     file: ConfigFile = None,
     assignments: Assignments = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the command, do not run it.")
+        bool, typer.Option("--dry-run", help="Print the command instead of running it.")
     ] = False,
 ) -> None:
-    """Start an engine with kvcore: this process becomes the engine."""
+    """Start an engine with kvcore. The engine replaces this process."""
     effective = load(file, assignments)
     made = command(model, effective, engine, engine_args or [])
     if dry_run:

@@ -1,4 +1,4 @@
-"""`kvcore server`: runs one, asks one how it is, makes keys for one."""
+"""`kvcore server`: run a server, print the status of one, or make keys for one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATUS_WAIT_S = 2.0
 
 
 def with_address(config: Config) -> Config:
-    """The settings of a server: its address is "local" where none is given."""
+    """Return the settings with the address "local" if none is given."""
     if config.server.address is not None:
         return config
     server = config.server.model_copy(update={"address": "local"})
@@ -32,8 +32,10 @@ def with_address(config: Config) -> Config:
 
 
 def run(config: Config, ready: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` is told the address. Raises ConfigError when the
-    settings do not do, or another server has the folder."""
+    """Serve until SIGINT or SIGTERM, and call ``ready`` with the address once it listens.
+
+    Raises ConfigError if the settings cannot be served, or if another server has the folder.
+    """
     from kvcore.server.server import Server
 
     log.configure(config.log.level, config.log.format)
@@ -47,7 +49,7 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for settings with which the first engine would be refused."""
+    """Raise ConfigError for settings with which the first engine would be refused."""
     from kvcore.cli.plugins import manager
     from kvcore.control.tenants import check_quotas
 
@@ -66,7 +68,7 @@ def check(config: Config) -> None:
 
 
 def status(config: Config) -> str:
-    """What the running server says of itself, as JSON. Raises TierUnavailable when none answers."""
+    """Return the running server's status as JSON. Raises TierUnavailable if none answers."""
     from kvcore.server.messages import StatusReply, StatusRequest
     from kvcore.server.rpc import Link
 
@@ -88,16 +90,18 @@ def run_server(
     assignments: Assignments = None,
     keygen: Annotated[
         Path | None,
-        typer.Option("--keygen", metavar="FOLDER", help="Write CURVE keys for TCP there, and end."),
+        typer.Option(
+            "--keygen", metavar="FOLDER", help="Write CURVE keys for TCP to FOLDER and exit."
+        ),
     ] = None,
     client: Annotated[
-        str, typer.Option("--client", help="Name of the client's keys, for --keygen.")
+        str, typer.Option("--client", help="Name of the client's keys (with --keygen).")
     ] = "client",
     show_status: Annotated[
-        bool, typer.Option("--status", help="Print how the running server is, as JSON, and end.")
+        bool, typer.Option("--status", help="Print the running server's status as JSON and exit.")
     ] = False,
 ) -> None:
-    """Keep KV for every engine of this machine, until interrupted."""
+    """Hold KV for all engines of this machine, until interrupted."""
     if keygen is not None:
         from kvcore.server.curve_keys import make_keys
 

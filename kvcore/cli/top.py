@@ -155,12 +155,14 @@ def _size(nbytes: float) -> str:
 
 def show_top(
     url: Annotated[
-        str, typer.Option("--url", help="The engine's Prometheus endpoint.")
+        str, typer.Option("--url", help="Prometheus endpoint of the engine.")
     ] = "http://127.0.0.1:8000/metrics",
-    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, help="Seconds between updates.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
-    """Watch tiers, hits and misses, bandwidth and queues of a running engine."""
+    """Watch the tiers, hits, misses, bandwidth and queues of a running engine."""
     before = fetch(url)
     if once:
         Console().print(frame(before))

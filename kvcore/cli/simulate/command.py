@@ -15,56 +15,62 @@ __all__ = ["simulate_trace"]
 
 
 def simulate_trace(
-    trace: Annotated[Path, typer.Argument(help="JSON lines, as Mooncake publishes its traces.")],
+    trace: Annotated[
+        Path, typer.Argument(help="Trace as JSON lines, in the format that Mooncake publishes.")
+    ],
     host: Annotated[
-        list[str] | None, typer.Option("--host", help="Host memory [64GiB]; may be given again.")
+        list[str] | None, typer.Option("--host", help="Host memory [64GiB]. May be repeated.")
     ] = None,
     disk: Annotated[
-        list[str] | None, typer.Option("--disk", help="Disk [0]; may be given again.")
+        list[str] | None, typer.Option("--disk", help="Disk [0]. May be repeated.")
     ] = None,
     policies: Annotated[
-        list[str] | None, typer.Option("--policy", help="Eviction [lru]; may be given again.")
+        list[str] | None, typer.Option("--policy", help="Eviction policy [lru]. May be repeated.")
     ] = None,
     ways: Annotated[
         list[str] | None,
-        typer.Option("--plan", help="planner, always or never [planner]; may be given again."),
+        typer.Option("--plan", help="planner, always or never [planner]. May be repeated."),
     ] = None,
     write: Annotated[
-        str, typer.Option("--write", help="When blocks go to disk.")
+        str, typer.Option("--write", help="Write policy of the disk tier.")
     ] = "write_through",
     block_tokens: Annotated[
-        int, typer.Option("--block-tokens", min=1, help="Of a hash id of the trace.")
+        int, typer.Option("--block-tokens", min=1, help="Tokens for each hash id of the trace.")
     ] = 512,
     token_bytes: Annotated[
-        str, typer.Option("--token-bytes", help="KV of a token, all layers.")
+        str, typer.Option("--token-bytes", help="KV bytes of a token, over all layers.")
     ] = "128KiB",
-    layers: Annotated[int, typer.Option("--layers", help="Of the model.")] = 32,
-    width: Annotated[int, typer.Option("--width", help="Heads times head size.")] = 4096,
-    parameters: Annotated[float, typer.Option("--parameters", help="Of the model.")] = 8e9,
-    flops: Annotated[float, typer.Option("--flops", help="Prefill's, in a second.")] = 4e14,
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the model.")] = 32,
+    width: Annotated[
+        int, typer.Option("--width", help="Hidden size: heads times head size.")
+    ] = 4096,
+    parameters: Annotated[
+        float, typer.Option("--parameters", help="Parameters of the model.")
+    ] = 8e9,
+    flops: Annotated[float, typer.Option("--flops", help="FLOP/s of prefill.")] = 4e14,
     host_bandwidth: Annotated[
-        str, typer.Option("--host-bandwidth", help="Bytes a second, host to device.")
+        str, typer.Option("--host-bandwidth", help="Bytes per second, host to device.")
     ] = "20GB",
     disk_bandwidth: Annotated[
-        str, typer.Option("--disk-bandwidth", help="Bytes a second, disk to host.")
+        str, typer.Option("--disk-bandwidth", help="Bytes per second, disk to host.")
     ] = "3GB",
     disk_latency_ms: Annotated[
-        float, typer.Option("--disk-latency-ms", help="Of an operation.")
+        float, typer.Option("--disk-latency-ms", help="Latency of one disk operation.")
     ] = 0.2,
     speed: Annotated[
-        float, typer.Option("--speed", help="Requests come this many times faster.")
+        float, typer.Option("--speed", help="Replay the trace this many times faster.")
     ] = 1.0,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Replay no more requests than this.")
+        int | None, typer.Option("--limit", min=1, help="Replay at most this many requests.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--png", help="Draw hit rates and times (matplotlib).")
+        Path | None, typer.Option("--png", help="Plot hit rates and times (needs matplotlib).")
     ] = None,
     in_json: AsJson = False,
 ) -> None:
-    """Replay a trace: hits are those of the real index and policies, times are modelled.
+    """Replay a trace through the real index and policies, with modelled times.
 
-    Options that may be given again make a sweep of all their combinations.
+    Repeated options make a sweep over all combinations.
     """
     from kvcore.cli.simulate.sweep import Machine, Sweep, as_json, as_table, draw, run
 
