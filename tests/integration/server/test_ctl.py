@@ -30,7 +30,7 @@ from kvcore.server import messages as m
 from kvcore.server.curve_keys import make_keys
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, settings, words
+from kvcore_devtools.server_fixture import RunningServer, settings, words
 from kvcore_devtools.servers import free_port
 
 Start = Callable[[Config], RunningServer]
