@@ -35,7 +35,7 @@ from kvcore.manager.base import Manager
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.transfer.graph import OpReport, UnitTable
-from kvcore_devtools.served import server_process
+from kvcore_devtools.server_fixture import server_process
 
 SHAPE = BlockShape(1, 1, 8, 16, "bfloat16")
 MODEL = ModelDescription(SHAPE, (LayerGroup(0, 16, (0,)),), b"a model of the benchmark", 1)

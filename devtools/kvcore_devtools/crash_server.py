@@ -53,7 +53,7 @@ from kvcore_devtools.crash_engine import (
     published_keys,
     teller,
 )
-from kvcore_devtools.served import RunningServer
+from kvcore_devtools.server_fixture import RunningServer
 
 __all__ = ["server_rounds"]
 

@@ -6,7 +6,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the console script. Exits the process."""
+    """Run the console script. Exits the process."""
     from kvcore.cli.app import app
 
     app(prog_name="kvcore")

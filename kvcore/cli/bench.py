@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
+from rich.console import Console
+
+from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.report import Report
 from kvcore.config import Config, explicit_settings
 from kvcore.errors import ConfigError
@@ -244,3 +248,52 @@ def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.barh(names, [row["ttft_s"] for row in rows])
     axes.plot([row["ttft_p90_s"] for row in rows], names, "k|", markersize=12)
     axes.set_xlabel("time to first token, s: median, and 90th percentile as a mark")
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def bench_model(
+    model: Annotated[str, typer.Argument(help="Model name or path, as the engine takes it.")],
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine. Default: the setting `engine`, or vllm.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", help="One prompt a line, or .jsonl with `prompt`. Default: random."
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of prompts, at most.")] = 16,
+    words: Annotated[
+        int, typer.Option("--words", min=1, help="Words in each random prompt.")
+    ] = 1000,
+    answer: Annotated[int, typer.Option("--answer", min=1, help="Tokens in each answer.")] = 32,
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-arg",
+            metavar="NAME=VALUE",
+            help="Argument of the engine's Python API. The value is JSON or text.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for bench.json and bench.png.")] = Path(
+        "results"
+    ),
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Measure time to first token and throughput of a model, with kvcore and without it."""
+    effective = load(file, assignments)
+    name = engine or effective.engine or "vllm"
+    asked = synthetic(count, words) if prompts is None else read_prompts(prompts, count)
+    out.mkdir(parents=True, exist_ok=True)
+    start = starter(model, name, out / "bench.log", arguments(engine_args or []))
+    outlives = effective.disk.path is not None or bool(effective.tiers)
+    given, progress = settings(effective, name), Console(stderr=True)
+    done: list[Pass] = []
+    for each in passes(start, given, asked, answer, restart=outlives):
+        done.append(each)
+        progress.print(f"{each.contender}: {len(each.answers)} prompts", highlight=False)
+    notes = {"model": model, "prompts": len(asked), "answer_tokens": answer}
+    report(name, done, notes).finish(out, draw)

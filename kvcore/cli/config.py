@@ -1,16 +1,19 @@
-"""The effective settings as a table or JSON, and the reference of all settings as Markdown."""
+"""`kvcore config`: the effective settings, and the reference of all settings as Markdown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import Config, SchemaModel, format_size, settings
 from kvcore.config.walk import field_node, is_size, supported
 
@@ -25,7 +28,7 @@ def as_table(config: Config) -> Table:
 
 
 def as_json(config: Config) -> str:
-    """``{setting: {"value", "from"}}``."""
+    """Return ``{setting: {"value", "from"}}`` as JSON."""
     shown = {s.path: {"value": s.value, "from": str(s.source)} for s in settings(config)}
     return json.dumps(shown, indent=2)
 
@@ -70,7 +73,7 @@ capacity = "200GiB"
 
 
 def reference() -> str:
-    """The page docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     top = [f for f in Config.model_fields.items() if field_node(f[1]).type and not _model(f[1])]
     lines = [_HEAD, "## Top level", "", *_rows(top)]
     for name, field in Config.model_fields.items():
@@ -103,3 +106,28 @@ def _default(field: FieldInfo) -> str:
     if value is None:
         return "unset"
     return f"`{format_size(value) if is_size(field) else json.dumps(value)}`"
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def show_config(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the effective settings. This is the default.")
+    ] = True,
+    in_json: AsJson = False,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Print the reference of all settings as Markdown.")
+    ] = False,
+) -> None:
+    """Show the effective settings and where each came from."""
+    if docs:
+        typer.echo(reference(), nl=False)
+        return
+    effective = load(file, assignments)
+    if in_json:
+        typer.echo(as_json(effective))
+    else:
+        Console().print(as_table(effective))

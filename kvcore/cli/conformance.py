@@ -1,4 +1,4 @@
-"""The conformance kit from the command line: a table, JSON, and the page of the docs."""
+"""`kvcore conformance`: results as a table, as JSON, and as docs/conformance.md."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvcore import log
+from kvcore.cli.options import AsJson
 from kvcore.errors import ConfigError, FormatError
-from kvcore.testing.conformance import CASES, Case, Driver, Kit, Result, find_driver, run
-from kvcore.testing.conformance.kit import in_order, store_plugin
+
+if TYPE_CHECKING:
+    from kvcore.testing.conformance import Case, Driver, Result
 
 __all__ = ["as_json", "as_table", "failures", "keep", "listing", "merged", "page", "run_engines"]
 
@@ -28,7 +33,10 @@ _STYLES = {"passed": "green", "failed": "bold red", "left out": "dim"}
 
 
 def chosen(patterns: Sequence[str]) -> list[Case]:
-    """Cases whose section or name matches a pattern; all without one."""
+    """Return the cases whose section or name matches a pattern, or all if none is given."""
+    from kvcore.testing.conformance import CASES
+    from kvcore.testing.conformance.kit import in_order
+
     found = [
         one
         for one in in_order(CASES)
@@ -41,7 +49,7 @@ def chosen(patterns: Sequence[str]) -> list[Case]:
 
 
 def interpreters(given: Sequence[str]) -> dict[str, Path]:
-    """``ENGINE=PATH`` as they are given to ``--python``, by engine."""
+    """Return the interpreters that ``--python ENGINE=PATH`` gives, by engine."""
     found = {}
     for text in given:
         name, equals, path = text.partition("=")
@@ -52,12 +60,17 @@ def interpreters(given: Sequence[str]) -> dict[str, Path]:
 
 
 def _case_column() -> Column:
-    """Names are what `--case` takes: they are never cut, however narrow the terminal."""
+    """Return a column that never cuts a name, because `--case` takes whole names."""
+    from kvcore.testing.conformance import CASES
+
     return Column("case", no_wrap=True, min_width=max(len(one.name) for one in CASES))
 
 
 def listing() -> Table:
-    """Every case, and what it needs."""
+    """Return a table of every case and the capabilities that it needs."""
+    from kvcore.testing.conformance import CASES
+    from kvcore.testing.conformance.kit import in_order
+
     table = Table("section", _case_column(), "", "needs", box=None, pad_edge=False)
     for one in in_order(CASES):
         needs = ", ".join(sorted(capability.value for capability in one.needs))
@@ -75,12 +88,15 @@ def run_engines(
     pythons: Mapping[str, Path] | None = None,
     store: str | None = None,
 ) -> Record:
-    """Run the cases on every engine; each also exchanges KV with the others and ``partners``.
+    """Run the cases on every engine. Each also exchanges KV with the others and ``partners``.
 
-    ``told`` hears of every result as it comes, with all until then. ``pythons`` are interpreters of
-    engines that another environment has, ``store`` is the URL of a remote store. Raises ConfigError
-    for names that mean nothing.
+    ``told(engine, result, record)`` is called for every result, with all results so far.
+    ``pythons`` are interpreters for engines in other environments. ``store`` is the URL of a remote
+    store. Raises ConfigError for an unknown name.
     """
+    from kvcore.testing.conformance import Kit, find_driver, run
+    from kvcore.testing.conformance.kit import store_plugin
+
     cases, pythons = chosen(patterns), pythons or {}
     if store is not None:
         store_plugin(store)
@@ -113,7 +129,7 @@ def _take(
     told: Callable[[str, Result, Record], None],
     result: Result,
 ) -> None:
-    """Put a result in, and tell of it."""
+    """Add a result to ``found`` and report it."""
     before = found.get(driver.name, {"results": []})["results"]
     found[driver.name] = {
         "about": driver.about(),
@@ -125,12 +141,12 @@ def _take(
 
 
 def failures(record: Record) -> int:
-    """Cases that failed, on any engine."""
+    """Return how many cases failed, over all engines."""
     return sum(r["outcome"] == "failed" for engine in record.values() for r in engine["results"])
 
 
 def as_table(record: Record) -> Table:
-    """Case x engine."""
+    """Return a table with a row for each case and a column for each engine."""
     table = Table("section", _case_column(), *record, box=None, pad_edge=False)
     for section, name in _rows(record):
         cells = []
@@ -150,7 +166,7 @@ def as_json(record: Record) -> str:
 
 
 def keep(page_path: Path, record: Record) -> None:
-    """Write the page and the results beside it, with those that are there of other runs."""
+    """Write the page, and the results beside it, merged with those of earlier runs."""
     beside = page_path.with_suffix(".json")
     everything = merged(beside, record)
     beside.write_text(as_json(everything))
@@ -158,8 +174,10 @@ def keep(page_path: Path, record: Record) -> None:
 
 
 def merged(path: Path, record: Record) -> Record:
-    """``record`` over what ``path`` holds: results of engines that were not run stay, and so do
-    cases of an engine that were not. Raises FormatError for a file that is no record."""
+    """Return the results in ``path``, updated with ``record``.
+
+    Results of engines and cases that were not run stay. Raises FormatError for any other file.
+    """
     try:
         before: Record = json.loads(path.read_text()) if path.exists() else {}
         for name, engine in record.items():
@@ -173,8 +191,13 @@ def merged(path: Path, record: Record) -> Record:
 
 
 def _head(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What the page says of an engine beside its results: of the last run in which it was started,
-    and its partners of the last in which it exchanged KV with any."""
+    """Return what the page says of an engine beside its results.
+
+    It describes the last run that started the engine. Its partners are those of the last run in
+    which it exchanged KV.
+    """
+    from kvcore.testing.conformance import CASES
+
     ran = {result["case"] for result in new["results"] if result["outcome"] != "left out"}
     crossed = any(case.pairs and case.name in ran for case in CASES)
     partners = new["partners"] if crossed else old["partners"]
@@ -182,7 +205,10 @@ def _head(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(record: Record) -> list[tuple[str, str]]:
-    """(section, case) of every case that some engine has a result for."""
+    """Return (section, case) of every case for which any engine has a result."""
+    from kvcore.testing.conformance import CASES
+    from kvcore.testing.conformance.kit import in_order
+
     ran = {result["case"] for engine in record.values() for result in engine["results"]}
     return [(one.section, one.name) for one in in_order(CASES) if one.name in ran]
 
@@ -276,7 +302,9 @@ is not rotated, and a row that sees the token after it.
 
 
 def page(record: Record) -> str:
-    """The page docs/conformance.md."""
+    """Return the text of docs/conformance.md."""
+    from kvcore.testing.conformance import CASES
+
     lines = [
         _HEAD.rstrip("\n"),
         "",
@@ -316,3 +344,72 @@ def _left_out(record: Record) -> str:
         if result["outcome"] == "left out"
     }
     return f"Cases left out: {'; '.join(said)}." if said else "No case was left out."
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def check_conformance(
+    engines: Annotated[
+        list[str] | None, typer.Option("--engine", help="Engine to test. May be repeated.")
+    ] = None,
+    partners: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="Another engine to exchange KV with."),
+    ] = None,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="ENGINE=PATH",
+            help="Interpreter of the environment that has the engine.",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Remote store to exchange KV through: redis://, s3://, file://."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of a Llama. Default: make a tiny one.")
+    ] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="GLOB", help="Run only cases or sections that match."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the cases and exit.")] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", help="Markdown page to update; results go to a .json beside it."),
+    ] = None,
+    in_json: AsJson = False,
+) -> None:
+    """Test an adapter with the cases that every engine runs. Exit code 1 if one fails."""
+    if show:
+        Console().print(listing())
+        return
+    log.configure("error")
+    progress = Console(stderr=True)
+
+    def told(engine: str, result: Result, so_far: Record) -> None:
+        line = f"{engine} {result.section} {result.case}: {result.outcome} {result.why}"
+        progress.print(line, markup=False, highlight=False)
+        if page is not None:
+            keep(page, so_far)  # a run may take an hour, and be interrupted
+
+    record = run_engines(
+        engines or ["reference"],
+        partners or [],
+        model,
+        cases or [],
+        told,
+        pythons=interpreters(pythons or []),
+        store=store,
+    )
+    if in_json:
+        typer.echo(as_json(record), nl=False)
+    else:
+        Console().print(as_table(record))
+    if failures(record):
+        raise typer.Exit(1)

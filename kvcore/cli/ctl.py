@@ -1,4 +1,4 @@
-"""`kvcore ctl`: orders for a running kvcore server, or for an engine that has a control socket."""
+"""`kvcore ctl`: operate a running kvcore server, or an engine that has a control socket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvcore.cli.listening import Listening
-from kvcore.config import Config, format_size, load_config, merge_tables, parse_assignment
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.probe import Listening
+from kvcore.config import Config, format_size
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["app", "as_tables", "ask", "parse_where"]
 
 ANSWER_S = 10.0
-"""Longest time, in seconds, that a server takes to say that it is there."""
+"""Seconds within which a live server answers a status request."""
 
 TERMS = ("tenant", "salt", "namespace", "key", "tokens", "prompt", "tier")
 
-app = typer.Typer(no_args_is_help=True, help="Look at and change what a running kvcore holds.")
-quota_app = typer.Typer(no_args_is_help=True, help="What tenants may keep.")
+app = typer.Typer(no_args_is_help=True, help="Inspect and change what a running kvcore holds.")
+quota_app = typer.Typer(no_args_is_help=True, help="Show and set the quotas of tenants.")
 app.add_typer(quota_app, name="quota")
 
 
 class Target(NamedTuple):
-    """Who is asked: ``model`` are the first hex digits of a fingerprint; ``timeout`` seconds."""
+    """The process to ask. ``model``: first hex digits of a fingerprint; ``timeout``: seconds."""
 
     config: Config
     model: str
@@ -43,12 +44,11 @@ class Target(NamedTuple):
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Which blocks: tenant=NAME salt=TEXT namespace=HEX key=HEX tokens=FILE prompt=FILE "
-        "tier=NAME, all of which must hold; or: all.",
+        help="Blocks that match all of tenant=NAME salt=TEXT namespace=HEX key=HEX tokens=FILE "
+        "prompt=FILE tier=NAME; or the word all.",
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 @app.callback()
@@ -56,29 +56,20 @@ def _target(
     context: typer.Context,
     address: Annotated[
         str | None,
-        typer.Option("--address", help="Else server.address, control.address, or a local server."),
+        typer.Option("--address", help="Default: server.address, control.address, or local."),
     ] = None,
     model: Annotated[
-        str, typer.Option("--model", help="First digits of a model's fingerprint, of several.")
+        str, typer.Option("--model", help="First digits of a model's fingerprint.")
     ] = "",
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, for prompt=FILE.")
+        Path | None, typer.Option("--tokenizer", help="Tokenizer folder, for prompt=FILE.")
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
-    file: Annotated[
-        Path | None,
-        typer.Option("-c", "--config", help="TOML or YAML; else the one KVCORE_CONFIG names."),
-    ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting.")
-    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait.")] = 600.0,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
 ) -> None:
-    overrides: dict[str, Any] = {}
-    for text in assignments or []:
-        merge_tables(overrides, parse_assignment(text))
-    if address is not None:
-        merge_tables(overrides, {"server": {"address": address}})
-    config = load_config(file, overrides, overrides_from="--set")
+    extra = {} if address is None else {"server": {"address": address}}
+    config = load(file, assignments, extra)
     if config.server.address is None:
         server = config.server.model_copy(update={"address": config.control.address or "local"})
         config = config.model_copy(update={"server": server})
@@ -89,11 +80,11 @@ def _target(
 def list_blocks(
     context: typer.Context,
     which: Which = None,
-    prompts: Annotated[bool, typer.Option("--prompts", help="Each prompt, too.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Lines.")] = 100,
+    prompts: Annotated[bool, typer.Option("--prompts", help="List prompts as well.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Lines at most.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """How much is held of whom, and where."""
+    """List how much is held for each tenant and model, by tier."""
     from kvcore.control.commands import ListBlocks
 
     target: Target = context.obj
@@ -103,7 +94,7 @@ def list_blocks(
 
 @app.command("pin")
 def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
-    """Keep blocks where they are, whatever else comes, until unpin or the process's end."""
+    """Protect blocks from eviction, until unpin or the end of the process."""
     from kvcore.control.commands import PinBlocks
 
     _order(context, lambda where: PinBlocks(where), which, as_json)
@@ -111,7 +102,7 @@ def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) ->
 
 @app.command("unpin")
 def unpin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
-    """Undo pin."""
+    """Undo pin: blocks may be evicted again."""
     from kvcore.control.commands import UnpinBlocks
 
     _order(context, lambda where: UnpinBlocks(where), which, as_json)
@@ -120,11 +111,11 @@ def unpin(context: typer.Context, which: Which = None, as_json: AsJson = False) 
 @app.command("move")
 def move(
     context: typer.Context,
-    to: Annotated[str, typer.Option("--to", help="Tier; the one of WHICH is where they are.")],
+    to: Annotated[str, typer.Option("--to", help="Target tier. tier= of WHICH is the source.")],
     which: Which = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move blocks from one tier to another. What others need stays in the first too."""
+    """Move blocks from one tier to another. Blocks that others need also stay in the first."""
     from kvcore.control.commands import MoveBlocks
 
     _order(context, lambda where: MoveBlocks(where, to), which, as_json)
@@ -132,7 +123,7 @@ def move(
 
 @app.command("prefetch")
 def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
-    """Bring blocks into host memory."""
+    """Load blocks into host memory."""
     from kvcore.control.commands import PrefetchBlocks
 
     _order(context, lambda where: PrefetchBlocks(where), which, as_json)
@@ -140,7 +131,7 @@ def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = Fals
 
 @app.command("clear")
 def clear(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
-    """Forget blocks and all that stands on them, pinned or not. An engine's own cache stays."""
+    """Drop blocks and all that continue them, even if pinned. An engine's own cache stays."""
     from kvcore.control.commands import ClearBlocks
 
     _order(context, lambda where: ClearBlocks(where), which, as_json)
@@ -149,15 +140,15 @@ def clear(context: typer.Context, which: Which = None, as_json: AsJson = False) 
 @quota_app.command("set")
 def set_quota(
     context: typer.Context,
-    tenant: Annotated[str, typer.Argument(help="Its name.")],
-    tier: Annotated[str, typer.Argument(help="host, disk, ...")],
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    tier: Annotated[str, typer.Argument(help="Tier: host, disk, ...")],
     quota: Annotated[str, typer.Argument(help='A size ("8GiB"), a share ("25%"), or none.')],
     salt: Annotated[
-        str | None, typer.Option("--salt", help="Its salt, for a name that no setting has.")
+        str | None, typer.Option("--salt", help="The tenant's salt, if no setting names it.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a tenant keep so much of a tier, until the process ends. What is over it goes at once."""
+    """Limit a tenant's share of a tier until the process ends. Excess blocks are evicted now."""
     from kvcore.control.commands import SetQuota
 
     wanted = None if quota == "none" else quota
@@ -166,7 +157,7 @@ def set_quota(
 
 @quota_app.command("show")
 def show_quotas(context: typer.Context, as_json: AsJson = False) -> None:
-    """What tenants have, and may have."""
+    """Show what tenants hold, and their quotas."""
     from kvcore.control.commands import ShowQuotas
 
     _show(ask(context.obj, ShowQuotas()), as_json)
@@ -183,8 +174,11 @@ def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: 
 
 
 def ask(target: Target, order: Command) -> dict[str, Any]:
-    """What came of an order. Blocks until it has ended. Raises TierUnavailable where nobody
-    listens, any more, or answers in time, KVCoreError for what is refused."""
+    """Send a command and return its result. Blocks until the command has ended.
+
+    Raises TierUnavailable if nobody listens, stops listening, or does not answer in time, and
+    KVCoreError if the command is refused.
+    """
     from kvcore.control.messages import ControlReply, ControlRequest
     from kvcore.server.messages import StatusRequest
     from kvcore.server.rpc import Link
@@ -230,7 +224,7 @@ def ask(target: Target, order: Command) -> dict[str, Any]:
 
 
 def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> BlockFilter:
-    """Which blocks ``name=value`` terms mean. Reads the files they name. Raises ConfigError."""
+    """Parse ``name=value`` terms, reading the files that they name. Raises ConfigError."""
     from kvcore.control.commands import BlockFilter
 
     found: dict[str, Any] = {}
@@ -285,7 +279,7 @@ def _read(path: Path) -> str:
 
 
 def _tokens(path: Path) -> list[int]:
-    """Token ids: a JSON list, or numbers with space between."""
+    """Return the token ids in a file: a JSON list, or numbers separated by spaces."""
     text = _read(path).strip()
     try:
         found = json.loads(text) if text.startswith("[") else [int(word) for word in text.split()]
@@ -323,7 +317,7 @@ def _show(told: dict[str, Any], as_json: bool) -> None:
 
 
 def as_tables(told: Mapping[str, Any]) -> Group:
-    """What came of an order: numbers in a line, lists as tables."""
+    """Return an order's result for the terminal: numbers in a line, lists as tables."""
     parts: list[Any] = []
     for name, columns in _TABLES.items():
         if name in told:

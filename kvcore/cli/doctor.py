@@ -1,72 +1,57 @@
-"""`kvcore doctor`: looks at engines, machine, folders and settings, and says what to change.
-
-Servers that the settings name are asked in `kvcore.cli.contact`.
-"""
+"""`kvcore doctor`: examine the installation and say what to change."""
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import shutil
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Annotated
 
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcore.cli.contact import CONTACT_S, contacts
-from kvcore.cli.findings import Finding, Level
-from kvcore.config import Config, format_size, read_key
-from kvcore.config.paths import folder_of
-from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
-from kvcore.memory.hugepages import PAGE, Pages, gives_huge_pages
-from kvcore.memory.nixl import FileAgent
-from kvcore.plugins import PluginManager
-from kvcore.plugins.manager import installed, reason
-from kvcore.server.runtime_dir import mount_of
-from kvcore.tiers.disk.files import DataFile, Piece
-from kvcore.tiers.disk.gds import BACKENDS
+from kvcore import log
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.probe import Finding, Level
 
-__all__ = ["Finding", "Level", "as_json", "as_table", "examine", "exit_code"]
-
-_DRIVER = Path("/proc/driver/nvidia/version")
-_MEMORY = Path("/proc/meminfo")
-_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_SLOT = 1 << 20
-_PROBE_SLOTS = 32
-SLOW_BYTES_S = 500e6
-"""A disk below this reads KV of most models slower than a GPU computes it."""
+__all__ = ["as_json", "as_table", "examine_machine", "exit_code"]
 
 
-def examine(
-    config: Config,
-    plugins: PluginManager,
-    *,
-    probe: bool = True,
-    contact_s: float | None = CONTACT_S,
-) -> Iterator[Finding]:
-    """Every finding, as it is made. ``probe`` writes 32 MiB to the disk tier's folder and reads
-    them back; nothing else is changed but that folder, which is made. ``contact_s`` is how long
-    each server that the settings name has to answer; None asks none. Blocks."""
-    gpu = _DRIVER.exists()
-    yield from _engines(config, plugins)
-    yield from _plugins(config, plugins)
-    yield _gpu(gpu)
-    yield _locked(config, gpu)
-    yield _memory(config)
-    yield _huge_pages(config)
-    yield _copies(plugins)
-    yield from _disk(config, probe)
-    yield from _settings(config)
-    if contact_s is not None:
-        yield from contacts(config, plugins, contact_s)
+def examine_machine(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Write and read 32 MiB in disk.path.")
+    ] = True,
+    contact: Annotated[
+        bool,
+        typer.Option("--contact/--no-contact", help="Connect to stores, server, etcd and NATS."),
+    ] = True,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="Time limit for each server to answer.")
+    ] = 3.0,
+    in_json: AsJson = False,
+) -> None:
+    """Check engines, machine, disk, settings and servers, and say what to change.
+
+    Exit code 1 if there is a problem.
+    """
+    from kvcore.cli import checks, plugins
+
+    effective = load(file, assignments)
+    log.configure("error")
+    manager, limit = plugins.manager(effective), seconds if contact else None
+    findings = list(checks.examine(effective, manager, probe=probe, contact_s=limit))
+    if in_json:
+        typer.echo(as_json(findings))
+    else:
+        Console().print(as_table(findings))
+    if code := exit_code(findings):
+        raise typer.Exit(code)
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """1 where there is a problem, else 0."""
+    """Return 1 if any finding is a problem, else 0."""
     return int(any(finding.level is Level.PROBLEM for finding in findings))
 
 
@@ -81,185 +66,3 @@ def as_table(findings: list[Finding]) -> Table:
         cells = (Text(found, overflow="fold"), Text(change, overflow="fold"))
         table.add_row(about, Text(level.value, style=styles[level]), *cells)
     return table
-
-
-# -- engines and plugins ------------------------------------------------------------------------
-
-
-def _engines(config: Config, plugins: PluginManager) -> Iterator[Finding]:
-    served = False
-    for found in plugins.found("engine"):
-        engine = installed(found.item)
-        if engine.version is None:
-            continue
-        about = f"engine {found.name}"
-        what = f"{engine.distribution} {engine.version}; served are {found.item.versions}"
-        if engine.supported:
-            served = True
-            yield Finding(about, Level.GOOD, what)
-        else:
-            yield Finding(about, Level.WARNING, what, f"install {found.name}{found.item.versions}")
-    if not served:
-        change = "install one that `kvcore plugins` names"
-        yield Finding("engine", Level.PROBLEM, "none that kvcore serves is installed", change)
-    names = [found.name for found in plugins.found("engine")]
-    if config.engine is not None and config.engine not in names:
-        change = f"set engine to one of {', '.join(names)}"
-        yield Finding("engine", Level.PROBLEM, f"engine = {config.engine!r} is unknown", change)
-
-
-def _plugins(config: Config, plugins: PluginManager) -> Iterator[Finding]:
-    for failure in plugins.failures:
-        change = "repair it, or name it in plugins.disable"
-        about = f"plugin {failure.origin.plugin}"
-        yield Finding(about, Level.WARNING, reason(failure.error), change)
-    try:
-        plugins.check(config)
-    except KVCoreError as error:
-        yield Finding("settings", Level.PROBLEM, str(error), "name one that `kvcore plugins` has")
-
-
-# -- the machine --------------------------------------------------------------------------------
-
-
-def _gpu(there: bool) -> Finding:
-    if there:
-        return Finding("GPU", Level.GOOD, _DRIVER.read_text().splitlines()[0])
-    return Finding("GPU", Level.WARNING, "no NVIDIA driver", "nothing, if the engine's is for CPUs")
-
-
-def _locked(config: Config, gpu: bool) -> Finding:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = limit == resource.RLIM_INFINITY
-    found = "no limit" if unlimited else format_size(limit, exact=False)
-    if unlimited or limit >= config.host.capacity or not (gpu and config.host.pin):
-        return Finding("locked memory", Level.GOOD, found)
-    change = "raise it (ulimit -l unlimited) or lower host.capacity: copies to the GPU are slower"
-    return Finding("locked memory", Level.WARNING, found, change)
-
-
-def _memory(config: Config) -> Finding:
-    fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) << 10
-    wanted = config.host.capacity
-    found = f"{format_size(free, exact=False)} free, host.capacity {format_size(wanted)}"
-    if wanted <= free:
-        return Finding("host memory", Level.GOOD, found)
-    return Finding("host memory", Level.PROBLEM, found, "lower host.capacity")
-
-
-def _huge_pages(config: Config) -> Finding:
-    if config.host.huge_pages and config.server.address is not None:
-        mount = mount_of(folder_of(config.server))
-        if gives_huge_pages(mount):
-            return Finding("huge pages", Level.GOOD, f"{mount} gives them")
-        return Finding(
-            "huge pages",
-            Level.WARNING,
-            f"{mount} gives none to the server: reads from disk are half as fast",
-            f"as root: mount -o remount,huge=advise {mount}",
-        )
-    says = _THP.read_text().strip() if _THP.exists() else "not known to this kernel"
-    if not config.host.huge_pages or "[always]" in says or "[madvise]" in says:
-        return Finding("huge pages", Level.GOOD, says)
-    return Finding("huge pages", Level.WARNING, says, f"write madvise to {_THP}")
-
-
-def _copies(plugins: PluginManager) -> Finding:
-    names = [ops.name for ops in plugins.ops()]
-    if "native" in names:
-        return Finding("copies", Level.GOOD, ", ".join(names))
-    change = "install a wheel, or run kvcore/memory/copy/build_native.py (a C compiler)"
-    return Finding("copies", Level.WARNING, "the C copies are not built", change)
-
-
-# -- disk ---------------------------------------------------------------------------------------
-
-
-def _disk(config: Config, probe: bool) -> Iterator[Finding]:
-    path, capacity = config.disk.path, config.disk.capacity
-    if path is None:
-        yield Finding("disk", Level.GOOD, "no disk tier (disk.path is unset)")
-        return
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        used = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        free = shutil.disk_usage(path).free
-        speed = _speed(path) if probe else None
-    except (OSError, TierUnavailable) as error:
-        yield Finding("disk", Level.PROBLEM, f"{path}: {error}", "give a folder to write to")
-        return
-    found = f"{format_size(free, exact=False)} free, disk.capacity {format_size(capacity)}"
-    if free + used < capacity:
-        yield Finding("disk", Level.PROBLEM, found, "lower disk.capacity")
-    else:
-        yield Finding("disk", Level.GOOD, found)
-    if path.stat().st_mode & 0o077:
-        yield Finding("disk", Level.WARNING, f"others may enter {path}", f"chmod 700 {path}")
-    if config.disk.to_device == "on":
-        yield _to_device()
-    if speed is not None:
-        level = Level.GOOD if speed >= SLOW_BYTES_S else Level.WARNING
-        change = "" if level is Level.GOOD else "use a faster disk, or planner.enabled = true"
-        yield Finding("disk speed", level, f"reads {speed / 1e9:.2f} GB/s (a quick probe)", change)
-
-
-def _to_device() -> Finding:
-    """Which of NIXL's backends starts. Which memory the engine's is, only the engine knows: where
-    there is a GPU, that."""
-    kind = "VRAM" if _DRIVER.exists() else "DRAM"
-    reasons = []
-    for backend in BACKENDS[kind]:
-        try:
-            FileAgent(backend)
-            return Finding("disk to device", Level.GOOD, f"NIXL's backend {backend} starts")
-        except KVCoreError as error:  # noqa: PERF203 - two tries
-            reasons.append(str(error))
-    change = 'or set disk.to_device = "off": blocks go through host memory all the same'
-    return Finding("disk to device", Level.WARNING, "; ".join(reasons), change)
-
-
-def _speed(folder: Path) -> float:
-    """Bytes a second of reads, past the page cache where the file system can."""
-    with tempfile.TemporaryDirectory(prefix=".kvcore-doctor-", dir=folder) as inside:
-        file = DataFile(Path(inside) / "probe", _SLOT, num_slots=_PROBE_SLOTS)
-        pages = Pages(_PROBE_SLOTS * _SLOT)
-        try:
-            views = [pages.view[i * _SLOT : (i + 1) * _SLOT] for i in range(_PROBE_SLOTS)]
-            pages.view[:PAGE] = os.urandom(PAGE)
-            pieces = [Piece(i, i, [view]) for i, view in enumerate(views)]
-            _moved(file.write(pieces))
-            file.sync()
-            began = time.perf_counter()
-            _moved(file.read(pieces))
-            return _PROBE_SLOTS * _SLOT / (time.perf_counter() - began)
-        finally:
-            file.close()
-
-
-def _moved(outcomes: Iterator[tuple[int, int | OSError]]) -> None:
-    for _, outcome in outcomes:
-        if isinstance(outcome, OSError):
-            raise outcome
-
-
-# -- settings -----------------------------------------------------------------------------------
-
-
-def _settings(config: Config) -> Iterator[Finding]:
-    """Those that are valid one by one, and together are not what anybody wants."""
-    if config.planner.enabled and not config.metrics.enabled:
-        change = "set metrics.enabled = true"
-        yield Finding("planner", Level.PROBLEM, "it knows no rates without metrics", change)
-    if config.disk.encrypted:
-        try:
-            read_key(config.disk.key_env, config.disk.key_file)
-            yield Finding("encryption", Level.GOOD, "the key can be read")
-        except ConfigError as error:
-            yield Finding("encryption", Level.PROBLEM, str(error), "see docs/operations.md")
-    if config.disk.encrypted and config.disk.path is None:
-        yield Finding("encryption", Level.WARNING, "a key, and no disk tier", "set disk.path")
-    if config.tiers and config.namespace.secret is None:
-        change = "set namespace.secret in the environment, on every host the same"
-        found = "names in shared stores can be guessed from the text"
-        yield Finding("secret", Level.WARNING, found, change)

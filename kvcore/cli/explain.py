@@ -1,27 +1,33 @@
-"""`kvcore explain`: one request in words, or the last ones as a table."""
+"""`kvcore explain`: one request in words, or the latest requests as a table."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.errors import ConfigError
-from kvcore.explain.file import read_records
 
 __all__ = ["as_table", "as_text", "find"]
 
 
 def find(folder: Path, request: str | None, last: int) -> list[dict[str, Any]]:
-    """The record of ``request``, the newest whose id has it as a part, or the ``last`` ones.
+    """Return the record of ``request``, or the ``last`` records if it is None.
 
-    Raises ConfigError where there is none.
+    If no id equals ``request``, the newest id that contains it is taken. Raises ConfigError if
+    there is none.
     """
+    from kvcore.explain.file import read_records
+
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: give the engine's explain.path")
     try:
@@ -57,7 +63,7 @@ def as_table(records: list[dict[str, Any]]) -> Table:
 
 
 def as_text(record: dict[str, Any]) -> str:
-    """The whole of a record, a line for each thing to know."""
+    """Return a whole record as text, one fact a line."""
     return "\n".join(_lines(record))
 
 
@@ -123,3 +129,31 @@ def _plan(plan: dict[str, Any]) -> Iterator[str]:
         speed = 1e-9 / rate["byte_s"] if rate["byte_s"] else float("inf")
         latency = 1e3 * rate["operation_s"]
         yield f"  rate of {tier:14} {latency:.2f} ms an operation, {speed:.2f} GB/s"
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def explain_request(
+    request: Annotated[
+        str | None, typer.Argument(help="Request id or part of it. Default: list the latest.")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--path", help="Folder of records. Default: explain.path.")
+    ] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="Number of requests to list.")] = 20,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    in_json: AsJson = False,
+) -> None:
+    """Explain how a request was served: what matched, what was planned, what happened."""
+    folder = path or load(file, assignments).explain.path
+    if folder is None:
+        raise ConfigError("given no --path and no explain.path: name the folder of records")
+    found = find(folder, request, last)
+    if in_json:
+        typer.echo(json.dumps(found, indent=1))
+    elif request is None:
+        Console().print(as_table(found))
+    else:
+        Console().print(as_text(found[0]), markup=False, highlight=False)

@@ -1,13 +1,17 @@
-"""What plugins were found, as tables or JSON. No engine is imported to find out."""
+"""`kvcore plugins`: the plugins that were found, as tables or JSON. Imports no engine."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcore import log
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import Config
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import Offer, Origin, installed, reason
@@ -78,9 +82,25 @@ def _engine_line(found: Offer, distribution: str, version: str | None, fits: boo
 def _status(found: Offer) -> str:
     try:
         return str(found.item.status())
-    except Exception as error:  # noqa: BLE001 - another's code: said in the listing
+    except Exception as error:  # noqa: BLE001 - third-party code: the listing shows the error
         return f"status failed: {reason(error)}"
 
 
 def _distribution(origin: Origin) -> str:
     return f"{origin.distribution} {origin.version}".strip() or "unknown distribution"
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def show_plugins(
+    file: ConfigFile = None, assignments: Assignments = None, in_json: AsJson = False
+) -> None:
+    """List engines, tiers, policies and operations, and the plugins that were left out."""
+    effective = load(file, assignments)
+    log.configure("error")  # the listing names plugins that were left out
+    found = manager(effective)
+    if in_json:
+        typer.echo(as_json(found))
+    else:
+        Console().print(*as_tables(found), sep="\n")

@@ -1,18 +1,23 @@
-"""`kvcore scrub`: what was found in a folder of the disk tier, as a table or JSON."""
+"""`kvcore scrub`: verify a folder of the disk tier, and report as a table or JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import typer
+from rich.console import Console
 from rich.table import Table
 
+from kvcore import log
+from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import format_size
 from kvcore.errors import ConfigError, FormatError
-from kvcore.fusion import _segment_file
-from kvcore.tiers.disk.scrub import State, StoreReport, scrub
+
+if TYPE_CHECKING:
+    from kvcore.tiers.disk.scrub import State, StoreReport
 
 __all__ = ["Found", "as_json", "as_table", "exit_code", "run"]
 
@@ -20,7 +25,7 @@ CLEAN, DAMAGE, NOT_ALL = 0, 1, 3
 
 
 class Segments(NamedTuple):
-    """A file of segments: records that are whole, and that are not."""
+    """A segment file, with its counts of whole and corrupt records."""
 
     file: Path
     state: State
@@ -30,7 +35,7 @@ class Segments(NamedTuple):
 
 
 class Found(NamedTuple):
-    """All there is in a folder, and whether what was damaged is gone now."""
+    """The contents of a folder, and whether damaged blocks were erased."""
 
     path: Path
     stores: list[StoreReport]
@@ -39,13 +44,21 @@ class Found(NamedTuple):
 
 
 def run(path: Path, erase: bool, done: Callable[[int], object]) -> Found:
-    """Verify all there is under ``path``. Blocks. Raises ConfigError, TierUnavailable."""
+    """Verify every store and segment file under ``path``. Blocks.
+
+    Raises ConfigError and TierUnavailable.
+    """
+    from kvcore.tiers.disk.scrub import scrub
+
     stores = list(scrub(path, erase=erase, done=done))
     files = sorted(file for file in path.glob("segments-*") if file.suffix != ".new")
     return Found(path, stores, [_segments(file, erase) for file in files], erase)
 
 
 def _segments(file: Path, erase: bool) -> Segments:
+    from kvcore.fusion import _segment_file
+    from kvcore.tiers.disk.scrub import State
+
     try:
         counts = _segment_file.verify(file, repair=erase)
     except FormatError as error:
@@ -59,7 +72,9 @@ def _segments(file: Path, erase: bool) -> Segments:
 
 
 def exit_code(found: Found) -> int:
-    """0: all is whole. 1: something is, or was, damaged. 3: not everything could be verified."""
+    """Return 0 if all is whole, 1 if anything was damaged, 3 if not all could be verified."""
+    from kvcore.tiers.disk.scrub import State
+
     states = {store.state for store in found.stores} | {each.state for each in found.segments}
     if State.DAMAGED in states:
         return DAMAGE
@@ -103,3 +118,41 @@ def as_table(found: Found) -> Table:
         counts = map(str, (each.records, each.corrupt))
         table.add_row(each.file.name, each.state.value, *counts, "", "", each.why)
     return table
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def scrub_stores(
+    path: Annotated[
+        Path | None, typer.Argument(help="Folder of the disk tier. Default: disk.path.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Change nothing. Default: erase damaged blocks.")
+    ] = False,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    in_json: AsJson = False,
+) -> None:
+    """Read and verify every block on disk, while no engine runs there.
+
+    Exit codes: 0 if all is whole, 1 if anything was damaged, 3 if a store is in use or unreadable.
+    """
+    folder = path or load(file, assignments).disk.path
+    if folder is None:
+        raise ConfigError("given no folder and no disk.path: name the folder of the disk tier")
+    log.configure("error")
+    with Console(stderr=True).status("reading") as status:
+        total = [0]
+
+        def done(nbytes: int) -> None:
+            total[0] += nbytes
+            status.update(f"read {format_size(total[0], exact=False)}")
+
+        found = run(folder, not keep, done)
+    if in_json:
+        typer.echo(as_json(found))
+    else:
+        Console().print(as_table(found))
+    if code := exit_code(found):
+        raise typer.Exit(code)

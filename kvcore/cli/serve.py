@@ -1,12 +1,15 @@
-"""Starts an engine with kvcore switched on."""
+"""`kvcore serve`: start an engine with kvcore switched on."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+import typer
+
+from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.plugins import manager
 from kvcore.config import Config, engine_environment
 from kvcore.errors import ConfigError, UnsupportedError
@@ -17,10 +20,10 @@ from kvcore.plugins.manager import require
 def command(
     model: str, config: Config, engine: str | None, engine_args: Sequence[str]
 ) -> ServeCommand:
-    """The command line of ``engine``, else of the config's.
+    """Return the command line of ``engine``, or of the engine that the settings name.
 
-    Raises ConfigError when neither names one, UnsupportedError when it is not installed in a
-    version that the adapter serves.
+    Raises ConfigError if neither names one, UnsupportedError if no version that the adapter
+    supports is installed.
     """
     plugins = manager(config)
     name = engine or config.engine
@@ -34,7 +37,7 @@ def command(
 
 
 def as_shell(command: ServeCommand) -> str:
-    """One line for a shell. Values of variables may be secret: only their names are shown."""
+    """Return one shell line. It shows the names of variables, not values, which may be secret."""
     variables = [
         f"{name}={shlex.quote('...') if value else ''}" for name, value in command.env.items()
     ]
@@ -42,10 +45,37 @@ def as_shell(command: ServeCommand) -> str:
 
 
 def run(command: ServeCommand) -> NoReturn:
-    """Replace this process. Raises UnsupportedError when the command cannot be run."""
+    """Replace this process. Raises UnsupportedError if the command cannot be run."""
     try:
         os.execvpe(command.argv[0], command.argv, engine_environment(command.env))
     except OSError as error:
         raise UnsupportedError(
             f"{command.argv[0]!r} cannot be run: {error.strerror}; is the engine installed here?"
         ) from error
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def serve_model(
+    model: Annotated[str, typer.Argument(help="Model name or path, as the engine takes it.")],
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ENGINE_ARGS", help="Passed to the engine unchanged."),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine. Default: the setting `engine`.")
+    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command instead of running it.")
+    ] = False,
+) -> None:
+    """Start an engine with kvcore. The engine replaces this process."""
+    effective = load(file, assignments)
+    made = command(model, effective, engine, engine_args or [])
+    if dry_run:
+        typer.echo(as_shell(made))
+    else:
+        run(made)

@@ -1,4 +1,4 @@
-"""`kvcore server`: runs one, asks one how it is, makes keys for one."""
+"""`kvcore server`: run a server, print the status of one, or make keys for one."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvcore import log
-from kvcore.cli.plugins import manager
+from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.config import Config, format_size
 from kvcore.config.paths import folder_of
-from kvcore.control.tenants import check_quotas
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.server.curve_keys import make_keys
-from kvcore.server.messages import StatusReply, StatusRequest
-from kvcore.server.rpc import Link
-from kvcore.server.server import Server
 
-__all__ = ["make_keys", "run", "status", "with_address"]
+__all__ = ["run", "run_server", "status", "with_address"]
 
 STATUS_WAIT_S = 2.0
 
 
 def with_address(config: Config) -> Config:
-    """The settings of a server: its address is "local" where none is given."""
+    """Return the settings with the address "local" if none is given."""
     if config.server.address is not None:
         return config
     server = config.server.model_copy(update={"address": "local"})
@@ -33,8 +32,12 @@ def with_address(config: Config) -> Config:
 
 
 def run(config: Config, ready: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` is told the address. Raises ConfigError when the
-    settings do not do, or another server has the folder."""
+    """Serve until SIGINT or SIGTERM, and call ``ready`` with the address once it listens.
+
+    Raises ConfigError if the settings cannot be served, or if another server has the folder.
+    """
+    from kvcore.server.server import Server
+
     log.configure(config.log.level, config.log.format)
     check(config)
     server = Server(config)
@@ -46,7 +49,10 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for settings with which the first engine would be refused."""
+    """Raise ConfigError for settings with which the first engine would be refused."""
+    from kvcore.cli.plugins import manager
+    from kvcore.control.tenants import check_quotas
+
     manager(config).check(config)
     check_quotas(config)
     path = folder_of(config.server)
@@ -62,7 +68,10 @@ def check(config: Config) -> None:
 
 
 def status(config: Config) -> str:
-    """What the running server says of itself, as JSON. Raises TierUnavailable when none answers."""
+    """Return the running server's status as JSON. Raises TierUnavailable if none answers."""
+    from kvcore.server.messages import StatusReply, StatusRequest
+    from kvcore.server.rpc import Link
+
     link = Link(config.server)
     try:
         reply = link.ask(StatusRequest(link.ref()), STATUS_WAIT_S)
@@ -71,3 +80,36 @@ def status(config: Config) -> str:
     if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"no kvcore server answers for {config.server.address!r}")
     return json.dumps(reply.status, indent=2)
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def run_server(
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+    keygen: Annotated[
+        Path | None,
+        typer.Option(
+            "--keygen", metavar="FOLDER", help="Write CURVE keys for TCP to FOLDER and exit."
+        ),
+    ] = None,
+    client: Annotated[
+        str, typer.Option("--client", help="Name of the client's keys (with --keygen).")
+    ] = "client",
+    show_status: Annotated[
+        bool, typer.Option("--status", help="Print the running server's status as JSON and exit.")
+    ] = False,
+) -> None:
+    """Hold KV for all engines of this machine, until interrupted."""
+    if keygen is not None:
+        from kvcore.server.curve_keys import make_keys
+
+        for path in make_keys(keygen, client):
+            typer.echo(path)
+        return
+    effective = with_address(load(file, assignments))
+    if show_status:
+        typer.echo(status(effective))
+    else:
+        run(effective, lambda address: typer.echo(f"kvcore server listens on {address}"))

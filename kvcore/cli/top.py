@@ -15,9 +15,11 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Group
+import typer
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 
 from kvcore.config import format_size
@@ -69,6 +71,8 @@ def fetch(url: str) -> Sample:
 
 def parse(text: str, at: float) -> Sample:
     """A page in Prometheus' text format. Raises UnsupportedError for anything else."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     hits, any_of_ours = 0.0, False
     try:
@@ -144,3 +148,28 @@ def _of(series: Mapping[str, float], name: str) -> float:
 
 def _size(nbytes: float) -> str:
     return format_size(int(nbytes), exact=False)
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def show_top(
+    url: Annotated[
+        str, typer.Option("--url", help="Prometheus endpoint of the engine.")
+    ] = "http://127.0.0.1:8000/metrics",
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, help="Seconds between updates.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+) -> None:
+    """Watch the tiers, hits, misses, bandwidth and queues of a running engine."""
+    before = fetch(url)
+    if once:
+        Console().print(frame(before))
+        return
+    with Live(frame(before), console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            now = fetch(url)
+            live.update(frame(now, before), refresh=True)
+            before = now

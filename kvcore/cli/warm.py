@@ -1,7 +1,7 @@
-"""Asks a serving engine for texts once, so that their KV is stored as chunks for fusion.
+"""`kvcore warm`: have an engine compute texts once, so that fusion can reuse them as chunks.
 
-The engine speaks OpenAI's API, and vLLM's ``/tokenize``. A chunk is asked for with one token to
-generate, exactly (no fusion), behind the tokens of ``fusion.behind``.
+The engine serves OpenAI's API and vLLM's ``/tokenize``. Each chunk is one request for one token,
+computed exactly (without fusion), behind the tokens of ``fusion.behind``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from kvcore.config import engine_environment
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvcore.cli import serve
+from kvcore.cli.options import Assignments, ConfigFile, load
+from kvcore.config import Config, engine_environment
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.plugins import ServeCommand
 
@@ -38,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 def read_texts(files: Sequence[Path]) -> list[tuple[str, str]]:
-    """(name, text) of each file, which is UTF-8. Raises ConfigError naming one that is not."""
+    """Return (name, text) of each UTF-8 file. Raises ConfigError for a file that is not text."""
     found = []
     for file in files:
         try:
@@ -53,7 +60,10 @@ def read_texts(files: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 class Client:
-    """A running engine. Every call blocks; UnsupportedError says what it answered instead."""
+    """A client of a running engine.
+
+    Every call blocks. UnsupportedError carries an answer that is not the expected one.
+    """
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -63,13 +73,13 @@ class Client:
         self.model = model or self._first_model()
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids, without the tokens that begin a text."""
+        """Return the token ids of ``text``, without special tokens at its start."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         tokens: list[int] = self._ask("/tokenize", body)["tokens"]
         return tokens
 
     def prefill(self, tokens: Sequence[int]) -> int:
-        """Have the engine compute and keep these tokens; how many kvcore had already."""
+        """Have the engine compute and store these tokens. Returns how many kvcore already had."""
         body = {
             "model": self.model,
             "prompt": list(tokens),
@@ -102,7 +112,7 @@ class Client:
 
 
 def chunks(client: Client, texts: Sequence[tuple[str, str]], longest: int) -> Iterator[Chunk]:
-    """Texts as chunks, those longer than ``longest`` tokens cut into pieces."""
+    """Yield texts as chunks. A text longer than ``longest`` tokens is cut into pieces."""
     for name, text in texts:
         tokens = client.tokenize(text)
         for start in range(0, len(tokens), longest):
@@ -116,7 +126,7 @@ def warm(
     behind: Sequence[int],
     done: Callable[[Chunk, int], object],
 ) -> int:
-    """Have every chunk computed and kept; ``done`` is told of each. Tokens computed in all."""
+    """Compute and store every chunk, calling ``done(chunk, reused)``. Returns tokens computed."""
     computed = 0
     for chunk in found:
         reused = client.prefill([*behind, *chunk.tokens])
@@ -127,9 +137,9 @@ def warm(
 
 @contextlib.contextmanager
 def running(command: ServeCommand, log: Path) -> Iterator[str]:
-    """Run an engine until the block ends; gives its address once it answers.
+    """Run an engine for the length of the block, and yield its address once it answers.
 
-    Raises UnsupportedError with the end of its log when it does not come up.
+    Raises UnsupportedError with the end of its log if it does not start.
     """
     port = _free_port()
     argv = [*command.argv, "--host", "127.0.0.1", "--port", str(port)]
@@ -169,3 +179,89 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """The engine that computes: a running one (``url``), or one to start."""
+
+    url: str | None
+    model: str | None
+    engine: str | None
+    api_key: str | None
+
+
+def run(
+    files: Sequence[Path], target: Target, config: Config, longest: int, console: Console
+) -> None:
+    """Warm every file, show the progress and print the totals."""
+    texts = read_texts(files)
+    with _client(target, config) as client:
+        found = list(chunks(client, texts, longest))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("warming", total=len(found))
+
+            def done(chunk: Chunk, reused: int) -> None:
+                progress.update(bar, advance=1, description=chunk.name)
+
+            computed = warm(client, found, config.fusion.behind, done)
+    total = sum(len(chunk.tokens) for chunk in found)
+    console.print(
+        f"{len(found)} chunks of {total} tokens; {computed} computed, the rest was stored already",
+        highlight=False,
+    )
+
+
+@contextlib.contextmanager
+def _client(target: Target, config: Config) -> Iterator[Client]:
+    if target.url is not None:
+        yield Client(target.url, target.model, target.api_key)
+        return
+    if target.model is None:
+        raise ConfigError("given neither --url nor --model: name a running engine, or a model")
+    command = serve.command(target.model, config, target.engine, [])
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcore-warm-") as folder,
+        running(command, Path(folder) / "engine.log") as address,
+    ):
+        yield Client(address, target.model, target.api_key)
+
+
+def warm_chunks(
+    files: Annotated[list[Path], typer.Argument(help="UTF-8 text files. Each becomes one chunk.")],
+    url: Annotated[str | None, typer.Option("--url", help="Address of a running engine.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model. Default with --url: the engine's first.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine to start if --url is not given.")
+    ] = None,
+    longest: Annotated[
+        int,
+        typer.Option(
+            "--chunk-tokens", min=16, help="Longest chunk. Longer texts are cut into pieces."
+        ),
+    ] = 4096,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", envvar="OPENAI_API_KEY", help="API key for the engine."),
+    ] = None,
+    file: ConfigFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Compute texts once, so that fusion can reuse them in any prompt.
+
+    With --url, the engine that serves there computes them. Otherwise an engine is started for this
+    command, and the KV outlives it only in a tier that does, such as disk.
+    """
+    effective = load(file, assignments)
+    target = Target(url, model, engine, api_key)
+    run(files, target, effective, longest, Console())

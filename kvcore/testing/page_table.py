@@ -1,8 +1,8 @@
-"""An engine's page table: allocation, reuse of full pages by prefix, eviction.
+"""A simple page table of an engine: allocation, prefix reuse and LRU eviction.
 
-Does what the block managers of engines do, in the simplest way: pages that nobody uses stay in a
-table of prefixes until their room is needed, the least recently used first. Only full pages are
-reused. The engines of this package that run in-process have one each.
+It does what the block managers of engines do. A page without users stays in a table of prefixes
+until its room is needed; the least recently used page is evicted first. Only full pages are reused.
+Each in-process engine of this package has its own page table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["PageTable"]
 
 
 class PageTable:
-    """``num_pages`` pages of ``page_tokens`` tokens. One owner, not thread-safe."""
+    """A page table of ``num_pages`` pages of ``page_tokens`` tokens. Not thread-safe."""
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self.num_pages = num_pages
@@ -30,14 +30,14 @@ class PageTable:
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated: free ones, and stored ones that nobody uses."""
+        """Number of pages that can be allocated: free pages, and stored pages without users."""
         return self.num_pages - len(self._users)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
     def claim(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """Take the stored pages that begin ``tokens``; the last token is never covered."""
+        """Take the stored pages of the longest prefix of ``tokens``, without the last token."""
         found = []
         for name in self._names(tokens[: len(tokens) - 1], salt):
             if name not in self._stored:
@@ -48,7 +48,7 @@ class PageTable:
         return found
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` fresh pages. CapacityError when there are not as many."""
+        """Take ``count`` fresh pages. Raises CapacityError if fewer are available."""
         if count > self.available:
             raise CapacityError(f"{count} pages asked for, {self.available} available")
         while len(self._free) < count:
@@ -58,14 +58,14 @@ class PageTable:
         return taken
 
     def store(self, tokens: Sequence[int], salt: str, pages: Sequence[int]) -> None:
-        """Make the full pages of ``tokens``, whose KV is complete, known for reuse."""
+        """Publish the full pages of ``tokens`` for reuse. Their KV must be complete."""
         for name, page in zip(self._names(tokens, salt), pages):  # noqa: B905 - tail left out
             if name not in self._stored and page not in self._name_of:
                 self._stored[name] = page
                 self._name_of[page] = name
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. What is stored stays for reuse."""
+        """Give pages back. Stored pages stay reusable."""
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
@@ -74,13 +74,13 @@ class PageTable:
                     self._free.append(page)
 
     def forget(self) -> None:
-        """Forget everything stored."""
+        """Forget all stored prefixes."""
         self._free += [page for page in self._name_of if page not in self._users]
         self._stored.clear()
         self._name_of.clear()
 
     def check_integrity(self) -> None:
-        """Every page is free, in use or stored; nothing is free and something else."""
+        """Assert that every page is free, in use or stored, and that no free page is either."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & set(self._users), "a page is free and in use"

@@ -1,4 +1,4 @@
-"""Ranks of one engine as threads of this process, with the collectives they meet in."""
+"""Ranks of one engine as threads of this process, with their collectives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _T = TypeVar("_T")
 _here = threading.local()
 
 STALL_S = 600.0
-"""How long a collective waits for the other ranks before that is called a stall."""
+"""Seconds that a collective waits for the other ranks before it fails as stalled."""
 
 
 class Ranks:
-    """``size`` threads that act as ranks. Calls on them block; close it when done."""
+    """A pool of ``size`` threads that act as ranks.
+
+    Calls on them block. Close it when done.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,14 +39,14 @@ class Ranks:
             thread.start()
 
     def on(self, number: int, call: Callable[[], _T]) -> _T:
-        """``call()`` on one rank."""
+        """Run ``call()`` on one rank, and return its result."""
         return self._start(number, call).result()
 
     def each(self, call: Callable[[int], _T]) -> list[_T]:
-        """``call(rank)`` on all ranks at once; raises what the first failing rank raised."""
+        """Run ``call(rank)`` on all ranks at once. Raises the first failing rank's error."""
         running = [self._start(n, lambda n=n: call(n)) for n in range(self.size)]  # type: ignore[misc]
         errors = [error for future in running if (error := future.exception()) is not None]
-        # A rank that fails breaks the collective for the others: tell of the cause, not of that.
+        # A rank that fails breaks the others' barrier: raise the cause, not the broken barrier.
         causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
         if errors:
             raise (causes or errors)[0]
@@ -66,12 +69,12 @@ class Ranks:
             call, future = item
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - handed to who asked
+            except BaseException as error:  # noqa: BLE001 - passed to the caller through the future
                 self._barrier.abort()
                 future.set_exception(error)
 
     def gather(self, number: int, value: _T) -> list[_T]:
-        """What every rank brought, in order of rank. Blocks until all ranks have called it."""
+        """Return the values of all ranks in rank order. Blocks until every rank has called it."""
         self._slots[number] = value
         if self._barrier.wait() == 0:
             self.collectives += 1
@@ -81,6 +84,6 @@ class Ranks:
 
 
 def here() -> tuple[Ranks, int] | None:
-    """The ranks this thread belongs to and its number among them; None for any other thread."""
+    """Return the `Ranks` and the rank number of this thread, or None if it is no rank."""
     ranks: Ranks | None = getattr(_here, "ranks", None)
     return None if ranks is None else (ranks, _here.number)

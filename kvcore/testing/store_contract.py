@@ -1,11 +1,11 @@
-"""What every remote store must do, as tests. Subclass `StoreContract` in a test file of your own:
+"""The contract of every remote store, as pytest tests. Subclass `StoreContract` in a test file:
 
 class TestMyStore(StoreContract):
     def make_store(self):
         return MyStore(...)
 
-Needs pytest. The tests share one store and use names of their own. What a server may do (die, hang,
-evict) is for the store's own tests.
+Needs pytest. The tests share one store, and each uses its own names. Faults of a server (it dies,
+hangs or evicts) belong in the store's own tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def value(seed: int, nbytes: int) -> bytes:
 
 
 def fetch(store: BlockStore, name: str, nbytes: int) -> bytes:
-    """A value of the store. Raises the store's error."""
+    """Return a value of the store. Raises the store's error."""
     into = bytearray(nbytes)
     (error,) = store.get([Item(name, [memoryview(into)])])
     if error is not None:
@@ -44,7 +44,7 @@ def fetch(store: BlockStore, name: str, nbytes: int) -> bytes:
 
 
 def put(store: BlockStore, values: dict[str, bytes]) -> None:
-    """Store them in one batch; every one must be there afterwards."""
+    """Store ``values`` in one batch, and assert that all are stored."""
     items = [Item(name, [memoryview(data)]) for name, data in values.items()]
     assert store.put(items) == [None] * len(items)
 
@@ -64,17 +64,17 @@ SIZES = [
     for heads in ([(0, 2)], [(0, 1), (1, 2)])
     for layers in ([(0, 4)], [(0, 1), (1, 4)])
 ]
-"""One rank and two, one pipeline stage and two."""
+"""Geometries of one and two ranks, with one and two pipeline stages."""
 
 
 def _taken(block: bytes, part: Part) -> bytes:
-    """A part of a whole block, the naive way."""
+    """Return one part of a whole block, computed the naive way."""
     whole = np.frombuffer(block, np.uint8).reshape(SHAPE.layers, SHAPE.kv_heads, -1)
     return whole[slice(*part.layers), slice(*part.heads)].tobytes()
 
 
 def _tier(store: BlockStore, geometry: Geometry, rank: int, prefix: str) -> StoreTier:
-    """A rank's, which starts no thread: it need not be closed."""
+    """Return the tier of a rank. It starts no thread, so it need not be closed."""
     shards = Shard.all_of(geometry, prefix)
     splits = Splits(store, shards, every_s=60)
     return StoreTier(
@@ -83,12 +83,15 @@ def _tier(store: BlockStore, geometry: Geometry, rank: int, prefix: str) -> Stor
 
 
 class StoreContract:
-    """``make_store`` opens a client of a store that is up; every client sees the same values."""
+    """The tests. ``make_store`` opens a client of a running store.
+
+    All clients must see the same values.
+    """
 
     replaces = True
-    """A second put of a name takes the place of the first."""
+    """True if a second put of a name replaces the first value."""
     nbytes = 10_000
-    """Bytes of a value: what a block has, with its header."""
+    """Size of a value in bytes: a block with its header."""
 
     def make_store(self) -> BlockStore:
         raise NotImplementedError
@@ -101,7 +104,7 @@ class StoreContract:
 
     @pytest.fixture
     def folder(self) -> str:
-        """First part of names that no other test uses."""
+        """A name prefix that no other test uses."""
         return f"contract/{uuid.uuid4().hex}"
 
     def names(self, folder: str, count: int) -> list[str]:
@@ -215,8 +218,10 @@ class StoreContract:
                 done.result()
 
     def test_a_value_is_never_a_mix(self, store: BlockStore, folder: str) -> None:
-        """Two writers of one name: readers see the one or the other. A server may turn away who is
-        in another's way."""
+        """With two writers of one name, readers see one value or the other.
+
+        A server may refuse conflicting requests.
+        """
         [name] = self.names(folder, 1)
         both = [bytes([n]) * self.nbytes for n in (1, 2)]
         put(store, {name: both[0]})
@@ -237,7 +242,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("written", SIZES)
     def test_any_size_reads_any_size(self, store: BlockStore, written: Geometry) -> None:
-        """Values of any ranks and stages are put together, or taken apart, at any other size."""
+        """Values of any rank and stage count can be read with any other rank and stage count."""
         prefix, key = f"contract-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
         block = value(1, SHAPE.nbytes)
         Splits(store, Shard.all_of(written, prefix), every_s=60, announces=True).refresh()

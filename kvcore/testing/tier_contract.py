@@ -1,4 +1,4 @@
-"""What every tier must do, as tests. Subclass `TierContract` in a test file of your own:
+"""The contract of every tier, as pytest tests. Subclass `TierContract` in a test file of your own:
 
 class TestMyTier(TierContract):
     persistent = True
@@ -6,8 +6,8 @@ class TestMyTier(TierContract):
     def make_tier(self, folder):
         return MyTier(folder, num_slots=self.num_slots, slot_nbytes=...)
 
-Needs pytest. The tests know nothing of the medium; what may happen to it (a flipped bit, a full
-disk, a lost connection) is for the tier's own tests.
+Needs pytest. The tests know nothing of the medium. Faults of the medium (a flipped bit, a full
+disk, a lost connection) belong in the tier's own tests.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ NAMESPACE = b"namespace".ljust(16, b"\0")
 
 
 class Block(NamedTuple):
-    """A block to store, with made-up bytes that depend on ``seed`` alone. In memory it starts on a
-    page, as in the host arena, unless it is ``odd``."""
+    """A block to store. Its bytes depend on ``seed`` alone.
+
+    In memory it starts on a page, as in the host arena, unless ``odd`` is true.
+    """
 
     slot: int
     seed: int
@@ -47,24 +49,24 @@ class Block(NamedTuple):
         return random.Random(~self.seed).randbytes(self.nbytes)
 
     def to_write(self) -> BlockWrite:
-        """From one read-only piece: a tier has no business writing there."""
+        """Return a write of one read-only piece, because a tier must not write to its source."""
         parent = self.seed.to_bytes(16, "little")
         memory = self.memory()
         memory[:] = self.data
         return BlockWrite(self.slot, self.key, parent, NAMESPACE, [memory.toreadonly()])
 
     def memory(self) -> memoryview:
-        """Room for the block, filled with zeros."""
+        """Return zeroed memory for the block."""
         return Pages(self.nbytes + self.odd).view[self.odd :]
 
 
 def write_blocks(tier: Tier, blocks: Sequence[Block]) -> None:
-    """Write them in one batch; every one must be stored."""
+    """Write ``blocks`` in one batch, and assert that all are stored."""
     assert tier.write([block.to_write() for block in blocks]) == [None] * len(blocks)
 
 
 def read_back(tier: Tier, block: Block) -> bytes:
-    """The block's bytes as the tier has them. Raises the tier's error."""
+    """Return the block's bytes from the tier. Raises the tier's error."""
     buffer = block.memory()
     (error,) = tier.read([BlockRead(block.slot, block.key, [buffer])])
     if error is not None:
@@ -73,16 +75,16 @@ def read_back(tier: Tier, block: Block) -> bytes:
 
 
 class TierContract:
-    """``make_tier`` gives an open tier of ``num_slots`` slots that keeps its things in ``folder``.
+    """The tests. ``make_tier`` returns an open tier of ``num_slots`` slots, stored in ``folder``.
 
-    With ``persistent``, it is called again for the same folder after ``close``, and then finds what
-    was written.
+    If ``persistent`` is true, ``make_tier`` is called again for the same folder after ``close``,
+    and the new tier must hold what was written.
     """
 
     num_slots = 8
     persistent = False
     odd = False
-    """Use memory that does not start on a page."""
+    """If true, use memory that does not start on a page."""
 
     def make_tier(self, folder: Path) -> Tier:
         raise NotImplementedError
@@ -94,7 +96,7 @@ class TierContract:
         tier.close()
 
     def blocks(self, tier: Tier, count: int, first_seed: int = 0) -> list[Block]:
-        """``count`` blocks in the first slots."""
+        """Return ``count`` blocks for the first slots."""
         return [Block(slot, first_seed + slot, tier.slot_nbytes, self.odd) for slot in range(count)]
 
     # -- reads give what was written --------------------------------------------------------

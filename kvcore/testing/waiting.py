@@ -1,4 +1,4 @@
-"""Waiting in tests: until something is true, with patience for a busy machine."""
+"""Waiting in tests, with patience for a busy machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["PATIENCE_S", "until"]
 
 PATIENCE_S = 60.0
-"""Seconds to wait for what takes milliseconds on a machine that is not busy."""
+"""Seconds to wait for something that takes milliseconds on an idle machine."""
 
 
 def until(

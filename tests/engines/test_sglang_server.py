@@ -16,9 +16,9 @@ from kvcore.harness.compare import ALL, ANSWER, EXACT, answers, blended, settled
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
-from kvcore_devtools import sharing
-from kvcore_devtools.served import rested, server_process
-from kvcore_devtools.sharing import LEAD, Pair, Texts
+from kvcore_devtools import shared_server_checks
+from kvcore_devtools.server_fixture import rested, server_process
+from kvcore_devtools.shared_server_checks import LEAD, Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -147,22 +147,22 @@ def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
         tmp_path_factory.mktemp("pair") / "kv",
         {"keep_on_flush": True, "prefetch": "wait"},
     )
-    with sharing.pair("sglang", folder, place, sglang=keeps) as made:
+    with shared_server_checks.pair("sglang", folder, place, sglang=keeps) as made:
         yield made
 
 
 def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
     pair: Pair, texts: Texts
 ) -> None:
-    sharing.shares(pair, texts)
-    sharing.outlives(pair, texts)
+    shared_server_checks.shares(pair, texts)
+    shared_server_checks.outlives(pair, texts)
 
 
 def test_loads_that_were_counted_on_and_are_not_planned(pair: Pair, texts: Texts) -> None:
-    sharing.misses(pair, texts)
+    shared_server_checks.misses(pair, texts)
 
 
 def test_a_tier_that_was_not_there_when_the_engines_started(
     pair: Pair, texts: Texts, tmp_path: Path
 ) -> None:
-    sharing.returns(pair, texts, tmp_path / "disk")
+    shared_server_checks.returns(pair, texts, tmp_path / "disk")

@@ -24,9 +24,9 @@ from kvcore.harness.compare import (
 from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
-from kvcore_devtools.served import rested, server_process
+from kvcore_devtools.disagg_proxy import prefill, split
+from kvcore_devtools.server_fixture import rested, server_process
 from kvcore_devtools.servers import free_port, need_client
-from kvcore_devtools.split import prefill, split
 
 pytestmark = pytest.mark.engine
 

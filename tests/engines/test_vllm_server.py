@@ -20,9 +20,9 @@ from kvcore.harness.compare import Reference, all_from, answers, same, settled
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.prompts import windows
 from kvcore.testing.waiting import until
-from kvcore_devtools import sharing
-from kvcore_devtools.served import RunningServer, follows, server_process, settings
-from kvcore_devtools.sharing import Pair, Texts
+from kvcore_devtools import shared_server_checks
+from kvcore_devtools.server_fixture import RunningServer, follows, server_process, settings
+from kvcore_devtools.shared_server_checks import Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -115,22 +115,22 @@ def texts(model: Path) -> Texts:
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with sharing.pair("vllm", model, tmp_path_factory.mktemp("pair") / "kv") as made:
+    with shared_server_checks.pair("vllm", model, tmp_path_factory.mktemp("pair") / "kv") as made:
         yield made
 
 
 def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
     pair: Pair, texts: Texts
 ) -> None:
-    sharing.shares(pair, texts)
-    sharing.outlives(pair, texts)
+    shared_server_checks.shares(pair, texts)
+    shared_server_checks.outlives(pair, texts)
 
 
 def test_loads_that_were_counted_on_and_are_not_planned(pair: Pair, texts: Texts) -> None:
-    sharing.misses(pair, texts)
+    shared_server_checks.misses(pair, texts)
 
 
 def test_a_tier_that_was_not_there_when_the_engines_started(
     pair: Pair, texts: Texts, tmp_path: Path
 ) -> None:
-    sharing.returns(pair, texts, tmp_path / "disk")
+    shared_server_checks.returns(pair, texts, tmp_path / "disk")

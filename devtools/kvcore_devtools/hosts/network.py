@@ -25,11 +25,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
-from kvcore.testing.closing import Closing
 from kvcore_devtools.hosts import cable, keeper
 
 __all__ = ["Facts", "Host", "Network", "why_not"]
@@ -338,7 +338,7 @@ class Host:
             process.wait()
 
 
-class Network(Closing, Mapping[str, Host]):
+class Network(AbstractContextManager["Network"], Mapping[str, Host]):
     """Hosts by name, all on one switch, for the length of a ``with``.
 
     Raises UnsupportedError, saying what is missing, where this machine has no hosts to give.
@@ -363,6 +363,9 @@ class Network(Closing, Mapping[str, Host]):
             self.close()
             raise
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End all that runs on the hosts, and the hosts. Blocks; idempotent."""

@@ -1,13 +1,8 @@
-"""A trace replayed through the real index, manager, policies and planner; only time is modelled.
+"""A trace replayed through the real index, manager, policies and planner. Only time is modelled.
 
-trace     requests as Mooncake publishes them, a line each
-media     the transport: what moves takes as long as the rates say
-run       one scenario over one trace, and what came of it
+command   the options of `kvcore simulate`
+sweep     the scenarios of a run, and their outcomes as a table, JSON and a plot
+run       one scenario over one trace
+media     the manager's transport: each transfer takes as long as the rates say
+trace     requests in the format that Mooncake publishes, one a line
 """
-
-from __future__ import annotations
-
-from kvcore.cli.simulate.run import Outcome, Scenario, Way, simulate
-from kvcore.cli.simulate.trace import TraceRequest, read_trace
-
-__all__ = ["Outcome", "Scenario", "TraceRequest", "Way", "read_trace", "simulate"]

@@ -1,10 +1,10 @@
-"""The conformance kit: the same cases on every engine that kvcore serves.
+"""The conformance kit: the same cases on every engine that kvcore supports.
 
     kvcore conformance --engine reference            a table, or JSON
     class TestMine(ConformanceSuite): ...            the same under pytest (`.suite`)
 
-An engine is tried through a `Driver` (`docs/conformance.md` shows how to write one). Importing this
-registers the cases; it loads no engine and no pytest.
+A `Driver` starts and drives an engine (`docs/conformance.md` shows how to write one). Importing
+this package registers the cases. It loads no engine and no pytest.
 """
 
 from kvcore.testing.conformance import cases

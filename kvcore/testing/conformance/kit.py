@@ -1,7 +1,7 @@
-"""A run of the kit on one engine: engines started when a case wants one, and what is expected.
+"""One run of the kit: it starts engines when a case needs one, and knows the expected answers.
 
-Starting an engine may take a minute, so one is kept while the cases ask for the same setup, and
-cleared between them. Beside it runs one without kvcore, which says what the answers are.
+Starting an engine may take a minute. An engine is therefore kept while cases ask for the same
+setup, and cleared between them. A second engine without kvcore gives the expected answers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
 from kvcore.harness.models import tiny_model
-from kvcore.testing.closing import Closing
 from kvcore.testing.conformance.driver import Answer, Ask, Capability, Driver, Engine, Setup
 
 __all__ = ["CASES", "SECTIONS", "Case", "Kit", "Result", "case", "run"]
@@ -27,15 +26,17 @@ __all__ = ["CASES", "SECTIONS", "Case", "Kit", "Result", "case", "run"]
 SECTIONS = ("equality", "accounting", "fusion", "faults", "crossing")
 BLOCK = 16
 PATIENT = {"lookup_s": 60, "timeout_s": 30, "deadline_s": 60, "splits_s": 0.01}
-"""Options of a store on a machine that is busy: what is there is found, at whatever size it was
-written."""
+"""Store options for a busy machine.
+
+A stored block is found, whatever the rank count that wrote it.
+"""
 
 _STORES = {"redis": "redis", "rediss": "redis", "unix": "redis"}
-"""By the scheme of a URL; what is not here is for "objects" (``s3``, ``gs``, ``az``, ``file``)."""
+"""Tier plugins by URL scheme. Others (``s3``, ``gs``, ``az``, ``file``) are for "objects"."""
 
 
 def store_plugin(url: str) -> str:
-    """The tier plugin for a remote store. Raises ConfigError for what is no URL."""
+    """Return the tier plugin for a store's URL. Raises ConfigError if it is not a URL."""
     scheme, found, _ = url.partition("://")
     if not found:
         raise ConfigError(
@@ -47,10 +48,10 @@ def store_plugin(url: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """Something every engine must do: ``run(kit)`` raises AssertionError where it does not.
+    """A requirement on every engine. ``run(kit)`` raises AssertionError if it is not met.
 
-    A case of more than one engine runs where the kit has ``partners``, one that needs a remote
-    store where it has a ``store``.
+    A case with ``pairs`` runs only if the kit has ``partners``. A case with ``store`` runs only if
+    the kit has a remote store.
     """
 
     section: str
@@ -62,7 +63,7 @@ class Case:
     store: bool = False
 
     def lacks(self, kit: Kit) -> str:
-        """Why the case is not for this engine; empty where it is."""
+        """Return why the case cannot run on this engine, or an empty string if it can."""
         missing = self.needs - kit.driver.capabilities
         if missing:
             return "no " + ", ".join(sorted(capability.value for capability in missing))
@@ -72,13 +73,13 @@ class Case:
 
 
 CASES: list[Case] = []
-"""All of them, as they are registered."""
+"""All cases, in the order in which they were registered."""
 
 
 def case(
     section: str, *needs: Capability, pairs: bool = False, store: bool = False
 ) -> Callable[[Callable[[Kit], None]], Callable[[Kit], None]]:
-    """Register a function as a case: its name and the first line of its docstring are shown."""
+    """Register a function as a case. Its name and its docstring's first line are shown."""
     assert section in SECTIONS, section
 
     def register(function: Callable[[Kit], None]) -> Callable[[Kit], None]:
@@ -92,7 +93,7 @@ def case(
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case: "passed", "failed" or "left out", and why."""
+    """The outcome of a case: "passed", "failed" or "left out", and why."""
 
     section: str
     case: str
@@ -104,8 +105,8 @@ class Result:
         return asdict(self)
 
 
-class Kit(Closing):
-    """What a case may use. One thread; close it when done.
+class Kit(AbstractContextManager["Kit"]):
+    """The engines, prompts and expectations of a run. One thread. Close it when done.
 
     ``partners`` are drivers of the engines that share a disk with this one. ``store`` is the URL
     of a remote store for all of them, as `store_plugin` knows it. ``folder`` is scratch.
@@ -132,8 +133,11 @@ class Kit(Closing):
         self._known: dict[str, list[int]] = {}
         self._scratch = 0
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Stop every engine, and let go of what the drivers keep."""
+        """Stop every engine and close the drivers."""
         self.stop()
         if self._plain is not None:
             self._plain[1].stop()
@@ -144,12 +148,12 @@ class Kit(Closing):
     # -- prompts ----------------------------------------------------------------------------
 
     def words(self, seed: int, count: int) -> list[int]:
-        """Tokens without sense; equal arguments, equal tokens."""
+        """Return ``count`` random tokens. Equal arguments give equal tokens."""
         picks = random.Random(seed)
         return [picks.randrange(16, self.vocabulary) for _ in range(count)]
 
     def new_folder(self) -> Path:
-        """An empty folder of its own."""
+        """Make a new empty folder."""
         self._scratch += 1
         made = self.folder / f"scratch-{self._scratch}"
         made.mkdir(parents=True)
@@ -158,7 +162,7 @@ class Kit(Closing):
     # -- engines ----------------------------------------------------------------------------
 
     def config(self, **tables: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of kvcore: the kit's own, and ``tables`` over them."""
+        """Return kvcore's settings: the kit's defaults, updated with ``tables``."""
         made: dict[str, Any] = {
             "block": {"tokens": BLOCK},
             "host": {"capacity": "64MiB"},
@@ -169,18 +173,21 @@ class Kit(Closing):
         return made
 
     def disk(self) -> dict[str, Any]:
-        """A disk tier in a folder of its own."""
+        """Return the settings of a disk tier in a new folder."""
         return {"path": str(self.new_folder()), "capacity": "256MiB"}
 
     def far(self) -> dict[str, Any]:
-        """A tier in the kit's remote store, under a name of its own. Lookups wait for its word."""
+        """Return the settings of a tier in the kit's remote store, under a new key prefix.
+
+        Lookups wait for its answer.
+        """
         assert self.store is not None
         options = {"url": self.store, "prefix": f"kit-{uuid.uuid4().hex}", **PATIENT}
         return {"plugin": store_plugin(self.store), "capacity": "256MiB", "options": options}
 
     @contextmanager
     def engine(self, kvcore: Mapping[str, Any] | None = None, **setup: Any) -> Iterator[Engine]:
-        """An engine with these settings that holds nothing, maybe one that ran before."""
+        """Lend an empty engine with these settings. It may be one that ran before, cleared."""
         wanted = Setup(self.model, kvcore if kvcore is not None else self.config(), **setup)
         if self._running is not None and self._running[0] == wanted.key:
             self._running[1].clear()
@@ -193,7 +200,7 @@ class Kit(Closing):
     def fresh(
         self, kvcore: Mapping[str, Any], driver: Driver | None = None, **setup: Any
     ) -> Iterator[Engine]:
-        """An engine started for this block and stopped after it; its disk may hold something."""
+        """Start an engine for this block and stop it afterwards. Its disk may hold blocks."""
         self.stop()
         wanted = Setup(setup.pop("model", self.model), kvcore, **setup)
         self._running = ("", (driver or self.driver).start(wanted))
@@ -201,7 +208,7 @@ class Kit(Closing):
         self.stop()
 
     def _lent(self, engine: Engine) -> Iterator[Engine]:
-        """Nobody gets an engine in which a case has failed."""
+        """Lend an engine, and stop it if the case fails, so that no other case gets it."""
         try:
             yield engine
         except BaseException:
@@ -217,7 +224,10 @@ class Kit(Closing):
     # -- what is expected -------------------------------------------------------------------
 
     def right(self, asks: Sequence[Ask], **setup: Any) -> list[list[int]]:
-        """Answers of the engine without kvcore, each asked alone and once; ``setup`` as `Setup`."""
+        """Return the answers of the engine without kvcore. Each request runs alone, and only once.
+
+        ``setup`` has the fields of `Setup`.
+        """
         setup = {"model": self.model, "lora": any(ask.lora for ask in asks), **setup}
         wanted = Setup(kvcore=None, **setup)
         return [self._right(replace(ask, salt=None, fusion=None), wanted) for ask in asks]
@@ -234,7 +244,7 @@ class Kit(Closing):
         return self._known[place]
 
     def same(self, got: Sequence[Answer], asks: Sequence[Ask], **setup: Any) -> None:
-        """AssertionError unless every answer is that of the engine without kvcore."""
+        """Assert that every answer equals that of the engine without kvcore."""
         wrong = [
             f"request {i}: {answer.tokens} for {right}, reused {answer.reused}"
             for i, (answer, right) in enumerate(zip(got, self.right(asks, **setup), strict=True))
@@ -251,8 +261,10 @@ class Kit(Closing):
         writer: Driver | None = None,
         reader: Driver | None = None,
     ) -> int:
-        """Tokens that must be reused of a prompt that was answered before, by ``writer``; or of
-        one whose first ``shared`` tokens are those of a longer one that was."""
+        """Return how many tokens must be reused of a prompt that ``writer`` answered before.
+
+        With ``shared``, only its first ``shared`` tokens were part of an answered, longer prompt.
+        """
         prompt = len(ask.tokens)
         computed = prompt + ask.max_tokens - 1  # the last token of an answer is not computed
         stored = (writer or self.driver).stores(computed)
@@ -261,7 +273,7 @@ class Kit(Closing):
         )
 
     def stored(self, engine: Engine, asks: Sequence[Ask]) -> None:
-        """Ask one by one until all is stored, and let the engine forget what it holds itself."""
+        """Answer requests one by one, wait until all is stored, and empty the engine's cache."""
         for ask in asks:
             engine.ask([ask])
         engine.settle()
@@ -269,14 +281,14 @@ class Kit(Closing):
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
-    """By section; inside one as they are registered, which is how they share engines best."""
+    """Sort cases by section. Within a section the registration order shares engines best."""
     return sorted(cases, key=lambda one: SECTIONS.index(one.section))
 
 
 def run(
     kit: Kit, cases: Iterable[Case] | None = None, told: Callable[[Result], None] | None = None
 ) -> list[Result]:
-    """Run cases on the kit's engine; a failing one does not stop the others."""
+    """Run cases on the kit's engine. A failed case does not stop the others."""
     results = []
     for one in in_order(CASES if cases is None else cases):
         result = _run(kit, one)

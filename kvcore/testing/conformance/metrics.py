@@ -1,4 +1,4 @@
-"""Reading kvcore's metrics where they are kept, and where an engine shows them as text."""
+"""Sums of kvcore's metrics, from this process or from an engine's text samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["total", "total_of_samples"]
 
 
 def total(kept: Iterable[Metrics], name: str, labels: Mapping[str, str]) -> float:
-    """Sum of the samples of ``name`` whose labels are these, over several collections."""
+    """Return the sum of the samples of ``name`` that have ``labels``, over several `Metrics`."""
     found = 0.0
     for metrics in kept:
         registry = CollectorRegistry()
@@ -27,7 +27,7 @@ def total(kept: Iterable[Metrics], name: str, labels: Mapping[str, str]) -> floa
 
 
 def total_of_samples(samples: Mapping[str, float], name: str, labels: Mapping[str, str]) -> float:
-    """The same of samples by name with labels, ``name{a="b"}``."""
+    """Return the same sum over samples whose keys are names with labels, ``name{a="b"}``."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         value

@@ -1,4 +1,4 @@
-"""The kit as a pytest class: an adapter's own tests subclass it.
+"""The conformance kit as a pytest class. An adapter's tests subclass it:
 
 class TestMyEngine(ConformanceSuite):
     def make_driver(self) -> Driver:
@@ -18,18 +18,18 @@ __all__ = ["ConformanceSuite"]
 
 
 class ConformanceSuite:
-    """Every case a test. A case that needs what the engine lacks is skipped, and says so."""
+    """Every case as a test. A case that needs a capability the engine lacks is skipped."""
 
     def make_driver(self) -> Driver:
-        """The driver to test; override it."""
+        """Return the driver to test. Must be overridden."""
         raise NotImplementedError("a subclass of ConformanceSuite gives its driver")
 
     def make_partners(self) -> Sequence[Driver]:
-        """Drivers of the engines that must read what it writes, and the other way round."""
+        """Return drivers of the engines that exchange KV with it, in both directions."""
         return ()
 
     def make_store(self) -> str | None:
-        """The URL of a remote store that all of them reach."""
+        """Return the URL of a remote store that all engines reach, or None."""
         return None
 
     @pytest.fixture(scope="class")

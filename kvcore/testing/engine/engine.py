@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,7 +47,6 @@ from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Part, Rates, TierRates
-from kvcore.testing.closing import Closing
 from kvcore.testing.engine.fusing import RankBlender, ReferenceFusionScheduler
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
@@ -85,7 +85,7 @@ class EngineArgs:
     promise_s: float = 5.0
 
 
-class ReferenceEngine(Closing):
+class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
     """One engine over ``model``; ``config`` None leaves kvcore out. Close it when done.
 
     The class attributes are the parts that make it an adapter: a test of tests plants a broken one.
@@ -244,6 +244,9 @@ class ReferenceEngine(Closing):
             shapes=shapes,
             device=self.model.device,
         )
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Finish what is being saved, flush the tiers, and let go of everything."""

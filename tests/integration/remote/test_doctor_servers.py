@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.cli.contact import contacts
-from kvcore.cli.findings import Finding, Level
+from kvcore.cli.probe import Finding, Level, contacts
 from kvcore.config import load_config
 from kvcore.plugins import PluginManager
 from kvcore_devtools.servers import Server, Start, etcd, nats, need_client, redis_like

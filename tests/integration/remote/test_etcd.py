@@ -19,7 +19,7 @@ from kvcore.cluster import Leadership, Member, open_directory
 from kvcore.errors import ClusterError
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, settings
+from kvcore_devtools.server_fixture import RunningServer, settings
 from kvcore_devtools.servers import Server, Start, etcd, need_client
 
 need_client("etcd3gw")

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvcore.cli.contact import contacts
-from kvcore.cli.findings import Finding, Level
+from kvcore.cli.probe import Finding, Level, contacts
 from kvcore.config import load_config
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierUnavailable, UnsupportedError
 from kvcore.memory.nixl import LANE_NBYTES, FileAgent, Span

@@ -11,7 +11,7 @@ pytest.importorskip("zmq")
 
 from kvcore.config import Config
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
-from kvcore_devtools.served import RunningServer
+from kvcore_devtools.server_fixture import RunningServer
 
 
 @pytest.fixture(scope="session")

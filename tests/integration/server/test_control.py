@@ -21,7 +21,7 @@ from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport
-from kvcore_devtools.served import settings, words
+from kvcore_devtools.server_fixture import settings, words
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
 BLOCK = SHAPE.nbytes

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from kvcore.cli import ctl as ctl_module
-from kvcore.cli import listening
+from kvcore.cli import probe
 from kvcore.cli.app import app
 from kvcore.cli.ctl import Target, ask, parse_where
 from kvcore.config import Config, load_config
@@ -30,7 +30,7 @@ from kvcore.server import messages as m
 from kvcore.server.curve_keys import make_keys
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, settings, words
+from kvcore_devtools.server_fixture import RunningServer, settings, words
 from kvcore_devtools.servers import free_port
 
 Start = Callable[[Config], RunningServer]
@@ -226,7 +226,7 @@ def test_where_nobody_listens_that_is_said_and_not_waited_for(folder: Path, tmp_
 def test_a_server_that_is_killed_during_an_order_is_missed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "AGAIN_S", 0.01)
+    monkeypatch.setattr(probe, "AGAIN_S", 0.01)
     folder.mkdir(mode=0o700)
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(folder / "server.sock"))

@@ -13,7 +13,7 @@ from kvcore.server import messages as m
 from kvcore.server.pending_clears import PendingClears
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError
-from kvcore_devtools.served import RunningServer, settings
+from kvcore_devtools.server_fixture import RunningServer, settings
 from support.server_wire import MODEL, SPACE, join, keys, save, units
 
 Start = Callable[[Config], RunningServer]

@@ -10,7 +10,7 @@ import pytest
 
 from kvcore.config import Config
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 

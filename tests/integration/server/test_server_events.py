@@ -17,7 +17,7 @@ from kvcore.events.zmq_bus import ZmqSource
 from kvcore.model.keys import KeyChain
 from kvcore.server.server import Server
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, follows, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, follows, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 BLOCK = 16

@@ -18,7 +18,7 @@ from kvcore.server.runtime_dir import GRAPH_BITS
 from kvcore.testing.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import RowError, UnitTable
-from kvcore_devtools.served import RunningServer, questions, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, questions, serve, settings, words
 from kvcore_devtools.servers import stand_still
 
 Start = Callable[[Config], RunningServer]
@@ -27,7 +27,7 @@ CLIENT = """
 import sys, time
 from pathlib import Path
 from kvcore.testing.engine import ReferenceEngine, random_llama
-from kvcore_devtools.served import settings, words
+from kvcore_devtools.server_fixture import settings, words
 lease = {"lease_s": float(sys.argv[3])}
 engine = ReferenceEngine(random_llama(), config=settings(Path(sys.argv[1]), server=lease))
 def hang(*args, **options):

@@ -19,7 +19,7 @@ from kvcore.model.keys import KEY_BYTES, KeyChain, Namespace
 from kvcore.server import messages as m
 from kvcore.server.segments import LEAD_TOKENS, RemoteSegments, learn, search
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, questions, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, questions, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 FUSION = {"fusion": {"enabled": True}}

@@ -21,8 +21,8 @@ from kvcore.server.client import RemoteManager
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.engine.requests import Request, State
 from kvcore.testing.waiting import until
-from kvcore_devtools import split
-from kvcore_devtools.served import (
+from kvcore_devtools import disagg_proxy
+from kvcore_devtools.server_fixture import (
     RunningServer,
     questions,
     rested,
@@ -156,7 +156,7 @@ def test_what_an_engine_computes_that_of_another_server_loads(
         "host": {"huge_pages": False},
     }
     with EngineProcess("random", engine="reference", kvcore=kvcore, produces=True) as first:
-        promises = [split.prefill(first, prompt) for prompt in prompts]
+        promises = [disagg_proxy.prefill(first, prompt) for prompt in prompts]
         assert {promise["node"] for promise in promises} == {here.listen}
         assert decode(answering, prompts[0], promises[0]) == (plain(prompts[0]), {"far": 96})
         rested(here.folder)
@@ -262,7 +262,7 @@ CLIENT = """
 import json, sys, time
 from pathlib import Path
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
-from kvcore_devtools.served import settings, words
+from kvcore_devtools.server_fixture import settings, words
 args = EngineArgs(produces=True)
 engine = ReferenceEngine(random_llama(), args, settings(Path(sys.argv[1])))
 def hang(*args, **options):

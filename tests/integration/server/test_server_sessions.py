@@ -21,7 +21,7 @@ from kvcore.server import sessions as module
 from kvcore.server.runtime_dir import RuntimeDir, SessionFile, SessionLock
 from kvcore.server.server import Server
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import settings
+from kvcore_devtools.server_fixture import settings
 
 MODEL = m.Model.of(BlockShape(2, 2, 8, 16, "float32"), b"fingerprint")
 LEASE_S = 5.0

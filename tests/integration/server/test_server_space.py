@@ -18,7 +18,7 @@ from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir, session_of
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore_devtools.served import settings, words
+from kvcore_devtools.server_fixture import settings, words
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
 NAMES = [bytes([i + 1]) * 16 for i in range(4)]

@@ -17,7 +17,7 @@ from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, questions, words
+from kvcore_devtools.server_fixture import RunningServer, questions, words
 
 ANSWER = 6
 Start = Callable[[Config], RunningServer]

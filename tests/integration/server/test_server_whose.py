@@ -17,7 +17,7 @@ from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore_devtools.served import RunningServer, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, serve, settings, words
 from kvcore_devtools.servers import free_port
 
 Start = Callable[[Config], RunningServer]

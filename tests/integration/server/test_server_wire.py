@@ -32,7 +32,7 @@ from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
-from kvcore_devtools.served import RunningServer, settings
+from kvcore_devtools.server_fixture import RunningServer, settings
 from kvcore_devtools.servers import free_port
 from support.server_wire import DESCRIBED, MODEL, SHAPE, SPACE, join, keys, save, units
 

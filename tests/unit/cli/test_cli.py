@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcore import __version__
-from kvcore.cli import server as server_module
 from kvcore.cli.app import app
 from kvcore.errors import ConfigError
 from kvcore.plugins import manager as manager_module
+from kvcore.server import server as server_module
 
 ROOT = Path(__file__).parents[3]
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcore.cli import doctor
+from kvcore.cli import checks
 from kvcore.cli.app import app
-from kvcore.cli.contact import CONTACT_S, contacts
-from kvcore.cli.findings import Finding, Level
+from kvcore.cli.probe import CONTACT_S, Finding, Level, contacts
 from kvcore.config import load_config
 from kvcore.plugins import PluginManager
 
@@ -35,7 +34,7 @@ def look(plugin: Callable[[str, str], EntryPoint]) -> Callable[..., dict[str, Fi
     ) -> dict[str, Finding]:
         points = [plugin("toys", ENGINE.format(versions=versions))]
         config = load_config(overrides=SMALL | settings, env={})
-        found = doctor.examine(config, PluginManager(entry_points=points), contact_s=contact_s)
+        found = checks.examine(config, PluginManager(entry_points=points), contact_s=contact_s)
         worst: dict[str, Finding] = {}
         for each in found:
             if each.about not in worst or worst[each.about].level is Level.GOOD:
@@ -179,7 +178,7 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path, monkeypatch: Any) ->
     runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
     problem = Finding("x", Level.PROBLEM, "found", "change")
     for findings, code in (([problem], 1), ([problem._replace(level=Level.WARNING)], 0)):
-        monkeypatch.setattr(doctor, "examine", lambda *_, found=findings, **__: found)
+        monkeypatch.setattr(checks, "examine", lambda *_, found=findings, **__: found)
         result = runner.invoke(app, ["doctor", "--json"])
         assert result.exit_code == code
         assert [each["about"] for each in json.loads(result.stdout)] == ["x"]
@@ -196,11 +195,11 @@ def test_a_server_has_the_pages_of_its_mount(
         asked.append(mount)
         return False
 
-    monkeypatch.setattr(doctor, "gives_huge_pages", none)
+    monkeypatch.setattr(checks, "gives_huge_pages", none)
     found = look(contact_s=None, **server)["huge pages"]
     assert found.level is Level.WARNING
     assert asked[0].is_mount()
     assert tmp_path.is_relative_to(asked[0])
     assert f"remount,huge=advise {asked[0]}" in found.change
-    monkeypatch.setattr(doctor, "gives_huge_pages", lambda mount: True)
+    monkeypatch.setattr(checks, "gives_huge_pages", lambda mount: True)
     assert look(contact_s=None, **server)["huge pages"].level is Level.GOOD

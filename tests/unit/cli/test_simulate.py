@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvcore.cli.app import app
-from kvcore.cli.simulate import Outcome, Scenario, TraceRequest, Way, read_trace, simulate
 from kvcore.cli.simulate.media import Clock
+from kvcore.cli.simulate.run import Outcome, Scenario, Way, simulate
+from kvcore.cli.simulate.trace import TraceRequest, read_trace
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, FormatError
 from kvcore.manager import WritePolicy

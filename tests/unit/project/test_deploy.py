@@ -16,7 +16,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvcore.cli import app as app_module
 from kvcore.cli import serve
 from kvcore.cli.app import app
 from kvcore.config import load_config
@@ -517,7 +516,7 @@ def test_engines_of_the_chart_start_with_their_arguments(
         for container in resource["spec"]["template"]["spec"]["containers"]
     ]
     asked: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(app_module, "_load", lambda file, assignments: None)
+    monkeypatch.setattr(serve, "load", lambda file, assignments: None)
     monkeypatch.setattr(serve, "run", lambda command: None)
     monkeypatch.setattr(
         serve, "command", lambda model, config, engine, args: asked.append((model, args))

@@ -56,6 +56,11 @@ def test_import_kvcore_is_light() -> None:
     assert not loaded_after("import kvcore") & HEAVY
 
 
+def test_the_command_line_starts_without_numpy_or_an_engine() -> None:
+    heavy = ENGINES | {"torch", "transformers", "numpy", "zmq", "prometheus_client"}
+    assert not loaded_after("import kvcore.cli.app") & heavy
+
+
 def test_the_control_plane_needs_no_torch() -> None:
     code = (
         "import kvcore.index, kvcore.model.keys, kvcore.config, kvcore.plugins, "

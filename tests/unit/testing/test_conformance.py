@@ -161,7 +161,7 @@ def test_the_command_writes_table_json_and_page(tmp_path: Path) -> None:
 
 
 def test_a_failed_case_is_the_commands_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "find_driver", lambda name, python: Idle())
+    monkeypatch.setattr("kvcore.testing.conformance.find_driver", lambda name, python: Idle())
     done = CliRunner().invoke(app, ["conformance", "--case", "miss"])
     assert done.exit_code == 1
     assert "failed" in done.output

@@ -24,7 +24,6 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import words
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load
-from kvcore.testing.engine import engine as reference_engine
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
 from kvcore.transfer.graph import Path as Direction
@@ -341,7 +340,7 @@ def test_blends_by_the_operations_of_the_device(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted()
-    monkeypatch.setattr(reference_engine, "select_fusion", lambda *_: counted)
+    monkeypatch.setattr("kvcore.connector.build.select_fusion", lambda *_: counted)
     engine = make({"fusion": {"enabled": True}, "ops": {"backend": "reference"}}, num_pages=64)
     assert engine.implementations == {"copies": "reference", "blends": "Counted"}
     chunk = words(1, 96)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kvcore.errors import TransferError
-from kvcore.testing.closing import Closing
 from kvcore.testing.page_table import PageTable
 from kvcore.testing.ranks import Ranks
 from kvcore_trtllm.testing.executor import Call, Executor, Limits
@@ -37,7 +37,7 @@ class HarnessArgs:
     limits: Limits = field(default_factory=Limits)
 
 
-class Harness(Closing):
+class Harness(AbstractContextManager["Harness"]):
     """One engine over the checkpoint ``folder``. One thread may use it; close it when done.
 
     ``connector`` is a scheduler class and a worker class, or None. ``llm_args`` overrides fields of
@@ -155,6 +155,9 @@ class Harness(Closing):
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
         self.table.forget()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Shut the connector's halves down, where they know how, then the ranks."""

@@ -20,7 +20,7 @@ from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.tiers.base import BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.tiers.disk.tombstones import Stamps
-from kvcore_devtools.served import serve, words
+from kvcore_devtools.server_fixture import serve, words
 from support.disk import open_tier
 
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -221,7 +221,7 @@ KILLED = """
 import os, signal, sys
 from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
-from kvcore_devtools.served import serve, words
+from kvcore_devtools.server_fixture import serve, words
 from kvcore.testing.waiting import until
 from kvcore.tiers.disk import DiskTier
 config = load_config(None, {"disk": {"path": sys.argv[1], "capacity": "64MiB"}})

@@ -1,12 +1,13 @@
-"""Whether the servers that the settings name answer: each is asked once, and has a deadline.
+"""Probes of what the settings name: does each server answer, and does anybody listen?
 
     [tiers.NAME]        a store, through its own client: does it hold a block that nobody has?
-    server.address      `kvcore server`: how is it?
-    cluster.etcd        each endpoint: who is there?
+    server.address      `kvcore server`: its status
+    cluster.etcd        each endpoint: its members
     events.nats         the server, and whether it has JetStream
 
-Nothing is written anywhere. Each question has a thread of its own: one that hangs is left behind,
-and ends with the process. What is told names hosts and ports, never users or passwords.
+Each server is asked once, with a deadline, in a thread of its own. A thread that hangs is left
+behind and ends with the process. Nothing is written anywhere. Findings name hosts and ports, never
+users or passwords.
 """
 
 from __future__ import annotations
@@ -14,27 +15,43 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from kvcore.cli.findings import Finding, Level
 from kvcore.config import Config
 from kvcore.errors import TierUnavailable, UnsupportedError
-from kvcore.model.shape import BlockShape
-from kvcore.plugins import PluginManager, TierContext
-from kvcore.plugins.manager import reason
-from kvcore.tiers.geometry import Geometry
 
-__all__ = ["CONTACT_S", "contacts"]
+if TYPE_CHECKING:
+    from kvcore.plugins import PluginManager
+
+__all__ = ["CONTACT_S", "Finding", "Level", "Listening", "contacts"]
+
+
+class Level(str, Enum):
+    """How bad a finding is."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class Finding(NamedTuple):
+    """One result: what was checked, what was found, and what to change."""
+
+    about: str
+    level: Level
+    found: str
+    change: str = ""
+
 
 CONTACT_S = 3.0
-"""Seconds that a server has to answer; longer than a store's own client waits by default."""
-
-_ANY = Geometry(BlockShape(1, 1, 16, 16, "float16"), b"kvcore doctor 01", ((0, 1),))
-"""A model that nobody serves: no store holds a block of it."""
+"""Seconds that a server has to answer. A store's own client waits less by default."""
 
 _WITHOUT_STORE = "start it, or correct {table}: until it answers its KV is computed"
 _WITHOUT_SERVER = "start `kvcore server` with these settings, or unset server.address"
@@ -43,7 +60,7 @@ _WITHOUT_NATS = "start it with JetStream, or correct events.nats: until then eve
 
 
 def contacts(config: Config, plugins: PluginManager, seconds: float) -> Iterator[Finding]:
-    """A finding for each server, as it is made. Blocks at most ``seconds`` for each."""
+    """Yield a finding for each server. Blocks at most ``seconds`` for each."""
     for name, tier in sorted(config.tiers.items()):
         plugin = plugins.tier(tier.plugin)
         if plugin.medium == "remote" and plugin.prepare is not None:
@@ -63,18 +80,20 @@ def contacts(config: Config, plugins: PluginManager, seconds: float) -> Iterator
 
 
 def _ask(about: str, change: str, seconds: float, call: Callable[[], str]) -> Finding:
-    """The finding about one server, of which ``call`` says what it found."""
+    """Return the finding about one server. ``call`` returns what it found, or raises."""
+    from kvcore.plugins.manager import reason
+
     began = time.perf_counter()
     try:
         found = _within(seconds, call)
-    except Exception as error:  # noqa: BLE001 - clients are others' code: whatever it was is told
+    except Exception as error:  # noqa: BLE001 - third-party clients: report whatever they raise
         return Finding(about, Level.PROBLEM, reason(error), change)
     took = 1e3 * (time.perf_counter() - began)
     return Finding(about, Level.GOOD, f"{found} ({took:.0f} ms)")
 
 
 def _within(seconds: float, call: Callable[[], str]) -> str:
-    """What ``call`` returns or raises. Raises TierUnavailable where that takes longer."""
+    """Return what ``call`` returns. Raises what it raises, or TierUnavailable after ``seconds``."""
     outcomes: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
 
     def run() -> None:
@@ -94,7 +113,7 @@ def _within(seconds: float, call: Callable[[], str]) -> str:
 
 
 def _place(url: str) -> str:
-    """Host and port of an address, without who logs in there."""
+    """Return host and port of an address, without user and password."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -107,10 +126,18 @@ def _place(url: str) -> str:
 
 
 def _store(name: str, config: Config, plugins: PluginManager) -> str:
+    from kvcore.model.shape import BlockShape
+    from kvcore.plugins import TierContext
+    from kvcore.tiers.geometry import Geometry
+
+    # A model that nobody serves: no store holds a block of it.
+    nobody = Geometry(BlockShape(1, 1, 16, 16, "float16"), b"kvcore doctor 01", ((0, 1),))
     tier = config.tiers[name]
     prepare = plugins.tier(tier.plugin).prepare
     assert prepare is not None
-    prepared = prepare(TierContext(name, _ANY, tier.capacity, tier.options, cluster=config.cluster))
+    prepared = prepare(
+        TierContext(name, nobody, tier.capacity, tier.options, cluster=config.cluster)
+    )
     finder = prepared.finder
     if finder is None:
         prepared.release()
@@ -157,7 +184,7 @@ def _nats(url: str, seconds: float) -> str:
         raise UnsupportedError(f"{error}: events.nats needs `pip install nats-py`") from error
 
     async def quiet(error: Exception) -> None:
-        """What is wrong is raised as well."""
+        """Ignore the error, because it is raised as well."""
 
     async def ask() -> str:
         client = await nats.connect(
@@ -175,3 +202,48 @@ def _nats(url: str, seconds: float) -> str:
         return f"answers; {account.streams} streams"
 
     return asyncio.run(ask())
+
+
+# -- a ZeroMQ address ---------------------------------------------------------------------------
+
+AGAIN_S = 5.0
+"""Seconds between two checks."""
+CONNECT_S = 1.0
+
+
+class Listening:
+    """A periodic check that somebody listens at ``address``.
+
+    ``address`` is "ipc://SOCKET" or "tcp://HOST:PORT". ZeroMQ itself waits for a peer and does not
+    report that there is none. ``why`` is the system's error once nobody listens, and empty before.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._next = 0.0
+        self.why = ""
+
+    def holds(self) -> bool:
+        """Return False once nobody listens. Blocks for `CONNECT_S` at most, plus a name lookup.
+
+        A peer that is slow to accept counts as listening: the request has its own deadline.
+        """
+        if not self.why and time.monotonic() >= self._next:
+            self._next = time.monotonic() + AGAIN_S
+            try:
+                self._connect()
+            except TimeoutError:
+                pass
+            except OSError as error:
+                self.why = error.strerror or str(error)
+        return not self.why
+
+    def _connect(self) -> None:
+        kind, _, place = self._address.partition("://")
+        if kind == "ipc":
+            with socket.socket(socket.AF_UNIX) as local:
+                local.settimeout(CONNECT_S)
+                local.connect(place)
+        elif kind == "tcp":
+            host, _, port = place.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

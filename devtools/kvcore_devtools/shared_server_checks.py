@@ -34,7 +34,7 @@ from kvcore.harness.prompts import mixed, windows
 from kvcore.server.messages import LoadRequest
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
 from kvcore.testing.waiting import until
-from kvcore_devtools.served import RunningServer, rested, server_process, settings
+from kvcore_devtools.server_fixture import RunningServer, rested, server_process, settings
 
 __all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
 
