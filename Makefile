@@ -47,6 +47,7 @@ demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
 test: env env-sglang
+	$(VENV)/bin/lint-imports
 	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
 	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine" $(PYTEST)
