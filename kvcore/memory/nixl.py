@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
 
 class Span(NamedTuple):
-    """``nbytes`` of an open file from ``offset``, moved to or from ``start`` of an agent's memory."""
+    """``nbytes`` of a file from ``offset``, moved to or from ``start`` of an agent's memory."""
 
     fd: int
     start: int
