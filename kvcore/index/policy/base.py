@@ -149,7 +149,7 @@ class LeafHeap:
         return None
 
     def nodes(self) -> Iterable[int]:
-        """The nodes that are in, in no order. O(largest node id)."""
+        """Return the nodes in the set, in no order. O(largest node id)."""
         return (node for node, flags in enumerate(self._flags) if flags & self._LIVE)
 
     def _push(self, node: int) -> None:
