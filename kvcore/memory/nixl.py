@@ -46,7 +46,7 @@ class Memory(NamedTuple):
         return cls(pages.address, pages.view.nbytes)
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """``nbytes`` of a file from ``offset``, moved to or from ``start`` of an agent's memory."""
 
     fd: int
@@ -147,7 +147,7 @@ class FileAgent(NixlAgent):
             raise TierUnavailable(f"NIXL registers no file: {say(error)}") from error
         self._kept.add(fd)
 
-    def move(self, operation: str, spans: Sequence[Span]) -> str:
+    def move(self, operation: str, spans: Sequence[FileSpan]) -> str:
         """READ or WRITE files, and return NIXL's word for the outcome.
 
         Blocks until the transfer has ended, however long it takes.
@@ -168,7 +168,7 @@ class FileAgent(NixlAgent):
                 with suppress(*self._errors):
                     agent.deregister_memory(files)
 
-    def _move(self, operation: str, spans: Sequence[Span]) -> str:
+    def _move(self, operation: str, spans: Sequence[FileSpan]) -> str:
         agent, (base, _, kind, device) = self._agent, self._memory
         handle = agent.initialize_xfer(
             operation,

@@ -62,7 +62,7 @@ class TierRates(NamedTuple):
     byte: float
 
 
-class _Load(NamedTuple):
+class _LoadSample(NamedTuple):
     """A recent load: its amounts and its duration."""
 
     amounts: tuple[float, float]
@@ -102,7 +102,7 @@ class Rates:
         self._memory, self._enough = memory, enough
         self.prefill = Fit(compute, memory, enough)
         self._tiers = {name: Fit(rates, memory, enough) for name, rates in tiers.items()}
-        self._recent: dict[str, deque[_Load]] = {name: deque(maxlen=RECENT) for name in tiers}
+        self._recent: dict[str, deque[_LoadSample]] = {name: deque(maxlen=RECENT) for name in tiers}
         self._now: dict[str, TierRates] = {}  # drift included, until the next load
 
     @property
@@ -150,7 +150,7 @@ class Rates:
         used = fit.observe((operations, nbytes), seconds)
         if used:
             self._now.pop(tier, None)
-            self._recent[tier].append(_Load((operations, nbytes), seconds))
+            self._recent[tier].append(_LoadSample((operations, nbytes), seconds))
         return used
 
     def forget(self, tier: str) -> None:

@@ -72,7 +72,7 @@ class OpTiming(NamedTuple):
     started: float
 
 
-class _Run:
+class _ActiveGraph:
     """A graph in flight. All fields are guarded by the engine's lock."""
 
     def __init__(self, graph: TransferGraph, deadline: float | None, wave: int) -> None:
@@ -121,7 +121,7 @@ class TransferEngine:
         self._changed = threading.Condition(self._lock)
         self._work = {path: threading.Condition(self._lock) for path in self._executors}
         self._queues: dict[Path, list[_Entry]] = {path: [] for path in self._executors}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _ActiveGraph] = {}
         self._reports: list[OpReport] = []
         self._live_ops = 0
         self._order = 0
@@ -166,7 +166,7 @@ class TransferEngine:
                     f"flight; the limit is {self._depth} (transfer.queue_depth)"
                 )
             deadline = None if graph.deadline_s is None else self._clock() + graph.deadline_s
-            run = _Run(graph, deadline, self._next() if wave is None else wave)
+            run = _ActiveGraph(graph, deadline, self._next() if wave is None else wave)
             self._runs[graph.graph_id] = run
             self._live_ops += len(graph.ops)
             self._advance(run)
@@ -302,7 +302,7 @@ class TransferEngine:
         self._order += 1
         return self._order
 
-    def _advance(self, run: _Run) -> None:
+    def _advance(self, run: _ActiveGraph) -> None:
         """Queue every op of ``run`` that has become ready."""
         for position in run.runnable():
             op = run.graph.ops[position]
@@ -312,7 +312,7 @@ class TransferEngine:
             heapq.heappush(self._queues[op.path], (*rank, run.graph.graph_id, position))
             self._work[op.path].notify()
 
-    def _finish(self, run: _Run, position: int, failed: dict[int, RowError]) -> None:
+    def _finish(self, run: _ActiveGraph, position: int, failed: dict[int, RowError]) -> None:
         op = run.graph.ops[position]
         if not failed:
             run.states[position] = OpState.COMPLETED
@@ -325,7 +325,7 @@ class TransferEngine:
         self._live_ops -= 1
         self._reports.append(OpReport(run.graph.graph_id, op.op_id, failed))
 
-    def _cancel(self, run: _Run, why: RowError) -> None:
+    def _cancel(self, run: _ActiveGraph, why: RowError) -> None:
         for position, state in enumerate(run.states):
             if state in (OpState.CREATED, OpState.READY):
                 op = run.graph.ops[position]
@@ -344,7 +344,7 @@ class TransferEngine:
             )
             self._cancel(run, RowError.DEADLINE)
 
-    def _forget_if_ended(self, run: _Run) -> None:
+    def _forget_if_ended(self, run: _ActiveGraph) -> None:
         if run.ended():
             self._runs.pop(run.graph.graph_id, None)
 
@@ -369,7 +369,7 @@ class TransferEngine:
                 graph_id = run.graph.graph_id
                 self._observer(OpTiming(op, len(rows), len(failed), seconds, graph_id, started))
 
-    def _take(self, path: Path) -> tuple[_Run, int] | None:
+    def _take(self, path: Path) -> tuple[_ActiveGraph, int] | None:
         """Block until an op of ``path`` is ready; None when the engine closes."""
         queue = self._queues[path]
         with self._lock:
