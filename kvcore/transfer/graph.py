@@ -177,7 +177,7 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
         if len(self.staged) not in (0, rows):
             raise TransferError(
                 f"graph {self.graph_id}: {rows} keys but {len(self.staged)} places in the staging; "
-                "give one for every row, or none at all"
+                "every row needs one, or none"
             )
         for table in self.units:
             sized = table.unit_tokens > 0 and table.units_per_block > 0
