@@ -6,7 +6,8 @@
     text   match request=r7 host=48 disk=0
     json   {"time": "...", "level": "debug", "logger": "kvcore.manager", "event": "match", ...}
 
-One line a decision at debug. Fields are numbers, names and keys, never text of a prompt.
+Each decision is one line at level debug. Fields are numbers, names and keys, never the text of a
+prompt.
 """
 
 from __future__ import annotations
@@ -34,26 +35,34 @@ class Logger:
 
     @property
     def name(self) -> str:
+        """Name of the underlying logger."""
         return self._log.name
 
     def enabled(self, level: int) -> bool:
-        """Whether a line of ``level`` is written: for fields that are costly to gather."""
+        """Return True if lines of ``level`` are written.
+
+        Ask before gathering fields that are costly to compute.
+        """
         return self._log.isEnabledFor(level)
 
     def debug(self, event: str, /, **fields: object) -> None:
+        """Log an event at level debug."""
         self._emit(logging.DEBUG, event, fields)
 
     def info(self, event: str, /, **fields: object) -> None:
+        """Log an event at level info."""
         self._emit(logging.INFO, event, fields)
 
     def warning(self, event: str, /, **fields: object) -> None:
+        """Log an event at level warning."""
         self._emit(logging.WARNING, event, fields)
 
     def error(self, event: str, /, **fields: object) -> None:
+        """Log an event at level error."""
         self._emit(logging.ERROR, event, fields)
 
     def exception(self, event: str, /, **fields: object) -> None:
-        """An error with the traceback of the exception being handled."""
+        """Log an error with the traceback of the exception being handled."""
         self._emit(logging.ERROR, event, fields, traceback=True)
 
     def _emit(
@@ -66,7 +75,7 @@ class Logger:
 
 
 class _Line:
-    """An event that becomes text only when a handler asks."""
+    """An event that is formatted only when a handler writes it."""
 
     __slots__ = ("event", "fields")
 
@@ -79,7 +88,7 @@ class _Line:
 
 
 def get_logger(name: str) -> Logger:
-    """The structured logger called ``name``; name it ``__name__``, below ``kvcore``."""
+    """Return the structured logger called ``name``, usually ``__name__``."""
     return Logger(logging.getLogger(name))
 
 
@@ -87,10 +96,10 @@ def configure(
     level: Literal["debug", "info", "warning", "error"] = "info",
     format: Literal["text", "json"] = "text",
 ) -> None:
-    """Set the level of kvcore's loggers and see that their lines are written. Idempotent.
+    """Set the level of kvcore's loggers and make sure that their lines are written. Idempotent.
 
-    Text lines go to the handlers of the process where it has some, else to standard error. JSON
-    lines always go to standard error, and only there.
+    Text lines go to the handlers of the process if it has any, otherwise to standard error. JSON
+    lines always go to standard error only.
     """
     root = logging.getLogger(ROOT)
     root.setLevel(level.upper())
@@ -102,7 +111,7 @@ def configure(
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """kvcore's own handler, to be told from others."""
+    """The handler that kvcore installs, recognizable among others."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(sys.stderr)
@@ -115,7 +124,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line, of our loggers' records and of plain ones."""
+    """Formats structured and plain records as one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = record.msg if isinstance(record.msg, _Line) else _Line(record.getMessage(), {})
@@ -139,7 +148,7 @@ def _plain(value: object) -> object:
 
 
 def _text(value: object) -> str:
-    """A field's value on one line, quoted where it would not read back as one word."""
+    """Return a field's value on one line, quoted if it would not read back as one word."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(_plain(value))

@@ -106,7 +106,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "killed when host memory fills up.",
         ),
         Trouble(
-            "huge pages are not to be had (%s): disk reads into host memory are slower; write "
+            "huge pages are not available (%s): disk reads into host memory are slower; write "
             "madvise or always to %s",
             "Host memory uses pages of 4 KiB.",
             "Write `madvise` to the file that the line names, or set `host.huge_pages = false`.",

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of KV caches."""
+"""Helpers that know nothing about KV caches."""

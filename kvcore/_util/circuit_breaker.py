@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that keeps failing is left alone for a while, then tried once.
+"""A circuit breaker: a tier that keeps failing is not used for a while, then tried once.
 
 closed ──N failures in a row──▶ open ──after the pause──▶ half open ──success──▶ closed
                                   ▲                            │
@@ -16,13 +16,15 @@ _log = logging.getLogger("kvcore._util.circuit_breaker")
 
 
 class BreakerState(Enum):
+    """State of a circuit breaker."""
+
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
 
 
 class Breaker:
-    """Counts the failures of one tier. One thread (the leader's); times in seconds."""
+    """Counts the failures of one tier. Used by one thread (the leader's); times in seconds."""
 
     def __init__(
         self,
@@ -44,35 +46,43 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
+        """The current state; an open breaker becomes half open after its pause."""
         if self._opened_at is None:
             return BreakerState.CLOSED
         rested = self._clock() - self._opened_at >= self._pause
         return BreakerState.HALF_OPEN if rested else BreakerState.OPEN
 
     def allows(self) -> bool:
-        """Whether the tier may be used now. Half open, it is true until a probe is on its way."""
+        """Return True if the tier may be used now.
+
+        When half open, that is so until a probe has started.
+        """
         state = self.state
         return state is BreakerState.CLOSED or (
             state is BreakerState.HALF_OPEN and not self._probing
         )
 
     def started(self) -> None:
-        """An operation on the tier is on its way; half open, it is the probe."""
+        """Record that an operation on the tier has started; when half open, it is the probe."""
         self._probing = self.state is BreakerState.HALF_OPEN
 
     def succeeded(self) -> None:
+        """Record a success, which closes the breaker."""
         if self._opened_at is not None:
             _log.warning("tier works again tier=%s", self.name)
         self._failures, self._opened_at, self._probing = 0, None, False
         self._pause = self._first_pause
 
     def undecided(self) -> None:
-        """An operation ended that tells nothing of the tier, such as one that was cancelled before
-        it began. If it was the probe, the next one is."""
+        """Record that an operation ended without telling whether the tier works.
+
+        An example is an operation cancelled before it began. If it was the probe, the next
+        operation becomes the probe.
+        """
         self._probing = False
 
     def failed(self) -> None:
-        """The tier failed as a whole (not: one block was corrupt)."""
+        """Record a failure of the tier as a whole, not of a single corrupt block."""
         self._failures += 1
         if self._opened_at is None:
             if self._failures < self._threshold:
@@ -88,8 +98,11 @@ class Breaker:
 
 
 class TierBreakers:
-    """A breaker for the reads of each tier, and one for its writes: what a medium does well says
-    nothing of the rest. A full disk reads, and a store whose reads hang may answer questions."""
+    """One breaker for the reads and one for the writes of each tier.
+
+    They are separate because one direction can fail while the other works: a full disk can still be
+    read, and a store whose reads hang may still answer lookups.
+    """
 
     def __init__(
         self, tiers: Iterable[str], *, clock: Callable[[], float] = time.monotonic
@@ -99,5 +112,5 @@ class TierBreakers:
         self.writes = {tier: Breaker(f"{tier} writes", clock=clock) for tier in names}
 
     def of(self, tier: str, writes: bool) -> Breaker:
-        """That of a tier's reads or writes."""
+        """Return the breaker of a tier's writes or of its reads."""
         return (self.writes if writes else self.reads)[tier]

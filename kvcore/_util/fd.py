@@ -1,7 +1,7 @@
-"""An open file's number, which is given back when nobody uses it any more.
+"""A file descriptor that is closed once its last user is done.
 
-The system gives a closed number to the next file, socket or pipe that is opened. Who still writes
-to it then writes into another file, and nothing says so.
+The system reuses a closed descriptor's number for the next file, socket or pipe. A thread that
+still writes to that number would silently write into another file.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor:
-    """Owns ``number``; ``with`` it, that is the file's. Thread-safe.
+    """Owns the descriptor ``number``; a ``with`` block borrows it. Thread-safe.
 
-    After `close` every use raises OSError (EBADF), whatever has the number by then. Uses under way
-    then go on, and the last of them gives the number back: `close` waits for nobody.
+    After `close`, every new use raises OSError (EBADF), even if the number belongs to another file
+    by then. Uses in progress continue, and the last one closes the descriptor. `close` does not
+    wait for them.
     """
 
     __slots__ = ("_closed", "_lock", "_number", "_users")
@@ -43,7 +44,7 @@ class Descriptor:
             os.close(self._number)
 
     def close(self) -> None:
-        """Let nobody use it from now on. Idempotent."""
+        """Refuse every further use. Idempotent; does not wait for uses in progress."""
         with self._lock:
             last = not self._closed and not self._users
             self._closed = True

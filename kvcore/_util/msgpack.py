@@ -1,4 +1,4 @@
-"""Decoding of msgpack messages: a value, or FormatError."""
+"""Decoding of msgpack messages into values, or FormatError."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvcore.errors import FormatError
 __all__ = ["MAX_MESSAGE", "decoder"]
 
 MAX_MESSAGE = 16 << 20
-"""Bytes of a message between processes; ZeroMQ drops the connection of who sends more."""
+"""Largest message between processes, in bytes; ZeroMQ disconnects a sender that exceeds it."""
 
 _T = TypeVar("_T")
 
 
 def decoder(kind: type[_T], what: str) -> Callable[[bytes], _T]:
-    """A function that decodes messages of ``kind``, a `msgspec.Struct`.
+    """Return a function that decodes messages of ``kind``, a `msgspec.Struct`.
 
-    It raises FormatError, which names ``what``, for all that is none: cut, of another version, or
-    nested deeper than the interpreter goes.
+    The function raises FormatError, which names ``what``, for messages that are truncated, of
+    another version, or nested too deeply for the interpreter.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
 

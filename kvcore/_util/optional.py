@@ -1,4 +1,4 @@
-"""Imports of optional client libraries, with a hint at what to install."""
+"""Imports of optional client libraries, with a hint about what to install."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["client_module"]
 
 
 def client_module(name: str, package: str = "") -> Any:
-    """A store's client. Raises UnsupportedError, naming the package, where it cannot be used."""
+    """Import a store's client library.
+
+    Raises UnsupportedError, which names the package to install, if the import fails.
+    """
     try:
         return import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Work on a caller's memory, in threads: it has ended when the caller goes on, come what may."""
+"""Work in threads on a caller's memory, which always ends before the caller continues."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ R = TypeVar("R")
 
 @contextmanager
 def started(pool: Executor, act: Callable[[T], R], what: Iterable[T]) -> Iterator[list[Future[R]]]:
-    """``act`` on each of ``what`` in threads of ``pool``, while the block runs.
+    """Run ``act`` on each of ``what`` in threads of ``pool`` while the block runs.
 
-    Leaving it waits for all of them, also by an exception, of one of them or of the block's own:
-    one that still ran would write to memory that has been given to somebody else. (`Executor.map`
-    raises the first that failed, and leaves the others running.)
+    Leaving the block waits for all of them, even if one of them or the block itself raised: a
+    thread that still ran could write to memory that has been given to somebody else. `Executor.map`
+    does not ensure this: it raises the first failure and leaves the others running.
     """
     futures: list[Future[R]] = []
     try:
         for one in what:
-            futures.append(pool.submit(act, one))  # noqa: PERF401 - known as soon as it runs
+            futures.append(pool.submit(act, one))  # noqa: PERF401 - listed as it starts
         yield futures
     except BaseException:
         for future in futures:

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets as the server and its clients use them. Needs pyzmq (``pip install pyzmq``)."""
+"""ZeroMQ sockets for the server and its clients. Needs pyzmq (``pip install pyzmq``)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from kvcore.errors import UnsupportedError
 try:
     import zmq
 except ImportError as error:  # pragma: no cover - everything else works without
-    raise UnsupportedError("a kvcore server, and its clients, need pyzmq: install it") from error
+    raise UnsupportedError("a kvcore server and its clients need pyzmq: install it") from error
 
 __all__ = ["QUEUED", "Context", "make_socket", "zmq"]
 
 QUEUED = 4096
-"""Messages waiting for one peer; more are dropped, and the peer's session begins anew."""
+"""Messages that may wait for one peer. More are dropped, and the peer's session restarts."""
 
 
 class Context(zmq.Context[zmq.Socket[bytes]]):
-    """One that may be forgotten: its sockets wait for nobody, and neither does it.
+    """A ZeroMQ context that can be garbage-collected without blocking.
 
-    pyzmq's waits in its finalizer for sockets that are still open. In a cycle (the traceback of a
-    constructor that failed is one) it no longer knows which, closes none, and the engine stands
-    still within a garbage collection for good. Here each socket closes itself, as it does anyway.
+    pyzmq's finalizer waits for open sockets. In a reference cycle, such as the traceback of a
+    failed constructor, it no longer knows which sockets are open and closes none, so the engine
+    would hang inside the garbage collector. Here each socket closes itself, and the context waits
+    for none.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Context(zmq.Context[zmq.Socket[bytes]]):
 
 
 def make_socket(context: Any, kind: int) -> Any:
-    """A socket with bounded messages and queues, which waits for nobody when it closes."""
+    """Make a socket with bounded messages and queues that does not linger when closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)

@@ -1,4 +1,4 @@
-"""Settings: where they come from, what they may be, and how they are merged.
+"""Settings: their schema, where they come from, and how sources are merged.
 
 This package is the only place that reads the environment.
 """

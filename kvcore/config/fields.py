@@ -1,4 +1,4 @@
-"""What tables of settings are made of: sizes, paths, names, and the model all of them share."""
+"""Building blocks of the settings schema: sizes, paths, names, and the base model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SIZE_HELP = 'a size such as "8GiB", "512MiB", "10GB", or a whole number of byte
 
 
 def parse_size(value: str | int) -> int:
-    """Bytes of a size: a whole number, or text with a unit (KiB = 1024 B, KB = 1000 B).
+    """Return the bytes of a size: a whole number, or text with a unit (KiB = 1024 B, KB = 1000 B).
 
     A fraction of a byte is rounded down. Raises ConfigError for anything else.
     """
@@ -63,15 +63,15 @@ def parse_size(value: str | int) -> int:
 
 def _not_negative(nbytes: int, given: object) -> int:
     if nbytes < 0:
-        raise ConfigError(f"given {given!r}; supported is {_SIZE_HELP}, none negative")
+        raise ConfigError(f"given {given!r}; supported is {_SIZE_HELP}, not negative")
     return nbytes
 
 
 def format_size(nbytes: int, *, exact: bool = True) -> str:
-    """Text for ``nbytes``, in the largest binary unit that fits.
+    """Format ``nbytes`` in the largest binary unit that fits.
 
-    With ``exact``, ``parse_size`` gives ``nbytes`` back (1000 is "1000B"); without, two decimals
-    are kept for reading (1000 is "0.98KiB").
+    With ``exact``, ``parse_size`` returns ``nbytes`` again (1000 is "1000B"). Otherwise two
+    decimals are kept, for reading (1000 is "0.98KiB").
     """
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _UNITS[unit.lower()]
@@ -83,7 +83,7 @@ def format_size(nbytes: int, *, exact: bool = True) -> str:
 
 
 def _path(value: object) -> object:
-    """``~`` is expanded; strict mode would refuse text for a Path."""
+    """Expand ``~`` and return a Path, because strict mode would refuse text."""
     if not isinstance(value, str):
         return value
     if not value or "\0" in value:
@@ -92,7 +92,7 @@ def _path(value: object) -> object:
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """``path`` with ``~`` expanded. Raises ConfigError where there is no such user."""
+    """Return ``path`` with ``~`` expanded; ConfigError if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -109,10 +109,11 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Source(NamedTuple):
-    """Where a value came from: ``kind`` orders it, ``detail`` names it.
+    """Where a value came from.
 
-    ``kind`` is one of default, file, environment, overrides; ``detail`` is the file's path, the
-    variable's name, or what the caller of ``load_config`` called its dict.
+    ``kind`` is one of default, file, environment, overrides, in rising precedence. ``detail`` is
+    the file's path, the variable's name, or the name that the caller of ``load_config`` gave its
+    dict.
     """
 
     kind: str
@@ -126,6 +127,6 @@ DEFAULT = Source("default")
 
 
 class SchemaModel(BaseModel):
-    """A table of settings: strict, frozen, no unknown keys."""
+    """A table of settings: strict, frozen, without unknown keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)

@@ -1,11 +1,11 @@
-"""Settings: where they come from, how they are merged, and what is wrong with them.
+"""Loading of settings: sources, precedence, and messages about invalid settings.
 
     defaults  <  file  <  environment  <  overrides
     schema.py    TOML or YAML  KVCORE__A__B   the engine's own JSON, or the command line
 
-A later one wins, key by key; a list replaces a list. The file is the one given, else the one that
-``KVCORE_CONFIG`` names; no folder is searched. Every effective value knows its source. This is the
-only module of kvcore that reads the environment.
+A later source wins, key by key; a list replaces a list. The file is the one given, otherwise the
+one that ``KVCORE_CONFIG`` names; no folder is searched. Every effective value knows its source.
+This is the only module of kvcore that reads the environment.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ __all__ = [
 
 CONFIG_VARIABLE = "KVCORE_CONFIG"
 FORWARDED_VARIABLE = "TRTLLM_KVCORE_CONFIG"
-"""TensorRT-LLM passes only names that begin like this one on to its MPI workers."""
+"""TensorRT-LLM forwards only variables whose names begin like this to its MPI workers."""
 
 PREFIX = "KVCORE__"
-"""Only names with both underscores are settings: orchestrators set KVCORE_PORT and the like for a
-service that is called kvcore, and those must not stop an engine."""
+"""Only names with both underscores are settings. Orchestrators set KVCORE_PORT and similar names
+for a service called kvcore, and those must not stop an engine."""
 
 MASK = "********"
 
@@ -103,14 +103,14 @@ Table = dict[str, Any]
 
 
 class Layer(NamedTuple):
-    """Settings of one source, as nested tables."""
+    """The settings of one source, as nested tables."""
 
     source: Source
     table: Table
 
 
 class Setting(NamedTuple):
-    """One effective value, for showing: a secret is masked, sizes and paths are text."""
+    """One effective value for display: secrets are masked, sizes and paths are text."""
 
     path: str
     value: Any
@@ -125,9 +125,9 @@ def load_config(
     *,
     overrides_from: str = "",
 ) -> Config:
-    """The effective settings. Reads at most one file.
+    """Return the effective settings. Reads at most one file.
 
-    ``overrides`` is nested like the file; ``overrides_from`` names it in messages. Raises
+    ``overrides`` is nested like the file, and ``overrides_from`` names it in messages. Raises
     ConfigError with one line for each key that is unknown, of the wrong type or out of range.
     """
     layers = [
@@ -155,27 +155,27 @@ def load_config(
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-    """Settings that are valid one by one and cannot be had together."""
+    """Yield a line for each combination of valid settings that is not supported."""
     if config.disk.to_device == "off":
         return
     place = f"disk.to_device ({config.source(('disk', 'to_device'))})"
     if config.disk.encrypted:
         yield (
-            f"{place}: on with disk.key_env or disk.key_file, and blocks are decrypted in host "
-            "memory: set it to off, or leave the key out"
+            f"{place}: not supported with disk.key_env or disk.key_file, because blocks are "
+            "decrypted in host memory: set it to off, or remove the key"
         )
     if config.server.address is not None:
         yield (
-            f"{place}: on with server.address, and the disk tier is in the server's process: set "
-            "it to off, or leave server.address out"
+            f"{place}: not supported with server.address, because the disk tier is in the server's "
+            "process: set it to off, or remove server.address"
         )
 
 
 def forwarded_config(env: Mapping[str, str] = os.environ) -> Config:
-    """The settings of a process that gets them in ``TRTLLM_KVCORE_CONFIG``.
+    """Return the settings of a process that receives them in ``TRTLLM_KVCORE_CONFIG``.
 
-    It holds the path of a file, or all settings as JSON, as `kvcore serve` writes them: then
-    nothing else is read. Without it this is `load_config`.
+    The variable holds the path of a file, or all settings as JSON, as `kvcore serve` writes them.
+    With JSON nothing else is read. Without the variable this is `load_config`.
     """
     given = env.get(FORWARDED_VARIABLE, "").strip()
     if not given.startswith("{"):
@@ -183,12 +183,12 @@ def forwarded_config(env: Mapping[str, str] = os.environ) -> Config:
     try:
         overrides = json.loads(given)
     except ValueError as error:
-        raise ConfigError(f"{FORWARDED_VARIABLE}: is not JSON: {error}") from error
+        raise ConfigError(f"{FORWARDED_VARIABLE} is not JSON: {error}") from error
     return load_config(overrides=overrides, env={}, overrides_from=FORWARDED_VARIABLE)
 
 
 def settings(config: Config) -> list[Setting]:
-    """Every effective value in the order of the schema."""
+    """Return every effective value in the order of the schema."""
     dump = config.model_dump(mode="json")
     return [_setting(config, keys, value) for keys, value in _leaves(dump)]
 
@@ -204,10 +204,10 @@ def _setting(config: Config, keys: Keys, value: Any) -> Setting:
 
 
 def explicit_settings(config: Config, *, secrets: bool = False) -> Table:
-    """What was set by file, environment or overrides, as a nested JSON-able dict.
+    """Return what file, environment or overrides have set, as a nested JSON-able dict.
 
-    ``load_config(overrides=...)`` of it, with nothing else given, equals ``config``; but without
-    ``secrets`` the secret fields are left out, so that they do not show in a command line.
+    ``load_config(overrides=...)`` of the result alone equals ``config``. Without ``secrets``,
+    secret fields are left out, so that they do not show in a command line.
     """
     table: Table = {}
     dump = config.model_dump(mode="json")
@@ -219,7 +219,10 @@ def explicit_settings(config: Config, *, secrets: bool = False) -> Table:
 
 
 def parse_assignment(text: str) -> Table:
-    """``host.capacity=8GiB`` of a command line, as a nested dict. Values read as in variables."""
+    """Return ``host.capacity=8GiB`` of a command line as a nested dict.
+
+    Values are read as in environment variables.
+    """
     name, equals, value = text.partition("=")
     keys = tuple(name.strip().split("."))
     if not equals or not all(keys):
@@ -228,14 +231,14 @@ def parse_assignment(text: str) -> Table:
 
 
 def engine_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process to start: this one's, and ``more``."""
+    """Return the environment for a process to start: this one's, with ``more``."""
     return {**os.environ, **more}
 
 
 def read_key(variable: str | None, file: str | None, env: Mapping[str, str] = os.environ) -> bytes:
-    """The key of 32 bytes in an environment variable or a file, as hex digits or Base64.
+    """Return the 32-byte key in an environment variable or a file, as hex digits or Base64.
 
-    Raises ConfigError, which never shows what was there.
+    Raises ConfigError, which never shows the contents.
     """
     if variable is not None and file is not None:
         raise ConfigError("given both key_env and key_file; give one of them")
@@ -254,14 +257,14 @@ def read_key(variable: str | None, file: str | None, env: Mapping[str, str] = os
         key = b""
     if len(key) != 32:
         raise ConfigError(
-            f"{where} holds {len(text)} characters that are no key of 32 bytes; supported are 64 "
+            f"{where} holds {len(text)} characters, which are not a 32-byte key; supported are 64 "
             "hex digits (openssl rand -hex 32) or Base64 (openssl rand -base64 32)"
         )
     return key
 
 
 def _key_file(name: str) -> tuple[str, str]:
-    """(What it is called in messages, its text)"""
+    """Return the file's name for messages, and its text."""
     path = expand_user(name)
     try:
         with path.open(encoding="ascii") as file:
@@ -284,7 +287,7 @@ def _file_layers(path: str | os.PathLike[str] | None, env: Mapping[str, str]) ->
 
 
 def _read_file(file: Path, named_by: str) -> Table:
-    """Contents of a configuration file; an empty one is an empty table."""
+    """Return the contents of a configuration file; an empty file is an empty table."""
     suffix = file.suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"{file}{named_by}: supported are files called .toml, .yaml or .yml")
@@ -293,7 +296,7 @@ def _read_file(file: Path, named_by: str) -> Table:
         table = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{file}{named_by}: cannot be read: {error.strerror}") from error
-    # Of the encoding, TOML, a YAML date, or tables in tables without end.
+    # Wrong encoding, invalid TOML, an invalid YAML date, or endless nesting.
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "TOML" if suffix == ".toml" else "YAML"
         reason = " ".join(str(error).split())
@@ -302,7 +305,7 @@ def _read_file(file: Path, named_by: str) -> Table:
         return {}
     if not isinstance(table, dict):
         raise ConfigError(f"{file}{named_by}: given a {type(table).__name__}; supported is a table")
-    # ``disk:`` with all its lines commented out reads as None: an empty table.
+    # ``disk:`` with all its lines commented out reads as None; it means an empty table.
     return {
         key: value
         for key, value in _plain(table).items()
@@ -311,7 +314,7 @@ def _read_file(file: Path, named_by: str) -> Table:
 
 
 def _environment_layers(env: Mapping[str, str]) -> Iterator[Layer]:
-    """One layer a variable, so that each value knows its own."""
+    """Yield one layer per variable, so that each value knows its variable."""
     for name in sorted(env):
         if name.startswith(PREFIX):
             keys = tuple(name[len(PREFIX) :].lower().split("__"))
@@ -320,10 +323,10 @@ def _environment_layers(env: Mapping[str, str]) -> Iterator[Layer]:
 
 
 def _decode(text: str, node: Node) -> Any:
-    """A variable's text as the type its field has; text that does not fit stays text.
+    """Return a variable's text as its field's type, or unchanged if it does not fit.
 
     Empty text is None where None is allowed. Lists are JSON or separated by commas, tables are
-    JSON, and the options of plugins are JSON or else text.
+    JSON, and the options of plugins are JSON or otherwise text.
     """
     if not text and node.optional:
         return None
@@ -351,7 +354,7 @@ _WORDS = {
 
 
 def _plain(table: Mapping[Any, Any]) -> Table:
-    """A copy with text keys."""
+    """Return a copy with text keys."""
     return {
         str(key): _plain(value) if isinstance(value, Mapping) else value
         for key, value in table.items()
@@ -366,7 +369,7 @@ def _nest(keys: Keys, value: Any) -> Table:
 
 
 def merge_tables(into: Table, table: Table) -> None:
-    """Write ``table`` over ``into``, key by key; nothing of it is shared afterwards."""
+    """Write ``table`` over ``into``, key by key; the two share nothing afterwards."""
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge_tables(into[key], value)
@@ -375,7 +378,7 @@ def merge_tables(into: Table, table: Table) -> None:
 
 
 def _leaves(table: Table, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """All values that are not tables with something in them, with their keys."""
+    """Yield all values except non-empty tables, with their keys."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*above, key))
@@ -397,7 +400,7 @@ def _unknown(layer: Layer) -> Iterator[str]:
 
 
 def _walk(table: Table, above: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Keys of all tables and values; what is below an unknown key is not walked."""
+    """Yield the keys of all tables and values; unknown keys are not descended into."""
     for key, value in table.items():
         keys = (*above, key)
         yield keys, value
@@ -406,7 +409,7 @@ def _walk(table: Table, above: Keys) -> Iterator[tuple[Keys, Any]]:
 
 
 def _nearest(keys: Keys, parent: Node) -> str:
-    """Advice for a key that is unknown: a sibling, a setting of another table, or the choice."""
+    """Suggest a sibling, a setting of another table, or all choices for an unknown key."""
     assert parent.model is not None
     above = "".join(f"{key}." for key in keys[:-1])
     name = keys[-1].lower()
@@ -423,9 +426,9 @@ def _nearest(keys: Keys, parent: Node) -> str:
 
 
 def _explain(item: Any, sources: Mapping[Keys, Source]) -> str:
-    """One line for one error of pydantic."""
+    """Return one line for one error of pydantic."""
     keys = tuple(str(part) for part in item["loc"] if part != "[key]")
-    while not node_at(keys).known:  # the place of an item in a list
+    while not node_at(keys).known:  # the position of an item in a list
         keys = keys[:-1]
     node = node_at(keys)
     place = f"{'.'.join(keys)} ({_source_of(keys, sources)})"
@@ -440,7 +443,7 @@ def _explain(item: Any, sources: Mapping[Keys, Source]) -> str:
 
 
 def _source_of(keys: Keys, sources: Mapping[Keys, Source]) -> Source:
-    """Source at ``keys``, or of the nearest value above or below."""
+    """Return the source at ``keys``, or of the nearest value above or below."""
     for n in range(len(keys), 0, -1):
         if keys[:n] in sources:
             return sources[keys[:n]]

@@ -1,4 +1,4 @@
-"""Folders that settings name, or leave to kvcore."""
+"""Folders whose location depends on settings and defaults."""
 
 from __future__ import annotations
 
@@ -11,4 +11,5 @@ __all__ = ["folder_of"]
 
 
 def folder_of(config: ServerConfig) -> Path:
+    """Return the server's folder in memory: the configured one, or the user's default."""
     return config.folder or Path(f"/dev/shm/kvcore-{os.getuid()}")

@@ -1,8 +1,8 @@
-"""What can be configured: one frozen pydantic model a table, one documented field a key.
+"""The settings schema: one frozen pydantic model per table, one documented field per key.
 
 The models are strict (no ``"4"`` for an integer) and refuse unknown keys. Every field has a
-default, so ``Config()`` is valid. How files, the environment and an engine's JSON become a
-``Config`` is told in ``kvcore.config``; the reference page is generated from here.
+default, so ``Config()`` is valid. ``kvcore.config.load`` builds a ``Config`` from files, the
+environment and an engine's JSON. The reference page is generated from this module.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 RESERVED_TIERS = ("device", "host", "disk")
-"""Names a ``[tiers.NAME]`` table cannot take: they are kvcore's own tiers."""
+"""Names that a ``[tiers.NAME]`` table cannot have, because they are kvcore's own tiers."""
 
 
 def _power_of_two(value: int) -> int:
@@ -84,8 +84,8 @@ class BlockConfig(SchemaModel):
 
     tokens: Annotated[int, Field(ge=8, le=1024), AfterValidator(_power_of_two)] = Field(
         default=16,
-        description="Tokens in a token block, a power of two. Smaller blocks reuse more of a "
-        "shared prefix and cost more bookkeeping. KV stored with another value is not reused.",
+        description="Tokens per token block, a power of two. Smaller blocks reuse more of a "
+        "shared prefix but cost more bookkeeping. KV stored with another value is not reused.",
     )
 
 
@@ -95,14 +95,14 @@ class NamespaceConfig(SchemaModel):
     secret: Name | None = Field(
         default=None,
         description="Key mixed into every hash, so that block keys cannot be guessed from the "
-        "text. Every process that shares stored KV needs the same one. Set it through the "
-        "environment: it is masked wherever kvcore prints its settings.",
+        "text. All processes that share stored KV need the same one. Set it through the "
+        "environment. kvcore masks it wherever it prints settings.",
         json_schema_extra={"secret": True},
         repr=False,
     )
     salt: Name | None = Field(
         default=None,
-        description="Tenant of requests that bring no salt of their own. Tenants never share KV.",
+        description="Tenant for requests without a salt of their own. Tenants never share KV.",
     )
 
 
@@ -112,50 +112,51 @@ class HostConfig(SchemaModel):
     capacity: Size = Field(
         default=parse_size("4GiB"),
         gt=0,
-        description="Bytes of host memory for KV, the total over all ranks of this engine.",
+        description="Bytes of host memory for KV, in total over all ranks of this engine.",
     )
     arrangement: Literal["blockwise", "layerwise"] = Field(
         default="blockwise",
-        description="Order of bytes in the arena: all layers of a block together (fewest, largest "
-        "disk requests), or all blocks of a layer together.",
+        description="Order of bytes in the arena: all layers of a block together (fewest and "
+        "largest disk requests), or all blocks of a layer together.",
     )
     policy: Name = Field(
         default="lru", description="Eviction policy: any registered one (see `kvcore plugins`)."
     )
     policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
     huge_pages: bool = Field(
-        default=True, description="Ask for 2 MiB pages where the system allows them."
+        default=True, description="Request 2 MiB pages where the system allows them."
     )
     pin: bool = Field(
         default=True,
-        description="Lock the arena for the GPU's DMA where there is a GPU. Reported, not fatal, "
-        "when the limit on locked memory forbids it.",
+        description="Lock the arena in memory for DMA by the GPU, if there is one. If the limit "
+        "on locked memory forbids it, kvcore logs a warning and continues.",
     )
     prefault: Size = Field(
         default=parse_size("512MiB"),
         ge=0,
-        description="Bytes of each rank's arena that the kernel is asked for ahead of use, in the "
-        "background, so that a load does not wait for it. As much as `capacity`: all at the "
-        "start. 0: memory is taken as blocks come, which is slower the first time.",
+        description="Bytes of each rank's arena to pre-fault ahead of use, in the background, so "
+        "that loads do not wait for page faults. With as much as `capacity`, the whole arena is "
+        "pre-faulted at the start. With 0, the first use of memory is slower.",
     )
 
 
 class BackingConfig(SchemaModel):
-    """What every tier below host memory has."""
+    """Settings that every tier below host memory has."""
 
     capacity: Size = Field(
         default=parse_size("32GiB"),
         gt=0,
-        description="Bytes the tier may hold, the total over all ranks; for a folder on disk, over "
-        "all models in it. A remote store has a limit of its own: this is how much of it the "
-        "engine keeps in mind.",
+        description="Bytes that the tier may hold, in total over all ranks; for a folder on disk, "
+        "over all models in it. A remote store has a limit of its own: there, this limits how "
+        "many of its blocks the engine keeps track of.",
     )
     policy: Name = Field(default="lru", description="Eviction policy: any registered one.")
     policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
     write: Literal["write_through", "write_back", "selective"] = Field(
         default="write_through",
-        description="When a block goes there: when it is saved, when host memory evicts it, or "
-        "at its `admit_after`-th use. What only host memory holds is gone when the engine ends.",
+        description="When a block is written to the tier: when it is saved, when host memory "
+        "evicts it, or at its `admit_after`-th use. Blocks that only host memory holds are lost "
+        "when the engine ends.",
     )
     admit_after: int = Field(
         default=2,
@@ -170,31 +171,31 @@ class DiskConfig(BackingConfig):
 
     path: FolderPath | None = Field(
         default=None,
-        description="Folder of the disk tier on a local disk, made if missing; `~` is expanded. "
-        "Unset: no disk tier.",
+        description="Folder of the disk tier on a local disk, created if missing. `~` is "
+        "expanded. Unset: no disk tier.",
     )
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Bypass the page cache (O_DIRECT): where the file system can, always (refuse "
-        "to start otherwise), or never.",
+        description="Bypass the page cache (O_DIRECT): where the file system supports it, always "
+        "(refuse to start otherwise), or never.",
     )
     io_threads: int = Field(
         default=4,
         ge=1,
         le=64,
-        description="Threads reading and writing, a rank, where the kernel's asynchronous I/O "
-        "cannot be had; and threads decrypting.",
+        description="Threads per rank for reads and writes if the kernel's asynchronous I/O is "
+        "not available, and for decryption.",
     )
     sync_interval_s: Seconds = Field(
         default=5.0,
         description="Seconds between flushes to the medium. A crash of the machine loses at most "
-        "this much; a crash of the engine loses nothing.",
+        "the writes of this interval. A crash of the engine loses nothing.",
     )
     key_env: Name | None = Field(
         default=None,
         description="Encrypt blocks on disk (AES-256-GCM) with the key in this environment "
-        "variable: 32 bytes as 64 hex digits or Base64. Every worker needs it. KV that another "
-        "key, or none, wrote is not used. Needs the package cryptography.",
+        "variable: 32 bytes as 64 hex digits or Base64. Every worker needs it. KV written with "
+        "another key, or without one, is not used. Needs the package cryptography.",
     )
     key_file: Name | None = Field(
         default=None,
@@ -202,27 +203,29 @@ class DiskConfig(BackingConfig):
     )
     to_device: Literal["off", "on"] = Field(
         default="off",
-        description="Read blocks straight into device memory (GPUDirect Storage, through NIXL) "
-        "where a load goes from disk to the engine's pages, past host memory, which then does not "
-        "keep them. Not with encryption, nor with a `kvcore server`. Used by vLLM's adapter: the "
-        "others bring blocks to host memory before they know the pages.",
+        description="Read blocks from disk straight into device memory (GPUDirect Storage, "
+        "through NIXL). The blocks bypass host memory and are not cached there. Not supported "
+        "with encryption or with a `kvcore server`. Only the vLLM adapter uses it: the others "
+        "bring blocks to host memory before they know the pages.",
     )
     device_staging: Size = Field(
         default=parse_size("64MiB"),
         gt=0,
-        description="Bytes of device memory, a rank, that `to_device` reads into.",
+        description="Bytes of device memory per rank that `to_device` reads into.",
     )
 
     @property
     def encrypted(self) -> bool:
-        """Whether blocks are encrypted on disk."""
+        """True if blocks are encrypted on disk."""
         return self.key_env is not None or self.key_file is not None
 
 
 class TierConfig(BackingConfig):
-    """A backing tier of a plugin, one table `[tiers.NAME]` for each, read in order of name."""
+    """A backing tier from a plugin: one table `[tiers.NAME]` each, read in order of name."""
 
-    plugin: Name = Field(description="Name of the tier plugin (see `kvcore plugins`).")
+    plugin: Name = Field(
+        description="Name of the tier plugin (see `kvcore plugins`).",
+    )
     options: Options = Field(default_factory=dict, description="Arguments of the plugin.")
 
 
@@ -233,7 +236,7 @@ class TransferConfig(SchemaModel):
         default=1,
         ge=1,
         le=64,
-        description="Threads copying between device pages and host memory, a rank.",
+        description="Threads per rank that copy between device pages and host memory.",
     )
     batch_blocks: int = Field(
         default=16,
@@ -245,17 +248,18 @@ class TransferConfig(SchemaModel):
         default=16384,
         ge=1,
         le=65536,
-        description="Operations in flight, a rank. A save that does not fit is skipped and "
+        description="Operations in flight per rank. A save that does not fit is skipped and "
         "counted; a load that does not fit is recomputed.",
     )
     load_deadline_s: Seconds = Field(
         default=30.0,
-        description="Seconds after which a load is abandoned and its tokens recomputed.",
+        description="Seconds after which a load is abandoned and its tokens are recomputed.",
     )
     sync_load_max: Size = Field(
         default=parse_size("512MiB"),
-        description="Largest load, in bytes over all ranks, done inside the engine's step, layer "
-        "by layer. A larger one, or one from disk, is loaded before the request is scheduled.",
+        description="Largest load, in bytes over all ranks, that runs inside the engine's step, "
+        "layer by layer. A larger load, or one from disk, finishes before the request is "
+        "scheduled.",
     )
 
 
@@ -263,44 +267,46 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class FusionConfig(SchemaModel):
-    """Selective recomputation: cached text reused where it is not a prefix. Off by default."""
+    """Selective recomputation: reuse of cached text that is not a prefix. Off by default."""
 
     enabled: bool = Field(
         default=False,
         description="Reuse stored chunks at other positions and recompute the few tokens that "
-        "matter most. Answers then are close to the engine's own, not equal to them.",
+        "matter most. Answers are then close to the engine's own, but not equal to them.",
     )
     ratio: Share = Field(
         default=0.15,
-        description="Share of the reused tokens that is recomputed; 0 reuses all of them as they "
-        "are, 1 recomputes everything. A request may ask for another.",
+        description="Share of the reused tokens to recompute: 0 recomputes none of them, 1 "
+        "recomputes everything. A request may ask for another share.",
     )
     adaptive: bool = Field(
         default=True,
-        description="Decide request by request, from measured rates: blend only where that is "
-        "clearly faster than computing what stands behind the prefix, and recompute as much as "
-        "hides behind loading, from `ratio` to `ratio_max`. A request that asks for a ratio gets "
-        "it.",
+        description="Decide for each request, from measured rates: blend only if that is clearly "
+        "faster than computing what follows the prefix, and recompute as much as loading hides, "
+        "from `ratio` to `ratio_max`. A request that asks for a ratio gets it.",
     )
     ratio_max: Share = Field(
-        default=0.5, description="Most that is recomputed because it is free; see `adaptive`."
+        default=0.5,
+        description="Largest share to recompute while it costs no time; see `adaptive`.",
     )
     spread: Share = Field(
         default=0.5,
-        description="The share falls over the layers from `ratio * (1 + spread)` to "
-        "`ratio * (1 - spread)`.",
+        description="The share falls over the layers from `ratio * (1 + spread)` to `ratio * (1 - "
+        "spread)`.",
     )
     gate: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Quality gate: how far off recomputed rows may be found at a quarter of the "
-        "layers (squared distance of V as a share of the square, times the share of rows not "
-        "recomputed). Past it the request takes a larger share, or is computed in full. Unset: no "
-        "gate.",
+        description="Quality gate: the largest error of recomputed rows that is accepted after a "
+        "quarter of the layers (squared distance of V relative to its square, times the share of "
+        "rows not recomputed). Above it, the request recomputes a larger share or is computed in "
+        "full. Unset: no gate.",
     )
     selector: Name = Field(
-        default="runs", description="Chooses the tokens: any registered one (see `kvcore plugins`)."
+        default="runs",
+        description="Algorithm that chooses the tokens to recompute: any registered one "
+        "(see `kvcore plugins`).",
     )
     selector_options: Options = Field(
         default_factory=dict, description="Arguments of the selector."
@@ -308,39 +314,40 @@ class FusionConfig(SchemaModel):
     min_tokens: int = Field(
         default=64,
         ge=16,
-        description="Fewest tokens of a stored chunk worth reusing at another position, and fewest "
-        "of all chunks together worth a blend.",
+        description="Fewest tokens of a stored chunk that are reused at another position, and "
+        "fewest tokens of all chunks together for a blend.",
     )
     unmarked: bool = Field(
         default=True,
         description="Look for stored chunks anywhere in a prompt. Otherwise only chunks that the "
-        "request marks, or the separator cuts out, are reused.",
+        "request marks, or that the separator delimits, are reused.",
     )
     separator: list[int] = Field(
         default_factory=list,
-        description="Token ids that stand between chunks, for prompts that mark theirs this way.",
+        description="Token ids that separate chunks, for prompts that mark their chunks this way.",
     )
     behind: list[int] = Field(
         default_factory=list,
-        description="Token ids that chunks are computed behind when they are warmed, such as a "
-        "begin-of-text token or a system prompt, and under which marked chunks are looked up.",
+        description="Token ids that precede chunks when they are warmed, such as a begin-of-text "
+        "token or a system prompt. Marked chunks are looked up after them.",
     )
     staging_max: Size = Field(
         default=parse_size("1GiB"),
-        description="Most memory, in bytes over all ranks, for chunks on their way into prompts of "
-        "one step, beside the engine's own. A prompt whose chunks need more keeps those that fit.",
+        description="Largest memory, in bytes over all ranks, for the chunks that one step loads "
+        "into prompts, besides the engine's own. If the chunks of a prompt need more, only those "
+        "that fit are reused.",
     )
 
 
 class PlannerConfig(SchemaModel):
-    """Whether what is held of a prompt is loaded at all."""
+    """Choice between loading the cached part of a prompt and recomputing it."""
 
     enabled: bool = Field(
         default=False,
-        description="Load only what is expected to be there before the engine would have computed "
-        "it, from measured rates of loads and of prefill, and give a load up when waiting for it "
-        "costs more than computing. Until both were measured everything held is loaded. Rates come "
-        "from the metrics: `metrics.enabled` has to be on.",
+        description="Load only what is expected to arrive before the engine would have computed "
+        "it, from measured rates of loads and of prefill. Abandon a load when waiting for it "
+        "costs more than computing. Until both rates are measured, everything cached is loaded. "
+        "The rates come from the metrics, so `metrics.enabled` must be on.",
     )
 
 
@@ -352,7 +359,8 @@ class PluginsConfig(SchemaModel):
     )
     strict: bool = Field(
         default=False,
-        description="Stop when a plugin cannot be loaded, instead of naming it and going on.",
+        description="Stop if a plugin cannot be loaded, instead of logging its name and "
+        "continuing.",
     )
 
 
@@ -361,16 +369,16 @@ class OpsConfig(SchemaModel):
 
     backend: Name = Field(
         default="auto",
-        description="Implementation of the copies and of what a blend does beside the model: "
-        '"auto" takes the fastest that serves the memory, "native" (C; torch blends), "reference" '
-        '(torch), or the name of a plugin\'s ("triton").',
+        description="Implementation of the copies, and of the device operations of a blend "
+        'outside the model: "auto" (the fastest that supports the memory), "native" (C; blends '
+        'use torch), "reference" (torch), or the name of a plugin\'s, such as "triton".',
     )
 
 
 class MetricsConfig(SchemaModel):
     """Counters and timings."""
 
-    enabled: bool = Field(default=True, description="Collect metrics and give them to the engine.")
+    enabled: bool = Field(default=True, description="Collect metrics and pass them to the engine.")
 
 
 class TraceConfig(SchemaModel):
@@ -378,18 +386,19 @@ class TraceConfig(SchemaModel):
 
     path: FolderPath | None = Field(
         default=None,
-        description="Folder for one file a worker, to be opened in Perfetto or Chrome: which bytes "
-        "moved while which layers computed. Unset: no trace.",
+        description="Folder for one trace file per worker, for Perfetto or Chrome. The trace "
+        "shows which bytes moved while which layers computed. Unset: no trace.",
     )
 
 
 class ExplainConfig(SchemaModel):
-    """Records of requests: what matched, what was planned and why, what else there was."""
+    """Records of requests: what matched, what was planned and why, and the alternatives."""
 
     path: FolderPath | None = Field(
         default=None,
         description="Folder for records of the requests that ended last, for `kvcore explain`. "
-        "They are for operators: they tell that text was seen under another salt. Unset: none.",
+        "The records are for operators, because they reveal that text was seen under another "
+        "salt. Unset: no records.",
     )
     capacity: Size = Field(
         default=parse_size("16MiB"),
@@ -398,7 +407,7 @@ class ExplainConfig(SchemaModel):
     )
     spans: bool = Field(
         default=False,
-        description="Make an OpenTelemetry span of each request, with the tracer provider of the "
+        description="Make an OpenTelemetry span for each request, with the tracer provider of the "
         "engine's process. Needs the package opentelemetry-api.",
     )
 
@@ -419,45 +428,49 @@ def _listener(value: str) -> str:
 
 
 class ServerConfig(SchemaModel):
-    """`kvcore server`: one process that keeps KV for every engine of the machine. The server and
-    its clients read the same table."""
+    """`kvcore server`: one process that caches KV for every engine of the machine.
+
+    The server and its clients read the same table.
+    """
 
     address: Annotated[str, AfterValidator(_address)] | None = Field(
         default=None,
-        description='Where the server listens, and engines reach it: "local" (a socket in '
-        '`folder`), "ipc://SOCKET", or "tcp://HOST:PORT" (with `keys`). Set, an engine has no '
-        "tiers of its own; unset, it needs no server.",
+        description='Where the server listens and engines connect: "local" (a socket in '
+        '`folder`), "ipc://SOCKET", or "tcp://HOST:PORT" (with `keys`). If set, the engine has no '
+        "tiers of its own. Unset: the engine uses no server.",
     )
     folder: FolderPath | None = Field(
         default=None,
-        description="Folder in memory (tmpfs) that holds the host tier and that only its owner may "
-        "enter; every client needs it. Unset: `/dev/shm/kvcore-UID`.",
+        description="Folder in memory (tmpfs) that holds the host tier and is accessible only to "
+        "its owner. Every client needs it. Unset: `/dev/shm/kvcore-UID`.",
     )
     keys: FolderPath | None = Field(
         default=None,
-        description="Folder of CURVE keys, made by `kvcore server --keygen FOLDER`; TCP needs it.",
+        description="Folder of CURVE keys, made by `kvcore server --keygen FOLDER`. TCP requires "
+        "it.",
     )
     models: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="Models that are served side by side; each gets an equal share of "
-        "`host.capacity`. Engines with the same model share its KV.",
+        description="Models served side by side. Each gets an equal share of `host.capacity`. "
+        "Engines with the same model share its KV.",
     )
     deadline_s: Seconds = Field(
         default=0.1,
-        description="Longest time an engine waits for an answer. Past it the engine computes, and "
-        "leaves the server alone until that has answered a heartbeat.",
+        description="Longest time, in seconds, that an engine waits for an answer. After that the "
+        "engine recomputes, and does not use the server until the server has answered a heartbeat.",
     )
     lease_s: Seconds = Field(
         default=5.0,
-        description="Seconds of silence after which server and client hold each other for gone. "
-        "A client whose process lives keeps what its copies use.",
+        description="Seconds of silence after which server and client consider each other gone. A "
+        "client whose process is alive keeps the memory that its copies use.",
     )
     metrics: Annotated[str, AfterValidator(_listener)] | None = Field(
         default=None,
-        description='Where the server shows its metrics to Prometheus: "HOST:PORT". Without '
-        "authentication, so bind it where scrapers alone are. Unset: nowhere.",
+        description='Address at which the server exposes its metrics to Prometheus: "HOST:PORT". '
+        "There is no authentication, so bind an address that only scrapers can reach. Unset: not "
+        "exposed.",
     )
 
 
@@ -466,32 +479,36 @@ class LogConfig(SchemaModel):
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="Least severe line that is written; debug has one line a decision.",
+        description="Least severe level to write. Level debug has one line per decision.",
     )
     format: Literal["text", "json"] = Field(
-        default="text", description="Lines as `event key=value ...`, or as one JSON object each."
+        default="text",
+        description="Write lines as `event key=value ...`, or as one JSON object each.",
     )
 
 
 class AdapterConfig(SchemaModel):
-    """What every engine's adapter has; an adapter says in its own words what depends on its
-    engine."""
+    """Settings that every engine's adapter has.
+
+    An adapter describes the settings that depend on its engine.
+    """
 
     min_load_tokens: int
     save_decode: bool = Field(
         default=True,
-        description="Save generated tokens too, so that the next turn finds its answer.",
+        description="Save generated tokens too, so that the next turn of a conversation finds its "
+        "answer.",
     )
     layerwise: bool
 
 
 def _min_load_tokens(engine: str) -> Any:
-    """The field of that name, for ``engine``."""
+    """Return the field of that name for ``engine``."""
     return Field(
         default=64,
         ge=0,
-        description=f"Fewest tokens worth loading beyond what {engine} holds itself; fewer are "
-        "recomputed.",
+        description=f"Fewest tokens to load beyond what {engine} holds in its own cache. Fewer "
+        "tokens are recomputed.",
     )
 
 
@@ -501,14 +518,14 @@ class VllmConfig(AdapterConfig):
     min_load_tokens: int = _min_load_tokens("vLLM")
     layerwise: bool = Field(
         default=True,
-        description="Load layer by layer under the forward. Waiting inside the forward needs "
-        "piecewise CUDA graphs: on a GPU with full graphs kvcore waits before the forward instead, "
-        "unless this is set to true in `kv_connector_extra_config`.",
+        description="Load layer by layer during the forward pass. Waiting inside the forward pass "
+        "needs piecewise CUDA graphs: on a GPU with full graphs kvcore waits before the forward "
+        "pass instead, unless this is set to true in `kv_connector_extra_config`.",
     )
     promise_s: Seconds = Field(
         default=5.0,
-        description="Longest time, in seconds, that a request waits for KV that a prefill instance "
-        "has promised; what has not come by then is computed.",
+        description="Longest time, in seconds, that a request waits for KV that a prefill "
+        "instance has announced. What has not arrived by then is computed.",
     )
 
 
@@ -518,16 +535,16 @@ class TrtllmConfig(AdapterConfig):
     min_load_tokens: int = _min_load_tokens("TensorRT-LLM")
     layerwise: bool = Field(
         default=True,
-        description="Load layer by layer under the forward. With CUDA graphs or torch.compile the "
-        "engine may skip the hooks that wait for a layer: kvcore then waits before the forward, "
-        "whatever is set here.",
+        description="Load layer by layer during the forward pass. With CUDA graphs or "
+        "torch.compile the engine may skip the hooks that wait for a layer: kvcore then waits "
+        "before the forward pass, whatever this setting is.",
     )
     stage_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.1,
-        description="Longest time, in seconds, that a lookup waits for blocks on their way from "
-        "disk or a remote store into host memory. TensorRT-LLM takes no word back, so only what "
-        "has arrived and was verified is reported; the rest serves the next request. With tensor "
-        "parallelism a lookup does not wait.",
+        description="Longest time, in seconds, that a lookup waits for blocks being read from "
+        "disk or a remote store into host memory. TensorRT-LLM cannot retract a cache hit, so "
+        "only blocks that have arrived and were verified are reported. The rest serves the next "
+        "request. With tensor parallelism a lookup does not wait.",
     )
 
 
@@ -537,28 +554,29 @@ class SglangConfig(SchemaModel):
     min_load_tokens: int = _min_load_tokens("SGLang")
     layerwise: bool = Field(
         default=True,
-        description="Load layer by layer under the forward. Otherwise a batch waits for its loads "
-        "before its forward.",
+        description="Load layer by layer during the forward pass. Otherwise a batch waits for its "
+        "loads before its forward pass.",
     )
     prefetch: Literal["best_effort", "timeout", "wait"] = Field(
         default="timeout",
-        description="How long a request stays in SGLang's queue for its blocks, on their way from "
-        "disk or a remote store into host memory since it came: not at all, at most "
-        "`prefetch_timeout_s` in all, or until they are there (at most "
-        "`transfer.load_deadline_s`). Others go first meanwhile.",
+        description="How long a request waits in SGLang's queue while its blocks are read from "
+        "disk or a remote store into host memory: not at all, at most `prefetch_timeout_s` in "
+        "total, or until they have arrived (at most `transfer.load_deadline_s`). Other requests "
+        "may overtake it.",
     )
     prefetch_timeout_s: Seconds = Field(
         default=0.5, description='Seconds, for `prefetch = "timeout"`.'
     )
     keep_on_flush: bool = Field(
         default=False,
-        description="Let SGLang's `/flush_cache` empty its own cache only. Otherwise it makes "
-        "kvcore forget every block in every tier too, which changing weights in place needs.",
+        description="Let SGLang's `/flush_cache` empty only SGLang's own cache. Otherwise it also "
+        "removes every block from every tier of kvcore, which is needed after weights were "
+        "changed in place.",
     )
 
 
 class Config(SchemaModel):
-    """Every setting of kvcore. A value: equal settings compare equal, wherever they came from."""
+    """Every setting of kvcore. A value: equal settings compare equal, whatever their source."""
 
     engine: Name | None = Field(
         default=None,
@@ -599,6 +617,6 @@ class Config(SchemaModel):
     __hash__ = None  # type: ignore[assignment]  # holds dicts of options
 
     def source(self, path: str | tuple[str, ...]) -> Source:
-        """Where the value at ``path`` ("host.capacity") came from."""
+        """Return where the value at ``path`` ("host.capacity") came from."""
         keys = tuple(path.split(".")) if isinstance(path, str) else path
         return self._sources.get(keys, DEFAULT)

@@ -1,4 +1,4 @@
-"""Settings of what goes beyond one engine: its events, and who else is there."""
+"""Settings beyond one engine: block events and the other members of a cluster."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ class EventsConfig(SchemaModel):
     endpoint: Name | None = Field(
         default=None,
         description="ZMQ endpoint to publish at, in the format of vLLM's KV events. "
-        '"tcp://*:5557" and "ipc:///path" are bound, others connected to; whoever reaches it can '
-        "read which blocks are held, so bind it where routers alone are. Unset: not over ZMQ.",
+        '"tcp://*:5557" and "ipc:///path" are bound, other addresses are connected to. Anyone who '
+        "can connect can read which blocks are held, so bind an address that only routers can "
+        "reach. Unset: no events over ZMQ.",
     )
     replay_endpoint: Name | None = Field(
         default=None,
-        description="ZMQ endpoint to bind for consumers that missed something. Without it they "
+        description="ZMQ endpoint to bind for consumers that missed events. Without it they "
         "cannot catch up.",
     )
     topic: Name = Field(
-        default="kvcore", description="Topic of this engine's events; give each engine its own."
+        default="kvcore", description="Topic of this engine's events. Give each engine its own."
     )
     token_ids: bool = Field(
         default=False,
-        description="Tell the tokens of stored blocks too, for routers that make keys of their "
-        "own from them. They are users' text: whoever reads the events reads it. Not those of "
-        "prompts with an adapter, a tenant's salt or images. 4 bytes a token and 150 a block.",
+        description="Include the tokens of stored blocks, for routers that compute their own keys "
+        "from them. The tokens are users' text, readable by anyone who receives the events. "
+        "Prompts with an adapter, a tenant's salt or images are left out. Costs 4 bytes per token "
+        "and 150 per block.",
     )
     nats: Name | None = Field(
         default=None,
-        description='Address of a NATS server with JetStream, as "nats://host:4222". Unset: not '
-        "over NATS.",
+        description='Address of a NATS server with JetStream, such as "nats://host:4222". Unset: '
+        "no events over NATS.",
     )
     nats_stream: Name = Field(
         default="KVCORE",
-        description="JetStream stream of the subjects `kvcore.events.TOPIC`; made, with 256 MiB "
-        "and an hour as its limits, if missing.",
+        description="JetStream stream for the subjects `kvcore.events.TOPIC`. If missing, it is "
+        "created with limits of 256 MiB and one hour.",
     )
     publisher: Literal["process", "thread"] = Field(
         default="process",
-        description="Who sends: a process of its own, which leaves the engine's interpreter alone, "
-        "or a thread of the engine's. The process has 40 MiB beside what it knows of blocks.",
+        description="Who sends the events: a separate process, which does not load the engine's "
+        "interpreter, or a thread of the engine. The process needs 40 MiB plus its record of the "
+        "blocks.",
     )
     interval_s: Seconds = Field(
-        default=0.02, description="Seconds between two sendings: events in between go together."
+        default=0.02, description="Seconds between two sends. Events in between are sent together."
     )
     queue_blocks: int = Field(
         default=262_144,
         ge=1024,
-        description="Blocks whose events may wait to be sent. When there are more, those that wait "
-        "are dropped and counted, and consumers catch up by a snapshot.",
+        description="Blocks whose events may wait to be sent. Beyond that, the waiting events are "
+        "dropped and counted, and consumers catch up with a snapshot.",
     )
     history_max: Size = Field(
         default=parse_size("64MiB"),
@@ -64,51 +67,54 @@ class EventsConfig(SchemaModel):
     )
     heartbeat_s: Seconds = Field(
         default=5.0,
-        description="Seconds after which an empty batch says that nothing has happened.",
+        description="Seconds without events after which an empty batch is sent.",
     )
 
 
 class MemberConfig(SchemaModel):
-    """A process of the cluster, one table `[cluster.members.NAME]` for each."""
+    """A process of the cluster: one table `[cluster.members.NAME]` each."""
 
     kind: Literal["leader", "worker", "server"] = Field(
-        default="leader", description="What it is to the others."
+        default="leader", description="Its role in the cluster."
     )
-    address: str = Field(default="", description="Where it is reached.")
-    model: Name = Field(default="any", description="What it serves.")
-    group: Name = Field(default="default", description="The nodes it works with.")
+    address: str = Field(default="", description="Address at which it is reached.")
+    model: Name = Field(default="any", description="Model that it serves.")
+    group: Name = Field(default="default", description="Group of nodes that it works with.")
     details: dict[str, str] = Field(
-        default_factory=dict, description="What else others need to know, as text."
+        default_factory=dict, description="Further details for the other members, as text."
     )
 
 
 class ClusterConfig(SchemaModel):
-    """Who is there: in etcd, or from a list. Off unless `etcd` or `members` is set."""
+    """Members of the cluster, from etcd or from a list. Off unless `etcd` or `members` is set."""
 
     etcd: list[Name] = Field(
         default_factory=list,
-        description='Endpoints of etcd, as "http://host:2379". Processes are entered under a '
-        "lease, and are gone when they are.",
+        description='Endpoints of etcd, such as "http://host:2379". Processes register under a '
+        "lease and disappear with it.",
     )
     name: Name | None = Field(
         default=None,
-        description="This engine's name among leaders: with `members`, one of theirs. Unset: the "
-        "host's name and the process's number.",
+        description="Name of this engine among the leaders. With `members`, it must be one of "
+        "theirs. Unset: host name and process id.",
     )
     model: Name = Field(
-        default="any", description="What this engine serves, in words that others look for."
+        default="any", description="Model that this engine serves, as the other members name it."
     )
-    group: Name = Field(default="default", description="The nodes this engine works with.")
+    group: Name = Field(
+        default="default", description="Group of nodes that this engine works with."
+    )
     ttl_s: int = Field(
         default=10,
         ge=1,
         le=3600,
-        description="Seconds after which a process that is gone, or cut off, is taken out.",
+        description="Seconds after which a process that has ended, or is cut off, is removed.",
     )
-    prefix: Name = Field(default="/kvcore", description="Where kvcore's keys lie in etcd.")
+    prefix: Name = Field(default="/kvcore", description="Prefix of kvcore's keys in etcd.")
     ca_cert: Name | None = Field(
-        default=None, description="File of the authority that signed etcd's certificate."
+        default=None,
+        description="File of the certificate authority that signed etcd's certificate.",
     )
-    cert: Name | None = Field(default=None, description="File of the client's certificate.")
-    key: Name | None = Field(default=None, description="File of the client's key.")
+    cert: Name | None = Field(default=None, description="File of the client certificate.")
+    key: Name | None = Field(default=None, description="File of the client's private key.")
     members: dict[str, MemberConfig] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Settings of operators: who the tenants are, what they may keep, and how kvcore is talked to."""
+"""Settings for operators: tenants, their quotas, and the control socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 
 
 def tenant_name(value: str) -> str:
-    """The name itself. Raises ConfigError for one that is no label."""
+    """Return the name; ConfigError if it is not a valid label."""
     if not _NAME.fullmatch(value):
         raise ConfigError(
             f"given the tenant name {value!r}; supported are up to 64 letters, digits, ., _ and -, "
@@ -27,7 +27,7 @@ def tenant_name(value: str) -> str:
 
 
 def parse_quota(text: str, capacity: int) -> int:
-    """Bytes of a quota: a size, or a share ("25%") of ``capacity`` bytes.
+    """Return the bytes of a quota: a size, or a share ("25%") of ``capacity`` bytes.
 
     Raises ConfigError for anything else.
     """
@@ -54,39 +54,41 @@ def _socket(value: str) -> str:
 
 
 class TenantConfig(SchemaModel):
-    """A tenant: the requests with one salt, and how much of their KV is kept. One table
-    `[tenants.NAME]` for each; NAME is what metrics, `kvcore ctl` and its audit log call it."""
+    """A tenant: the requests with one salt, and how much of their KV is kept.
+
+    One table `[tenants.NAME]` each. NAME appears in metrics, in `kvcore ctl` and in its audit log.
+    """
 
     salt: str | None = Field(
         default=None,
-        description="Salt of its requests (vLLM: `cache_salt`). Unset: NAME. Empty: requests "
-        "without a salt. It is masked wherever kvcore prints its settings.",
+        description="Salt of the tenant's requests (vLLM: `cache_salt`). Unset: NAME. Empty: "
+        "requests without a salt. kvcore masks it wherever it prints settings.",
         json_schema_extra={"secret": True},
         repr=False,
     )
     loras: dict[str, str] = Field(
         default_factory=dict,
-        description="LoRA weights that its requests use, by name, with the path or hub name that "
-        "the engine was given: their KV counts too.",
+        description="LoRA weights that the tenant's requests use: names, with the path or hub "
+        "name given to the engine. Their KV counts towards the quota.",
     )
     quota: dict[Name, Annotated[str, BeforeValidator(_quota)]] = Field(
         default_factory=dict,
-        description='Most it may have of a tier, by tier: a size ("8GiB") or a share of the tier '
-        '("25%"). A tier that is not named: as much as anyone.',
+        description='Largest share of each tier that the tenant may use: a size ("8GiB") or a '
+        'percentage of the tier ("25%"). A tier that is not listed has no limit for the tenant.',
     )
 
 
 class ControlConfig(SchemaModel):
-    """`kvcore ctl`: what operators do while kvcore runs, and the record of it."""
+    """`kvcore ctl`: control of a running kvcore, and its audit log."""
 
     address: Annotated[str, AfterValidator(_socket)] | None = Field(
         default=None,
         description='Socket ("ipc://SOCKET", mode 0600) at which an engine with tiers of its own '
-        "answers `kvcore ctl`. A kvcore server answers at `server.address` and needs none. Unset: "
-        "no socket.",
+        "answers `kvcore ctl`. A kvcore server answers at `server.address` and does not need it. "
+        "Unset: no socket.",
     )
     audit: Name | None = Field(
         default=None,
         description="File (mode 0600) to which every operation of `kvcore ctl` that changes "
-        "something is appended, a line of JSON each. Unset: the log alone has them.",
+        "something is appended, as one line of JSON. Unset: only the log records them.",
     )

@@ -1,4 +1,4 @@
-"""Walks the schema by keys: what is at ``host.capacity``, and what does it take?
+"""Navigation of the schema by keys: which setting is at ``host.capacity``, and its values.
 
 ("host",)             a table with its own model
 ("tiers",)            a table whose members, under names of the user's choice, have a model
@@ -24,7 +24,7 @@ Keys = tuple[str, ...]
 
 
 class Node(NamedTuple):
-    """What the schema has at some keys. ``type`` is None where anything goes, or nothing is."""
+    """The schema's entry at some keys; ``type`` is None if anything is allowed, or if unknown."""
 
     known: bool
     type: Any = None
@@ -35,10 +35,12 @@ class Node(NamedTuple):
 
     @property
     def is_table(self) -> bool:
+        """True if the value is a table."""
         return self.model is not None or self.members is not None or self.type is dict
 
     @property
     def secret(self) -> bool:
+        """True if the value must be masked."""
         extra = self.field.json_schema_extra if self.field else None
         return isinstance(extra, dict) and bool(extra.get("secret"))
 
@@ -48,7 +50,7 @@ ANYTHING = Node(known=True)
 
 
 def node_at(keys: Keys) -> Node:
-    """Walk the schema from its root."""
+    """Return the node at ``keys``, from the root of the schema."""
     node = Node(known=True, model=Config)
     for key in keys:
         node = _child(node, key)
@@ -65,7 +67,7 @@ def _child(node: Node, key: str) -> Node:
 
 
 def field_node(field: FieldInfo) -> Node:
-    """What ``field`` is: the ``None`` of an optional one and annotations are taken off."""
+    """Return the node of ``field``, without optional ``None`` and annotations."""
     kind = field.annotation
     optional = get_origin(kind) in (Union, UnionType)
     if optional:
@@ -84,7 +86,7 @@ def _model(kind: Any) -> type[SchemaModel] | None:
 
 
 def known_paths(model: type[SchemaModel] = Config, above: str = "") -> Iterator[str]:
-    """Dotted names of all settings; ``tiers.NAME.plugin`` stands for any name."""
+    """Yield the dotted names of all settings; NAME in a path stands for any name."""
     for key, field in model.model_fields.items():
         node = field_node(field)
         path = f"{above}{key}"
@@ -97,7 +99,7 @@ def known_paths(model: type[SchemaModel] = Config, above: str = "") -> Iterator[
 
 
 def supported(field: FieldInfo) -> str:
-    """What a field takes, in words."""
+    """Describe the values that a field accepts."""
     node = field_node(field)
     words = _kind_words(node)
     if low := next((m for m in _metadata(node) if isinstance(m, (Ge, Gt))), None):
@@ -111,6 +113,7 @@ def supported(field: FieldInfo) -> str:
 
 
 def is_size(field: FieldInfo) -> bool:
+    """Return True if ``field`` is a size in bytes."""
     return any(isinstance(m, BeforeValidator) and m.func is parse_size for m in field.metadata)
 
 

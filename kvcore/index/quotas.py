@@ -1,17 +1,17 @@
-"""Quotas: how many blocks of a tier a tenant may have, and which of its own leave first.
+"""Quotas: how many blocks of a tier a tenant may have, and which of its blocks are evicted first.
 
 A *tenant* is a name for one or more namespaces: a salt, with each LoRA it uses. The index knows
-namespaces only; a quota counts the blocks of all of a tenant's, pinned, unpublished and leaving
-ones included.
+only namespaces. A quota counts the blocks of all namespaces of a tenant, including pinned,
+unpublished and evicting ones.
 
     a tenant with a quota stores n blocks
-      1. its own leaves go, least wanted first, until n more fit its quota, or none may go
-      2. what then does not fit is not stored
-      3. room in the tier itself is made in the policy's plain order, as for everyone
+      1. its own leaves are evicted, least wanted first, until n more fit its quota or none is left
+      2. blocks that still do not fit are not stored
+      3. room in the tier itself is made in the order of the policy, as for all tenants
 
-So a tenant that is at its quota takes nothing from others, and one that grows takes as much as it
-grows by. A quota is a ceiling and no promise: what lies within it may still be evicted in the
-plain order. A tier without quotas knows nothing of all this.
+A tenant at its quota therefore takes nothing from others, and one below it takes as much as it
+grows by. A quota is a ceiling, not a guarantee: blocks within it may be evicted in the order of the
+policy. A tier without quotas does not use this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Quota", "RationedPolicy", "Share"]
 
 
 class Quota(NamedTuple):
-    """Blocks that a tenant has in a tier, and may have."""
+    """The number of blocks that a tenant has in a tier, and its limit."""
 
     used: int
     limit: int
@@ -36,8 +36,7 @@ class Quota(NamedTuple):
 
 
 class _Leaves:
-    """`kvcore.index.policy.base.LeafHeap` for few nodes of many: its size is that of what is in
-    it."""
+    """A `kvcore.index.policy.base.LeafHeap` whose size is that of its content."""
 
     __slots__ = ("_entries", "_live", "_score")
 
@@ -56,7 +55,7 @@ class _Leaves:
         self._live.discard(node)
 
     def pop(self) -> int | None:
-        """Take out and return the node of least score; None where there is none."""
+        """Remove and return the node of least score; None if empty."""
         entries = self._entries
         while self._live:
             score, node = entries[0]
@@ -81,8 +80,8 @@ class _Leaves:
 class NodeSpaces(Protocol):
     """The namespaces of an index's nodes (`kvcore.index.tables.NodeTable`).
 
-    ``space[node]`` is a number, ``space_names`` has the namespace of each number, and ``space_ids``
-    the number of each namespace.
+    ``space[node]`` is a number, ``space_names`` maps numbers to namespaces, and ``space_ids`` maps
+    namespaces to numbers.
     """
 
     space: array[int]
@@ -91,7 +90,7 @@ class NodeSpaces(Protocol):
 
 
 class Share:
-    """A tenant's part of one tier: ``used`` and ``limit`` are blocks, ``leaves`` may be evicted."""
+    """A tenant's part of one tier: ``used`` and ``limit`` in blocks, ``leaves`` may be evicted."""
 
     __slots__ = ("leaves", "limit", "namespaces", "used")
 
@@ -105,8 +104,11 @@ class Share:
 
 
 class RationedPolicy(EvictionPolicy):
-    """Stands before a tier's policy, ``inner``, which decides as it would alone, and knows each
-    tenant's leaves beside it. In place only while the tier has a quota. Leader thread only."""
+    """Wraps a tier's policy, ``inner``, and keeps each tenant's leaves beside it.
+
+    The inner policy decides as it would alone. In use only while the tier has a quota. Leader
+    thread only.
+    """
 
     name = "rationed"
 
@@ -114,7 +116,7 @@ class RationedPolicy(EvictionPolicy):
         super().__init__(inner.capacity, inner.recency)
         self.inner = inner
         self.shares: dict[str, Share] = {}
-        self.watches_blocks = inner.watches_blocks  # type: ignore[misc]  # as the one inside
+        self.watches_blocks = inner.watches_blocks  # type: ignore[misc]  # same as the inner one
         self._nodes = nodes
         self._owners: dict[bytes, Share] = {}
 
@@ -123,8 +125,11 @@ class RationedPolicy(EvictionPolicy):
     def grant(
         self, tenant: str, namespaces: frozenset[bytes], limit: int, held: Sequence[int]
     ) -> Share:
-        """Give a tenant a quota of ``limit`` blocks, or another one. ``held`` are all nodes in the
-        tier. O(tier). Raises ConfigError where a namespace is another tenant's."""
+        """Set a tenant's quota to ``limit`` blocks. O(tier).
+
+        ``held`` are all nodes in the tier. Raises ConfigError if a namespace belongs to another
+        tenant.
+        """
         for other, share in self.shares.items():
             if other != tenant and share.namespaces & namespaces:
                 raise ConfigError(f"tenant {tenant!r} and {other!r} are the same: use one name")
@@ -139,28 +144,28 @@ class RationedPolicy(EvictionPolicy):
         return share
 
     def lift(self, tenant: str) -> None:
-        """Take a tenant's quota away, if it has one."""
+        """Remove a tenant's quota, if it has one."""
         share = self.shares.pop(tenant, None)
         for namespace in () if share is None else share.namespaces:
             del self._owners[namespace]
 
     def share_of(self, namespace: bytes) -> Share | None:
-        """The share that a namespace counts for."""
+        """Return the share that a namespace counts towards, or None."""
         return self._owners.get(namespace)
 
     def entered(self, nodes: Iterable[int]) -> None:
-        """Blocks were given slots."""
+        """Count blocks that were given slots."""
         for node in nodes:
             if (share := self._of(node)) is not None:
                 share.used += 1
 
     def gone(self, node: int) -> None:
-        """A block is in the tier no more; its id still means it."""
+        """Count a block that left the tier, before its node is reused."""
         if (share := self._of(node)) is not None:
             share.used -= 1
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Assert that every share counts what is there. ``held`` are all nodes in the tier."""
+        """Assert that every share is counted right. ``held`` are all nodes in the tier."""
         used = dict.fromkeys(self.shares, 0)
         leaves: dict[str, set[int]] = {tenant: set() for tenant in self.shares}
         names = {id(share): tenant for tenant, share in self.shares.items()}

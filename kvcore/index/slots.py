@@ -1,7 +1,7 @@
-"""Slots of one tier: a hard byte budget cut into equal slots.
+"""Allocation of one tier's slots: a fixed byte budget cut into equal slots.
 
-The free set is a watermark (slots never used yet) plus a stack of freed ones, so an empty tier of
-ten million slots costs nothing to make. A bitmap makes a double free an assertion, not a leak.
+The free set is a watermark (slots never used yet) plus a stack of freed slots, so an empty tier of
+ten million slots costs nothing to create. A bitmap turns a double free into an assertion.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class SlotRun(NamedTuple):
 
 
 def slot_runs(slots: Iterable[int]) -> list[SlotRun]:
-    """Slots, in any order, as those that follow each other: a whole tier is one run."""
+    """Return ``slots``, in any order, as runs of consecutive slots."""
     ordered = np.unique(np.fromiter(slots, np.int64))
     if not len(ordered):
         return []
-    last = np.flatnonzero(np.diff(ordered) != 1)  # of every run but the last
+    last = np.flatnonzero(np.diff(ordered) != 1)  # last slot of every run but the last
     starts = ordered[np.concatenate(([0], last + 1))].tolist()
     stops = (ordered[np.concatenate((last, [-1]))] + 1).tolist()
     return [SlotRun(*run) for run in zip(starts, stops, strict=True)]
@@ -41,8 +41,8 @@ def slot_runs(slots: Iterable[int]) -> list[SlotRun]:
 class SlotPool:
     """Allocator of slots 0 .. num_slots - 1. Not thread-safe: the leader owns it.
 
-    With ``foreign`` it also keeps count of slots outside that range, which belong to another
-    store: they can be claimed and released, and are never handed out.
+    With ``foreign`` it also tracks slots outside that range, which belong to another store. They
+    can be claimed and freed, but are never allocated.
     """
 
     def __init__(self, num_slots: int, *, foreign: bool = False) -> None:
@@ -51,25 +51,25 @@ class SlotPool:
         self.num_slots = num_slots
         self._used = bytearray(num_slots)
         self._freed = array("q")
-        self._fresh = 0  # slots at and after this one were never used
+        self._fresh = 0  # this slot and all after it were never used
         self._stale = False  # _freed and _fresh must be rebuilt from _used
         self._num_used = 0
         self._foreign: set[int] | None = set() if foreign else None
 
     @property
     def num_free(self) -> int:
-        """Own slots that `allocate` can hand out now."""
+        """Number of own slots that `allocate` can return now."""
         return self.num_slots - self._num_used
 
     @property
     def num_used(self) -> int:
-        """Slots in use, foreign ones included."""
+        """Number of slots in use, foreign ones included."""
         return self._num_used + len(self._foreign or ())
 
     def allocate(self, count: int) -> Slots:
-        """Take ``count`` slots, in rising order where that is free of cost (neighbours coalesce).
+        """Allocate ``count`` slots, in ascending order if that costs nothing (neighbours coalesce).
 
-        Raises `CapacityError`, and takes none, if fewer are free.
+        Raises `CapacityError` and allocates none if fewer are free.
         """
         if count > self.num_free:
             raise CapacityError(
@@ -90,7 +90,7 @@ class SlotPool:
         return slots
 
     def free(self, slot: int) -> None:
-        """Give one slot back. Freeing a slot that is not in use is a bug and asserts."""
+        """Free one slot. Asserts that it is in use."""
         if slot >= self.num_slots:
             assert self._foreign is not None, f"slot {slot} of {self.num_slots}"
             self._foreign.remove(slot)
@@ -102,12 +102,12 @@ class SlotPool:
             self._freed.append(slot)
 
     def free_all(self, slots: Iterable[int]) -> None:
-        """`free` for each."""
+        """Free each of ``slots``."""
         for slot in slots:
             self.free(slot)
 
     def claim(self, slot: int) -> bool:
-        """Mark one given slot as in use (rebuild after restart); False if it is already."""
+        """Mark a given slot as used, after a restart; returns False if it is used already."""
         if slot >= self.num_slots:
             if self._foreign is None or slot in self._foreign:
                 return False
@@ -121,12 +121,12 @@ class SlotPool:
         return True
 
     def free_slots(self) -> list[int]:
-        """Own slots that are not in use, in rising order."""
+        """Return the own slots that are not in use, in ascending order."""
         found: list[int] = np.flatnonzero(np.frombuffer(self._used, dtype=np.uint8) == 0).tolist()
         return found
 
     def check_integrity(self, in_use: Sequence[int]) -> None:
-        """Assert that exactly ``in_use`` are taken and that the free set is the rest, once each."""
+        """Assert that exactly ``in_use`` are used, and that the rest is free once each."""
         assert len(set(in_use)) == len(in_use), "one slot holds two blocks"
         own = {slot for slot in in_use if slot < self.num_slots}
         assert own == {slot for slot, used in enumerate(self._used) if used}, "bitmap"

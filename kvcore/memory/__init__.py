@@ -1,1 +1,1 @@
-"""Where bytes lie and how they are copied: layouts, arenas, copies and checksums."""
+"""Where bytes are and how they are copied: layouts, arenas, copies and checksums."""

@@ -1,4 +1,4 @@
-"""The host arena: one block of memory, in slots, that device copies and disk I/O go through."""
+"""The host arena: one allocation, cut into slots, for device copies and disk I/O."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ _log = logging.getLogger("kvcore.memory.arena")
 PREFAULTED = "host memory is there, all %d bytes after %.1f s"
 
 CALM_S = 1.0
-"""Seconds after memory was last used before more is asked for, unless only a quarter is left of
-what was ahead: faults beside a forward pass cost its request more time than they save the next."""
+"""Seconds after the last use of memory before pre-faulting continues, unless only a quarter of the
+pre-faulted memory is left: page faults beside a forward pass cost its request more time than they
+save the next request."""
 
 _PINNED_SUCCESS = 0
 
 
 def slot_bytes(shape: BlockShape) -> int:
-    """Bytes of an arena slot: the block rounded up to whole pages, as direct I/O wants it."""
+    """Return the bytes of an arena slot: the block rounded up to pages, for direct I/O."""
     return -(-shape.nbytes // PAGE) * PAGE
 
 
 def arena_bytes(shape: BlockShape, num_slots: int, arrangement: Arrangement | str) -> int:
-    """Bytes of an arena of so many slots."""
+    """Return the bytes of an arena of ``num_slots`` slots."""
     blockwise = Arrangement(arrangement) is Arrangement.BLOCKWISE
     return num_slots * (slot_bytes(shape) if blockwise else shape.nbytes)
 
 
 class HostArena:
-    """``num_slots`` slots for blocks of ``shape``, allocated when first touched, or before.
+    """``num_slots`` slots for blocks of ``shape``, allocated at first touch or pre-faulted.
 
-    With ``huge_pages`` it asks for those (`Pages` says why); ``huge_pages`` then tells whether
-    they may be had, ``huge_nbytes()`` how many bytes lie on them by now. With ``pin`` it is
-    registered with CUDA; a limit on locked memory that forbids it is logged. With ``prefault`` a
-    thread has the kernel give so many bytes ahead of the slots that were used (`reach`), in
-    moments when none is used, or when a quarter of those bytes is left.
-    ``pages`` is memory to use instead of its own, of exactly its size. Raises TierUnavailable when
-    the system does not grant the memory.
+    With ``huge_pages`` it requests huge pages (see `Pages`). The attribute ``huge_pages`` tells
+    whether they are available, and ``huge_nbytes()`` how many bytes are on them now. With ``pin``
+    it is registered with CUDA; if the limit on locked memory forbids that, a warning is logged.
+    With ``prefault`` a thread asks the kernel for that many bytes beyond the slots used so far
+    (`reach`), either while none is being used or once only a quarter of those bytes is left.
+    ``pages`` is memory of exactly the arena's size to use instead of its own. Raises
+    TierUnavailable if the system does not provide the memory.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class HostArena:
     ) -> None:
         if num_slots < 1:
             raise CapacityError(
-                f"host memory for {num_slots} blocks of {slot_bytes(shape)} bytes: "
+                f"given host memory for {num_slots} blocks of {slot_bytes(shape)} bytes: "
                 "raise host.capacity to hold at least one"
             )
         self.shape = shape
@@ -77,10 +78,10 @@ class HostArena:
         self._view = self._pages.view
         self.pinned = pin and self._pin()
         self._ahead = -(-prefault // self.slot_nbytes)
-        self._reached = 0  # slots before this one were used, others far behind it may be
+        self._reached = 0  # slots before this one were used; later ones may be, too
         self._faulted = self.num_slots if self.pinned else 0
         self._closing, self._wake = threading.Event(), threading.Event()
-        self._faulting: threading.Thread | None = None  # of no lower priority: it holds mmap's lock
+        self._faulting: threading.Thread | None = None  # not at low priority: it holds mmap's lock
         if self._ahead and self._faulted < self.num_slots:
             self._faulting = threading.Thread(
                 target=self._prefault, name="kvcore-prefault", daemon=True
@@ -88,13 +89,16 @@ class HostArena:
             self._faulting.start()
 
     def layout(self) -> KVLayout:
-        """Strides of the arena, for copies."""
+        """Return the strides of the arena, for copies."""
         distance = self.slot_nbytes if self.arrangement is Arrangement.BLOCKWISE else None
         return arena_layout(self.shape, self.num_slots, self.arrangement, distance)
 
     def reach(self, slots: Sequence[int]) -> None:
-        """These are about to be used: the kernel is asked for what comes after them, where slots
-        are handed out from the front. Others far from that are left alone. Does not block."""
+        """Announce that these slots are about to be used. Does not block.
+
+        The kernel is asked for the memory that follows them, because slots are allocated from the
+        front. Slots far beyond the pre-faulted part are ignored.
+        """
         if self._faulting is None or self._faulted >= self.num_slots:
             return
         near = self._faulted + self._ahead
@@ -106,7 +110,7 @@ class HostArena:
             self._wake.set()
 
     def tensor(self) -> torch.Tensor:
-        """The whole arena as a flat tensor of the blocks' dtype, sharing the memory."""
+        """Return the whole arena as a flat tensor of the blocks' dtype that shares its memory."""
         import torch
 
         return torch.frombuffer(self._view, dtype=torch.uint8).view(
@@ -114,7 +118,7 @@ class HostArena:
         )
 
     def slot_buffers(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot in canonical order: one piece, or one a layer when layerwise."""
+        """Return the bytes of a slot in canonical order: one piece, or one per layer."""
         if not 0 <= slot < self.num_slots:
             raise CapacityError(f"slot {slot} of an arena of {self.num_slots}")
         if self.arrangement is Arrangement.BLOCKWISE:
@@ -126,19 +130,19 @@ class HostArena:
 
     @property
     def memory(self) -> memoryview:
-        """All slots, as one piece."""
+        """All slots as one piece."""
         return self._view
 
     def huge_nbytes(self) -> int:
-        """Bytes of the arena that lie on huge pages now. Untouched memory lies on none."""
+        """Return the bytes of the arena on huge pages now. Untouched memory is on none."""
         return self._pages.huge_nbytes()
 
     def resident_nbytes(self) -> int:
-        """Bytes of the arena that the kernel has given by now."""
+        """Return the bytes of the arena that the kernel has provided so far."""
         return self._pages.resident_nbytes()
 
     def close(self) -> None:
-        """Give the memory back. Views and tensors of it keep it alive until they are gone."""
+        """Free the memory. Views and tensors of it keep it alive until they are gone."""
         self._closing.set()
         self._wake.set()
         if self._faulting is not None:
@@ -165,7 +169,7 @@ class HostArena:
             self._await_calm()
 
     def _await_calm(self) -> None:
-        """Block until more memory is wanted, and nobody takes it just now or little is left."""
+        """Block until memory is wanted, and none is being used or little is left ahead."""
         self._wake.wait()
         while not self._closing.is_set():
             self._wake.clear()
@@ -174,7 +178,7 @@ class HostArena:
                 return
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Bytes of slots [start, stop)."""
+        """Yield the byte ranges of slots [start, stop)."""
         if start >= stop:
             return
         if self.arrangement is Arrangement.BLOCKWISE:

@@ -1,15 +1,17 @@
-"""A sum of a block's bytes that a GPU computes as fast as it reads them: XXH3 is sequential.
+"""Block sums on host and device.
 
-    word i of the block, 64 bits, little-endian, zeros behind the last byte; all modulo 2^64:
+A GPU computes this sum as fast as it reads the bytes, whereas XXH3 is sequential.
+
+    word i of the block, 64 bits, little-endian, zeros after the last byte; all modulo 2^64:
 
         x = word ^ (i + 1) * KEY
         x = x * FIRST;   x = x ^ x >> 32
         x = x * SECOND;  x = x ^ x >> 29
         sum of all x
 
-Each step can be undone, so a word that changed changes its x, and the sum. Several that changed are
-missed once in 2^64; words that changed places are seen, for i goes into x. 64 bits are enough
-against rot and reads that went wrong, which nobody makes to fit; the record keeps XXH3-128 too.
+Each step is invertible, so a changed word changes its x, and therefore the sum. Several changed
+words are missed once in 2^64. Words that changed places are detected, because i enters x. 64 bits
+suffice against bit rot and failed reads, which nobody crafts; the record also keeps XXH3-128.
 """
 
 from __future__ import annotations
@@ -35,18 +37,22 @@ FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 WORD = 8
 _PIECE_WORDS = 1 << 18
-"""Of a block at a time: 2 MiB of each intermediate value."""
+"""Words of a block processed at a time: 2 MiB per intermediate value."""
 
 
 def bound_to(key: bytes, total: int) -> int:
-    """What a record keeps of the sum of the block ``key``: another block's does not pass for it.
-    Never 0, which means that there is none."""
+    """Return what a record stores for the sum of block ``key``, so that no other block passes.
+
+    The result is never 0, which means that there is no sum.
+    """
     return (total ^ xxhash.xxh3_64_intdigest(key)) or 1
 
 
 def host_sum(buffers: Buffers, nbytes: int) -> int:
-    """The sum of the first ``nbytes`` bytes in host memory: in C, or with numpy where that is not
-    built."""
+    """Return the sum of the first ``nbytes`` bytes in host memory.
+
+    Computed in C, or with numpy if the library is not built.
+    """
     try:
         library: Any = load_library()
     except UnsupportedError:
@@ -58,7 +64,7 @@ def host_sum(buffers: Buffers, nbytes: int) -> int:
 
 
 def naive_sum(buffers: Buffers, nbytes: int) -> int:
-    """The naive twin, with numpy."""
+    """Compute `host_sum` with numpy."""
     total = 0
     for first, part in _parts(buffers, nbytes):
         padded = np.zeros(-(-part.nbytes // WORD) * WORD, dtype=np.uint8)
@@ -76,9 +82,11 @@ def naive_sum(buffers: Buffers, nbytes: int) -> int:
 
 
 def tensor_sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
-    """Sums of blocks of ``nbytes`` bytes at ``offsets`` (bytes, multiples of 8) of ``data``, a flat
-    tensor of bytes on any device. Behind a block lies as much as fills its last word. Blocks until
-    they are known."""
+    """Return the sums of blocks of ``nbytes`` bytes in ``data``, flat bytes on any device.
+
+    ``offsets`` are in bytes and multiples of 8. After each block, ``data`` has enough bytes to fill
+    its last word. Blocks until the sums are known.
+    """
     import torch
 
     if not offsets:
@@ -108,7 +116,7 @@ def _signed(value: int) -> int:
 
 
 def _parts(buffers: Buffers, nbytes: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """(Number of the first word, bytes) of parts that begin with a word."""
+    """Yield the number of the first word, and the bytes, of parts that begin at a word."""
     assert nbytes_of(buffers) >= nbytes
     if any(part.nbytes % WORD for part in buffers[:-1]):
         buffers = [memoryview(b"".join(part.cast("B") for part in buffers))]

@@ -1,9 +1,9 @@
-"""Slots on the device for blocks that come from disk past host memory.
+"""Slots on the device for blocks that come from disk and bypass host memory.
 
     disk ──NIXL──▶ region ──sums──▶ verified there ──copy_blocks──▶ the engine's pages
 
-On a GPU it is memory of the GPU, which GPUDirect Storage writes to; for an engine on the CPU it is
-host memory, and all else is the same.
+On a GPU the region is device memory, which GPUDirect Storage writes to. For an engine on the CPU it
+is host memory; everything else is the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _log = logging.getLogger("kvcore.memory.device_region")
 
 
 class DeviceRegion:
-    """``num_slots`` slots of ``slot_nbytes`` bytes for blocks of ``shape``; ``memory`` is where.
+    """``num_slots`` slots of ``slot_nbytes`` bytes for blocks of ``shape``, located at ``memory``.
 
-    Thread-safe between slots. Raises UnsupportedError where the device has no room.
+    Different slots may be used from different threads. Raises UnsupportedError if the device has
+    not enough memory.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class DeviceRegion:
             whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise UnsupportedError(
-                f"{nbytes} bytes of {device} for disk.device_staging are not to be had ({error}): "
-                "lower it, or leave the engine less memory"
+                f"cannot allocate {nbytes} bytes on {device} for disk.device_staging ({error}): "
+                "lower it, or give the engine less memory"
             ) from error
         skip = -whole.data_ptr() % PAGE
         self.tensor = whole[skip : skip + nbytes]
@@ -63,14 +64,14 @@ class DeviceRegion:
         self.memory = Memory(self.tensor.data_ptr(), nbytes, "VRAM", number)
 
     def view(self) -> KVView:
-        """The slots as canonical blocks, for copies."""
+        """Return the slots as canonical blocks, for copies."""
         import torch
 
         layout = arena_layout(self.shape, self.num_slots, Arrangement.BLOCKWISE, self.slot_nbytes)
         return KVView(layout, [self.tensor.view(getattr(torch, self.shape.dtype))])
 
     def put(self, place: int, block: memoryview) -> None:
-        """Copy a slot's bytes there from host memory. Blocks until they are there."""
+        """Copy a block from host memory into the slot ``place``. Blocks until it is there."""
         import torch
 
         at = place * self.slot_nbytes
@@ -78,13 +79,15 @@ class DeviceRegion:
         self.tensor[at : at + len(source)].copy_(source)
 
     def sums(self, places: Sequence[int]) -> list[int]:
-        """Sums (`kvcore.memory.checksums`) of the blocks in these slots, as the device sees
-        them."""
+        """Return the sums of the blocks in these slots, computed on the device.
+
+        See `kvcore.memory.checksums`.
+        """
         offsets = [place * self.slot_nbytes for place in places]
         return self._ops.sums(self.tensor, offsets, self.shape.nbytes)
 
     def close(self) -> None:
-        """Give the memory back. Views of it keep it alive until they are gone."""
+        """Free the memory. Views of it keep it alive until they are gone."""
         del self.tensor
         if self._pages is not None:
             self._pages.close()

@@ -1,8 +1,8 @@
-"""Memory that direct I/O is fast into: on a 2 MiB boundary, on huge pages if allowed.
+"""Host memory for fast direct I/O: aligned to 2 MiB, on huge pages if allowed.
 
-A block device takes few segments a request: 4 KiB pages cost it half of its rate, or more. An
-engine's own memory is private: huge pages for it are mostly allowed. What is shared with a server
-is a file in memory (tmpfs), which has them only where its mount says so.
+A block device accepts few segments per request, so that 4 KiB pages cost half of its throughput or
+more. An engine's own memory is private, and huge pages for it are usually allowed. Memory shared
+with a server is a file in memory (tmpfs), which has huge pages only if its mount allows them.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _HUGE_MOUNT = re.compile(r"\bhuge=(always|advise|within_size)\b")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, of Linux 5.14: fault pages in as a write would, and write nothing."""
+"""MADV_POPULATE_WRITE, since Linux 5.14: fault pages in as a write would, without writing."""
 _AT_ONCE = HUGE_PAGE
 _RESERVE = 8
-"""One part of so many of the machine's memory is left alone."""
+"""One part in this many of all memory is left free."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
 class Pages:
-    """``nbytes`` of zeroed memory, given by the kernel when first touched.
+    """``nbytes`` of zeroed memory, provided by the kernel at first touch.
 
-    ``view`` is the memory, ``address`` where it starts, ``huge`` whether huge pages were asked
-    for and may be had. A child made by fork does not inherit it: copy-on-write under direct I/O
-    would hand the device the wrong pages.
+    ``view`` is the memory, ``address`` its start, and ``huge`` tells whether huge pages were
+    requested and are available. A forked child does not inherit it, because with copy-on-write
+    direct I/O would give the device the wrong pages.
     """
 
     _counted = "AnonHugePages:"
-    """How the kernel's account of a mapping names its huge pages."""
+    """Name of the count of huge pages in the kernel's report on a mapping."""
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
-        """Raises TierUnavailable when the system does not grant the addresses."""
+        """Reserve the memory; TierUnavailable if the system does not provide the addresses."""
         try:
             mapped = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -59,7 +59,7 @@ class Pages:
         self.huge = huge and self._advise_huge()
 
     def huge_nbytes(self) -> int:
-        """Bytes that lie on huge pages now, as the kernel counts them; 0 where it does not say."""
+        """Return the bytes on huge pages now, as the kernel counts them; 0 if it does not."""
         try:
             lines = _SMAPS.read_text().splitlines()
         except OSError:
@@ -74,7 +74,7 @@ class Pages:
         return 0
 
     def resident_nbytes(self) -> int:
-        """Bytes the kernel has given by now; 0 where it does not say."""
+        """Return the bytes that the kernel has provided so far; 0 if it does not say."""
         mincore = ctypes.CDLL(None, use_errno=True).mincore
         mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
         pages = ctypes.create_string_buffer(-(-self.view.nbytes // PAGE))
@@ -83,12 +83,12 @@ class Pages:
         return sum(page & 1 for page in pages.raw) * PAGE
 
     def prefault(self, start: int, stop: int, wanted: Callable[[], bool]) -> bool:
-        """Have the kernel give bytes [start, stop) from front to back, as long as it is ``wanted``.
+        """Fault in bytes [start, stop) from front to back, as long as ``wanted`` returns True.
 
-        A first touch costs what zeroing, and in a virtual machine fetching, a page costs: a read of
-        a fast disk into untouched memory waits mostly for that. Nothing is written, so the memory
-        may be in use. Blocks, without the GIL. False where it ended early: with a line in the log
-        where little memory is left, and at once before Linux 5.14.
+        A first touch costs zeroing a page, and in a virtual machine fetching it: a fast disk read
+        into untouched memory mostly waits for that. Nothing is written, so the memory may be in
+        use. Blocks, without the GIL. Returns False if it ended early: when little memory is left
+        (logged), and at once on Linux before 5.14.
         """
         for at in range(start // PAGE * PAGE, stop, _AT_ONCE):
             size = min(_AT_ONCE, stop - at)
@@ -107,7 +107,7 @@ class Pages:
         return True
 
     def close(self) -> None:
-        """Give the memory back, or, while views of it are in use, when the last is gone."""
+        """Free the memory, or if views of it are in use, when the last view is gone."""
         try:
             self.view.release()
             self._map.close()
@@ -130,7 +130,7 @@ class Pages:
             refused = str(error)
         if refused:
             _log.warning(
-                "huge pages are not to be had (%s): disk reads into host memory are slower; "
+                "huge pages are not available (%s): disk reads into host memory are slower; "
                 "write madvise or always to %s",
                 refused,
                 _THP,
@@ -139,14 +139,17 @@ class Pages:
 
 
 def scarce(nbytes: int) -> bool:
-    """Whether taking so much leaves the machine, or the container, less than an eighth of what it
-    has. Files that are cached count as free. False where the system does not say."""
+    """Return True if taking ``nbytes`` leaves less than an eighth of all memory.
+
+    The limit of the container counts if there is one. Cached files count as free. Returns False if
+    the system does not report memory.
+    """
     try:
         said = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
         total, free = (int(said[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     except (OSError, ValueError, KeyError):
         return False
-    try:  # version 2, as containers have it
+    try:  # cgroup version 2, as in containers
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
         kinds = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
@@ -158,17 +161,19 @@ def scarce(nbytes: int) -> bool:
 
 
 class SharedPages(Pages):
-    """``nbytes`` of a file in memory (tmpfs), mapped by several processes; on huge pages where the
-    mount allows them (`gives_huge_pages`) and ``huge`` asks for them.
+    """``nbytes`` of a file in memory (tmpfs), mapped by several processes.
 
-    A child made by fork does not inherit the mapping, so only who opened it can touch it.
+    It is on huge pages if the mount allows them (`gives_huge_pages`) and ``huge`` requests them. A
+    forked child does not inherit the mapping, so only the process that opened it can touch it.
     """
 
     _counted = "ShmemPmdMapped:"
 
     def __init__(self, file: int, nbytes: int, *, huge: bool = True) -> None:
-        """``file`` is a descriptor, which may be closed afterwards. Raises TierUnavailable when it
-        cannot be mapped."""
+        """Map the descriptor ``file``, which may be closed afterwards.
+
+        Raises TierUnavailable if it cannot be mapped.
+        """
         try:
             mapped = mmap.mmap(file, nbytes)
         except (OSError, OverflowError, ValueError) as error:
@@ -180,12 +185,12 @@ class SharedPages(Pages):
         self._take(mapped, nbytes, PAGE)
 
     def take(self) -> None:
-        """Have the kernel give as much as there is, on huge pages where it can. Blocks."""
+        """Fault in all of the memory, on huge pages if possible. Blocks."""
         _populate(self.address, self.view.nbytes)
 
 
 def gives_huge_pages(file: int | Path) -> bool:
-    """Whether the mount that a file in memory (tmpfs) lies on has huge pages for it."""
+    """Return True if the mount of a file in memory (tmpfs) provides huge pages."""
     device = os.stat(file).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -196,7 +201,7 @@ def gives_huge_pages(file: int | Path) -> bool:
 
 
 def _populate(address: int, nbytes: int) -> int:
-    """MADV_POPULATE_WRITE; the error's number, or 0. Releases the GIL."""
+    """Call MADV_POPULATE_WRITE; returns the error number, or 0. Releases the GIL."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return ctypes.get_errno() if madvise(address, nbytes, _POPULATE_WRITE) else 0

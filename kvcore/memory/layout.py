@@ -1,4 +1,4 @@
-"""Where KV lies in memory: strides that describe an engine's pages, an arena, or a buffer.
+"""Where KV is in memory: strides that describe an engine's pages, an arena, or a buffer.
 
 One element of KV has six coordinates: layer, k/v, page, head, token in the page, dim. A layout maps
 them to a tensor and an offset in it, in elements:
@@ -7,13 +7,13 @@ them to a tensor and an offset in it, in elements:
     offset = plane.offset + page * plane.page + head * plane.head
              + plane.token(token) + plane.dim(dim)
 
-``plane.token`` and ``plane.dim`` are axes that may be cut once, as packed caches need:
-``axis(i) = (i // inner) * stride + (i % inner) * inner_stride``. A host arena of canonical blocks
-is a layout too, whose pages are its slots. So every copy of KV is layout to layout:
+``plane.token`` and ``plane.dim`` are axes that may be split once, as packed caches need: ``axis(i)
+= (i // inner) * stride + (i % inner) * inner_stride``. A host arena of canonical blocks is a layout
+too, whose pages are its slots. Every copy of KV is therefore from layout to layout:
 ``kvcore.memory.copy``.
 
-Canonical block: layer, head, k/v, token, dim, row-major. One layer is one run of bytes, and in it a
-range of heads is one run.
+Canonical block: layer, head, k/v, token, dim, row-major. One layer is one run of bytes, and within
+it a range of heads is one run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Axis:
-    """Strides of one coordinate, in elements, cut into runs of ``inner`` where memory is packed."""
+    """Strides of one coordinate, in elements; packed memory splits it into runs of ``inner``."""
 
     stride: int
     inner: int = 1
@@ -64,14 +64,14 @@ class Axis:
         return index // self.inner * self.stride + index % self.inner * self.inner_stride
 
     def last(self, size: int) -> int:
-        """The largest offset of any index below ``size``. Strides are not negative."""
+        """Return the largest offset of any index below ``size``. Strides are not negative."""
         inner = min(size, self.inner)
         return (size - 1) // self.inner * self.stride + (inner - 1) * self.inner_stride
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Where K (or V) of one layer lies: ``tensor`` is an index into the view's tensors."""
+    """Where K (or V) of one layer is: ``tensor`` is an index into the view's tensors."""
 
     tensor: int
     offset: int
@@ -94,22 +94,25 @@ class KVLayout:
 
     @property
     def itemsize(self) -> int:
+        """Bytes per element."""
         return item_bytes(self.dtype)
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return len(self.planes)
 
     @property
     def kv_factor(self) -> int:
+        """2 for K and V, 1 for a latent."""
         return len(self.planes[0])
 
     def select_layers(self, layers: Sequence[int]) -> KVLayout:
-        """The layout of some layers, in the order given."""
+        """Return the layout of some layers, in the order given."""
         return replace(self, planes=tuple(self.planes[layer] for layer in layers))
 
     def select_heads(self, start: int, stop: int) -> KVLayout:
-        """The layout of heads [start, stop), as a rank holds them."""
+        """Return the layout of heads [start, stop), as a rank holds them."""
         if not 0 <= start < stop <= self.kv_heads:
             raise LayoutError(f"heads {start}..{stop} of {self.kv_heads}")
         planes = tuple(
@@ -119,13 +122,13 @@ class KVLayout:
         return replace(self, kv_heads=stop - start, planes=planes)
 
     def offset(self, layer: int, kv: int, page: int, head: int, token: int, dim: int) -> int:
-        """Element offset in its tensor: the definition that everything else must agree with."""
+        """Return the element offset in the tensor: the definition that all else must agree with."""
         plane = self.planes[layer][kv]
         base = plane.offset + page * plane.page + head * plane.head
         return base + plane.token(token) + plane.dim(dim)
 
     def last_offset(self, plane: Plane) -> int:
-        """The largest element offset that ``plane`` reaches."""
+        """Return the largest element offset that ``plane`` reaches."""
         return (
             plane.offset
             + (self.num_pages - 1) * plane.page
@@ -143,9 +146,9 @@ class KVView:
     tensors: Sequence[torch.Tensor]
 
     def check(self) -> None:
-        """Raise LayoutError unless every element lies inside its tensor and no two share a place.
+        """Raise LayoutError unless every element is inside its tensor and no two share a place.
 
-        Shared places are looked for within one page of one layer, by listing its offsets.
+        Shared places are searched within one page of one layer, by listing its offsets.
         """
         layout = self.layout
         if layout.num_pages < 1 or layout.page_tokens < 1 or layout.kv_heads < 1:
@@ -185,7 +188,7 @@ class KVView:
             )
 
     def select_layers(self, layers: Sequence[int]) -> KVView:
-        """The view of some layers, in the order given."""
+        """Return the view of some layers, in the order given."""
         return KVView(self.layout.select_layers(layers), self.tensors)
 
 
@@ -216,10 +219,11 @@ def arena_layout(
     arrangement: Arrangement | str = Arrangement.BLOCKWISE,
     slot_nbytes: int | None = None,
 ) -> KVLayout:
-    """Canonical blocks in one flat buffer, a slot each. Page = slot, page_tokens = block_tokens.
+    """Return the layout of canonical blocks in one flat buffer, one slot each.
 
-    ``slot_nbytes`` is the distance between blockwise slots (default: the block's size); more than
-    the block leaves padding, for direct I/O.
+    A page is a slot, and page_tokens equals block_tokens. ``slot_nbytes`` is the distance between
+    blockwise slots (default: the block's size). If it is larger than the block, the rest is padding
+    for direct I/O.
     """
     per_layer = shape.layer_nbytes // shape.itemsize
     distance = (slot_nbytes or shape.nbytes) // shape.itemsize
@@ -241,10 +245,10 @@ def arena_layout(
 
 
 def from_strides(tensors: Sequence[torch.Tensor], shape: BlockShape) -> KVLayout:
-    """vLLM's paged cache: a tensor a layer, viewed ``[pages, heads, tokens, content]``.
+    """Return the layout of vLLM's paged cache: ``[pages, heads, tokens, content]`` per layer.
 
-    The content is K then V of one token and head (or a latent). Any physical order of the axes is
-    taken from the strides, so all of LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC are served.
+    The content is K then V of one token and head (or a latent). The strides give the physical order
+    of the axes, so all of LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC are supported.
     """
     pages, heads, tokens, content = tensors[0].shape
     if content != sum(shape.dims()) or heads != shape.kv_heads:
@@ -272,10 +276,11 @@ def vllm_cpu_layout(
     head_dim: int,
     dtype: str,
 ) -> KVLayout:
-    """vLLM's CPU attention: a contiguous ``[pages, heads, 2 * tokens, dim]`` a layer, K then V.
+    """Return the layout of vLLM's CPU attention.
 
-    "vec" and "vec16" keep K column-major and V row-major. "amx" keeps both in tiles: K with pairs
-    of dims together in groups of 16 tokens, V with pairs of tokens together in groups of 16 dims.
+    Each layer is contiguous ``[pages, heads, 2 * tokens, dim]``, K then V. "vec" and "vec16" keep K
+    column-major and V row-major. "amx" keeps both in tiles: K with pairs of dims together in groups
+    of 16 tokens, V with pairs of tokens together in groups of 16 dims.
     """
     half = page_tokens * head_dim
     if isa in ("vec", "vec16"):
@@ -287,7 +292,9 @@ def vllm_cpu_layout(
         k_axes = Axis(16 * head_dim, 16, 2), Axis(32, 2, 1)
         v_axes = Axis(32, 2, 1), Axis(16 * page_tokens, 16, 2)
     else:
-        raise LayoutError(f"vLLM's CPU cache for isa {isa!r}; supported are vec, vec16 and amx")
+        raise LayoutError(
+            f"given vLLM's CPU cache for isa {isa!r}; supported are vec, vec16 and amx"
+        )
     page, head = 2 * half * kv_heads, 2 * half
     planes = tuple(
         (
@@ -305,7 +312,7 @@ def sglang_layout(
     page_tokens: int,
     dtype: str,
 ) -> KVLayout:
-    """SGLang's token-slot pools: ``[slots, heads, dim]`` a layer, for K and for V.
+    """Return the layout of SGLang's token-slot pools, ``[slots, heads, dim]`` for each layer.
 
     The view's tensors are all K buffers, then all V buffers. MLA has no V buffers and one head.
     """
@@ -333,14 +340,15 @@ def sglang_layout(
 
 
 def trtllm_layout(shape: BlockShape, num_pages: int, page_tokens: int, order: str) -> KVLayout:
-    """TensorRT-LLM's one tensor: ``[pages, layers, kv, heads * tokens * dim]``, contiguous.
+    """Return the layout of TensorRT-LLM's one tensor.
 
-    ``order`` is "HND" (heads outermost in a page) or "NHD" (tokens outermost).
+    It is contiguous ``[pages, layers, kv, heads * tokens * dim]``. ``order`` is "HND" (heads
+    outermost in a page) or "NHD" (tokens outermost).
     """
     if order not in ("HND", "NHD"):
-        raise LayoutError(f"order {order!r}; supported are HND and NHD")
+        raise LayoutError(f"given order {order!r}; supported are HND and NHD")
     if len(set(shape.dims())) != 1:
-        raise LayoutError(f"K and V of unlike dims {shape.dims()} do not fit one tensor")
+        raise LayoutError(f"K and V of different dims {shape.dims()} do not fit one tensor")
     heads, dim = shape.kv_heads, shape.head_dim
     part = heads * page_tokens * dim
     head, token = (page_tokens * dim, dim) if order == "HND" else (dim, heads * dim)
@@ -363,14 +371,16 @@ def trtllm_layout(shape: BlockShape, num_pages: int, page_tokens: int, order: st
 
 
 def unit_tokens(page_tokens: int, block_tokens: int) -> int:
-    """Tokens of the largest run that neither a page nor a token block cuts."""
+    """Return the tokens of the largest run that neither a page nor a token block splits."""
     return gcd(page_tokens, block_tokens)
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Layers that share one page table in the engine: ``layers`` are canonical layer indices and
-    ``view`` has exactly their planes, in that order."""
+    """Layers that share one page table in the engine.
+
+    ``layers`` are canonical layer indices, and ``view`` has exactly their planes, in that order.
+    """
 
     layers: tuple[int, ...]
     view: KVView

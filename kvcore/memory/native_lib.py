@@ -17,12 +17,12 @@ _ABI = 3
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The compiled library; UnsupportedError when it was not built or is of another version."""
+    """Return the compiled library; UnsupportedError if it is not built or has another version."""
     return prepare_library(LIBRARY)
 
 
 def prepare_library(path: Path) -> ctypes.CDLL:
-    """Load the library at ``path`` and check its version. Raises as ``load_library`` does."""
+    """Load the library at ``path`` and check its version; raises as ``load_library`` does."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

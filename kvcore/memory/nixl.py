@@ -1,6 +1,6 @@
-"""NIXL as kvcore drives it, whatever it moves bytes between: an agent with one backend.
+"""NIXL, whatever it moves bytes between: an agent with one backend.
 
-Needs NIXL (``pip install nixl-cu13``, which runs without a GPU too).
+Needs NIXL (``pip install nixl-cu13``, which also runs without a GPU).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvcore.errors import TierUnavailable
 from kvcore.memory.hugepages import Pages
 
 LANE_NBYTES = 16 << 20
-"""Bytes of a lane, registered memory that transfers of a call go to and come from. Only those that
-are used are ever touched."""
+"""Bytes of a lane: registered memory that the transfers of one call use. Only the lanes that are
+used are ever touched."""
 DONE, RUNNING = "DONE", "PROC"
 
 _FILES_ADVICE = (
@@ -33,7 +33,7 @@ _POLL_S = (0.0001, 0.005)
 
 
 class Memory(NamedTuple):
-    """Memory that NIXL may move bytes to and from: "DRAM", or "VRAM" of the GPU ``device``."""
+    """Memory that NIXL may access: "DRAM", or "VRAM" of the GPU ``device``."""
 
     address: int
     nbytes: int
@@ -42,12 +42,12 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, pages: Pages) -> Memory:
+        """Return the memory of ``pages``."""
         return cls(pages.address, pages.view.nbytes)
 
 
-class Span(NamedTuple):
-    """``nbytes`` of an open file from ``offset`` on, that are, or will be, ``start`` bytes into an
-    agent's memory."""
+class FileSpan(NamedTuple):
+    """``nbytes`` of a file from ``offset``, moved to or from ``start`` of an agent's memory."""
 
     fd: int
     start: int
@@ -56,14 +56,16 @@ class Span(NamedTuple):
 
 
 def nixl_module() -> Any:
-    """NIXL's Python interface. Raises UnsupportedError where it is not installed."""
+    """Return NIXL's Python interface; UnsupportedError if it is not installed."""
     found = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
     return client_module(f"{found[0] if found else _PACKAGES[0]}._api", "nixl-cu13")
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait between two looks at a transfer: an eighth of what it has taken already, so
-    that its end is seen that much late at most."""
+    """Yield the seconds to wait between two polls of a transfer.
+
+    Each pause is an eighth of the time waited so far, so that the end is noticed at most that late.
+    """
     least, most = _POLL_S
     waited = 0.0
     while True:
@@ -73,18 +75,21 @@ def pauses() -> Iterator[float]:
 
 
 class NixlAgent:
-    """``_agent`` is NIXL's, with ``backend`` alone; ``_errors`` is all that it raises.
+    """An agent of NIXL with one backend.
 
-    NIXL's own thread, which never rests, is not used: a transfer gets on when it is looked at.
+    ``_agent`` is NIXL's agent, with ``backend`` only; ``_errors`` are all errors that it raises.
+    NIXL's own thread, which never sleeps, is not used: a transfer makes progress when it is polled.
     """
 
     def __init__(self, name: str, backend: str, advice: str) -> None:
-        """``advice`` says what to change where there is no such backend. Raises UnsupportedError
-        without NIXL, TierUnavailable without its backend."""
+        """Start the agent; ``advice`` says what to change if the backend is missing.
+
+        Raises UnsupportedError without NIXL, and TierUnavailable without its backend.
+        """
         api = nixl_module()
         self.name = name
         self._errors = _errors_of(api)
-        # RuntimeError: where it finds no plugin.
+        # RuntimeError: raised if it finds no plugin.
         starting: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         try:
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=[backend])
@@ -101,7 +106,7 @@ class NixlAgent:
         self._agent.register_memory([place], memory.kind)
 
     def _state(self, handle: Any, *, post: bool = False) -> str:
-        """What has become of a transfer, in NIXL's words or an error's."""
+        """Return the state of a transfer, as NIXL's word or an error's text."""
         agent = self._agent
         try:
             return str(agent.transfer(handle) if post else agent.check_xfer_state(handle))
@@ -109,16 +114,19 @@ class NixlAgent:
             return say(error)
 
     def _release(self, handle: Any) -> None:
-        """Of a transfer that has ended: NIXL does not wait for those that run."""
+        """Release a transfer that has ended: NIXL does not wait for running ones."""
         with suppress(*self._errors):
             self._agent.release_xfer_handle(handle)
 
 
 class FileAgent(NixlAgent):
-    """Moves ``memory`` to files and back. One thread at a time."""
+    """Moves bytes between ``memory`` and files. For one thread at a time."""
 
     def __init__(self, backend: str, memory: Memory | None = None) -> None:
-        """Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
+        """Start the agent.
+
+        Raises UnsupportedError without NIXL, and TierUnavailable without its backend.
+        """
         super().__init__(f"kvcore-files-{os.getpid()}-{next(_numbers)}", backend, _FILES_ADVICE)
         self._kept: set[int] = set()
         if memory is not None:
@@ -129,17 +137,21 @@ class FileAgent(NixlAgent):
                 raise TierUnavailable(f"NIXL registers no memory: {say(error)}") from error
 
     def keep(self, fd: int, nbytes: int) -> None:
-        """Know a file of up to ``nbytes`` from now on: its moves need not register it each time.
-        Raises TierUnavailable where NIXL does not take it."""
+        """Register a file of up to ``nbytes``, so that its moves need not register it each time.
+
+        Raises TierUnavailable if NIXL does not accept it.
+        """
         try:
             self._agent.register_memory([(0, nbytes, fd, "")], "FILE")
         except self._errors as error:
             raise TierUnavailable(f"NIXL registers no file: {say(error)}") from error
         self._kept.add(fd)
 
-    def move(self, operation: str, spans: Sequence[Span]) -> str:
-        """READ or WRITE files. Blocks until that has ended, however long it takes; returns NIXL's
-        word for how."""
+    def move(self, operation: str, spans: Sequence[FileSpan]) -> str:
+        """READ or WRITE files, and return NIXL's word for the outcome.
+
+        Blocks until the transfer has ended, however long it takes.
+        """
         agent, files = self._agent, None
         new = [(s.offset, s.nbytes, s.fd, "") for s in spans if s.fd not in self._kept]
         try:
@@ -156,7 +168,7 @@ class FileAgent(NixlAgent):
                 with suppress(*self._errors):
                     agent.deregister_memory(files)
 
-    def _move(self, operation: str, spans: Sequence[Span]) -> str:
+    def _move(self, operation: str, spans: Sequence[FileSpan]) -> str:
         agent, (base, _, kind, device) = self._agent, self._memory
         handle = agent.initialize_xfer(
             operation,
@@ -175,10 +187,11 @@ class FileAgent(NixlAgent):
 
 
 def say(error: Exception) -> str:
+    """Return the class and the text of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 def _errors_of(api: Any) -> tuple[type[Exception], ...]:
-    """Every error NIXL raises; they have no base of their own."""
+    """Return every error class of NIXL, because they have no common base."""
     kinds = [kind for kind in vars(api.nixlBind).values() if isinstance(kind, type)]
     return tuple(kind for kind in kinds if issubclass(kind, Exception))

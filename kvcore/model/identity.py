@@ -1,6 +1,6 @@
-"""Who made KV, so that it is never taken for another's: weights, LoRA, tenant.
+"""Identity of KV: fingerprints of weights, LoRA adapters and hooks, and tenants' namespaces.
 
-Every engine computes these the same way: what one of them stored is found by the others.
+Every engine computes these in the same way, so that each finds what the others stored.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ __all__ = [
 _log = logging.getLogger("kvcore.connector")
 
 NAMESPACES_KEPT = 4096
-"""Namespaces remembered before all are made anew: tenants may come without end."""
+"""Namespaces cached before the cache is cleared, because the number of tenants is unbounded."""
 
 
 @functools.lru_cache(maxsize=4)
 def weights_identity(model: str, revision: str | None) -> bytes:
-    """Digest of the weights: their content for a folder, name and revision for a hub model.
+    """Return a digest of the weights: the content of a folder, or name and revision on the hub.
 
-    Reads the folder (see `kvcore.model.keys.fingerprint_files`, whose errors pass) once a process.
+    Reads the folder once per process with `kvcore.model.keys.fingerprint_files`, and passes on its
+    errors.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -51,9 +52,9 @@ def weights_identity(model: str, revision: str | None) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def lora_identity(name: str, path: str) -> str:
-    """Stable name of LoRA weights: the digest of the adapter's files where they are local.
+    """Return a stable name for LoRA weights, with a digest of the adapter's files if local.
 
-    Reads the folder once a process.
+    Reads the folder once per process.
     """
     folder = Path(path)
     content = fingerprint_files(folder).hex() if folder.is_dir() else path
@@ -61,9 +62,9 @@ def lora_identity(name: str, path: str) -> str:
 
 
 def rope_length(config: Mapping[str, Any], served_length: int | None) -> int | None:
-    """``served_length`` (tokens) where the rope's frequencies depend on it, else None.
+    """Return ``served_length`` (tokens) if the rope's frequencies depend on it, otherwise None.
 
-    ``config`` is the text model's, as Hugging Face writes it.
+    ``config`` is the text model's configuration, as Hugging Face writes it.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
@@ -71,11 +72,11 @@ def rope_length(config: Mapping[str, Any], served_length: int | None) -> int | N
 
 
 def hooked(fingerprint: bytes, hooks: Iterable[str]) -> bytes:
-    """The fingerprint of a model whose attention plugins may change; the model's own without any.
+    """Return the fingerprint of a model whose attention plugins may change.
 
-    What a hook changes in one layer is in the KV of all that follow, so engines with other hooks,
-    or none, must not find it. ``hooks`` names each with its plugin and version, in any order
-    (`kvcore.plugins.manager.Offer.identity`).
+    Without hooks it is unchanged. What a hook changes in one layer affects the KV of all later
+    layers, so engines with other hooks, or none, must not find that KV. ``hooks`` names each hook
+    with its plugin and version, in any order (`kvcore.plugins.manager.Offer.identity`).
     """
     names = sorted(hooks)
     if not names:
@@ -86,7 +87,7 @@ def hooked(fingerprint: bytes, hooks: Iterable[str]) -> bytes:
 
 
 class Namespaces:
-    """Namespaces by LoRA and tenant, of one model. Not thread-safe: the leader's."""
+    """The namespaces of one model, by LoRA and tenant. Not thread-safe: the leader owns it."""
 
     def __init__(self, config: NamespaceConfig, fingerprint: bytes) -> None:
         self._config = config
@@ -95,8 +96,11 @@ class Namespaces:
         self._known: dict[tuple[str, str], Namespace] = {}
 
     def of(self, lora: str = "", salt: str | None = None) -> Namespace:
-        """The namespace of a request: ``lora`` names its adapter weights (`lora_identity`),
-        ``salt`` its tenant. Without a salt of its own it is the configured tenant's."""
+        """Return the namespace of a request.
+
+        ``lora`` names its adapter weights (`lora_identity`), ``salt`` its tenant. Without a salt
+        the request belongs to the configured tenant.
+        """
         salt = salt or self._config.salt or ""
         found = self._known.get((lora, salt))
         if found is None:
@@ -113,10 +117,10 @@ class Namespaces:
         return found
 
     def renew(self) -> None:
-        """Keep KV made from now on apart by a random mark, from all made before.
+        """Separate KV computed from now on from all earlier KV, by a random mark.
 
-        For weights that may have been changed in place, which no fingerprint of files tells: this
-        process finds such KV again, a restarted one does not.
+        For weights that may have been changed in place, which the fingerprints of files do not
+        reveal. This process finds such KV again; a restarted one does not.
         """
         self._known.clear()
         self._extra = {"epoch": secrets.token_hex(16)}

@@ -1,8 +1,9 @@
-"""A hash table from 16-byte keys to node ids, without an object a key.
+"""A hash table from 16-byte keys to node ids that creates no object per key.
 
-A dict of digests costs 138 bytes an entry, of which 26 are the key and the id. This holds the keys
-in one buffer, by node id, and 4-byte ids in an open-addressed table: 24 to 35 bytes an entry, at
-twice a dict's time (0.3 us a lookup more, measured at a million keys; a match does about 14).
+A dict of digests costs 138 bytes per entry, of which 26 are the key and the id. This table keeps
+the keys in one buffer, by node id, and 4-byte ids in an open-addressed table: 24 to 35 bytes per
+entry, at twice a dict's time (0.3 us more per lookup, measured at a million keys; a match makes
+about 14 lookups).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ __all__ = ["KeyTable"]
 class KeyTable:
     """Maps keys to node ids and back. Linear probing, at most two thirds full, no tombstones.
 
-    Sized for ``expected`` keys at once (pages are touched as they are used), so that it grows, at
-    about 1 us a key, only where foreign slots add keys beyond the tiers' own capacity.
+    It is allocated for ``expected`` keys (the kernel provides pages as they are used). It therefore
+    grows, at about 1 us per key, only if foreign slots add keys beyond the tiers' own capacity.
     """
 
     __slots__ = ("_count", "_ids", "_keys", "_mask")
@@ -40,10 +41,10 @@ class KeyTable:
         return len(self._keys) + self._ids.nbytes
 
     def get(self, key: bytes) -> int | None:
-        """The node of a key, or None."""
+        """Return the node of a key, or None."""
         ids, keys, mask = self._ids, self._keys, self._mask
         place = hash(key) & mask
-        while node := ids[place]:  # ids are kept plus one: 0 is an empty place
+        while node := ids[place]:  # ids are stored plus one: 0 marks an empty place
             end = node * KEY_BYTES
             if keys[end - KEY_BYTES : end] == key:
                 return node - 1
@@ -57,16 +58,16 @@ class KeyTable:
         return node
 
     def key(self, node: int) -> bytes:
-        """The key last put for a node."""
+        """Return the key last put for a node."""
         return bytes(self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES])
 
     def pack(self, nodes: npt.NDArray[np.integer]) -> bytes:
-        """The keys of nodes, one after another."""
+        """Return the keys of nodes, one after another."""
         packed: bytes = np.frombuffer(self._keys, dtype=f"V{KEY_BYTES}")[nodes].tobytes()
         return packed
 
     def put(self, key: bytes, node: int) -> None:
-        """Enter a key that is not in the table, for a node `grow` has made room for."""
+        """Add a key that is not in the table, for a node that `grow` has made room for."""
         if (self._count + 1) * 3 > (self._mask + 1) * 2:
             self._rehash()
         self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES] = key
@@ -74,7 +75,7 @@ class KeyTable:
         self._count += 1
 
     def put_all(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
-        """`put` for many keys, all different, of which none is in the table."""
+        """Add many keys that are all different and not in the table."""
         while (self._count + len(keys)) * 3 > (self._mask + 1) * 2:
             self._rehash()
         names = np.frombuffer(self._keys, dtype=f"V{KEY_BYTES}")
@@ -88,7 +89,7 @@ class KeyTable:
         self._count += len(keys)
 
     def remove(self, node: int) -> None:
-        """Take a node's key out and close the gap, so that no probe sequence is broken."""
+        """Remove a node's key and close the gap, so that no probe sequence is broken."""
         ids, mask = self._ids, self._mask
         gap = hash(self.key(node)) & mask
         while ids[gap] != node + 1:
@@ -97,7 +98,7 @@ class KeyTable:
         place = gap
         while other := ids[place := (place + 1) & mask]:
             home = hash(self.key(other - 1)) & mask
-            if (place - home) & mask >= (place - gap) & mask:  # may move back as far as the gap
+            if (place - home) & mask >= (place - gap) & mask:  # it may move back to the gap
                 ids[gap] = other
                 gap = place
         ids[gap] = 0
@@ -108,7 +109,7 @@ class KeyTable:
         self._keys.extend(bytes(nodes * KEY_BYTES))
 
     def nodes(self) -> Iterator[int]:
-        """The nodes in the table, in no order. O(size of the table)."""
+        """Iterate over the nodes in the table, in no order. O(size of the table)."""
         table = np.frombuffer(self._ids, dtype=np.int32)
         return iter((table[table != 0] - 1).tolist())
 

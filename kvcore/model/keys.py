@@ -1,14 +1,14 @@
-"""Identity: what makes one block of KV equal to another, on any host and in any engine.
+"""Keys: what makes one block of KV equal to another, on any host and in any engine.
 
     namespace root ─┐
                     ▼
     SHA-256( frame | block 0 | block 1 | ... | block i )[:16]  =  prefix key i
 
-One SHA-256 runs over the whole prompt and is read off after every full block, so key ``i`` is a
-hash of the namespace and of *every* token up to the end of block ``i``: two prompts share key
-``i`` only if they share all of it. A block which carries more than its tokens (an image whose
-placeholder tokens lie in it) restarts the hash from a frame that holds the full 32 bytes reached
-so far and the extras: the frame is length-prefixed, so tokens can never imitate it.
+One SHA-256 runs over the whole prompt, and its state is read after every full block. Key ``i`` is
+therefore a hash of the namespace and of *every* token up to the end of block ``i``: two prompts
+share key ``i`` only if they share all of it. A block that contains more than its tokens (an image
+whose placeholder tokens are in it) restarts the hash from a frame with the full 32 bytes reached so
+far and the extras. The frame is length-prefixed, so tokens can never imitate it.
 
 The formats here are a contract with every block stored on disk or in a remote store.
 ``tests/unit/model/test_keys.py`` holds known answers: a change that breaks one needs a new
@@ -46,7 +46,7 @@ KEY_BYTES = 16
 """Length in bytes of a prefix key and of a namespace digest."""
 
 ROOT_PARENT = bytes(KEY_BYTES)
-"""What is recorded as the parent key of a block that starts a prompt."""
+"""Parent key recorded for a block that starts a prompt."""
 
 TOKEN_BYTES = 4
 _FORMAT = b"kvcore-1"
@@ -57,11 +57,11 @@ _FORMAT = b"kvcore-1"
 
 
 def canonical_bytes(value: object) -> bytes:
-    """Encode plain data so that equal data gives equal bytes in every process, and only then.
+    """Encode plain data so that equal data, and only that, gives equal bytes in every process.
 
-    Takes None, bool, int, float, str, bytes, and lists, tuples and string-keyed mappings of them.
+    Accepts None, bool, int, float, str, bytes, and lists, tuples and string-keyed mappings of them.
     Every item is ``tag, length, payload``; mappings are sorted by key. A float without a fraction
-    is encoded as the integer it equals, since JSON writers disagree about ``10000.0``.
+    is encoded as the integer it equals, because JSON writers disagree about ``10000.0``.
     """
     tag, payload = _canonical_parts(value)
     return tag + struct.pack("<Q", len(payload)) + payload
@@ -75,7 +75,7 @@ def _canonical_parts(value: object) -> tuple[bytes, bytes]:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return b"y", bytes(value)
     if isinstance(value, str):
-        # Salts are clients' text: JSON may give them halves of surrogate pairs.
+        # Salts are clients' text, in which JSON allows unpaired surrogates.
         return b"s", value.encode("utf-8", "surrogatepass")
     if isinstance(value, (int, float)):
         return _canonical_number(value)
@@ -114,8 +114,8 @@ class Namespace:
 
     ``model`` is the adapter's fingerprint of everything about the model that shapes KV (see
     `model_fingerprint`), ``lora`` names the adapter weights, ``cache_salt`` separates tenants, and
-    ``extra`` takes whatever else an engine needs. ``secret`` keys the hash for a deployment: who
-    does not hold it cannot guess which prompts are cached from the keys on disk or on the wire.
+    ``extra`` takes whatever else an engine needs. ``secret`` keys the hash for a deployment:
+    without it, nobody can guess from the keys on disk or on the wire which prompts are cached.
     """
 
     model: str | bytes
@@ -126,18 +126,21 @@ class Namespace:
 
     @cached_property
     def root(self) -> bytes:
-        """32 bytes every chain starts from. Derived from the secret: never store or log it."""
+        """The 32 bytes that every chain starts from.
+
+        They are derived from the secret: never store or log them.
+        """
         fields = [self.model, self.lora, self.cache_salt, dict(self.extra)]
         return hmac.digest(self.secret, _FORMAT + b"/namespace" + canonical_bytes(fields), "sha256")
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that name this namespace in stores and events; tells nothing about `root`."""
+        """The 16 bytes that name this namespace in stores and events; they do not reveal `root`."""
         return hashlib.sha256(_FORMAT + b"/namespace-id" + self.root).digest()[:KEY_BYTES]
 
     @property
     def plain(self) -> bool:
-        """Whether it is the model's own: of no adapter, no tenant, nothing else."""
+        """True for the model's own namespace: no adapter, no tenant, no extra."""
         return not (self.lora or self.cache_salt or self.extra)
 
     def __hash__(self) -> int:
@@ -149,10 +152,10 @@ class Namespace:
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as little-endian uint32, four bytes a token.
+    """Return token ids as little-endian uint32, four bytes per token.
 
-    Lists, tuples, arrays, numpy arrays, torch CPU tensors and any other iterable of integers
-    in 0 .. 2**32 - 1 are taken; anything else raises `ConfigError`.
+    Accepts lists, tuples, arrays, numpy arrays, torch CPU tensors and any other iterable of
+    integers in 0 .. 2**32 - 1. Raises `ConfigError` for anything else.
     """
     try:
         return _pack_array(tokens) if hasattr(tokens, "dtype") else _pack_ints(tokens)
@@ -162,7 +165,7 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 def _pack_ints(tokens: Iterable[int]) -> bytes:
     ids = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
-    packed = array("I", ids)  # a quarter less time than struct.pack in pieces
+    packed = array("I", ids)  # takes a quarter less time than struct.pack
     if packed.itemsize != TOKEN_BYTES:
         return struct.pack(f"<{len(ids)}I", *ids)
     if sys.byteorder == "big":
@@ -182,7 +185,7 @@ def _pack_array(tokens: Any) -> bytes:
 
 
 class Extra(NamedTuple):
-    """Content that tokens alone do not tell: ``digest`` lies at ``length`` tokens from ``offset``.
+    """Content that the tokens do not determine: ``digest`` covers ``length`` tokens at ``offset``.
 
     Offsets count from the start of the prompt. An image is one extra over its placeholder tokens.
     """
@@ -193,7 +196,7 @@ class Extra(NamedTuple):
 
 
 def _extras_in(extras: Sequence[Extra], start: int, stop: int) -> list[list[object]]:
-    """The extras that overlap tokens [start, stop), with offsets relative to ``start``."""
+    """Return the extras that overlap tokens [start, stop), with offsets from ``start``."""
     return [
         [extra.offset - start, extra.length, extra.digest]
         for extra in extras
@@ -208,8 +211,9 @@ def _extras_in(extras: Sequence[Extra], start: int, stop: int) -> list[list[obje
 class KeyChain:
     """Prefix keys of one growing token sequence.
 
-    ``keys`` holds one 16-byte key for each *full* block and only ever grows; hashing costs O(new
-    tokens), about 0.3 us a block of 16 plus 10 ns a token. Not thread-safe: one owner a chain.
+    ``keys`` holds one 16-byte key for each *full* block and only grows. Hashing costs O(new
+    tokens), about 0.3 us per block of 16 plus 10 ns per token. Not thread-safe: one owner per
+    chain.
     """
 
     __slots__ = (
@@ -223,7 +227,7 @@ class KeyChain:
         self.block_tokens = block_tokens
         self.keys: list[bytes] = []
         self.plain = namespace.plain
-        """Whether its tokens alone, with the model, say what its blocks hold."""
+        """True if the tokens alone, with the model, determine the content of the blocks."""
         self._step = block_tokens * TOKEN_BYTES
         self._tail = b""
         self._extras: list[Extra] = []
@@ -232,15 +236,16 @@ class KeyChain:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens given so far, those of the last partial block included."""
+        """Number of tokens so far, including those of the last partial block."""
         return len(self.keys) * self.block_tokens + len(self._tail) // TOKEN_BYTES
 
     def extend(self, tokens: Iterable[int], extras: Iterable[Extra] = ()) -> list[bytes]:
         """Append tokens and hash the blocks they fill; returns ``keys`` (the list itself).
 
-        ``extras`` may lie anywhere at or after the first token not yet hashed, also beyond the
-        tokens given so far; they enter the key of each block they overlap, and so every later one.
-        Raises `ConfigError`, and changes nothing, if an extra overlaps a block already hashed.
+        ``extras`` may start at or after the first token that is not hashed yet, also beyond the
+        tokens given so far. They enter the key of each block they overlap, and so every later key.
+        Raises `ConfigError` and changes nothing if an extra overlaps a block that is already
+        hashed.
         """
         data = self._tail + pack_tokens(tokens)
         if extras:
@@ -254,7 +259,7 @@ class KeyChain:
         return self.keys
 
     def copy(self) -> KeyChain:
-        """An independent chain that continues from here (a forked request)."""
+        """Return an independent chain that continues from here, for a forked request."""
         twin = KeyChain.__new__(KeyChain)
         twin.namespace, twin.block_tokens = self.namespace, self.block_tokens
         twin.plain = self.plain
@@ -299,8 +304,8 @@ _WINDOW = 64 << 10
 _WINDOWS = 32
 _MAX_HEADER = 64 << 20
 
-# Fields of a model's config that say nothing about KV. Everything else counts: a field not known
-# here can cost a miss, never a wrong hit.
+# Fields of a model's config that do not affect KV. All others count: a field that is missing here
+# can cause a miss, but never a wrong hit.
 # fmt: off
 _NOT_KV = frozenset({
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "use_cache",
@@ -315,13 +320,14 @@ _NOT_KV = frozenset({
 
 
 def model_fingerprint(config: Mapping[str, object], weights: bytes | str, kv_dtype: str) -> bytes:
-    """16 bytes over all that shapes a model's KV, for `Namespace.model`.
+    """Return 16 bytes over everything that shapes a model's KV, for `Namespace.model`.
 
-    ``config`` is the model's own (architecture, layers, heads, head sizes, rope_theta, rope_scaling
-    and partial rotary factors, norm epsilons, sliding windows, quantisation ...) and may nest;
-    ``weights`` comes from `fingerprint_files` or names a revision; ``kv_dtype`` is the type KV is
-    *stored* in. Fields that cannot change KV are left out, and so are fields that are None, so a
-    newer library which writes more defaults of None still agrees.
+    ``config`` is the model's own configuration (architecture, layers, heads, head sizes,
+    rope_theta, rope_scaling and partial rotary factors, norm epsilons, sliding windows,
+    quantisation ...) and may nest. ``weights`` comes from `fingerprint_files` or names a revision.
+    ``kv_dtype`` is the type in which KV is *stored*. Fields that cannot change KV are left out. So
+    are fields that are None, so that the result stays the same when a newer library writes more
+    defaults of None.
     """
     fields = [_kv_fields(config), weights, kv_dtype]
     return hashlib.sha256(_FORMAT + b"/model" + canonical_bytes(fields)).digest()[:KEY_BYTES]
@@ -340,13 +346,13 @@ def _kv_fields(value: object) -> object:
 
 
 def fingerprint_files(directory: str | Path) -> bytes:
-    """16 bytes over a folder of model weights, the same on every host that holds a copy of it.
+    """Return 16 bytes over a folder of model weights, equal on every host with a copy of it.
 
-    Reads each file's size, its safetensors header (names, types, shapes, offsets) and 32 windows
-    of 64 KiB spread over it, never the modification time: milliseconds a file, whatever its size.
-    It tells revisions and fine-tunes apart; it is no seal against someone who edits single bytes.
-    Blocks on disk reads. Raises `ConfigError` if the folder holds no weights, `TierUnavailable`
-    if one cannot be read.
+    Reads each file's size, its safetensors header (names, types, shapes, offsets) and 32 windows of
+    64 KiB spread over it, but not the modification time: milliseconds per file, whatever its size.
+    It distinguishes revisions and fine-tunes, but does not protect against edits of single bytes.
+    Blocks on disk reads. Raises `ConfigError` if the folder holds no weights, `TierUnavailable` if
+    a file cannot be read.
     """
     root = Path(directory)
     files = sorted(

@@ -18,32 +18,32 @@ class Part(NamedTuple):
 
     @classmethod
     def whole(cls, shape: BlockShape) -> Part:
-        """All of a block of ``shape``."""
+        """Return the part that is all of a block of ``shape``."""
         return cls((0, shape.kv_heads), (0, shape.layers))
 
     @property
     def size(self) -> int:
-        """Heads times layers."""
+        """Number of heads times number of layers."""
         (a, b), (c, d) = self
         return (b - a) * (d - c)
 
     def shape(self, whole: BlockShape) -> BlockShape:
-        """The part as a block of its own; ``whole`` is the model's."""
+        """Return the part as a block of its own; ``whole`` is the model's."""
         (a, b), (c, d) = self
         return whole.with_heads(b - a).with_layers(d - c)
 
     def within(self, whole: BlockShape) -> bool:
-        """Whether it is a part of a block of ``whole``, and not empty."""
+        """Return True if this is a non-empty part of a block of ``whole``."""
         (a, b), (c, d) = self
         return 0 <= a < b <= whole.kv_heads and 0 <= c < d <= whole.layers
 
     def overlap(self, other: Part) -> Part | None:
-        """What both have; None where that is nothing."""
+        """Return the intersection of two parts, or None if it is empty."""
         heads = max(self.heads[0], other.heads[0]), min(self.heads[1], other.heads[1])
         layers = max(self.layers[0], other.layers[0]), min(self.layers[1], other.layers[1])
         return Part(heads, layers) if heads[0] < heads[1] and layers[0] < layers[1] else None
 
 
 def evenly(size: int, shares: int) -> tuple[tuple[int, int], ...]:
-    """[0, size) in so many pieces, as equal as can be: heads among ranks, layers among stages."""
+    """Split [0, size) into nearly equal pieces: heads among ranks, layers among stages."""
     return tuple(pairwise(share * size // shares for share in range(shares + 1)))

@@ -18,21 +18,21 @@ ITEM_BYTES = {
     "uint8": 1,
     "int8": 1,
 }
-"""Dtypes KV is kept in, by their torch names, and their bytes an element."""
+"""Supported dtypes of KV, by their torch names, and their bytes per element."""
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes an element of ``dtype``; LayoutError when kvcore does not know it."""
+    """Return the bytes per element of ``dtype``; LayoutError if it is not supported."""
     if dtype not in ITEM_BYTES:
-        raise LayoutError(f"KV of dtype {dtype!r}; supported are {', '.join(ITEM_BYTES)}")
+        raise LayoutError(f"given KV of dtype {dtype!r}; supported are {', '.join(ITEM_BYTES)}")
     return ITEM_BYTES[dtype]
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The canonical block of a model, or of one rank's heads and layers of it.
+    """The canonical block of a model, or of one rank's heads and layers.
 
-    ``kv_factor`` is 2 for K and V, 1 for a latent (MLA), whose ``v_head_dim`` is not used.
+    ``kv_factor`` is 2 for K and V, and 1 for a latent (MLA), which does not use ``v_head_dim``.
     """
 
     layers: int
@@ -53,10 +53,11 @@ class BlockShape:
 
     @property
     def itemsize(self) -> int:
+        """Bytes per element."""
         return item_bytes(self.dtype)
 
     def dims(self) -> tuple[int, ...]:
-        """Head dim of each of the ``kv_factor`` parts."""
+        """Return the head dim of each of the ``kv_factor`` parts."""
         assert self.v_head_dim is not None
         return (self.head_dim, self.v_head_dim)[: self.kv_factor]
 
@@ -67,27 +68,29 @@ class BlockShape:
 
     @property
     def layer_nbytes(self) -> int:
+        """Bytes of one layer of a block."""
         return self.kv_heads * self.head_nbytes
 
     @property
     def nbytes(self) -> int:
+        """Bytes of a block."""
         return self.layers * self.layer_nbytes
 
     def with_heads(self, kv_heads: int) -> BlockShape:
-        """The same block with another number of heads (a rank's share)."""
+        """Return the same block with another number of heads, such as a rank's share."""
         return replace(self, kv_heads=kv_heads)
 
     def with_layers(self, layers: int) -> BlockShape:
-        """The same block with another number of layers (a pipeline stage's share)."""
+        """Return the same block with another number of layers, such as a stage's share."""
         return replace(self, layers=layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; ``from_dict`` reads it back."""
+        """Return plain data for JSON, which ``from_dict`` reads."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BlockShape:
-        """Raises LayoutError unless ``data`` is what ``to_dict`` gives."""
+        """Make a shape from the data of ``to_dict``; LayoutError if it is not such data."""
         try:
             return cls(**data)
         except TypeError as error:

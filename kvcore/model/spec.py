@@ -1,7 +1,7 @@
 """A model as kvcore sees it: the same description in the leader and in every worker.
 
-Both derive it from the engine's own settings, so that they agree on the order of layers, the shape
-of blocks and the number of slots without a handshake.
+Both derive it from the engine's own settings. They therefore agree on the order of layers, the
+shape of blocks and the number of slots without a handshake.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
 
 
 def head_range(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
-    """KV heads [start, stop) that tensor-parallel ``rank`` holds of ``kv_heads``.
+    """Return the KV heads [start, stop) that tensor-parallel ``rank`` holds of ``kv_heads``.
 
-    With more ranks than heads, consecutive ranks hold the same one.
+    With more ranks than heads, consecutive ranks hold the same head.
     """
     start = rank * kv_heads // ranks
     if kv_heads < ranks:
@@ -28,7 +28,7 @@ def head_range(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def even_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Layers [start, stop) of each of ``stages`` pipeline stages, shared as evenly as can be."""
+    """Return the layers [start, stop) of each of ``stages`` pipeline stages, split evenly."""
     return evenly(layers, stages)
 
 
@@ -36,8 +36,8 @@ def even_stages(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
 class LayerGroup:
     """Layers that share one page table in the engine.
 
-    ``layers`` are canonical layer indices in memory order and ``names`` the engine's names in the
-    same order, where it has any. ``page_tokens`` is the size of a page of the table, in tokens.
+    ``layers`` are canonical layer indices in memory order. ``names`` are the engine's names in the
+    same order, if it has any. ``page_tokens`` is the size of a page of the table, in tokens.
     """
 
     index: int
@@ -46,7 +46,7 @@ class LayerGroup:
     names: tuple[str, ...] = ()
 
     def only(self, layers: range) -> LayerGroup:
-        """The group without the layers that are not among ``layers``."""
+        """Return the group restricted to ``layers``."""
         kept = [i for i, layer in enumerate(self.layers) if layer in layers]
         return replace(
             self,
@@ -59,9 +59,9 @@ class LayerGroup:
 class ModelDescription:
     """One model. ``shape`` is its whole canonical block; a rank holds ``part(rank)`` of it.
 
-    ``fingerprint`` is `kvcore.model.keys.model_fingerprint`'s; ``world_size`` counts the ranks.
-    ``stages`` are the layers [start, stop) of each pipeline stage, one with all of them by default;
-    the tensor-parallel ranks of a stage follow each other.
+    ``fingerprint`` comes from `kvcore.model.keys.model_fingerprint`; ``world_size`` is the number
+    of ranks. ``stages`` are the layers [start, stop) of each pipeline stage, by default one stage
+    with all layers. The tensor-parallel ranks of a stage are consecutive.
     """
 
     shape: BlockShape
@@ -78,36 +78,37 @@ class ModelDescription:
         rising = all(a < b for a, b in pairwise(borders)) and borders[-1] == self.shape.layers
         if not adjacent or not rising or self.world_size % len(self.stages):
             raise LayoutError(
-                f"{self.world_size} ranks in pipeline stages of layers {self.stages}: stages share "
-                f"{self.shape.layers} layers in order, and each has as many ranks"
+                f"given {self.world_size} ranks in pipeline stages of layers {self.stages}: stages "
+                f"must split {self.shape.layers} layers in order and have equally many ranks"
             )
 
     @property
     def single_group(self) -> bool:
+        """True if all layers share one page table."""
         return len(self.groups) == 1
 
     @property
     def tensor_ranks(self) -> int:
-        """Ranks that share the heads of a layer."""
+        """Number of ranks that share the heads of a layer."""
         return self.world_size // len(self.stages)
 
     def head_range(self, rank: int) -> tuple[int, int]:
-        """KV heads [start, stop) of ``rank``."""
+        """Return the KV heads [start, stop) of ``rank``."""
         return head_range(self.shape.kv_heads, self.tensor_ranks, rank % self.tensor_ranks)
 
     def layer_range(self, rank: int) -> tuple[int, int]:
-        """Layers [start, stop) of ``rank``."""
+        """Return the layers [start, stop) of ``rank``."""
         return self.stages[rank // self.tensor_ranks]
 
     def part(self, rank: int) -> Part:
-        """What ``rank`` holds of a block."""
+        """Return the part of a block that ``rank`` holds."""
         return Part(self.head_range(rank), self.layer_range(rank))
 
     def rank_shape(self, rank: int) -> BlockShape:
-        """The canonical block of one rank's heads and layers."""
+        """Return the canonical block of one rank's heads and layers."""
         return self.part(rank).shape(self.shape)
 
     def rank_groups(self, rank: int) -> tuple[LayerGroup, ...]:
-        """The groups with the layers, and the names, of one rank. A group may have none there."""
+        """Return the groups restricted to one rank's layers; a group may be empty there."""
         start, stop = self.layer_range(rank)
         return tuple(group.only(range(start, stop)) for group in self.groups)

@@ -1,10 +1,11 @@
-"""What something costs, learnt from what it did: seconds as a sum of rates times amounts.
+"""Online regression of a cost in seconds: a sum of rates times amounts.
 
     seconds  ~  v0 * x0 + v1 * x1 + ...        no rate below zero
 
-Squares of *relative* errors are minimised, the newest counting most. Before enough was seen a prior
-answers; afterwards its proportions are where the rates set out from. What the observations leave
-open (all of one size say nothing of what is paid once and what is paid a row) stays as it was.
+It minimizes the squares of *relative* errors and weights recent observations most. Until there are
+enough observations the prior answers. Afterwards the rates start from the prior's proportions. What
+the observations do not determine stays unchanged: if all have one size, they cannot separate a
+fixed cost from a cost per row.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ __all__ = ["Fit", "is_amount"]
 Vector: TypeAlias = npt.NDArray[np.float64]
 
 PULL = 0.02
-"""What staying where they are weighs for the rates, in observations: little beside the dozens
-remembered, and all there is where the observations say nothing."""
+"""Weight, in observations, that holds the rates where they are. It is small beside the dozens of
+observations remembered, and decides only what they leave undetermined."""
 
 OUTLIER = 2.0
-"""An observation counts as no more than this times what was expected, and no less than its inverse:
-one that a page fault or a neighbour made ten times slower moves a rate by a few percent, and a
-machine that has really changed is followed within some dozens of observations."""
+"""Limit on an observation relative to the expectation, as a factor either way. A run that a page
+fault or another process made ten times slower moves a rate by a few percent, and a lasting change
+of the machine is followed within some dozens of observations."""
 
 LEAST_RATE = 1e-18
-"""Seconds; a byte at an exabyte per second."""
+"""Least rate in seconds: one byte at an exabyte per second."""
 
 LEAST = 1e-3
-"""A rate found to be nothing sets out again from this share of what the prior would make it."""
+"""A rate fitted as zero restarts from this share of what the prior gives."""
 
 
 def is_amount(value: float) -> bool:
-    """Whether a number can be a count, an amount or a time: nothing, or a nano to an exa of it."""
+    """Return True if a number can be a count, an amount or a time: 0, or 1e-9 to 1e18."""
     return value == 0 or 1e-9 <= value <= 1e18
 
 
 class Fit:
-    """Rates learnt online. Not thread-safe; holds two small matrices, whatever the uptime.
+    """Rates learnt online. Not thread-safe; keeps two small matrices, whatever the uptime.
 
     Args:
         prior: the rate of each amount, in seconds, all above zero.
-        memory: observations after which one counts about a third.
-        enough: observations before the prior stops answering; their median sets the level, so that
-            a first run that also compiled something is outvoted.
+        memory: observations after which an observation's weight has fallen to about a third.
+        enough: observations until the prior stops answering; their median sets the level, so that a
+            first run that also compiled something is outvoted.
     """
 
     def __init__(self, prior: Sequence[float], memory: int = 32, enough: int = 3) -> None:
@@ -72,7 +73,7 @@ class Fit:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the prior answers until enough was seen again."""
+        """Start again: the prior answers until there are enough observations."""
         self._early: list[tuple[Vector, float]] = []
         self._gram = np.zeros((len(self.prior), len(self.prior)))
         self._moment = np.zeros(len(self.prior))
@@ -82,20 +83,20 @@ class Fit:
 
     @property
     def is_learnt(self) -> bool:
-        """Whether enough was seen for the rates to be measured ones."""
+        """True if there are enough observations for the rates to be measured ones."""
         return len(self._early) >= self._enough
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Seconds of one unit of each amount, none below zero."""
+        """Seconds for one unit of each amount, none below zero."""
         return self._rates
 
     def predict(self, amounts: Iterable[float]) -> float:
-        """Seconds. Does not fall as an amount grows."""
+        """Return the expected seconds, which never fall when an amount grows."""
         return sum(rate * amount for rate, amount in zip(self._rates, amounts, strict=True))
 
     def observe(self, amounts: Sequence[float], seconds: float) -> bool:
-        """Learn from one run. False, and nothing learnt, from numbers that cannot be one's."""
+        """Learn from one run; returns False and learns nothing if the numbers are implausible."""
         sound = all(map(is_amount, amounts)) and is_amount(seconds)
         if not sound or not seconds or not any(amounts):
             return False
@@ -126,10 +127,10 @@ class Fit:
         self._moment = self._decay * self._moment + told * row
 
     def _settle(self) -> None:
-        """Move the rates to what is noted, and the notes to what is expected by now.
+        """Move the rates to fit the notes, and rescale the notes to the new level.
 
-        ``level`` is the prior's best multiple. Errors noted before it rose would else count as
-        relative to the little expected then, and hold it back.
+        ``level`` is the best multiple of the prior. Errors noted before the level rose would
+        otherwise count relative to the smaller expectation of that time, and hold the level back.
         """
         found = self._centre * self._step()
         level = float(self._moment.sum() / self._gram.sum())
@@ -140,11 +141,11 @@ class Fit:
         self._rates = tuple((found * self._scale).tolist())
 
     def _step(self) -> Vector:
-        """Factors on the rates: the f >= 0 of least |rows f - told|^2 + PULL |f - 1|^2.
+        """Return factors on the rates: the f >= 0 of least |rows f - told|^2 + PULL |f - 1|^2.
 
-        There are at most three rates, so each set of them that may be above zero is tried. In units
-        of the rates so far no element is far above the number of observations, so `PULL` keeps the
-        matrix from ever being singular.
+        There are at most three rates, so it tries every set of rates that may be above zero. In
+        units of the current rates no matrix element is far above the number of observations, so
+        `PULL` keeps the matrix from becoming singular.
         """
         size = len(self.prior)
         gram = self._gram * np.outer(self._centre, self._centre) + PULL * np.eye(size)
@@ -160,5 +161,5 @@ class Fit:
 
 
 def _subsets(size: int) -> list[list[int]]:
-    """All but the empty one."""
+    """Return all non-empty subsets of range(size)."""
     return [list(some) for n in range(1, size + 1) for some in combinations(range(size), n)]

@@ -1,14 +1,14 @@
-"""What kvcore counts: plain data that adds up across processes, shown as Prometheus metrics.
+"""Metrics as plain data that adds up across processes, exported as Prometheus metrics.
 
     worker  Metrics ── delta() ──▶ engine's own channel ──▶ absorb() Metrics  leader
                                                  │
                                                  ├──▶ PrometheusSink   metrics of the engine
                                                  └──▶ register()       a registry of one's own
 
-The data is ``{metric: {labels: value}}``: labels are their values joined by ``|``; a counter's
-value is a number, a gauge's ``{source: number}``, a histogram's two lists, of how many
-observations fell in each bucket and of their sums. Deltas of different sources, and of one source
-in order, may be merged in any grouping.
+The data is ``{metric: {labels: value}}``. The labels are their values joined by ``|``. The value of
+a counter is a number, that of a gauge ``{source: number}``, and that of a histogram two lists: the
+number of observations in each bucket and their sums. Deltas of different sources, and consecutive
+deltas of one source, may be merged in any grouping.
 """
 
 from __future__ import annotations
@@ -41,38 +41,40 @@ _SEPARATOR = "|"
 
 
 class MissReason(str, Enum):
-    """Why a lookup gave the engine nothing."""
+    """Why a lookup gave the engine no tokens."""
 
-    NOT_CACHED = "not_cached"  # no tier holds the first block the engine lacks
-    PENDING = "pending"  # it is being written and not published yet
-    TOO_SHORT = "too_short"  # less than a block, or than the fewest tokens worth loading
-    PLANNED = "planned"  # found, but computing it is expected to be faster
-    BUSY = "busy"  # the queue of transfers is full
-    UNSUPPORTED = "unsupported"  # a model or request that kvcore leaves alone
+    NOT_CACHED = "not_cached"  # no tier holds the first block that the engine lacks
+    PENDING = "pending"  # it is being written and is not published yet
+    TOO_SHORT = "too_short"  # less than a block or than `min_load_tokens`
+    PLANNED = "planned"  # found, but recomputing is expected to be faster
+    BUSY = "busy"  # the transfer queue is full
+    UNSUPPORTED = "unsupported"  # a model or request that kvcore does not support
     UNAVAILABLE = "unavailable"  # the tier that holds it is down
-    LOAD_FAILED = "load_failed"  # found, but it could not be read; recomputed
-    DEADLINE = "deadline"  # found, but late; recomputed
+    LOAD_FAILED = "load_failed"  # found, but reading failed; recomputed
+    DEADLINE = "deadline"  # found, but not loaded in time; recomputed
 
 
 class SaveSkip(str, Enum):
     """Why blocks were not saved."""
 
-    BUSY = "busy"  # the queue of transfers is full
-    NO_ROOM = "no_room"  # everything in the tier is in use
+    BUSY = "busy"  # the transfer queue is full
+    NO_ROOM = "no_room"  # nothing in the tier is evictable
     NOT_ADMITTED = "not_admitted"  # not used often enough for this tier
-    UNSUPPORTED = "unsupported"  # a model or request that kvcore leaves alone
+    UNSUPPORTED = "unsupported"  # a model or request that kvcore does not support
     ABORTED = "aborted"  # the request ended or was preempted before its pages were copied
     UNAVAILABLE = "unavailable"  # the tier is down
 
 
 class Kind(Enum):
+    """Kind of a metric."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 class MetricSpec(NamedTuple):
-    """One metric: ``buckets`` are the upper bounds of a histogram, in seconds."""
+    """Definition of a metric; ``buckets`` are the upper bounds of a histogram, in seconds."""
 
     name: str
     kind: Kind
@@ -89,11 +91,13 @@ SPECS = (
     MetricSpec(
         "kvcore_lookup_tokens_total",
         Kind.COUNTER,
-        "Tokens looked up, by whether a tier had them and which one was read",
+        "Tokens looked up, by result (hit or miss) and the tier they were read from",
         ("result", "tier"),
     ),
     MetricSpec("kvcore_hits_total", Kind.COUNTER, "Lookups that gave the engine tokens"),
-    MetricSpec("kvcore_misses_total", Kind.COUNTER, "Lookups that gave it none", ("reason",)),
+    MetricSpec(
+        "kvcore_misses_total", Kind.COUNTER, "Lookups that gave the engine no tokens", ("reason",)
+    ),
     MetricSpec("kvcore_transfer_bytes_total", Kind.COUNTER, "Bytes moved", ("path",)),
     MetricSpec(
         "kvcore_transfer_seconds",
@@ -107,26 +111,26 @@ SPECS = (
     MetricSpec(
         "kvcore_tenant_used_bytes",
         Kind.GAUGE,
-        "Bytes in use, by the tenants that have a name",
+        "Bytes in use, by named tenant",
         ("tenant", "tier"),
     ),
     MetricSpec(
         "kvcore_tenant_quota_bytes",
         Kind.GAUGE,
-        "Bytes a tenant may have: its quota, or the tier",
+        "Bytes a tenant may use: its quota, or the capacity of the tier",
         ("tenant", "tier"),
     ),
     MetricSpec(
         "kvcore_control_orders_total",
         Kind.COUNTER,
-        "Orders of operators that change something, by whether they were done or refused",
+        "Operators' orders that change something, by whether they were done or refused",
         ("order", "outcome"),
     ),
-    MetricSpec("kvcore_server_sessions", Kind.GAUGE, "Engines that a server serves", ("model",)),
+    MetricSpec("kvcore_server_sessions", Kind.GAUGE, "Engines connected to a server", ("model",)),
     MetricSpec(
         "kvcore_server_refusals_total",
         Kind.COUNTER,
-        "Messages that a server refused, by why",
+        "Messages that a server refused, by reason",
         ("kind",),
     ),
     MetricSpec("kvcore_queue_depth", Kind.GAUGE, "Transfer operations in flight", ("path",)),
@@ -134,26 +138,25 @@ SPECS = (
     MetricSpec(
         "kvcore_corrupt_blocks_total",
         Kind.COUNTER,
-        "Blocks whose bytes were not those written; dropped and recomputed",
+        "Blocks whose bytes were not those written; they are dropped and recomputed",
         ("tier",),
     ),
     MetricSpec(
         "kvcore_store_lookups_total",
         Kind.COUNTER,
-        "Questions to a remote store of how much of a prompt it holds, by how they ended: found, "
-        "absent, late, failed",
+        "Lookups of prompts in a remote store, by outcome: found, absent, late, failed",
         ("tier", "outcome"),
     ),
     MetricSpec(
         "kvcore_bounced_blocks_total",
         Kind.COUNTER,
-        "Blocks that were to go from a tier straight to the device, and went through host memory",
+        "Blocks meant to go straight from a tier to the device that went through host memory",
         ("tier",),
     ),
     MetricSpec(
         "kvcore_failures_total",
         Kind.COUNTER,
-        "Blocks whose transfer failed, by the error's class",
+        "Blocks whose transfer failed, by class of error",
         ("path", "error"),
     ),
     MetricSpec(
@@ -162,21 +165,21 @@ SPECS = (
     MetricSpec(
         "kvcore_expected_ttft_seconds_total",
         Kind.COUNTER,
-        "Estimated seconds to the first token of requests that loaded: as they were loaded, and "
-        "had all been computed",
+        "Estimated seconds to the first token of requests that loaded, with the load and if all "
+        "had been recomputed",
         ("way",),
     ),
     MetricSpec(
         "kvcore_event_blocks_total",
         Kind.COUNTER,
-        "Blocks in events, by whether they were published, dropped for want of room, or not taken "
-        "by a bus",
+        "Blocks in events, by whether they were published, dropped from a full queue, or not "
+        "accepted by a bus",
         ("outcome",),
     ),
     MetricSpec(
         "kvcore_blends_total",
         Kind.COUNTER,
-        "Prompts that fusion could serve, by what became of it",
+        "Prompts that fusion could serve, by outcome",
         ("outcome",),
     ),
     MetricSpec(
@@ -188,7 +191,7 @@ SPECS = (
     MetricSpec(
         "kvcore_blend_seconds",
         Kind.HISTOGRAM,
-        "Where the time of a blend went: waiting for layers, computing them, looking with the "
+        "Time of a blend by part: waiting for layers, computing them, selecting tokens with the "
         "question",
         ("part",),
         _SECONDS,
@@ -201,10 +204,10 @@ _BY_NAME = {spec.name: spec for spec in SPECS}
 
 
 class Metrics:
-    """Counts of one process. Thread-safe; nothing blocks but a short lock.
+    """Counts of one process. Thread-safe; calls block only for a short lock.
 
-    ``source`` tells processes apart, so that gauges of several ranks add up and a later value of
-    one rank replaces its earlier one. Not ``enabled``, every call does nothing.
+    ``source`` names the process, so that the gauges of several ranks add up and a later value of a
+    rank replaces its earlier one. If ``enabled`` is False, every call does nothing.
     """
 
     def __init__(self, source: str = "", *, enabled: bool = True) -> None:
@@ -219,9 +222,9 @@ class Metrics:
     def looked_up(
         self, found: Mapping[str, int], missed: int, reason: MissReason | None = None
     ) -> None:
-        """A lookup found ``found`` tokens, by tier, and ``missed`` it did not.
+        """Count a lookup that found ``found`` tokens, by tier, and missed ``missed`` tokens.
 
-        ``reason`` is why, when nothing was found (default: not cached).
+        ``reason`` says why nothing was found (default: not cached).
         """
         for tier, tokens in found.items():
             if tokens:
@@ -234,73 +237,83 @@ class Metrics:
             self._add("kvcore_misses_total", 1, reason or MissReason.NOT_CACHED)
 
     def transferred(self, path: str, nbytes: int, seconds: float) -> None:
-        """An operation moved ``nbytes`` in ``seconds``."""
+        """Count an operation that moved ``nbytes`` in ``seconds``."""
         self._add("kvcore_transfer_bytes_total", nbytes, path)
         self._observe("kvcore_transfer_seconds", seconds, path)
 
     def tier(self, tier: str, used: int, capacity: int) -> None:
-        """Bytes a tier holds now, and may hold."""
+        """Set the bytes that a tier holds now and its capacity."""
         self._set("kvcore_tier_used_bytes", used, tier)
         self._set("kvcore_tier_capacity_bytes", capacity, tier)
 
     def tenant(self, tenant: str, tier: str, used: int, most: int) -> None:
-        """Bytes of a tier that a tenant has now, and may have."""
+        """Set the bytes of a tier that a tenant uses now and its limit."""
         self._set("kvcore_tenant_used_bytes", used, tenant, tier)
         self._set("kvcore_tenant_quota_bytes", most, tenant, tier)
 
     def ordered(self, order: str, outcome: str) -> None:
-        """An operator's order was "done" or "refused"."""
+        """Count an operator's order, whose outcome is "done" or "refused"."""
         self._add("kvcore_control_orders_total", 1, order, outcome)
 
     def sessions(self, model: str, count: int) -> None:
-        """Engines with this model that a server serves now."""
+        """Set the number of engines with this model that a server serves now."""
         self._set("kvcore_server_sessions", count, model)
 
     def refused(self, kind: str) -> None:
-        """A server refused a message."""
+        """Count a message that a server refused."""
         self._add("kvcore_server_refusals_total", 1, kind)
 
     def queue(self, path: str, depth: int) -> None:
+        """Set the number of transfer operations in flight on a path."""
         self._set("kvcore_queue_depth", depth, path)
 
     def evicted(self, tier: str, blocks: int = 1) -> None:
+        """Count blocks evicted from a tier."""
         self._add("kvcore_evictions_total", blocks, tier)
 
     def corrupt(self, tier: str, blocks: int = 1) -> None:
+        """Count blocks whose bytes were not those written."""
         self._add("kvcore_corrupt_blocks_total", blocks, tier)
 
     def asked_store(self, tier: str, outcome: str) -> None:
-        """A remote store was asked what it holds: "found", "absent", "late" or "failed"."""
+        """Count a lookup in a remote store: "found", "absent", "late" or "failed"."""
         self._add("kvcore_store_lookups_total", 1, tier, outcome)
 
     def bounced(self, tier: str, blocks: int) -> None:
-        """Blocks of a tier went through host memory on their way to the device."""
+        """Count blocks of a tier that went through host memory on their way to the device."""
         self._add("kvcore_bounced_blocks_total", blocks, tier)
 
     def failed(self, path: str, error: BaseException | str, blocks: int = 1) -> None:
-        """``error`` is counted by its class, so that the number of series stays bounded."""
+        """Count failed blocks by the class of ``error``, which bounds the number of series."""
         name = error if isinstance(error, str) else type(error).__name__
         self._add("kvcore_failures_total", blocks, path, name)
 
     def save_skipped(self, reason: SaveSkip, blocks: int = 1) -> None:
+        """Count blocks that were not saved."""
         self._add("kvcore_save_skipped_total", blocks, reason)
 
     def expected_ttft(self, load: float, recompute: float) -> None:
-        """A request that loaded was estimated to take so many seconds to its first token, and so
-        many had all of it been computed. What was saved is the difference."""
+        """Count the expected seconds to the first token of a request that loaded.
+
+        ``load`` is the estimate with the load, ``recompute`` the estimate without it. The
+        difference is the time saved.
+        """
         self._add("kvcore_expected_ttft_seconds_total", load, "load")
         self._add("kvcore_expected_ttft_seconds_total", recompute, "recompute")
 
     def told(self, outcome: str, blocks: int) -> None:
-        """Block events were "published", "dropped" for want of room, or left "unsent" by a bus."""
+        """Count block events: "published", "dropped" from a full queue, or "unsent" by a bus."""
         self._add("kvcore_event_blocks_total", blocks, outcome)
 
     def blend(self, outcome: str) -> None:
-        """What became of a prompt with chunks: "blended", "failed", or "declined" as too slow."""
+        """Count a prompt with chunks: "blended", "failed", or "declined" as too slow."""
         self._add("kvcore_blends_total", 1, outcome)
 
     def blended(self, tokens: int, share: float, seconds: Mapping[str, float]) -> None:
-        """A blend of ``tokens`` tokens of chunks recomputed this share; ``seconds`` by part."""
+        """Count a blend of ``tokens`` tokens of chunks that recomputed ``share`` of them.
+
+        ``seconds`` is the time of each part of the blend.
+        """
         recomputed = round(tokens * share)
         self._add("kvcore_blend_tokens_total", tokens - recomputed, "reused")
         self._add("kvcore_blend_tokens_total", recomputed, "recomputed")
@@ -308,31 +321,31 @@ class Metrics:
             self._observe("kvcore_blend_seconds", value, part)
 
     def judged(self, verdict: str) -> None:
-        """The quality gate said this of a blend."""
+        """Count a verdict of the quality gate."""
         self._add("kvcore_blend_gate_total", 1, verdict)
 
     # -- data -----------------------------------------------------------------------------------
 
     def snapshot(self) -> Data:
-        """Everything counted since the start, as data that JSON and msgpack carry."""
+        """Return everything counted since the start, as data for JSON or msgpack."""
         with self._lock:
             return merge(merge({}, self._sent), self._pending)
 
     def delta(self) -> Data:
-        """What was counted since the last call; empty when that is nothing."""
+        """Return what was counted since the last call, empty if nothing was."""
         with self._lock:
             pending, self._pending = self._pending, {}
             merge(self._sent, pending)
             return pending
 
     def absorb(self, delta: Data) -> None:
-        """Add what another process counted. It is then part of this one's next delta too."""
+        """Add what another process counted, also to this process's next delta."""
         if self.enabled:
             with self._lock:
                 merge(self._pending, delta)
 
     def register(self, registry: CollectorRegistry) -> Collector:
-        """Show the snapshot in ``registry`` from now on; unregister the collector to stop."""
+        """Export the snapshot through ``registry``; unregister the collector to stop."""
         collector = _SnapshotCollector(self)
         registry.register(collector)
         return collector
@@ -364,9 +377,9 @@ class Metrics:
 
 
 def merge(into: Data, delta: Data) -> Data:
-    """Add ``delta`` to ``into``, which is changed and returned; ``delta`` is not kept."""
+    """Add ``delta`` to ``into`` and return ``into``; ``delta`` is not kept."""
     for name, series in delta.items():
-        if name in _BY_NAME:  # else of a newer version
+        if name in _BY_NAME:  # otherwise from a newer version
             mine = into.setdefault(name, {})
             for key, value in series.items():
                 mine[key] = _combine(_BY_NAME[name].kind, mine.get(key), value)
@@ -384,7 +397,7 @@ def _combine(kind: Kind, old: Any, new: Any) -> Any:
 
 
 def summary(data: Data) -> dict[str, int | float]:
-    """One number a series, under a name to read: for a log line of an engine."""
+    """Return one number for each series under a readable name, for an engine's log line."""
     return {
         f"{name.removeprefix('kvcore_')}{_braced(spec, key)}": _number(spec.kind, value)
         for name, series in data.items()
@@ -398,7 +411,7 @@ def _braced(spec: MetricSpec, key: str) -> str:
 
 
 def _number(kind: Kind, value: Any) -> int | float:
-    """A series as one number: the count, the sum over sources, or the seconds in all."""
+    """Return a series as one number: the count, the sum over sources, or the total seconds."""
     if kind is Kind.COUNTER:
         parts = [value]
     else:
@@ -420,7 +433,7 @@ def _split(spec: MetricSpec, key: str) -> list[str]:
 
 
 class _SnapshotCollector(Collector):
-    """Makes Prometheus families of a snapshot when scraped."""
+    """Builds Prometheus families from a snapshot at each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -451,12 +464,12 @@ def _family(spec: MetricSpec, series: Mapping[str, Any]) -> Any:
 
 
 class PrometheusSink:
-    """Feeds deltas to metric objects that an engine wants to make itself.
+    """Feeds deltas to metric objects that an engine insists on creating itself.
 
-    ``classes`` maps prometheus_client's Counter, Gauge and Histogram to the engine's stand-ins;
-    ``labelnames`` come before kvcore's own (model and engine, say). A second sink of one process
-    shares the metrics of the first: an engine may be built twice, a metric is registered once.
-    Not thread-safe: an engine observes from one thread.
+    ``classes`` maps the Counter, Gauge and Histogram of prometheus_client to the engine's
+    replacements. ``labelnames`` precede kvcore's own labels (model and engine, for example). A
+    second sink in one process shares the metrics of the first, because an engine may be built twice
+    while a metric is registered once. Not thread-safe: an engine observes from one thread.
     """
 
     _made: ClassVar[dict[tuple[Any, ...], Any]] = {}
@@ -476,7 +489,7 @@ class PrometheusSink:
         }
 
     def apply(self, delta: Data, labelvalues: Sequence[str] = ()) -> None:
-        """Add ``delta`` to the metrics. Buckets, counts and sums of histograms come out exact."""
+        """Add ``delta`` to the metrics; buckets, counts and sums of histograms stay exact."""
         for name, series in delta.items():
             if spec := _BY_NAME.get(name):
                 for key, value in series.items():
@@ -503,7 +516,7 @@ class PrometheusSink:
         make = classes.get(base, base)
         if spec.buckets:
             more = {"buckets": spec.buckets}
-        if self._registry is not REGISTRY:  # an engine's stand-ins know only their own
+        if self._registry is not REGISTRY:  # an engine's replacements accept no other registry
             more = {**more, "registry": self._registry}
         at = (make, self._registry, spec.name, labelnames)
         if at not in self._made:
@@ -521,8 +534,8 @@ _PROMETHEUS: dict[Kind, tuple[Any, dict[str, Any]]] = {
 
 
 def _replay(spec: MetricSpec, value: Any) -> Iterator[float]:
-    """Observations with the same bucket counts and the same sum: the mean of each bucket."""
+    """Yield observations with the given bucket counts and sum: the mean of each bucket."""
     for bound, count, total in zip([*spec.buckets, float("inf")], *value, strict=True):
         if count:
-            mean = min(total / count, bound)  # rounding must not lift it over the bound
+            mean = min(total / count, bound)  # rounding must not raise it above the bound
             yield from [mean] * count

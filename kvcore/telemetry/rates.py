@@ -1,14 +1,14 @@
-"""What computing and loading cost one engine, in seconds, learnt from what they did.
+"""Costs in seconds of computing and loading on one engine, learnt from measurements.
 
     prefill      once + row * rows + pair * (row, key seen) pairs       over all layers
     load         latency * operations + byte * bytes                    of each tier
 
-The fits are slow on purpose: one strange run moves them little. A medium that has really changed
-(a disk that another process fills, a network that comes back) is seen sooner, by how far its last
-loads were from what was expected: `Rates.drift`.
+The fits change slowly on purpose, so that one odd run has little effect. `Rates.drift` notices a
+lasting change sooner (a disk that another process fills, a network that recovers): it compares the
+last loads with what was expected.
 
-One owner, not thread-safe: it lives beside the engine's scheduler and is told there what the
-workers measured. Arithmetic only: no clock, no I/O, microseconds a call.
+The engine's scheduler owns it and reports what the workers measured. It is not thread-safe and does
+arithmetic only: no clock, no I/O, microseconds per call.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from kvcore.telemetry.fit import Fit, is_amount
 __all__ = ["ComputeRates", "Part", "Rates", "TierRates", "pairs", "pipelined", "seen"]
 
 RECENT = 3
-"""Loads whose median error is the drift: one of them may be anything."""
+"""Number of recent loads whose median error is the drift, so that one outlier is ignored."""
 
 LEAST_SECONDS = 1e-12
-"""Expected of a load whose rates were found to be nothing."""
+"""Least seconds expected of a load, for rates fitted as zero."""
 
 DRIFTED = 2.0
-"""Errors up to this factor, either way, are left to the fit."""
+"""Errors up to this factor, either way, are not drift."""
 
 
 class ComputeRates(NamedTuple):
-    """Seconds of a run over all layers: once, a row and layer, a (row, key seen) pair and layer."""
+    """Seconds of a forward pass over all layers.
+
+    ``once`` is paid once, ``row`` for each row and layer, and ``pair`` for each (row, key seen)
+    pair and layer.
+    """
 
     once: float
     row: float
@@ -42,45 +46,46 @@ class ComputeRates(NamedTuple):
 
     @classmethod
     def guess(cls, parameters: int, hidden: int, layers: int, flops: float) -> ComputeRates:
-        """What a model of that shape costs at ``flops`` per second: two a weight, four a pair.
+        """Guess the rates of a model of that shape at ``flops`` per second.
 
-        ``hidden`` is heads times head_dim. A guess for before anything was measured; 100
-        microseconds a layer are what a layer costs that computes nothing.
+        Counts two operations per weight and four per pair. ``hidden`` is heads times head_dim. Used
+        until there are measurements; 100 microseconds per layer are the cost of a layer that
+        computes nothing.
         """
         return cls(1e-4 * layers, 2 * parameters / layers / flops, 4 * hidden / flops)
 
 
 class TierRates(NamedTuple):
-    """Seconds of a load from one tier: once an operation (or layer), and a byte."""
+    """Seconds of a load from one tier: ``latency`` per operation or layer, and per byte."""
 
     latency: float
     byte: float
 
 
-class _Load(NamedTuple):
-    """One of the last loads: what it was made of, and what it took."""
+class _LoadSample(NamedTuple):
+    """A recent load: its amounts and its duration."""
 
     amounts: tuple[float, float]
     seconds: float
 
 
 class Part(NamedTuple):
-    """Consecutive rows computed behind ``context`` tokens; a decode is one row."""
+    """Consecutive rows computed after ``context`` tokens; a decode is one row."""
 
     tokens: int
     context: int
 
 
 class Rates:
-    """The rates of one engine: its prefill's, and those of every tier that KV is loaded from.
+    """The rates of one engine: those of its prefill, and those of every tier it loads from.
 
     Args:
-        layers: of the model.
-        compute: of prefill before anything is measured.
-        tiers: every tier, with what to expect before it was measured.
-        memory: observations after which one counts about a third.
-        enough: observations of a kind before they are believed over the prior.
-        otherwise: what to expect of a tier that is met later; None where that is an error.
+        layers: number of layers of the model.
+        compute: rates of prefill until there are measurements.
+        tiers: every tier, with the rates to expect until there are measurements.
+        memory: observations after which an observation's weight has fallen to about a third.
+        enough: observations of a kind before they replace the prior.
+        otherwise: rates to expect of a tier that appears later; None makes that an error.
     """
 
     def __init__(
@@ -97,33 +102,35 @@ class Rates:
         self._memory, self._enough = memory, enough
         self.prefill = Fit(compute, memory, enough)
         self._tiers = {name: Fit(rates, memory, enough) for name, rates in tiers.items()}
-        self._recent: dict[str, deque[_Load]] = {name: deque(maxlen=RECENT) for name in tiers}
-        self._now: dict[str, TierRates] = {}  # with their drift, until the next load
+        self._recent: dict[str, deque[_LoadSample]] = {name: deque(maxlen=RECENT) for name in tiers}
+        self._now: dict[str, TierRates] = {}  # drift included, until the next load
 
     @property
     def tiers(self) -> frozenset[str]:
-        """The tiers it was told of."""
+        """Names of the tiers with rates."""
         return frozenset(self._tiers)
 
     def tier(self, name: str) -> Fit:
-        """The fit of a tier's loads. Raises ConfigError for one that it was not told of, where it
-        does not know what to expect of others."""
+        """Return the fit of a tier's loads.
+
+        Raises ConfigError for an unknown tier, unless ``otherwise`` was given.
+        """
         if name not in self._tiers and self._otherwise is not None:
             self._tiers[name] = Fit(self._otherwise, self._memory, self._enough)
             self._recent[name] = deque(maxlen=RECENT)
         if name not in self._tiers:
             raise ConfigError(
-                f"no tier {name!r} in these rates, which know "
-                f"{', '.join(sorted(self._tiers)) or 'none'}: name it when making them"
+                f"there are no rates for tier {name!r}, only for "
+                f"{', '.join(sorted(self._tiers)) or 'none'}: name it when making the rates"
             )
         return self._tiers[name]
 
     # -- what was measured ----------------------------------------------------------------------
 
     def prefilled(self, parts: Iterable[Part], seconds: float) -> bool:
-        """One forward of the engine over these parts of requests, decodes included.
+        """Learn from one forward pass over these parts of requests, decodes included.
 
-        False, and nothing learnt, from numbers that cannot be a forward's.
+        Returns False and learns nothing if the numbers cannot be those of a forward pass.
         """
         parts = list(parts)
         if not all(is_amount(part.tokens) and is_amount(part.context) for part in parts):
@@ -133,9 +140,9 @@ class Rates:
         return bool(rows) and self.prefill.observe(self.amounts(rows, keys), seconds)
 
     def loaded(self, tier: str, nbytes: int, seconds: float, operations: int = 1) -> bool:
-        """``operations`` (or layers) of a tier, ``nbytes`` together, ran one after the other.
+        """Learn from ``operations`` (or layers) of a tier that moved ``nbytes`` in sequence.
 
-        False, and nothing learnt, from numbers that cannot be a load's.
+        Returns False and learns nothing if the numbers cannot be those of a load.
         """
         fit = self.tier(tier)
         if operations <= 0 or not is_amount(operations) or not is_amount(nbytes):
@@ -143,11 +150,11 @@ class Rates:
         used = fit.observe((operations, nbytes), seconds)
         if used:
             self._now.pop(tier, None)
-            self._recent[tier].append(_Load((operations, nbytes), seconds))
+            self._recent[tier].append(_LoadSample((operations, nbytes), seconds))
         return used
 
     def forget(self, tier: str) -> None:
-        """What was measured of a tier's loads counts no more."""
+        """Discard what was measured of a tier's loads."""
         self.tier(tier).forget()
         self._recent[tier].clear()
         self._now.pop(tier, None)
@@ -155,22 +162,24 @@ class Rates:
     # -- what follows ---------------------------------------------------------------------------
 
     def amounts(self, rows: float, keys: float) -> tuple[float, float, float]:
-        """What a run over all layers is made of, as the prefill's fit counts it."""
+        """Return the amounts of a run over all layers, in the terms of the prefill's fit."""
         return 1.0, rows * self.layers, keys * self.layers
 
     def prefill_seconds(self, rows: float, context: float) -> float:
-        """Seconds of a forward of ``rows`` behind ``context`` tokens; nothing for no rows."""
+        """Return the seconds of a forward of ``rows`` after ``context`` tokens; 0 for no rows."""
         once, row, pair = self.prefill.rates
         return once + self.layers * rows * (row + pair * seen(rows, context)) if rows else 0.0
 
     def load_seconds(self, tier: str, nbytes: float, operations: float) -> float:
-        """Seconds of loads of a tier, one after the other, with its drift. Does not fall as
-        either amount grows."""
+        """Return the seconds of consecutive loads from a tier, drift included.
+
+        The result never falls when either amount grows.
+        """
         latency, byte = self.of_tier(tier)
         return latency * operations + byte * nbytes
 
     def of_tier(self, tier: str) -> TierRates:
-        """Seconds of an operation and of a byte of a tier, with its drift."""
+        """Return the seconds per operation and per byte of a tier, drift included."""
         now = self._now.get(tier)
         if now is None:
             drift = self.drift(tier)
@@ -178,7 +187,7 @@ class Rates:
         return now
 
     def drift(self, tier: str) -> float:
-        """How many times longer than the fit says loads take of late; 1 where that is not far."""
+        """Return by what factor recent loads exceed the fit; 1 if the difference is small."""
         fit, recent = self.tier(tier), self._recent[tier]
         if len(recent) < RECENT or not fit.is_learnt:
             return 1.0
@@ -187,27 +196,28 @@ class Rates:
         return 1.0 if 1 / DRIFTED <= found <= DRIFTED else found
 
     def are_learnt(self, tiers: Iterable[str]) -> bool:
-        """Whether prefill and the loads of all these tiers were measured often enough."""
+        """Return True if prefill and the loads of all these tiers have enough measurements."""
         return self.prefill.is_learnt and all(self.tier(name).is_learnt for name in tiers)
 
 
 def pairs(rows: float, context: float) -> float:
-    """Keys seen by consecutive rows behind a context, themselves included."""
+    """Return how many keys consecutive rows after a context see, themselves included."""
     return rows * context + rows * (rows + 1) / 2
 
 
 def seen(rows: float, context: float) -> float:
-    """Keys that one of these rows sees, in the mean."""
+    """Return how many keys one of these rows sees on average."""
     return context + (rows + 1) / 2
 
 
 def pipelined(load: float, *stages: tuple[int, float]) -> float:
-    """Seconds until the last layer is computed, where each needs its own load and the one before.
+    """Return the seconds until the last layer is computed, if loading and computing overlap.
 
-    Loads follow each other without a pause, ``load`` seconds a layer; ``stages`` are (how many
-    layers, seconds of computing each). After some layer k the computing never waits again, so it is
-    the largest over k of (k + 1) loads and the computing from k on; k is where a stage begins, or
-    the last layer.
+    Each layer needs its own load and the layer before it. Loads follow each other without a pause,
+    ``load`` seconds per layer; ``stages`` are pairs of a number of layers and the seconds to
+    compute each of them. After some layer k computing never waits again, so the result is the
+    maximum over k of k + 1 loads plus the computing from k on. This k is the first layer of a
+    stage, or the last layer.
     """
     stages = tuple((count, seconds) for count, seconds in stages if count)
     layers, left = 0, sum(count * seconds for count, seconds in stages)

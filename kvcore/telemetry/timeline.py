@@ -1,8 +1,8 @@
 """A timeline of transfers and blends, in the format that Chrome and Perfetto open.
 
-One file a process, a JSON array of complete events, one a line; it can be read as it grows, since
-the viewers do not ask for the closing bracket. Times are microseconds of the machine's monotonic
-clock, so that files of processes on one machine can be laid side by side.
+Each process writes one file: a JSON array of complete events, one per line. The file can be read
+while it grows, because the viewers do not need the closing bracket. Times are microseconds of the
+machine's monotonic clock, so that the files of several processes on one machine line up.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ __all__ = ["FileTracer", "Tracer", "read_trace"]
 _log = logging.getLogger("kvcore.telemetry.timeline")
 
 MAX_BYTES = 1 << 28
-"""Of one file: a trace is for looking at, and is not to fill the disk."""
+"""Largest size of one file, so that a trace does not fill the disk."""
 
 
 class Tracer:
-    """Keeps nothing: what is traced to where nobody asked for a trace."""
+    """A tracer that discards everything, for use without a trace folder."""
 
     def span(self, track: str, name: str, start: float, stop: float, **about: Any) -> None:
-        """Something went on from ``start`` to ``stop``, seconds of `time.monotonic`. From any
-        thread. ``about`` is shown with it: plain values."""
+        """Record an activity from ``start`` to ``stop``, in seconds of `time.monotonic`.
+
+        May be called from any thread. The viewer shows ``about``, plain values, with the span.
+        """
 
     def close(self) -> None:
-        """Nothing is written from now on."""
+        """End the trace; later spans are discarded."""
 
 
 class FileTracer(Tracer):
-    """Writes to ``folder/name-<process>.json``. Thread-safe; a disk that fails ends the trace.
+    """Writes to ``folder/name-<process>.json``. Thread-safe; an I/O error ends the trace.
 
-    Raises OSError when the file cannot be made.
+    The constructor raises OSError if the file cannot be created.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -101,7 +103,7 @@ class FileTracer(Tracer):
 
 
 def read_trace(path: Path) -> Iterator[dict[str, Any]]:
-    """The spans of a trace, each with its ``track``. Raises ValueError at a line that is none."""
+    """Yield the spans of a trace, each with its ``track``; ValueError on a malformed line."""
     tracks: dict[int, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         event = json.loads(line.rstrip(","))

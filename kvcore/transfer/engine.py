@@ -1,17 +1,18 @@
-"""Runs transfer graphs: one queue a path, each op started when its deps have ended.
+"""Runs transfer graphs: one queue per path, each op started when its deps have ended.
 
     order   priority ──▶ wave ──▶ first layer ──▶ arrival
 
-A wave is what is waited for together, layer by layer: the loads of a step, the chunks of a blend.
-Layer 0 of all its graphs is copied before layer 1 of any, and an earlier wave before a later one.
+A wave is a set of graphs that are waited for together, layer by layer: the loads of a step, or the
+chunks of a blend. Layer 0 of all graphs of a wave is copied before layer 1 of any of them, and an
+earlier wave before a later one.
 
     op      created ──▶ ready ──▶ running ──▶ completed | failed
                   └───────┴──▶ cancelled (by the caller, a deadline, or close)
 
 A row that fails does not stop the others: ops that depend on it skip that row and report it as
-failed upstream. What a graph's ops did is read back as ``OpReport`` values, one an op.
+failed upstream. The outcome of each op is reported as an ``OpReport``.
 
-Thread-safety: every public method may be called from any thread. Executors are called from the
+Thread safety: every public method may be called from any thread. Executors are called from the
 engine's own threads, never under its lock, and may block.
 """
 
@@ -33,6 +34,8 @@ _log = logging.getLogger("kvcore.transfer")
 
 
 class OpState(Enum):
+    """State of an op in flight."""
+
     CREATED = "created"
     READY = "ready"
     RUNNING = "running"
@@ -42,6 +45,7 @@ class OpState(Enum):
 
     @property
     def ended(self) -> bool:
+        """True for the final states."""
         return self in (OpState.COMPLETED, OpState.FAILED, OpState.CANCELLED)
 
 
@@ -49,16 +53,16 @@ class Executor(Protocol):
     """Moves the bytes of one path."""
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        """Copy ``rows`` of ``op``; returns the rows that failed. Blocks until they are copied."""
+        """Copy ``rows`` of ``op`` and return the rows that failed. Blocks until they are copied."""
         ...
 
 
 _Entry = tuple[int, int, int, int, int, int]
-"""Priority, wave, first layer, arrival; then the graph and the position of the op in it."""
+"""Priority, wave, first layer, arrival, id of the graph, and position of the op in it."""
 
 
 class OpTiming(NamedTuple):
-    """What the observer of an engine is told when an op ends; ``started`` is of the clock."""
+    """What the observer of an engine receives when an op ends; ``started`` is a clock time."""
 
     op: TransferOp
     rows: int
@@ -68,7 +72,7 @@ class OpTiming(NamedTuple):
     started: float
 
 
-class _Run:
+class _ActiveGraph:
     """A graph in flight. All fields are guarded by the engine's lock."""
 
     def __init__(self, graph: TransferGraph, deadline: float | None, wave: int) -> None:
@@ -84,7 +88,7 @@ class _Run:
         return all(state.ended for op, state in pairs if which(op))
 
     def runnable(self) -> list[int]:
-        """Positions of created ops whose deps have all ended."""
+        """Return the positions of created ops whose deps have all ended."""
         return [
             i
             for i, op in enumerate(self.graph.ops)
@@ -96,8 +100,8 @@ class _Run:
 class TransferEngine:
     """Runs graphs on the threads of one worker.
 
-    ``executors`` gives each path its executor, ``threads`` its number of threads (default 1).
-    At most ``queue_depth`` ops are in flight. ``observer`` is told of every op that ran.
+    ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
+    At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class TransferEngine:
         self._changed = threading.Condition(self._lock)
         self._work = {path: threading.Condition(self._lock) for path in self._executors}
         self._queues: dict[Path, list[_Entry]] = {path: [] for path in self._executors}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _ActiveGraph] = {}
         self._reports: list[OpReport] = []
         self._live_ops = 0
         self._order = 0
@@ -135,15 +139,15 @@ class TransferEngine:
     # -- submitting -------------------------------------------------------------------------
 
     def wave(self) -> int:
-        """A wave for graphs that are waited for together, after every wave before it."""
+        """Return a new wave, which comes after every earlier wave."""
         with self._lock:
             return self._next()
 
     def submit(self, graph: TransferGraph, wave: int | None = None) -> None:
-        """Start ``graph``, as one of ``wave`` or of a wave of its own. Does not block.
+        """Start ``graph`` in ``wave``, or in a wave of its own. Does not block.
 
-        Raises CapacityError when the ops in flight would exceed ``queue_depth``, TransferError
-        when the graph is malformed, uses a path without executor, or its id is in flight.
+        Raises CapacityError if the ops in flight would exceed ``queue_depth``. Raises TransferError
+        if the graph is malformed, uses a path without executor, or if its id is in flight.
         """
         graph.check()
         if missing := {op.path.value for op in graph.ops} - {p.value for p in self._executors}:
@@ -155,21 +159,21 @@ class TransferEngine:
             if self._closed:
                 raise TransferError(f"graph {graph.graph_id}: the transfer engine is closed")
             if graph.graph_id in self._runs:
-                raise TransferError(f"graph {graph.graph_id} is in flight already")
+                raise TransferError(f"graph {graph.graph_id} is already in flight")
             if self._live_ops + len(graph.ops) > self._depth:
                 raise CapacityError(
                     f"graph {graph.graph_id} has {len(graph.ops)} ops and {self._live_ops} are in "
                     f"flight; the limit is {self._depth} (transfer.queue_depth)"
                 )
             deadline = None if graph.deadline_s is None else self._clock() + graph.deadline_s
-            run = _Run(graph, deadline, self._next() if wave is None else wave)
+            run = _ActiveGraph(graph, deadline, self._next() if wave is None else wave)
             self._runs[graph.graph_id] = run
             self._live_ops += len(graph.ops)
             self._advance(run)
             self._forget_if_ended(run)
 
     def cancel(self, graph_id: int) -> None:
-        """Cancel the ops of a graph that have not started; running ones end by themselves."""
+        """Cancel the ops of a graph that have not started; running ops finish."""
         with self._lock:
             if run := self._runs.get(graph_id):
                 self._cancel(run, RowError.CANCELLED)
@@ -177,15 +181,15 @@ class TransferEngine:
     # -- waiting ----------------------------------------------------------------------------
 
     def wait(self, graph_id: int, timeout: float | None = None) -> bool:
-        """Block until every op of the graph has ended, or ``timeout`` seconds. True if ended."""
+        """Block until every op of the graph has ended, at most ``timeout`` seconds; True if so."""
         return self._wait(graph_id, lambda op: True, timeout)
 
     def wait_device(self, graph_id: int, timeout: float | None = None) -> bool:
-        """Like ``wait`` for the ops that touch the device alone."""
+        """Wait as ``wait`` does, only for the ops that touch the device."""
         return self._wait(graph_id, lambda op: op.path.touches_device, timeout)
 
     def wait_layer(self, graph_id: int, layer: int, timeout: float | None = None) -> bool:
-        """Like ``wait`` for the device ops that carry ``layer``."""
+        """Wait as ``wait`` does, only for the device ops that carry ``layer``."""
 
         def carries(op: TransferOp) -> bool:
             touches = op.path.touches_device
@@ -194,14 +198,16 @@ class TransferEngine:
         return self._wait(graph_id, carries, timeout)
 
     def wait_report(self, timeout: float) -> bool:
-        """Block until a report is there to be polled, or ``timeout`` seconds."""
+        """Block until a report can be polled, at most ``timeout`` seconds; True if so."""
         with self._lock:
             return self._changed.wait_for(lambda: bool(self._reports), timeout)
 
     def wait_graph(self, timeout: float) -> bool:
-        """Block until a graph has ended whose last reports were not polled, or ``timeout`` seconds.
+        """Block until a graph has ended whose last reports are not polled, or ``timeout`` seconds.
 
-        For who has no use of a part: each wake-up takes the interpreter from threads that read."""
+        For callers that cannot use part of a graph: each wake-up takes the interpreter from threads
+        that read.
+        """
 
         def ended() -> bool:
             return any(report.graph_id not in self._runs for report in self._reports)
@@ -220,13 +226,16 @@ class TransferEngine:
 
     @property
     def in_flight(self) -> int:
-        """Ops submitted and not ended."""
+        """Number of ops submitted that have not ended."""
         with self._lock:
             return self._live_ops
 
     @property
     def on_device(self) -> int:
-        """Those of them that touch the device: until they have ended its pages are not free."""
+        """Number of ops in flight that touch the device.
+
+        Until they have ended, the pages of the engine that they use are not free.
+        """
         with self._lock:
             return sum(
                 op.path.touches_device and not state.ended
@@ -237,8 +246,8 @@ class TransferEngine:
     def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
         """Stop the threads. With ``drain``, saves and spills in flight are finished first.
 
-        Returns True when everything ended within ``timeout`` seconds; a thread stuck in a hung
-        device is left behind (it is a daemon).
+        Returns True if everything ended within ``timeout`` seconds. A thread stuck in a hung device
+        is left behind; it is a daemon.
         """
         limit = None if timeout is None else self._clock() + timeout
         with self._lock:
@@ -293,7 +302,7 @@ class TransferEngine:
         self._order += 1
         return self._order
 
-    def _advance(self, run: _Run) -> None:
+    def _advance(self, run: _ActiveGraph) -> None:
         """Queue every op of ``run`` that has become ready."""
         for position in run.runnable():
             op = run.graph.ops[position]
@@ -303,7 +312,7 @@ class TransferEngine:
             heapq.heappush(self._queues[op.path], (*rank, run.graph.graph_id, position))
             self._work[op.path].notify()
 
-    def _finish(self, run: _Run, position: int, failed: dict[int, RowError]) -> None:
+    def _finish(self, run: _ActiveGraph, position: int, failed: dict[int, RowError]) -> None:
         op = run.graph.ops[position]
         if not failed:
             run.states[position] = OpState.COMPLETED
@@ -316,7 +325,7 @@ class TransferEngine:
         self._live_ops -= 1
         self._reports.append(OpReport(run.graph.graph_id, op.op_id, failed))
 
-    def _cancel(self, run: _Run, why: RowError) -> None:
+    def _cancel(self, run: _ActiveGraph, why: RowError) -> None:
         for position, state in enumerate(run.states):
             if state in (OpState.CREATED, OpState.READY):
                 op = run.graph.ops[position]
@@ -335,7 +344,7 @@ class TransferEngine:
             )
             self._cancel(run, RowError.DEADLINE)
 
-    def _forget_if_ended(self, run: _Run) -> None:
+    def _forget_if_ended(self, run: _ActiveGraph) -> None:
         if run.ended():
             self._runs.pop(run.graph.graph_id, None)
 
@@ -360,7 +369,7 @@ class TransferEngine:
                 graph_id = run.graph.graph_id
                 self._observer(OpTiming(op, len(rows), len(failed), seconds, graph_id, started))
 
-    def _take(self, path: Path) -> tuple[_Run, int] | None:
+    def _take(self, path: Path) -> tuple[_ActiveGraph, int] | None:
         """Block until an op of ``path`` is ready; None when the engine closes."""
         queue = self._queues[path]
         with self._lock:
@@ -382,19 +391,20 @@ class TransferEngine:
             return {}
         try:
             return self._executors[op.path].run(graph, op, rows)
-        except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue lives on
+        except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue continues
             _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
             return dict.fromkeys(rows, RowError.IO if op.tier else RowError.INTERNAL)
 
 
 def _settle_thread(*, background: bool) -> None:
-    """Free this thread from the engine's core binding; background writers give way to the model.
+    """Free this thread from the engine's core binding, and give background writers low priority.
 
-    An engine that binds its main thread to one core would otherwise have every copy share it.
+    An engine that binds its main thread to one core would otherwise make every copy share that
+    core.
     """
     try:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         if background:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     except OSError as error:
-        _log.debug("thread placement left as it is: %s", error)
+        _log.debug("thread placement is unchanged: %s", error)

@@ -1,4 +1,4 @@
-"""Transfer graphs: which blocks move where, in what order. A graph is a value.
+"""Transfer graphs: which blocks move where, and in what order. A graph is a value.
 
     load   tier_slot ──DISK2H──▶ host_slot ──H2D──▶ device units
            tier_slot ──DISK2D──▶ staging ────D2D──▶ device units
@@ -6,9 +6,9 @@
     spill                        host_slot ──H2DISK──▶ tier_slot
 
 The blocks of a graph are its *rows*: consecutive blocks of one prefix chain, each with its key and
-the places its bytes have on every medium the graph touches. An op names a path, a range of rows
-and a range of layers, and the ops that must be finished before it starts. Graphs are planned by
-the leader without a device at hand and run by the transfer engine of each worker.
+its place on every medium that the graph touches. An op names a path, a range of rows, a range of
+layers, and the ops that must end before it starts. The leader plans graphs without a device, and
+the transfer engine of each worker runs them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvcore.errors import FormatError, TransferError
 from kvcore.model.keys import ROOT_PARENT
 
 SKIP = -1
-"""In a unit table: this unit is not copied (the engine holds it already, or dropped its page)."""
+"""In a unit table: do not copy this unit (the engine already has it, or dropped its page)."""
 
 NO_PARENT = ROOT_PARENT
 """Parent key of the first block of a chain."""
 
 
 class Path(str, Enum):
-    """One direction between two media. Each has a queue of its own in the transfer engine."""
+    """One direction between two media. Each path has its own queue in the transfer engine."""
 
     H2D = "h2d"
     D2H = "d2h"
@@ -40,32 +40,34 @@ class Path(str, Enum):
     H2REMOTE = "h2remote"
     REMOTE2H = "remote2h"
     DISK2D = "disk2d"
-    """Into the worker's staging on the device, past host memory. It touches no page of the engine:
-    a read may hang, and the pages may be another request's by the time it ends."""
+    """To the worker's staging on the device, bypassing host memory. It touches no page of the
+    engine: a read may hang, and by its end the pages may belong to another request."""
     D2D = "d2d"
-    """From that staging to the engine's pages."""
+    """From the staging on the device to the engine's pages."""
 
     @property
     def touches_device(self) -> bool:
-        """Whether it reads or writes pages of the engine."""
+        """True if the path reads or writes pages of the engine."""
         return self in (Path.H2D, Path.D2H, Path.D2D)
 
     @property
     def is_staged(self) -> bool:
-        """Whether its rows lie in the worker's staging on the device, not in host memory."""
+        """True if its rows are in the worker's staging on the device, not in host memory."""
         return self in (Path.DISK2D, Path.D2D)
 
     @property
     def writes_tier(self) -> bool:
+        """True if the path writes to a backing tier."""
         return self in (Path.H2DISK, Path.H2REMOTE)
 
     @property
     def reads_tier(self) -> bool:
+        """True if the path reads from a backing tier."""
         return self in (Path.DISK2H, Path.REMOTE2H, Path.DISK2D)
 
 
 class Priority(int, Enum):
-    """Order between ready ops of one path: smaller first. A waiting request beats a save."""
+    """Order of ready ops of one path, smallest first. A waiting request precedes a save."""
 
     LOAD = 0
     SAVE = 1
@@ -80,17 +82,19 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of rows or layers."""
         return self.stop - self.start
 
     def covers(self, position: int) -> bool:
+        """Return True if ``position`` is in the range."""
         return self.start <= position < self.stop
 
 
 class TransferOp(msgspec.Struct, frozen=True, array_like=True):
     """One copy of some rows along one path.
 
-    ``tier`` names the backing tier for paths to and from one, and is empty otherwise. ``layers``
-    of None means every layer. ``deps`` are ids of ops of the same graph.
+    ``tier`` names the backing tier for paths to and from one, and is empty otherwise. ``layers`` is
+    None for all layers. ``deps`` are ids of ops of the same graph.
     """
 
     op_id: int
@@ -104,8 +108,8 @@ class TransferOp(msgspec.Struct, frozen=True, array_like=True):
 class UnitTable(msgspec.Struct, frozen=True, array_like=True):
     """Device places of a graph's rows in one group of layers.
 
-    ``data`` holds int64 unit indices ``[rows, units_per_block]``, row-major, ``SKIP`` where nothing
-    is to be copied. Unit ``i`` is tokens ``[i * unit_tokens, (i + 1) * unit_tokens)`` of the
+    ``data`` holds int64 unit indices ``[rows, units_per_block]``, row-major, with ``SKIP`` for
+    units not to copy. Unit ``i`` is tokens ``[i * unit_tokens, (i + 1) * unit_tokens)`` of the
     engine's slots; ``unit_tokens`` divides both the page and the token block.
     """
 
@@ -120,7 +124,7 @@ class UnitTable(msgspec.Struct, frozen=True, array_like=True):
         return cls(unit_tokens, table.shape[1], table.tobytes())
 
     def array(self) -> npt.NDArray[np.int64]:
-        """The units as ``[rows, units_per_block]``; read-only, shares ``data``."""
+        """Return the units as ``[rows, units_per_block]``; read-only, shares ``data``."""
         return np.frombuffer(self.data, dtype=np.int64).reshape(-1, self.units_per_block)
 
 
@@ -129,11 +133,11 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
 
     ``keys[i]`` is the prefix key of row i and ``parent`` the key before the first row
     (``NO_PARENT`` at the root). ``host_slots`` and ``tier_slots`` are slots of the host arena and
-    of the backing tier (-1 where the row does not touch it); ``staged`` are slots of the worker's
-    staging on the device, likewise, and empty where no row is read into it. ``units`` has one table
+    of the backing tier (-1 if the row does not use it). ``staged`` are slots of the worker's
+    staging on the device, likewise, and empty if no row is read into it. ``units`` has one table
     per group of layers, in the order in which the worker registered its groups; a graph that does
-    not touch the device has none. ``deadline_s`` is seconds from submission; None waits for ever.
-    ``nodes`` have been promised to hold what is read of a store.
+    not touch the device has none. ``deadline_s`` is in seconds from submission; None waits for
+    ever. ``nodes`` are the peer nodes that announced the blocks read from a store.
     """
 
     graph_id: int
@@ -151,17 +155,18 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return len(self.keys)
 
     def parent_of(self, row: int) -> bytes:
-        """Key of the block before ``row``."""
+        """Return the key of the block before ``row``."""
         return self.keys[row - 1] if row else self.parent
 
     def check(self) -> None:
         """Raise TransferError unless the graph is well formed and acyclic.
 
-        Ops may only depend on ops listed before them, which makes any cycle impossible and any
-        order of execution that respects ``deps`` a valid one.
+        Ops may depend only on ops listed before them. This makes cycles impossible, and any order
+        of execution that respects ``deps`` valid.
         """
         rows = self.num_rows
         if not (len(self.host_slots) == len(self.tier_slots) == rows):
@@ -189,7 +194,7 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
     def _check_op(self, op: TransferOp, seen: set[int]) -> None:
         where = f"graph {self.graph_id}, op {op.op_id} ({op.path.value})"
         if op.op_id in seen:
-            raise TransferError(f"{where}: this op id is used twice")
+            raise TransferError(f"{where}: the op id is used twice")
         if missing := [d for d in op.deps if d not in seen]:
             raise TransferError(f"{where}: depends on {missing}, not listed before it")
         start, stop = op.rows
@@ -210,7 +215,9 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
         if any(slots[row] < 0 for row in range(*op.rows)):
             raise TransferError(f"{where}: a row without {medium}")
         if op.path.is_staged and op.layers is not None:
-            raise TransferError(f"{where}: layers {op.layers}; it moves all layers at once")
+            raise TransferError(
+                f"{where}: given layers {op.layers}, but it moves all layers at once"
+            )
         if op.tier and any(self.tier_slots[row] < 0 for row in range(*op.rows)):
             raise TransferError(f"{where}: a row without a slot in tier {op.tier!r}")
 
@@ -220,18 +227,18 @@ class RowError(str, Enum):
 
     CORRUPT = "corrupt"
     MISSING = "missing"
-    """The tier held the block when it was asked, and holds it no more."""
+    """The tier held the block at the lookup, but no longer does."""
     IO = "io"
     UPSTREAM = "upstream"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     INTERNAL = "internal"
     REFUSED = "refused"
-    """The worker cannot serve this model at all."""
+    """The worker does not support this model."""
 
 
 class OpReport(msgspec.Struct, array_like=True):
-    """What became of one op on one worker. ``failed`` maps row -> reason; empty means all moved."""
+    """Outcome of one op on one worker. ``failed`` maps rows to reasons; empty if all moved."""
 
     graph_id: int
     op_id: int

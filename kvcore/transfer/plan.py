@@ -1,14 +1,14 @@
-"""From places to a transfer graph: pure functions, tested without a device.
+"""Planning of transfer graphs from places: pure functions, tested without a device.
 
-Rows of a load come host-resident first, then tier by tier, which is the order of the prefix chain
-because every tier holds a prefix-closed set:
+Rows of a load come first from host memory, then from one tier after the other. This is the order of
+the prefix chain, because every tier holds a prefix-closed set:
 
     rows   0 ........ h ............ d1 ......... d2
            host       first tier     second tier
     ops    H2D by     DISK2H+H2D     REMOTE2H+H2D
            layer      by batch       by batch
 
-A tier whose blocks go past host memory is read by DISK2D instead, and copied on by D2D.
+A tier whose blocks bypass host memory is read by DISK2D instead, and copied on by D2D.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Chain(NamedTuple):
 
     @classmethod
     def of(cls, keys: Sequence[bytes], namespace: bytes, blocks: Span) -> Chain:
-        """``blocks`` of the chain ``keys``."""
+        """Return the rows ``blocks`` of the chain ``keys``."""
         parent = keys[blocks.start - 1] if blocks.start else NO_PARENT
         return cls(namespace, parent, tuple(keys[blocks.start : blocks.stop]))
 
 
 class TierRows(NamedTuple):
-    """Rows that come from, or go to, one backing tier, and their slots there (one a row)."""
+    """Rows that come from, or go to, one backing tier, with one slot there per row."""
 
     tier: str
     path: Path
@@ -56,7 +56,7 @@ def batches(rows: Span, size: int) -> list[Span]:
 
 
 def layer_steps(layers: int, first: int = 1, growth: int = 2) -> list[Span]:
-    """Cut the layers into steps that grow, so that layer 0 is usable early and ops stay few.
+    """Cut the layers into growing steps, so that layer 0 is ready early and there are few ops.
 
     >>> [tuple(step) for step in layer_steps(10)]
     [(0, 1), (1, 3), (3, 7), (7, 10)]
@@ -100,7 +100,7 @@ class _Ops:
         nodes: tuple[str, ...] = (),
         staged: Sequence[int] = (),
     ) -> TransferGraph:
-        """A graph of the ops so far, checked."""
+        """Return a checked graph of the ops so far."""
         graph = TransferGraph(
             graph_id,
             priority,
@@ -134,10 +134,10 @@ def build_load(
 ) -> TransferGraph:
     """Plan a load of ``chain`` to the device.
 
-    Rows in no source are in the host arena already; ``layers`` cuts their copy into layer steps
-    (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the
-    sources (staging): a read into a slot then waits until the copy out of it is done. So may
-    ``staged``, the places on the device for rows of sources that are read past host memory.
+    Rows in no source are already in the host arena. ``layers`` cuts their copy into layer steps
+    (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the sources
+    (staging): a read into a slot then waits until the copy out of it is done. The same holds for
+    ``staged``, the places on the device for rows of sources that bypass host memory.
     """
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
@@ -145,7 +145,7 @@ def build_load(
     if host_rows.size:
         for step in layers or (None,):
             ops.add(Path.H2D, host_rows, layers=step)
-    reader_of: dict[tuple[Path, int], int] = {}  # way and place -> the copy that last read it
+    reader_of: dict[tuple[Path, int], int] = {}  # path and place -> the copy that last read it
     for source in sources:
         tier_slots[source.rows.start : source.rows.stop] = source.slots
         for rows in batches(source.rows, batch_rows):
@@ -180,8 +180,10 @@ def build_fetch(
     deadline_s: float | None = None,
     nodes: tuple[str, ...] = (),
 ) -> TransferGraph:
-    """Plan reads of ``chain`` into the host arena and no further, behind everything that a request
-    waits for. Every row is in one of the sources. ``nodes`` as in `TransferGraph`."""
+    """Plan reads of ``chain`` into the host arena only, behind everything that a request waits for.
+
+    Every row is in one of the sources. See `TransferGraph` for ``nodes``.
+    """
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
     for source in sources:
@@ -208,9 +210,9 @@ def build_save(
     *,
     batch_rows: int,
 ) -> TransferGraph:
-    """Plan a save of ``chain`` to the host arena and, where ``sink`` is given, on to its tier.
+    """Plan a save of ``chain`` to the host arena and, if ``sink`` is given, on to its tier.
 
-    The device copy is one op, so that the engine's pages are free again as early as possible.
+    The device copy is one op, so that the engine's pages are free as early as possible.
     """
     ops = _Ops()
     copied = ops.add(Path.D2H, Span(0, len(chain.keys)))

@@ -11,15 +11,16 @@ __all__ = ["AdmissionFilter", "Always", "OnNthUse"]
 
 
 class AdmissionFilter(ABC):
-    """Asked once for every use of a block that is not in the tier yet. Leader thread only."""
+    """Decides on each use of a block that is not in the tier yet. Leader thread only."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def admit(self, key: bytes, uses: int = 0) -> bool:
-        """Count one use and say whether to store the block now.
+        """Count one use, and return True if the block should be stored now.
 
-        ``uses`` is how many uses the caller knows of besides those this filter has counted.
+        ``uses`` is the number of uses that the caller knows of besides those this filter has
+        counted.
         """
 
 
@@ -35,10 +36,10 @@ class Always(AdmissionFilter):
 class OnNthUse(AdmissionFilter):
     """Stores a block at its ``n``-th use.
 
-    Counts live in a count-min sketch of four rows of one-byte counters, ``width`` each (a power
-    of two, 4 * width bytes for ever), halved after every 8 * width uses, so that old uses fade and
-    memory never grows. Collisions can only admit early, never refuse what is due, apart from the
-    fading. Keys are hashes already: the rows are indexed by their bytes.
+    Counts are kept in a count-min sketch of four rows of one-byte counters, ``width`` each (a power
+    of two; 4 * width bytes in total). They are halved after every 8 * width uses, so that old uses
+    fade and memory never grows. Collisions can only admit a block early; apart from fading, no
+    block is admitted late. Keys are hashes already, so their bytes index the rows.
     """
 
     name = "on_nth_use"
@@ -58,7 +59,7 @@ class OnNthUse(AdmissionFilter):
         cells = [(number >> 32 * i) & (self.width - 1) for i in range(4)]
         count = min(row[cell] for row, cell in zip(self._rows, cells, strict=True)) + 1
         for row, cell in zip(self._rows, cells, strict=True):
-            if row[cell] < count <= 255:  # conservative update: raise only the least ones
+            if row[cell] < count <= 255:  # conservative update: raise only the smallest
                 row[cell] = count
         self._until_fade -= 1
         if not self._until_fade:

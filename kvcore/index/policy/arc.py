@@ -11,11 +11,11 @@ __all__ = ["ARC"]
 
 
 class ARC(EvictionPolicy):
-    """Balances recency against frequency by what it regrets (Megiddo and Modha, FAST 2003).
+    """Balances recency against frequency by its own misses (Megiddo and Modha, FAST 2003).
 
-    ``T1`` holds leaves used once, ``T2`` leaves used again, ``B1`` and ``B2`` the keys of blocks
-    evicted from either. A block stored again while its key is in B1 says that T1 was too small, in
-    B2 that T2 was. The paper's lists hold pages; here the lists that are searched for a victim
+    ``T1`` holds leaves used once, ``T2`` leaves used again, and ``B1`` and ``B2`` the keys of
+    blocks evicted from either. A block stored again while its key is in B1 shows that T1 was too
+    small; in B2, that T2 was. The paper's lists hold pages. Here the lists searched for a victim
     hold *leaves* while ghosts are blocks, so the target is kept as T1's share of the leaves, 0 to
     1, and a ghost hit moves it by ``max(1, other ghosts / own ghosts) / capacity``.
     """
@@ -84,6 +84,6 @@ class ARC(EvictionPolicy):
         return [*self._once.nodes(), *self._again.nodes()]
 
     def _oldest_ghosts(self) -> Ghost:
-        """The ghost list that is over its share: B1 is owed what T1 is not."""
+        """Return the ghost list that exceeds its share; B1's share is what T1 does not use."""
         share = (1.0 - self.target) * self.capacity
         return self._once_ghosts if len(self._once_ghosts) > share else self._again_ghosts

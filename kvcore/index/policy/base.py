@@ -1,15 +1,15 @@
-"""The seam of eviction policies.
+"""The interface of eviction policies.
 
-The index keeps each tier prefix-closed, so only *leaves* (blocks without a child in that tier)
-may go, and of those only published ones without a pin. A policy is told which these are and picks
-among them; pinned and inner blocks are not in its sight, so they cost it nothing.
+The index keeps each tier prefix-closed, so only *leaves* (blocks without a child in that tier) may
+be evicted, and of those only published ones without a pin. The index passes these to the policy,
+which chooses among them. Pinned and inner blocks are not passed, so they cost the policy nothing.
 
     published ──stored──▶ known ──add──▶ evictable ──victim──▶ leaving ──forget──▶ gone
                             ▲               │
                             └────remove─────┘  (got a child, or a pin)
 
-Only the deepest block of a used prefix is touched. What its ancestors are owed reaches them when
-their last child leaves: `forget` passes a block's history on to its parent.
+Only the deepest block of a used prefix is touched. Its ancestors inherit the use when their last
+child leaves: `forget` passes a block's history on to its parent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NODE_MASK = MAX_NODES - 1
 
 
 def fit(node: int, *columns: array[int] | bytearray) -> None:
-    """Lengthen columns indexed by node id, with zeros, until they have a place for ``node``."""
+    """Extend columns indexed by node id with zeros until they have an entry for ``node``."""
     for column in columns:
         if node >= len(column):
             itemsize = 1 if isinstance(column, bytearray) else column.itemsize
@@ -45,7 +45,7 @@ def fit(node: int, *columns: array[int] | bytearray) -> None:
 
 
 class Recency:
-    """Logical time of last use, by node id; one for the whole index, shared by its policies."""
+    """Logical time of last use by node id, shared by all policies of an index."""
 
     __slots__ = ("now", "stamps")
 
@@ -54,7 +54,7 @@ class Recency:
         self.stamps = array("q")
 
     def stamp(self, node: int) -> int:
-        """Time of last use; 0: never."""
+        """Return the time of last use; 0 means never."""
         return self.stamps[node]
 
     def touch(self, node: int) -> None:
@@ -63,27 +63,28 @@ class Recency:
         self.stamps[node] = self.now
 
     def inherit(self, parent: int, child: int) -> None:
-        """A parent was used whenever its child was."""
+        """Give a parent its child's time of last use, if that is later."""
         if self.stamps[parent] < self.stamps[child]:
             self.stamps[parent] = self.stamps[child]
 
     def restore(self, nodes: npt.NDArray[np.int64]) -> None:
-        """Mark nodes as used now, one after the other; those named last are the latest."""
+        """Mark nodes as used now, one after the other; later ones are more recent."""
         stamps = np.frombuffer(self.stamps, dtype=np.int64)
         stamps[nodes] = self.now + 1 + np.arange(len(nodes))
         self.now += len(nodes)
 
     def grow(self, count: int) -> None:
-        """Append ``count`` nodes, never used."""
+        """Append ``count`` nodes that were never used."""
         self.stamps.frombytes(bytes(count * self.stamps.itemsize))
 
 
 class LeafHeap:
-    """A set of nodes with the one of least score at hand; O(log n) to add and pop, O(1) to discard.
+    """A set of nodes ordered by score; O(log n) to add and pop, O(1) to discard.
 
-    Scores live with the caller. Entries are lazy: a discarded node's entry stays until it surfaces
-    or `_compact` runs, and a node whose score *rose* is put back when its old entry surfaces. A
-    caller that *lowers* a score calls `lowered`. There are at most 2 * len + 64 entries at a push.
+    The caller keeps the scores. Entries are lazy: the entry of a discarded node stays until it
+    surfaces or `_compact` runs, and a node whose score *rose* is reinserted when its old entry
+    surfaces. A caller that *lowers* a score calls `lowered`. There are at most 2 * len + 64 entries
+    at a push.
     """
 
     __slots__ = ("_entries", "_flags", "_live", "_score")
@@ -103,7 +104,7 @@ class LeafHeap:
         return node < len(self._flags) and bool(self._flags[node] & self._LIVE)
 
     def add(self, node: int) -> None:
-        """Put a node in that is not in."""
+        """Add a node that is not in the set."""
         if node >= len(self._flags):
             self._flags.extend(bytes(node + 1024 - len(self._flags)))
         flags = self._flags[node]
@@ -114,13 +115,13 @@ class LeafHeap:
             self._push(node)
 
     def discard(self, node: int) -> None:
-        """Take a node out; nothing happens if it is not in."""
+        """Remove a node; does nothing if it is not in the set."""
         if node in self:
             self._flags[node] &= ~self._LIVE
             self._live -= 1
 
     def lowered(self, node: int) -> None:
-        """Say that the score of a node fell, or that its id now means another block."""
+        """Announce that a node's score fell, or that its id now means another block."""
         if node < len(self._flags) and self._flags[node]:
             if self._flags[node] & self._LIVE:
                 self._push(node)
@@ -128,7 +129,7 @@ class LeafHeap:
                 self._flags[node] = 0
 
     def pop(self) -> int | None:
-        """Take out and return the node of least score; None if the set is empty."""
+        """Remove and return the node of least score; None if the set is empty."""
         entries, flags = self._entries, self._flags
         while self._live:
             entry = entries[0]
@@ -148,7 +149,7 @@ class LeafHeap:
         return None
 
     def nodes(self) -> Iterable[int]:
-        """The nodes that are in, in no order. O(largest node id)."""
+        """Return the nodes in the set, in no order. O(largest node id)."""
         return (node for node, flags in enumerate(self._flags) if flags & self._LIVE)
 
     def _push(self, node: int) -> None:
@@ -168,26 +169,26 @@ class LeafHeap:
 
 
 class EvictionPolicy(ABC):
-    """Orders the evictable blocks of one tier. Leader thread only; no I/O; O(log n) a call.
+    """Orders the evictable blocks of one tier. Leader thread only; no I/O; O(log n) per call.
 
-    Blocks are named by node id (a small integer, reused after `forget`).
-    ``capacity`` is the tier's size in blocks; ghosts and targets are sized by it.
+    Blocks are identified by node id, a small integer that is reused after `forget`. ``capacity`` is
+    the tier's size in blocks; ghosts and targets are sized by it.
     """
 
     name: ClassVar[str]
 
     watches_blocks: ClassVar[bool] = False
-    """True: `stored` is called for every block; False: for the last block of a stored run only."""
+    """True if `stored` is called for every block, False if only for the last of a stored run."""
 
     def __init__(self, capacity: int, recency: Recency) -> None:
         self.capacity = capacity
         self.recency = recency
 
     def stored(self, node: int, key: bytes) -> None:  # noqa: B027 - most policies need nothing here
-        """A block was published. Its recency is set already."""
+        """Handle a published block. Its recency is already set."""
 
     def touch(self, node: int) -> None:  # noqa: B027 - recency alone is enough for LRU
-        """A block was used again, evictable or not. Its recency is set already."""
+        """Handle another use of a block, evictable or not. Its recency is already set."""
 
     def set_priority(self, node: int, priority: int, ttl: float | None = None) -> None:
         """Give a stored block a priority for ``ttl`` seconds (None: until it leaves)."""
@@ -197,30 +198,32 @@ class EvictionPolicy(ABC):
         )
 
     def order(self, node: int) -> int:
-        """Which of the evictable blocks of *one tenant* goes first when it is at its quota: the one
-        of least order. By default its recency; nothing is changed."""
+        """Return the order of an evictable block among those of *one tenant* at its quota.
+
+        The block of least order is evicted first. By default this is its recency. Changes nothing.
+        """
         return self.recency.stamps[node]
 
     @abstractmethod
     def add(self, node: int) -> None:
-        """A block became evictable."""
+        """Handle a block that became evictable."""
 
     @abstractmethod
     def remove(self, node: int) -> None:
-        """A block stopped being evictable: it got a child or a pin, or is being dropped."""
+        """Handle a block that is no longer evictable: it has a child or a pin, or is dropped."""
 
     @abstractmethod
     def victim(self) -> int | None:
-        """Take out and return the block to evict next; None if none is evictable."""
+        """Remove and return the block to evict next; None if none is evictable."""
 
     @abstractmethod
     def forget(self, node: int, key: bytes, parent: int, *, evicted: bool) -> None:
-        """A block left the tier and its id may be reused; it is not evictable any more.
+        """Handle a block that left the tier; it is not evictable, and its id may be reused.
 
         ``parent`` (-1: none) inherits its history, before the parent itself may become evictable.
-        ``evicted`` is False when it was dropped rather than chosen.
+        ``evicted`` is False if the block was dropped instead of chosen.
         """
 
     @abstractmethod
     def evictable(self) -> Iterable[int]:
-        """The evictable blocks, in no order. For checks: may be O(index)."""
+        """Return the evictable blocks in no order. For checks: may be O(index)."""

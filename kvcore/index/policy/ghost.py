@@ -1,4 +1,4 @@
-"""A bounded memory of keys that left: what ARC, S3-FIFO and admission recognise newcomers by."""
+"""A bounded memory of evicted keys, by which ARC, S3-FIFO and admission recognize blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Ghost"]
 
 
 class Ghost:
-    """The last ``capacity`` keys put in, oldest out first. About 200 bytes a key."""
+    """The last ``capacity`` keys; the oldest is dropped first. About 200 bytes per key."""
 
     __slots__ = ("_keys", "capacity")
 
@@ -23,14 +23,14 @@ class Ghost:
         return key in self._keys
 
     def put(self, key: bytes) -> None:
-        """Remember a key as the newest; the oldest goes if there is no room."""
+        """Remember a key as the newest; drops the oldest if there is no room."""
         self._keys[key] = None
         self._keys.move_to_end(key)
         if len(self._keys) > self.capacity:
             self._keys.popitem(last=False)
 
     def take(self, key: bytes) -> bool:
-        """Forget a key; True if it was remembered."""
+        """Forget a key; returns True if it was remembered."""
         return self._keys.pop(key, self) is None
 
     def drop_oldest(self) -> None:

@@ -13,10 +13,10 @@ _STAMP_BITS = 48
 
 
 class LFU(EvictionPolicy):
-    """Evicts the leaf of least ``uses + age``, the older one first among equals.
+    """Evicts the leaf of least ``uses + age``, and among equals the least recently used.
 
-    ``age`` is the score of the last victim (LFU with dynamic ageing: Arlitt et al., 2000), so a
-    block that was popular last week does not stay for ever: newcomers start at age + 1.
+    ``age`` is the score of the last victim (LFU with dynamic ageing: Arlitt et al., 2000).
+    Newcomers start at age + 1, so a block that was popular last week does not stay for ever.
     """
 
     name = "lfu"

@@ -10,7 +10,7 @@ __all__ = ["LRU"]
 
 
 class LRU(EvictionPolicy):
-    """Evicts the leaf whose last use, or that of any block that ever hung below it, is oldest."""
+    """Evicts the leaf whose last use, or that of any former descendant, is oldest."""
 
     name = "lru"
 

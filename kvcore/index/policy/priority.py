@@ -15,12 +15,12 @@ _STAMP_BITS = 48
 
 
 class Priority(EvictionPolicy):
-    """Evicts the leaf of lowest priority, the least recently used among equals.
+    """Evicts the leaf of lowest priority, and among equals the least recently used.
 
-    Priorities are 0 to 100; a block starts at ``default``. `set_priority` raises or lowers one,
-    for ``ttl`` seconds or for good; when the time is over the block falls back to the default. A
-    prefix is kept by giving its *last* block a priority: its ancestors cannot go before it does,
-    and inherit the higher of both priorities when it has gone.
+    Priorities are 0 to 100; a block starts at ``default``. `set_priority` changes one for ``ttl``
+    seconds or for good; after that the block falls back to the default. To keep a prefix, give its
+    *last* block a priority: its ancestors cannot be evicted before it, and they inherit the higher
+    of both priorities when it leaves.
     """
 
     name = "priority"
@@ -48,7 +48,7 @@ class Priority(EvictionPolicy):
         self._leaves.lowered(node)
 
     def priority_of(self, node: int) -> int:
-        """The priority that holds now."""
+        """Return the current priority."""
         self._expire()
         return self._current(node)
 
@@ -104,5 +104,5 @@ class Priority(EvictionPolicy):
 
 def _checked(priority: int) -> int:
     if not 0 <= priority <= 100:
-        raise ConfigError(f"a priority is 0 to 100, got {priority}")
+        raise ConfigError(f"a priority must be 0 to 100, got {priority}")
     return priority

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue that filters, a main queue that keeps, a ghost that remembers."""
+"""S3-FIFO: a small queue that filters, a main queue that keeps, and a ghost queue."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _MAX_USES = 3
 
 
 class S3FIFO(EvictionPolicy):
-    """One-hit wonders leave through the small queue (Yang et al., SOSP 2023).
+    """Evicts blocks that are used only once through the small queue (Yang et al., SOSP 2023).
 
-    A new block enters the small queue, or the main one if the ghost knows its key. Out of the
-    small queue it goes to the main one if it was used more than once since, else it is evicted.
-    The main queue is a FIFO with a second chance for each use, at most three. Queues hold leaves;
-    ``small_share`` is the share of the leaves above which the small queue gives the victim.
+    A new block enters the small queue, or the main queue if the ghost has its key. At the end of
+    the small queue a block moves to the main queue if it was used more than once since, and is
+    evicted otherwise. The main queue is a FIFO with a second chance for each use, at most three.
+    The queues hold leaves. ``small_share`` is the share of the leaves above which the small queue
+    gives the victim.
     """
 
     name = "s3fifo"

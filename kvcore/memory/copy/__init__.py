@@ -18,7 +18,7 @@ _log = logging.getLogger("kvcore.memory.copy")
 
 
 def builtin_ops() -> list[DeviceOps]:
-    """The built-in implementations that work here; one that does not is named in the log."""
+    """Return the built-in implementations that work here, and log those that do not."""
     from kvcore.memory.copy.reference import ReferenceOps
 
     found: list[DeviceOps] = [ReferenceOps()]
@@ -34,15 +34,16 @@ def builtin_ops() -> list[DeviceOps]:
 def select_ops(
     src: KVView, dst: KVView, candidates: Iterable[DeviceOps], backend: str = "auto"
 ) -> DeviceOps:
-    """The implementation for copies between these views: the one named, else the fastest.
+    """Return the implementation for copies between two views: the named one, or the fastest.
 
-    Raises ConfigError when ``backend`` names none, or one that cannot copy between them.
+    Raises ConfigError if ``backend`` names none, or one that cannot copy between them.
     """
     by_name = {ops.name: ops for ops in candidates}
     if backend != "auto":
         if backend not in by_name:
             raise ConfigError(
-                f"ops.backend = {backend!r}; available here are auto, {', '.join(sorted(by_name))}"
+                f"given ops.backend = {backend!r}; available here are auto, "
+                f"{', '.join(sorted(by_name))}"
             )
         if not by_name[backend].supports(src, dst):
             raise ConfigError(f"ops.backend = {backend!r} cannot copy between these devices")

@@ -1,4 +1,4 @@
-"""Device operations: what moves KV between two layouts, on whatever device they are."""
+"""Device operations: copies of KV between two layouts on any device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Units = npt.NDArray[np.int64]
 
 
 class HeadRange(NamedTuple):
-    """``size`` heads from ``src`` of the source to ``dst`` of the destination."""
+    """``size`` heads, from ``src`` on in the source and ``dst`` on in the destination."""
 
     src: int
     dst: int
@@ -28,22 +28,22 @@ class HeadRange(NamedTuple):
 
 
 class DeviceOps(ABC):
-    """One way to copy KV units. Stateless, and safe to use from several threads at once."""
+    """One way to copy KV units. Stateless; may be used from several threads at once."""
 
     name: ClassVar[str]
     priority: ClassVar[int]
-    """Among those that support both views, the one with the largest priority is used."""
+    """Of the implementations that support both views, the one with the highest priority is used."""
 
     @abstractmethod
     def supports(self, src: KVView, dst: KVView) -> bool:
-        """Whether this can copy between the devices and dtypes of these views."""
+        """Return True if it can copy between the devices and dtypes of these views."""
 
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
         """Return the sums (`kvcore.memory.checksums`) of blocks of ``nbytes`` bytes.
 
-        A block lies at each of ``offsets`` (bytes, multiples of 8) of ``data``, a flat tensor of
-        bytes on a device. Behind a block lies as much as fills its last word. Blocks until the sums
-        are known, on a GPU on the current stream.
+        A block is at each of ``offsets`` (bytes, multiples of 8) of ``data``, a flat tensor of
+        bytes on a device. After each block, ``data`` has enough bytes to fill its last word. Blocks
+        until the sums are known, on a GPU on the current stream.
         """
         return tensor_sums(data, offsets, nbytes)
 
@@ -58,7 +58,7 @@ class DeviceOps(ABC):
         unit_tokens: int,
         heads: HeadRange,
     ) -> None:
-        """Copy units; arguments are checked already. Units are flat and of equal number."""
+        """Copy units. The arguments are checked already; units are flat and equally many."""
 
     def copy_blocks(
         self,
@@ -72,12 +72,13 @@ class DeviceOps(ABC):
     ) -> None:
         """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, whatever their shapes.
 
-        Unit ``i`` is tokens ``[i * unit_tokens, (i + 1) * unit_tokens)`` counted through all pages;
-        ``unit_tokens`` divides both pages (default: the page of ``dst``). Negative units are left
-        out. ``layers`` are positions in both layouts (default: all), ``heads`` defaults to all.
+        Unit ``i`` is tokens ``[i * unit_tokens, (i + 1) * unit_tokens)``, counted across all pages.
+        ``unit_tokens`` divides both pages (default: the page of ``dst``). Negative units are
+        skipped. ``layers`` are positions in both layouts (default: all), and ``heads`` defaults to
+        all.
 
-        Blocks until the bytes are there; on a GPU, until the copy is enqueued on the current
-        stream. Raises LayoutError when the views do not fit each other or a unit lies outside.
+        Blocks until the bytes are copied; on a GPU, until the copy is enqueued on the current
+        stream. Raises LayoutError if the views do not fit each other or a unit is out of range.
         """
         chosen = range(src.layout.layers) if layers is None else layers
         tokens = dst.layout.page_tokens if unit_tokens is None else unit_tokens
@@ -90,8 +91,10 @@ class DeviceOps(ABC):
 
 
 def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
-    """[planes, 10]: where C (``plane_t``) and Triton find KV. Planes of ``layers``, K before V, in
-    elements but for the address, which is that of ``first_head``. Reads no memory.
+    """Return [planes, 10]: where C (``plane_t``) and Triton find KV. Reads no memory.
+
+    The planes are those of ``layers``, K before V. Values are in elements, except for the address,
+    which is that of ``first_head``.
 
     address, page, head, token stride, inner and inner stride, dim stride, inner and inner stride,
     head dim

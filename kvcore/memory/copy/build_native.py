@@ -1,7 +1,7 @@
 """Compiles ``_copy.c`` beside itself: ``python -m kvcore.memory.copy.build_native``.
 
-Used by the wheel's build hook and by hand. Needs only a C11 compiler: ``$CC``, else ``cc``.
-Standard library only, so that the build hook can run it by path.
+Used by the wheel's build hook and by hand. Needs only a C11 compiler: ``$CC``, otherwise ``cc``.
+Uses only the standard library, so that the build hook can run it by path.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """The C compiler to use, or None when there is none."""
+    """Return the C compiler to use, or None if there is none."""
     return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
 
 
 def build(target: Path = TARGET, *flags: str) -> Path:
-    """Compile the library to ``target``, replacing it whole, with ``flags`` too. Raises
-    RuntimeError saying why not."""
+    """Compile the library to ``target``, with extra ``flags``, and replace it atomically.
+
+    Raises RuntimeError with the reason if it fails.
+    """
     found = compiler()
     if found is None:
         raise RuntimeError("no C compiler: install gcc or clang, or set CC")

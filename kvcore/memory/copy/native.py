@@ -1,4 +1,4 @@
-"""Copies in host memory, in C: ``_copy.c`` behind ctypes, which releases the GIL meanwhile."""
+"""Copies in host memory, in C: ``_copy.c`` through ctypes, which releases the GIL."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 _STREAM_BYTES = 1 << 20
-"""Copies of at least this many bytes write around the cache. Below it the destination may still be
-in a core's L2 (0.5 to 2 MiB) when it is read."""
+"""Copies of at least this many bytes bypass the cache. The destination of a smaller copy may still
+be in a core's L2 (0.5 to 2 MiB) when it is read."""
 
 
 class NativeOps(DeviceOps):

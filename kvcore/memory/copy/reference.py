@@ -1,4 +1,4 @@
-"""The naive twin of every copy, in torch: the definition of right, on a CPU or a GPU."""
+"""The reference implementation of every copy, in torch, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class ReferenceOps(DeviceOps):
-    """Index operations on strided views of every plane. Byte-exact: elements move as integers."""
+    """Index operations on strided views of each plane. Byte-exact: elements move as integers."""
 
     name: ClassVar[str] = "reference"
     priority: ClassVar[int] = 0
@@ -47,7 +47,7 @@ class ReferenceOps(DeviceOps):
 
 
 def _plane_view(view: KVView, plane: Plane) -> torch.Tensor:
-    """A plane as ``[pages, token outer, token inner, heads, dim outer, dim inner]`` of integers."""
+    """Return a plane as ``[pages, token outer, token inner, heads, dim outer, dim inner]``."""
     layout, tensor = view.layout, view.tensors[plane.tensor]
     raw = _RAW[layout.itemsize]
     flat = tensor if tensor.dtype == raw else tensor.view(raw)
@@ -74,7 +74,7 @@ def _plane_view(view: KVView, plane: Plane) -> torch.Tensor:
 def _places(
     layout: KVLayout, plane: Plane, units: Units, unit_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Indices (page, token outer, token inner) of every token of ``units``."""
+    """Return the indices (page, token outer, token inner) of every token of ``units``."""
     tokens = (units[:, None] * unit_tokens + np.arange(unit_tokens)).ravel()
     page, token = np.divmod(tokens, layout.page_tokens)
     outer, inner = np.divmod(token, plane.token.inner)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcore.errors import TierUnavailable, UnsupportedError
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.nixl import DONE, FileAgent, Span
+from kvcore.memory.nixl import DONE, FileAgent, FileSpan
 from kvcore.tiers.disk.files import DataFile
 
 __all__ = ["BACKENDS", "DirectReader", "Pick", "open_direct"]
@@ -62,7 +62,7 @@ class DirectReader:
 
     def _read(self, fd: int, picks: Sequence[Pick]) -> list[str | None]:
         size = self.region.slot_nbytes
-        spans = [Span(fd, pick.place * size, size, pick.slot * size) for pick in picks]
+        spans = [FileSpan(fd, pick.place * size, size, pick.slot * size) for pick in picks]
         with self._lock:
             agent = self._idle.pop() if self._idle else None
         agent = agent or start_agent(self.backend, self._data, self.region)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from kvcore.cli.probe import Finding, Level, contacts
 from kvcore.config import load_config
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierUnavailable, UnsupportedError
-from kvcore.memory.nixl import LANE_NBYTES, FileAgent, Span
+from kvcore.memory.nixl import LANE_NBYTES, FileAgent, FileSpan
 from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
@@ -72,7 +72,7 @@ def test_nixl_moves_the_bytes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> 
     moved: list[tuple[str, int]] = []
     move = FileAgent.move
 
-    def watch(self: FileAgent, operation: str, spans: Sequence[Span]) -> str:
+    def watch(self: FileAgent, operation: str, spans: Sequence[FileSpan]) -> str:
         moved.append((operation, len(spans)))
         return move(self, operation, spans)
 
@@ -212,7 +212,7 @@ def test_a_file_that_shrinks_while_it_is_read_fails_alone(
     put(store, {f"k/{i}": value(i, 9000) for i in range(3)})
     move = Lane.move
 
-    def shrink(self: Lane, operation: str, spans: Sequence[Span]) -> Any:
+    def shrink(self: Lane, operation: str, spans: Sequence[FileSpan]) -> Any:
         os.truncate(folder / "k" / "1", 5000)
         return move(self, operation, spans)
 
@@ -286,7 +286,7 @@ class Stuck:
         self.go = threading.Event()
         move = FileAgent.move
 
-        def hold(agent: FileAgent, operation: str, spans: Sequence[Span]) -> str:
+        def hold(agent: FileAgent, operation: str, spans: Sequence[FileSpan]) -> str:
             assert self.go.wait(PATIENCE_S)
             return move(agent, operation, spans)
 

@@ -166,7 +166,7 @@ def test_stages_that_do_not_share_the_layers_are_refused(stages: Any) -> None:
     with pytest.raises(LayoutError, match="pipeline stages"):
         ModelDescription(BlockShape(4, 2, 8, 16, "float16"), (), b"model", 2, stages=stages)
     even, shape = even_stages(4, 2), BlockShape(4, 2, 8, 16, "float16")
-    with pytest.raises(LayoutError, match="as many ranks"):
+    with pytest.raises(LayoutError, match="equally many ranks"):
         ModelDescription(shape, (), b"model", 3, stages=even)
 
 

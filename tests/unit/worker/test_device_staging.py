@@ -18,7 +18,7 @@ from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import builtin_ops, select_ops
 from kvcore.memory.hugepages import Pages
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
-from kvcore.memory.nixl import FileAgent, Span
+from kvcore.memory.nixl import FileAgent, FileSpan
 from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
@@ -228,7 +228,7 @@ def test_a_disk_that_comes_back_writes_to_no_page_that_was_given_away(
     if way == "direct":
         move = FileAgent.move
 
-        def hang(self: FileAgent, operation: str, spans: Sequence[Span]) -> str:
+        def hang(self: FileAgent, operation: str, spans: Sequence[FileSpan]) -> str:
             gate.pass_through()
             return move(self, operation, spans)
 

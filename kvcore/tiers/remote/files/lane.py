@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvcore.errors import TierError, TierUnavailable
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.nixl import DONE, LANE_NBYTES, FileAgent, Memory, Span
+from kvcore.memory.nixl import DONE, LANE_NBYTES, FileAgent, FileSpan, Memory
 
 __all__ = ["Lane"]
 
@@ -31,7 +31,7 @@ class Lane:
             self._memory = Pages(max(nbytes, LANE_NBYTES), huge=False)
         return self._memory.view[:nbytes]
 
-    def move(self, operation: str, spans: Sequence[Span]) -> list[TierError | None]:
+    def move(self, operation: str, spans: Sequence[FileSpan]) -> list[TierError | None]:
         """READ files into the memory, or WRITE them from it; what became of each. Blocks until all
         have ended. Raises TierUnavailable where NIXL does not start."""
         if not spans:

@@ -35,7 +35,7 @@ from kvcore.errors import (
     UnsupportedError,
 )
 from kvcore.memory.buffers import nbytes_of
-from kvcore.memory.nixl import LANE_NBYTES, FileAgent, Span
+from kvcore.memory.nixl import LANE_NBYTES, FileAgent, FileSpan
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill
 from kvcore.tiers.remote.files.lane import Lane
 from kvcore.tiers.remote.options import StoreOptions
@@ -211,15 +211,15 @@ class FileStore(BlockStore):
 
     def _read(self, lane: Lane, laid: Sequence[_Laid]) -> list[TierError | None]:
         opened = [self._open(one) for one in laid]
-        spans = [one for one in opened if isinstance(one, Span)]
+        spans = [one for one in opened if isinstance(one, FileSpan)]
         try:
             found = iter(lane.move("READ", spans))
         finally:
             for span in spans:
                 os.close(span.fd)
-        return [next(found) if isinstance(one, Span) else one for one in opened]
+        return [next(found) if isinstance(one, FileSpan) else one for one in opened]
 
-    def _open(self, laid: _Laid) -> Span | TierError:
+    def _open(self, laid: _Laid) -> FileSpan | TierError:
         """The value's file, if it has the right size."""
         name = laid.item.name
         try:
@@ -230,7 +230,7 @@ class FileStore(BlockStore):
             return TierUnavailable(f"file {name}: {error.strerror}")
         size = os.fstat(fd).st_size
         if size == laid.nbytes:
-            return Span(fd, laid.start, laid.nbytes)
+            return FileSpan(fd, laid.start, laid.nbytes)
         os.close(fd)
         return CorruptBlock(f"file {name} has {size} bytes")
 
@@ -249,7 +249,7 @@ class FileStore(BlockStore):
             for one, file in zip(laid, made, strict=True)
         ]
 
-    def _make(self, laid: _Laid) -> tuple[Span, Path] | TierError:
+    def _make(self, laid: _Laid) -> tuple[FileSpan, Path] | TierError:
         """A new file with room for a value: a file system that is full says so here. Not every
         NIXL tells of a write that came short."""
         path = self._root / _WRITING / secrets.token_hex(16)
@@ -264,7 +264,7 @@ class FileStore(BlockStore):
                 raise
         except OSError as error:
             return TierUnavailable(f"file {laid.item.name} is not written: {error.strerror}")
-        return Span(fd, laid.start, laid.nbytes), path
+        return FileSpan(fd, laid.start, laid.nbytes), path
 
     def _publish(self, name: str, written: Path, error: TierError | None) -> TierError | None:
         """Give a whole file its name; take one that is not whole away."""

@@ -11,7 +11,7 @@ from kvcore.errors import CorruptBlock, TierUnavailable
 from kvcore.memory.checksums import bound_to, naive_sum
 from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.nixl import FileAgent, Span
+from kvcore.memory.nixl import FileAgent, FileSpan
 from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
@@ -203,7 +203,7 @@ def test_after_an_error_another_agent_reads_the_rest(
     used: list[FileAgent] = []
     move = FileAgent.move
 
-    def some_fail(self: FileAgent, operation: str, spans: Sequence[Span]) -> str:
+    def some_fail(self: FileAgent, operation: str, spans: Sequence[FileSpan]) -> str:
         used.append(self)
         if any(span.offset == SLOT for span in spans):
             return "ERR"
