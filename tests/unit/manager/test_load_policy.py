@@ -214,7 +214,7 @@ def test_fewer_than_the_least_are_not_loaded() -> None:
 
 
 def test_a_tier_without_rates_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no tier 'tape'.*disk, host"):
+    with pytest.raises(ConfigError, match=r"no rates for tier 'tape'.*disk, host"):
         planner().plan(Ask(100, 0, (Source("tape", 64),)))
 
 
