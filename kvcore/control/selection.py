@@ -1,4 +1,4 @@
-"""Which blocks of an index a command means."""
+"""Selects the blocks of an index that a command means."""
 
 from __future__ import annotations
 

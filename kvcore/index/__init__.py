@@ -1,4 +1,4 @@
-"""Which block is in which tier, and which block is evicted next.
+"""The block index: it knows which tier holds a block, and which block is evicted next.
 
 The index belongs to the leader's thread. It does no I/O.
 """

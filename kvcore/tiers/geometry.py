@@ -21,7 +21,7 @@ VERSION = 1
 
 
 STAGED_VERSION = 2
-"""Of a ``store.json`` whose shards hold ranges of layers: a kvcore that knows none leaves it be."""
+"""The version of a ``store.json`` whose shards hold ranges of layers. An older kvcore skips it."""
 
 
 RECORD_NBYTES = 128
@@ -74,7 +74,7 @@ class Geometry:
         return any(span != (0, self.shape.layers) for span in self.layers)
 
     def place(self, shard: int) -> bytes:
-        """Which shard of which blocks this is: what encrypted ones are bound to."""
+        """Return the name of a shard and of its blocks. Encrypted blocks are bound to it."""
         layers = f" {self.layers[shard]}" if self._staged else ""
         return f"{self.base} {self.heads[shard]}{layers}".encode()
 

@@ -32,7 +32,7 @@ class DeviceOps(ABC):
 
     name: ClassVar[str]
     priority: ClassVar[int]
-    """Of the implementations that support both views, the one with the highest priority is used."""
+    """The implementation with the highest priority is used among those that support both views."""
 
     @abstractmethod
     def supports(self, src: KVView, dst: KVView) -> bool:
