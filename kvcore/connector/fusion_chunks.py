@@ -10,7 +10,7 @@ separator cuts them out, or a search over stored tokens finds them. No call bloc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +21,9 @@ from kvcore.errors import BlockMissing, KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import HOST, Hit, Manager
+from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain, Namespace
-from kvcore.transfer.graph import Span, TransferGraph, UnitTable
+from kvcore.transfer.graph import Span, UnitTable
 
 __all__ = ["MAX_FAILURES", "MAX_FETCH", "ChunkPlanner", "worth_fetching"]
 
@@ -183,11 +184,11 @@ class ChunkPlanner:
             return None
 
     def launch(
-        self, plan: BlendPlan, layers: Sequence[Span], submit: Callable[[TransferGraph], object]
+        self, plan: BlendPlan, layers: Sequence[Span], lane: Lane
     ) -> tuple[list[ChunkLoad], int]:
         """Launch the loads of a plan's chunks into staging; returns them and the staging's blocks.
 
-        ``layers`` are the layer steps in which the chunks arrive. ``submit`` receives each graph.
+        ``layers`` are the layer steps in which the chunks arrive. ``lane`` receives each graph.
         A chunk that is no longer cached is left out and computed with the fresh tokens.
         """
         loads, row = [], 0
@@ -196,12 +197,11 @@ class ChunkPlanner:
                 hit, start, stop = self.source(chunk)
                 units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
                 graph = self._manager.launch_load(
-                    hit, start, stop, [UnitTable.of(units, self._block)], layers=layers
+                    hit, start, stop, [UnitTable.of(units, self._block)], layers=layers, lane=lane
                 )
             except KVCoreError as error:
                 _log.warning("a chunk is computed because it cannot be loaded: %s", error)
                 continue
-            submit(graph)
             first = (row - start) * self._block + chunk.source_start
             distance = chunk.prompt_start - chunk.source_start
             loads.append(ChunkLoad(graph, first, chunk.length, chunk.prompt_start, distance))

@@ -34,6 +34,7 @@ from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import Manager
+from kvcore.manager.base import Lane
 from kvcore.model.keys import Namespace, pack_tokens
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import Span, TransferGraph
@@ -230,15 +231,18 @@ class FusionScheduler:
         tokens: Tokens,
         plan: BlendPlan,
         pages: Sequence[int],
-        submit: Callable[[TransferGraph], object],
         lora: int = 0,
+        lane: Lane | None = None,
     ) -> BlendOrder:
         """Launch the loads of a plan whose pages are allocated and return the order for the ranks.
 
-        ``submit`` receives the graph of each chunk. The engine counts on the tokens: a chunk that
+        The order carries the graph of each chunk, so none waits in the transport's queue. ``lane``
+        receives them in an engine whose ranks get graphs by themselves, without the order.
+
+        The engine counts on the tokens: a chunk that
         is no longer cached is computed with the fresh tokens.
         """
-        chunks, blocks = self.chunks.launch(plan, self.layer_steps, submit)
+        chunks, blocks = self.chunks.launch(plan, self.layer_steps, lane or _left_to_the_order)
         if not self.traits.promises:
             self._staged += blocks * self.block_nbytes
         first, known = plan.chunks[0].prompt_start, request.approximate_from
@@ -318,3 +322,7 @@ class FusionScheduler:
     def results(self) -> dict[str, dict[str, Any]]:
         """What the clients of recent requests are shown, by request id."""
         return {request_id: request.result() for request_id, request in self._known.items()}
+
+
+def _left_to_the_order(graph: TransferGraph) -> None:
+    """A lane to nowhere: the blend's order carries the graph."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcore.index.slots import SlotRun
+from kvcore.manager.base import Lane
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
 __all__ = ["Outbox", "Quorum"]
@@ -68,8 +69,8 @@ class Outbox:
         self.graphs, self.cancelled, self.forgotten = [], [], []
         return taken
 
-    def submit(self, graph: TransferGraph) -> None:
-        self.graphs.append(graph)
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        (self.graphs.append if lane is None else lane)(graph)
 
     def cancel(self, graph_id: int) -> None:
         self.cancelled.append(graph_id)

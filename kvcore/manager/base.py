@@ -27,6 +27,7 @@ __all__ = [
     "Event",
     "Hit",
     "IndexView",
+    "Lane",
     "Manager",
     "PreparedLoad",
     "Promise",
@@ -152,10 +153,16 @@ class PreparedLoad:
     graph: TransferGraph | None = None
 
 
+Lane = Callable[[TransferGraph], object]
+"""Takes a graph that was launched, in place of its transport's own queue: an adapter decides at the
+launch which part of its next message carries the graph."""
+
+
 class Transport(Protocol):
     """Carries graphs to every worker of the engine and their reports back."""
 
-    def submit(self, graph: TransferGraph) -> None: ...
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        """Send a graph to every worker, or hand it to ``lane``, whose owner then sends it."""
 
     def cancel(self, graph_id: int) -> None: ...
 
@@ -263,6 +270,7 @@ class Manager(ABC):
         layers: Sequence[Span] = (),
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph: ...
 
     @property
@@ -287,6 +295,7 @@ class Manager(ABC):
         units: Sequence[UnitTable],
         *,
         on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph:
         """The load, to the device places in ``units``; raises as `launch_load` does. From then on
         its flight keeps the blocks; where it raises, nothing does."""
@@ -299,6 +308,7 @@ class Manager(ABC):
                 units,
                 layers=prepared.layers,
                 on_end=on_end,
+                lane=lane,
             )
         finally:
             self.index.unpin(prepared.pin)
@@ -316,6 +326,8 @@ class Manager(ABC):
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
+        *,
+        lane: Lane | None = None,
     ) -> TransferGraph | None: ...
 
     @property

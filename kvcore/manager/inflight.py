@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, Pin, Reservation
-from kvcore.manager.base import HOST, Room, Transport
+from kvcore.manager.base import HOST, Lane, Room, Transport
 from kvcore.manager.invalidation import Removals
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
@@ -146,8 +146,9 @@ class Flights:
         places = len(flight.staged)
         return max(1, min(self.batch, places if rows <= places else places // 2))
 
-    def launch(self, flight: Flight, graph: TransferGraph) -> None:
-        """Send it off. From here on the flight's reservations and pins are its own affair."""
+    def launch(self, flight: Flight, graph: TransferGraph, lane: Lane | None = None) -> None:
+        """Send a graph off, by ``lane`` if there is one. From here on the flight owns its
+        reservations and pins."""
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
         if not self._flights:
@@ -161,7 +162,7 @@ class Flights:
             self._count_read(op, 1)
         for tier, writes in {(op.tier, op.path.writes_tier) for op in graph.ops if op.tier}:
             self._breakers.of(tier, writes).started()
-        self._transport.submit(graph)
+        self._transport.submit(graph, lane)
 
     def when_ended(self, graph_id: int, call: Callable[[], object]) -> None:
         """Call ``call`` when a graph in flight has ended on all workers."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Reservation
-from kvcore.manager.base import HOST, Backing, Hit
+from kvcore.manager.base import HOST, Backing, Hit, Lane
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Removals
 from kvcore.manager.remote_lookup import StoreLookup
@@ -51,6 +51,7 @@ class Loads:
         layers: Sequence[Span] = (),
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph:
         """`KVManager.launch_load`."""
         flight = Flight(hit.keys, blocks.start)
@@ -61,7 +62,7 @@ class Loads:
         except KVCoreError:
             self._flights.release(flight)
             raise
-        self._flights.launch(flight, graph)
+        self._flights.launch(flight, graph, lane)
         return graph
 
     def fetch(

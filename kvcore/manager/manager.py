@@ -28,6 +28,7 @@ from kvcore.manager.base import (
     Backing,
     Event,
     Hit,
+    Lane,
     Manager,
     Promise,
     Readiness,
@@ -210,18 +211,26 @@ class KVManager(Manager):
         layers: Sequence[Span] = (),
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph:
         """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
 
         ``units`` has a row for each of the blocks. Blocks that come from a backing tier are kept
         in the host tier where there is room, else they pass through the staging slots; or they go
-        past host memory, where their tier is set up so.
+        past host memory, where their tier is set up so. ``on_end`` is called when the graph has
+        ended on all workers. ``lane`` takes the graph in place of the transport's own queue.
 
         Raises CapacityError when there are neither, and another KVCoreError when ``hit`` is no
         longer true; nothing is pinned or reserved then.
         """
         graph = self.loads.launch(
-            hit, Span(start, stop), units, layers=layers, deadline_s=deadline_s, on_end=on_end
+            hit,
+            Span(start, stop),
+            units,
+            layers=layers,
+            deadline_s=deadline_s,
+            on_end=on_end,
+            lane=lane,
         )
         self.index.touch(self.index.match(hit.keys[:stop]))
         self.saves.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
@@ -234,14 +243,18 @@ class KVManager(Manager):
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
+        *,
+        lane: Lane | None = None,
     ) -> TransferGraph | None:
         """Save the blocks of ``keys[:stop]`` that the host tier lacks.
 
         ``units_of(start, stop)`` gives the device places of blocks [start, stop), or None when the
         engine no longer has them. ``tokens`` are those of the blocks, from the first on, where
-        events may tell them. Returns None when there is nothing to save, or no room.
+        events may tell them. ``lane`` takes the graph in place of the transport's own queue; graphs
+        that only write to the tiers below are not given to it. Returns None when there is nothing
+        to save, or no room.
         """
-        return self.saves.launch(keys, namespace, stop, units_of, tokens)
+        return self.saves.launch(keys, namespace, stop, units_of, tokens, lane)
 
     @property
     def wants_tokens(self) -> bool:

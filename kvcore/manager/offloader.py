@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
-from kvcore.manager.base import HOST, Backing, WritePolicy
+from kvcore.manager.base import HOST, Backing, Lane, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Removals
 from kvcore.telemetry.metrics import Metrics, SaveSkip
@@ -62,6 +62,7 @@ class Saves:
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph | None:
         """`KVManager.launch_save`."""
         start = self._index.held(HOST, keys[:stop])
@@ -87,7 +88,7 @@ class Saves:
             assert units is not None
         if tokens is not None and self.spell is not None:
             self.spell(keys, reservation.start, reservation.stop, tokens)
-        return self._save(keys, namespace, reservation, units)
+        return self._save(keys, namespace, reservation, units, lane)
 
     def _save(
         self,
@@ -95,6 +96,7 @@ class Saves:
         namespace: bytes,
         reservation: Reservation,
         units: Sequence[UnitTable],
+        lane: Lane | None,
     ) -> TransferGraph:
         start, stop = reservation.start, reservation.stop
         through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
@@ -119,7 +121,7 @@ class Saves:
                 flight.on_end.append(
                     lambda tier=tier: self._spill(tier, keys, namespace, stop)  # type: ignore[misc]
                 )
-        self._send(flight, graph, written)
+        self._send(flight, graph, written, lane)
         return graph
 
     # -- from host memory to a tier below -----------------------------------------------------
@@ -198,13 +200,19 @@ class Saves:
         rows = Span(made[0].start - first, made[-1].stop - first)
         return TierRows(tier.name, tier.write_path, rows, slots), made
 
-    def _send(self, flight: Flight, graph: TransferGraph, written: Sequence[Reservation]) -> None:
+    def _send(
+        self,
+        flight: Flight,
+        graph: TransferGraph,
+        written: Sequence[Reservation],
+        lane: Lane | None = None,
+    ) -> None:
         """Launch it, each of its write ops tied to the reservation that it fills."""
         writes = [op for op in graph.ops if op.path.writes_tier]
         assert len(writes) == len(written), "write ops and reservations differ"
         for op, reservation in zip(writes, written, strict=True):
             flight.targets[op.op_id] = reservation
-        self._flights.launch(flight, graph)
+        self._flights.launch(flight, graph, lane)
 
     # -- before host memory is full ---------------------------------------------------------
 

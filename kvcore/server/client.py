@@ -22,6 +22,7 @@ from kvcore.errors import CapacityError, TierUnavailable
 from kvcore.manager.base import (
     Backing,
     Hit,
+    Lane,
     Manager,
     PreparedLoad,
     Promise,
@@ -220,6 +221,7 @@ class RemoteManager(Manager):
         layers: Sequence[Span] = (),
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph:
         """Launch a load as `KVManager.launch_load` does.
 
@@ -231,9 +233,9 @@ class RemoteManager(Manager):
             raise CapacityError(reply.message)
         if not isinstance(reply, LaunchReply) or reply.graph is None:
             graph = self._failing(hit, start, stop, units, layers)
-            self._launch(graph, on_end)
+            self._launch(graph, on_end, lane)
             return graph
-        return self._launch_planned(reply.graph, hit, stop, units, on_end)
+        return self._launch_planned(reply.graph, hit, stop, units, on_end, lane)
 
     @property
     def certain(self) -> bool:
@@ -265,9 +267,12 @@ class RemoteManager(Manager):
         units: Sequence[UnitTable],
         *,
         on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
     ) -> TransferGraph:
         assert prepared.graph is not None
-        return self._launch_planned(prepared.graph, prepared.hit, prepared.stop, units, on_end)
+        return self._launch_planned(
+            prepared.graph, prepared.hit, prepared.stop, units, on_end, lane
+        )
 
     def drop_prepared(self, prepared: PreparedLoad) -> None:
         assert prepared.graph is not None
@@ -316,6 +321,8 @@ class RemoteManager(Manager):
         stop: int,
         units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
+        *,
+        lane: Lane | None = None,
     ) -> TransferGraph | None:
         """Launch a save as `KVManager.launch_save` does.
 
@@ -342,7 +349,7 @@ class RemoteManager(Manager):
         if tokens is not None and member.welcome.wants_tokens:
             self._publish_tokens(member, keys, reply.first, reply.first + rows, tokens)
         graph = msgspec.structs.replace(reply.graph, units=tuple(units))
-        self._launch(graph)
+        self._launch(graph, lane=lane)
         return graph
 
     @property
@@ -374,20 +381,26 @@ class RemoteManager(Manager):
         stop: int,
         units: Sequence[UnitTable],
         on_end: Callable[[], object] | None,
+        lane: Lane | None,
     ) -> TransferGraph:
         """Launch a planned load of the last rows of the first ``stop`` blocks of ``hit``."""
         graph = msgspec.structs.replace(planned, units=tuple(units))
         kept = min(hit.in_host, stop)
         if kept > stop - graph.num_rows:  # else it reads and pins nothing in host memory
             self._host[graph.graph_id] = hit.keys[kept - 1], kept
-        self._launch(graph, on_end)
+        self._launch(graph, on_end, lane)
         return graph
 
-    def _launch(self, graph: TransferGraph, on_end: Callable[[], object] | None = None) -> None:
+    def _launch(
+        self,
+        graph: TransferGraph,
+        on_end: Callable[[], object] | None = None,
+        lane: Lane | None = None,
+    ) -> None:
         if on_end is not None:
             self._on_end[graph.graph_id] = on_end
         self._left[graph.graph_id] = {op.op_id for op in graph.ops}
-        self.transport.submit(graph)
+        self.transport.submit(graph, lane)
 
     def _is_kept(self, keys: Sequence[bytes], stop: int) -> bool:
         """Return True if a load in flight that has not failed keeps these blocks in host memory."""

@@ -26,7 +26,7 @@ from kvcore.control.open import make_control
 from kvcore.errors import BlockMissing, FormatError, LayoutError
 from kvcore.index.slots import SlotRun
 from kvcore.manager import KVManager
-from kvcore.manager.base import Hit, Promise, Source
+from kvcore.manager.base import Hit, Lane, Promise, Source
 from kvcore.memory.arena import HostArena, arena_bytes
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
 from kvcore.memory.hugepages import SharedPages
@@ -144,8 +144,10 @@ class _LocalTransport:
         self.handed: TransferGraph | None = None
         self.refused: list[OpReport] = []
 
-    def submit(self, graph: TransferGraph) -> None:
-        if any(op.path.touches_device for op in graph.ops):
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        if lane is not None:
+            lane(graph)
+        elif any(op.path.touches_device for op in graph.ops):
             self.handed = graph
         else:
             self.refused += self.worker.submit(graph)

@@ -42,7 +42,7 @@ class Local:
         self.worker = worker
         self.refused: list[OpReport] = []
 
-    def submit(self, graph: object) -> None:
+    def submit(self, graph: object, lane: object = None) -> None:
         self.refused += self.worker.submit(graph)  # type: ignore[arg-type]
 
     def cancel(self, graph_id: int) -> None:

@@ -56,7 +56,8 @@ class Media:
         self.dead: set[str] = set()
         self.forgotten: list[tuple[str, list[SlotRun]]] = []
 
-    def submit(self, graph: TransferGraph) -> None:
+    def submit(self, graph: TransferGraph, lane: object = None) -> None:
+        assert lane is None, "no adapter sends messages here"
         graph.check()
         self.failed[graph.graph_id] = set()
         self.todo += [(graph, op) for op in graph.ops]

@@ -32,12 +32,12 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
 from kvcore.explain import Cause
 from kvcore.explain.recorder import Watch
-from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
+from kvcore.manager.base import HOST, Hit, Lane, Manager, PreparedLoad, Source
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
@@ -307,13 +307,13 @@ class Leader:
             self._watch.failed(rid)
             return order
         if prepared is not None:
-            order.graphs.append(self._load(rid, asked, prepared, slots[:exact]))
+            self._load(rid, asked, prepared, slots[:exact], order.graphs.append)
         if asked.plan is not None:
             assert self._fusion is not None
             assert asked.asking is not None
             assert asked.wanted is not None
-            tokens, take = asked.asking.tokens, self._outbox.graphs.remove
-            order.blends.append(self._fusion.order(asked.wanted, tokens, asked.plan, (), take))
+            tokens = asked.asking.tokens
+            order.blends.append(self._fusion.order(asked.wanted, tokens, asked.plan, ()))
             self._tell(self._now())
         self._count_hit(rid, asked, exact)
         return order
@@ -332,16 +332,21 @@ class Leader:
         return self._fusion is not None and self._fusion.in_host(asked.plan) == asked.plan
 
     def _load(
-        self, rid: str, asked: Asked, prepared: PreparedLoad, slots: npt.NDArray[np.int64]
-    ) -> TransferGraph:
+        self,
+        rid: str,
+        asked: Asked,
+        prepared: PreparedLoad,
+        slots: npt.NDArray[np.int64],
+        lane: Lane,
+    ) -> None:
         before = np.full(asked.device_tokens // self._page, NO_PAGE, dtype=np.int64)
         pages = np.concatenate([before, slots[:: self._page] // self._page]).tolist()
         units = self._paging.units([pages], prepared.start, prepared.stop, asked.device_tokens)
-        graph = self.manager.launch_prepared(prepared, units, on_end=lambda: self._loaded(graph))
-        self._outbox.graphs.remove(graph)
+        graph = self.manager.launch_prepared(
+            prepared, units, on_end=lambda: self._loaded(graph), lane=lane
+        )
         self._tell(self._now())
         self._loading[graph.graph_id] = rid
-        return graph
 
     def _loaded(self, graph: TransferGraph) -> None:
         if (rid := self._loading.pop(graph.graph_id, None)) is not None:
@@ -420,7 +425,7 @@ class Leader:
         """
         order = Order()
         if not self._aside and len(tokens) >= self._block:
-            order.graphs += self._save(tokens, namespace, slots)
+            self._save(tokens, namespace, slots, order.graphs.append)
         for graph in order.graphs:
             self._reading[graph.graph_id] = list(offers)
         for offer in offers:
@@ -429,27 +434,24 @@ class Leader:
         return order
 
     def _save(
-        self, tokens: Tokens, namespace: Namespace, slots: npt.NDArray[np.int64]
-    ) -> list[TransferGraph]:
+        self, tokens: Tokens, namespace: Namespace, slots: npt.NDArray[np.int64], lane: Lane
+    ) -> None:
         chain = KeyChain(namespace, self._block)
         chain.extend(tokens)
         pages = [(slots[:: self._page] // self._page).tolist()]
-        self.manager.launch_save(
+        graph = self.manager.launch_save(
             chain.keys,
             namespace.digest,
             len(chain.keys),
             lambda start, stop: self._paging.whole_units(pages, start, stop),
             tokens.tolist() if chain.plain and self.manager.wants_tokens else None,
+            lane=lane,
         )
-        saves = [g for g in self._outbox.graphs if g.priority is Priority.SAVE]
-        if self._fusion is not None and chain.keys:
-            for graph in saves:
-                self._learning[graph.graph_id] = chain, tokens
-            if not saves:
-                self._fusion.learn(chain, tokens)
-        self._outbox.graphs[:] = [g for g in self._outbox.graphs if g not in saves]
+        if graph is not None:
+            self._learning[graph.graph_id] = chain, tokens
+        elif self._fusion is not None:
+            self._fusion.learn(chain, tokens)
         self._tell(self._now())
-        return saves
 
     def done_offers(self) -> int:
         """How many of the oldest offers have ended."""

@@ -34,9 +34,10 @@ from kvcore.errors import CapacityError
 from kvcore.explain import Cause
 from kvcore.explain.recorder import Watch
 from kvcore.manager import HOST, Hit, Manager, Readiness
+from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
@@ -60,8 +61,8 @@ FORGET_AFTER = 512
 """Steps without a word of a request after which it is taken for aborted. Taking a live one for
 aborted costs its later saves, nothing else."""
 
-Lane = Callable[[TransferGraph], None]
-"""Hands a graph to the only rank at once."""
+_Saves = list[tuple[int, TransferGraph]]
+"""Saves of a step's plan, each with the request whose pages it reads."""
 
 
 class Leader:
@@ -103,7 +104,6 @@ class Leader:
         self._users = PageUsers()  # graphs of ``_using``, and their pages
         self._fresh: set[int] = set()  # pages this step may write to
         self._shared: set[int] = set()  # pages this step reads what others computed from
-        self._here: set[int] = set()  # saves of what this step computes
         self._asked: dict[int, int] = {}  # requests matched in this step: tokens on the device
         self._lost: set[int] = set()  # requests whose promised tokens did not come
         self._step = 0
@@ -210,8 +210,7 @@ class Leader:
         check_pages(self._model.groups, plan.exact, plan.stop, tracked.pages)
         tracked.blend = None
         prompt = tracked.tokens[: tracked.prompt_tokens]
-        take = self._outbox.graphs.remove
-        return self._fusion.order(request, prompt, plan, tracked.pages[0], take)
+        return self._fusion.order(request, prompt, plan, tracked.pages[0])
 
     def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
         """Blocks of a request are stored: they can be found as chunks."""
@@ -264,16 +263,16 @@ class Leader:
         units = self._paging.no_units(start, last)
         try:
             graph = self.manager.launch_load(
-                hit, start, last, units, deadline_s=self._config.transfer.load_deadline_s
+                hit,
+                start,
+                last,
+                units,
+                deadline_s=self._config.transfer.load_deadline_s,
+                lane=self._lane or self._plan.spills.append,
             )
         except CapacityError as error:
             _log.debug("nothing staged: %s", error)
             return None
-        self._outbox.graphs.remove(graph)
-        if self._lane is not None:
-            self._lane(graph)
-        else:
-            self._plan.spills.append(graph)
         return graph.graph_id
 
     def _count_miss(self, tracked: Tracked, gain: int, hit: Hit) -> None:
@@ -296,10 +295,10 @@ class Leader:
             self._fresh.update(places(group, table[held:]))
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.promise is not None and tracked.promise.parked:
-            graph = self._load(tracked, pages)
+            parked, name = self._plan.async_loads, tracked.request_id
+            graph = self._load(tracked, pages, lambda graph: parked.append((name, graph)))
             tracked.load = graph.graph_id
             self._count(tracked)
-            self._plan.async_loads.append((tracked.request_id, graph))
 
     def lose(self, request_id: int, parked: bool) -> None:
         """A promise that will not be kept: what is computed for this request reaches no one."""
@@ -307,15 +306,14 @@ class Leader:
         if parked:
             self._plan.lost_loads.append(request_id)
 
-    def _load(self, tracked: Tracked, pages: PageTables) -> TransferGraph:
+    def _load(self, tracked: Tracked, pages: PageTables, lane: Lane) -> TransferGraph:
         promise = tracked.promise
         assert promise is not None
         check_pages(self._model.groups, promise.start_token, promise.stop_token, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
         units = self._paging.units(pages, first, last, promise.start_token)
         tracked.promise = None  # kept no more, whatever becomes of the launch
-        graph = self.manager.launch_prepared(promise.load, units)
-        self._outbox.graphs.remove(graph)
+        graph = self.manager.launch_prepared(promise.load, units, lane=lane)
         self._use(graph, tracked.request_id, writes=True)
         _log.debug(
             "load request=%s tokens=%d..%d parked=%s",
@@ -346,15 +344,14 @@ class Leader:
             for group, pages in enumerate(page_deltas(data)):
                 self._fresh.update(places(group, pages))
             self._go_on(data)
-        plan, self._plan = self._plan, StepPlan()
+        plan = self._plan
         graphs, plan.cancel, plan.forget = self._outbox.take()
-        for graph in graphs:
-            self._sort(graph, plan)
+        plan.spills += graphs
         self._fence(plan)
         plan.broken = self._why_broken(output)
+        self._plan = StepPlan()
         self._fresh.clear()
         self._shared.clear()
-        self._here.clear()
         self._asked.clear()
         if self._fusion is not None:
             self._fusion.end_step()
@@ -373,7 +370,7 @@ class Leader:
         if tracked.promise is not None or tracked.blend is not None:
             self._count(tracked)
         if tracked.promise is not None:
-            self._plan.sync_loads.append(self._load(tracked, tracked.pages))
+            self._load(tracked, tracked.pages, self._plan.sync_loads.append)
         if tracked.blend is not None:
             self._plan.blends.append(self._order(tracked))
         self._save_computed(tracked)
@@ -402,41 +399,38 @@ class Leader:
         computed = min(tracked.bound, tracked.chain.num_tokens)
         if not self._config.trtllm.save_decode and computed > tracked.prompt_tokens:
             return
-        graph = self._save(tracked, computed // self._block, tracked.pages)
-        if graph is not None:
-            self._here.add(graph.graph_id)
+        self._save(tracked, computed // self._block, tracked.pages, self._plan.late_saves)
 
-    def _save(self, tracked: Tracked, blocks: int, pages: PageTables) -> TransferGraph | None:
+    def _save(self, tracked: Tracked, blocks: int, pages: PageTables, saves: _Saves) -> None:
         keys = tracked.chain.keys
         blocks = min(tracked.exact_tokens(blocks * self._block) // self._block, len(keys))
         if self._aside or blocks <= 0:
-            return None
+            return
         units_of = partial(self._paging.whole_units, pages)
         digest = tracked.chain.namespace.digest
         told = tracked.tokens if tracked.chain.plain else None
-        graph = self.manager.launch_save(keys, digest, blocks, units_of, told)
+        graph = self.manager.launch_save(
+            keys,
+            digest,
+            blocks,
+            units_of,
+            told,
+            lane=lambda graph: saves.append((tracked.request_id, graph)),
+        )
         learned, tracked.learned = tracked.learned, max(tracked.learned, blocks)
         if graph is not None:
             self._use(graph, tracked.request_id, writes=False)
             self._learning[graph.graph_id] = (tracked, learned, blocks)
         elif blocks > learned:
             self._learn(tracked, learned, blocks)
-        return graph
-
-    def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
-        if graph.priority is Priority.SPILL:
-            plan.spills.append(graph)
-            return
-        saves = plan.late_saves if graph.graph_id in self._here else plan.early_saves
-        saves.append((self._using[graph.graph_id].request_id, graph))
 
     def _fence(self, plan: StepPlan) -> None:
         """Graphs that use pages which this step gives to others. A load into a page that is given
         away fresh is of use to nobody: it is cancelled too."""
         if not self._using:
             return
-        here = {graph.graph_id for _, graph in plan.async_loads}
-        here |= {graph.graph_id for graph in plan.sync_loads} | self._here
+        here = {graph.graph_id for _, graph in (*plan.async_loads, *plan.late_saves)}
+        here |= {graph.graph_id for graph in plan.sync_loads}
         fence: set[int] = set()
         for page, users in self._users.among(self._fresh | self._shared):
             for graph_id in users - here:
@@ -522,13 +516,12 @@ class Leader:
     def last_plan(self, why: str) -> StepPlan:
         """A plan in place of one that could not be made: nothing of the step gets out, parked
         requests are reported and will fail, and every page is let go of."""
-        parked = [*(request_id for request_id, _ in self._plan.async_loads)]
-        parked += self._plan.lost_loads
+        made, self._plan = self._plan, StepPlan()
+        parked = [*(request_id for request_id, _ in made.async_loads), *made.lost_loads]
         self._lost.update(parked)
-        planned = {graph.graph_id for _, graph in self._plan.async_loads}
-        planned |= {graph.graph_id for graph in self._plan.sync_loads}
-        planned |= {graph.graph_id for graph in self._outbox.graphs}
-        self._plan = StepPlan()
+        pairs = (*made.async_loads, *made.early_saves, *made.late_saves)
+        planned = {graph.graph_id for _, graph in pairs}
+        planned |= {graph.graph_id for graph in made.sync_loads}
         self._outbox.graphs.clear()
         fence = sorted(self._using.keys() - planned)
         return StepPlan(lost_loads=parked, fence=fence, broken=why)
@@ -555,7 +548,7 @@ class Leader:
             use.request_id == request.request_id and not use.writes for use in self._using.values()
         )
         if tracked.load is None:
-            self._save(tracked, computed // self._block, pages)
+            self._save(tracked, computed // self._block, pages, self._plan.early_saves)
         self._drop(request.request_id)
         return sent
 

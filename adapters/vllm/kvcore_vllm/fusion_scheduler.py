@@ -24,7 +24,8 @@ from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, re
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.manager import Hit
-from kvcore.transfer.graph import SKIP, TransferGraph, UnitTable
+from kvcore.manager.base import Lane
+from kvcore.transfer.graph import SKIP, UnitTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,28 +72,29 @@ class VllmFusionScheduler(FusionScheduler):
 
     # -- fetching blocks into host memory -----------------------------------------------------
 
-    def fetches(
+    def fetch(
         self,
         fusing: VllmFusionRequest,
         plan: BlendPlan,
         exact_hit: Hit,
         computed: int,
         deadline_s: float,
-    ) -> list[TransferGraph]:
-        """Launch loads into host memory of what the plan needs from lower tiers.
+        lane: Lane,
+    ) -> None:
+        """Launch loads into host memory of what the plan needs from lower tiers; ``lane`` receives
+        their graphs.
 
         Done once a request, and again if a load that it joined failed. What has not arrived after
         ``deadline_s`` seconds is computed.
         """
         if fusing.fetched:
-            return []
+            return
         fusing.fetched = True
         if fusing.give_up_at is None:
             fusing.give_up_at = time.monotonic() + deadline_s
         block = self.config.block.tokens
         wanted = [(exact_hit, computed // block, -(-plan.exact // block))]
         wanted += [source for _, source in self.chunks.sources(plan)]
-        graphs = []
         for hit, start, stop in wanted:
             if not worth_fetching(hit, start, stop):
                 continue
@@ -108,15 +110,13 @@ class VllmFusionScheduler(FusionScheduler):
 
             try:
                 graph = self.manager.launch_load(
-                    hit, start, stop, [skip], deadline_s=deadline_s, on_end=end
+                    hit, start, stop, [skip], deadline_s=deadline_s, on_end=end, lane=lane
                 )
             except KVCoreError as error:  # no room, or an earlier fetch evicted its blocks
                 _log.info("a chunk is not fetched into host memory: %s", error)
                 continue
             ended.append(graph.graph_id)
             fusing.fetching.add(graph.graph_id)
-            graphs.append(graph)
-        return graphs
 
     def waits(self, fusing: VllmFusionRequest) -> bool:
         """Return True if blocks are being loaded into host memory and the deadline is ahead."""
@@ -177,14 +177,13 @@ class VllmFusionScheduler(FusionScheduler):
         request: Request,
         fusing: VllmFusionRequest,
         pages: Sequence[int],
-        submit: Callable[..., Any],
     ) -> BlendOrder:
         """`FusionScheduler.order` for a marked request whose ``pages`` are allocated."""
         assert fusing.plan is not None
         fusing.due = False
         lora = request.lora_request
         number = lora.lora_int_id if lora is not None else 0
-        return self.order(fusing, request._all_token_ids, fusing.plan, pages, submit, number)
+        return self.order(fusing, request._all_token_ids, fusing.plan, pages, number)
 
 
 def _own_hash(nonce: bytes, known: bytes) -> bytes:

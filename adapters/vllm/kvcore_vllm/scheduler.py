@@ -29,13 +29,14 @@ from kvcore.errors import CapacityError
 from kvcore.explain import Cause
 from kvcore.explain.recorder import Watch
 from kvcore.manager import HOST, Event, Hit, Manager, Readiness
+from kvcore.manager.base import Lane
 from kvcore.manager.load_advisor import Memo, Planning
 from kvcore.manager.load_policy import Action
 from kvcore.model.identity import Namespaces, lora_identity
 from kvcore.model.keys import Extra, KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError
 from kvcore.transfer.plan import layer_steps
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
@@ -87,7 +88,6 @@ class SchedulerSide:
         self._on_close = on_close
         self._saving = PageUsers()  # saves, and the pages that they read
         self._load_pages: list[int] = []
-        self._late: set[int] = set()
         self._aside = False
         self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
         self._fusion = fusion
@@ -177,10 +177,8 @@ class SchedulerSide:
         if plan is None:
             return False
         deadline = self._config.transfer.load_deadline_s
-        fetches = fusion.fetches(fusing, plan, tracked.hit, computed, deadline)
-        for graph in fetches:
-            self._outbox.graphs.remove(graph)
-        self._plan.fetches += fetches
+        lane = self._plan.fetches.append
+        fusion.fetch(fusing, plan, tracked.hit, computed, deadline, lane)
         if fusion.waits(fusing):
             return None
         plan = fusion.in_host(plan)
@@ -228,6 +226,7 @@ class SchedulerSide:
         in_step = self._loads_in_step(tracked.hit, first, last)
         units = self._paging.units(blocks.get_block_ids(), first, last, start_token)
         tracked.load_attempts += 1
+        waiting = self._plan.async_loads
         try:
             graph = self._manager.launch_load(
                 tracked.hit,
@@ -236,6 +235,9 @@ class SchedulerSide:
                 units,
                 layers=self._steps if in_step else (),
                 deadline_s=None if in_step else tracked.memo.deadline_s(self._deadline_s),
+                lane=self._plan.sync_loads.append
+                if in_step
+                else lambda graph: waiting.append((request.request_id, graph)),
             )
         except CapacityError as error:
             # Nothing was promised to the workers yet: report the load as failed and recompute.
@@ -244,11 +246,7 @@ class SchedulerSide:
             tracked.may_load = False
             self._plan.failed_loads.append(request.request_id)
             return
-        self._outbox.graphs.remove(graph)
-        if in_step:
-            self._plan.sync_loads.append(graph)
-        else:
-            self._plan.async_loads.append((request.request_id, graph))
+        if not in_step:
             tracked.load = graph.graph_id
         self._load_pages += self._paging.pages_of(units)
         self._count_hit(tracked, tracked.hit, start_token)
@@ -266,12 +264,12 @@ class SchedulerSide:
         if plan.exact > computed:
             first, last = computed // self._block, -(-plan.exact // self._block)
             units = self._paging.units(blocks.get_block_ids(), first, last, computed)
-            graph = self._manager.launch_load(tracked.hit, first, last, units, layers=self._steps)
-            self._outbox.graphs.remove(graph)
-            self._plan.sync_loads.append(graph)
+            lane = self._plan.sync_loads.append
+            self._manager.launch_load(
+                tracked.hit, first, last, units, layers=self._steps, lane=lane
+            )
             self._load_pages += self._paging.pages_of(units)
-        order = fusion.order_marked(tracked.request, fusing, pages, self._outbox.graphs.remove)
-        self._plan.blends.append(order)
+        self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages))
         tracked.reused = {"blend": plan.reused}
         if plan.exact > computed:
             tracked.reused[HOST] = plan.exact - computed
@@ -312,10 +310,8 @@ class SchedulerSide:
             if tracked is not None and tracked.may_save and not self._aside:
                 self._save_computed(tracked, scheduled, output)
         plan, self._plan = self._plan, StepPlan()
-        graphs, plan.cancel, plan.forget = self._outbox.take()
-        for graph in graphs:
-            self._sort(graph, plan)
-        plan.fence = self._fences(output)
+        plan.spills, plan.cancel, plan.forget = self._outbox.take()
+        plan.fence = self._fences(plan, output)
         if self._fusion is not None:
             page_tokens = self._model.groups[0].page_tokens
             limit_reading(plan.blends, output, page_tokens, self._computed_tokens)
@@ -323,7 +319,6 @@ class SchedulerSide:
         if self._policy is not None and is_prefill(output.num_scheduled_tokens.values()):
             plan.timed = self._policy.time(parts_of(self._scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
-        self._late.clear()
         return KVCoreMetadata.of(plan)
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, Request]]:
@@ -345,20 +340,18 @@ class SchedulerSide:
             return
         pages = state.get_block_ids(request.request_id)
         if pages is not None:
-            graph = self._save(tracked, blocks, pages)
-            if graph is not None:
-                self._late.add(graph.graph_id)
+            self._save(tracked, blocks, pages, self._plan.late_saves.append)
 
     def _save(
-        self, tracked: Tracked, blocks: int, pages: Sequence[Sequence[int]]
-    ) -> TransferGraph | None:
+        self, tracked: Tracked, blocks: int, pages: Sequence[Sequence[int]], lane: Lane
+    ) -> None:
         self._hash(tracked)
         keys = tracked.chain.keys
         blocks = min(blocks, len(keys))
         units_of = partial(self._paging.whole_units, pages)
         tokens = tracked.request._all_token_ids if tracked.chain.plain else None
         graph = self._manager.launch_save(
-            keys, tracked.chain.namespace.digest, blocks, units_of, tokens
+            keys, tracked.chain.namespace.digest, blocks, units_of, tokens, lane=lane
         )
         if self._fusion is not None and tracked.fusing is not None and not tracked.extras:
             if graph is None:
@@ -368,7 +361,6 @@ class SchedulerSide:
         tracked.saved_blocks = blocks
         if graph is not None:
             self._saving.add(graph.graph_id, self._paging.pages_of(graph.units))
-        return graph
 
     def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
         """Remember which tokens blocks of a request hold, for fusion."""
@@ -376,15 +368,7 @@ class SchedulerSide:
         tokens = tracked.request._all_token_ids
         self._fusion.chunks.learn(tracked.chain, start, stop, tokens)
 
-    def _sort(self, graph: TransferGraph, plan: StepPlan) -> None:
-        if graph.priority is Priority.SPILL:
-            plan.spills.append(graph)
-        elif graph.graph_id in self._late:
-            plan.late_saves.append(graph)
-        else:
-            plan.early_saves.append(graph)
-
-    def _fences(self, output: SchedulerOutput) -> list[int]:
+    def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Saves that read a page which this step, or a load in it, may write to."""
         if not self._saving.graphs:
             self._load_pages.clear()
@@ -397,7 +381,7 @@ class SchedulerSide:
             if block_ids is not None:
                 fresh.update(itertools.chain.from_iterable(block_ids))
         ids = {graph_id for _, saves in self._saving.among(fresh) for graph_id in saves}
-        return sorted(ids - self._late)
+        return sorted(ids - {graph.graph_id for graph in plan.late_saves})
 
     def _computed_tokens(self, request_id: str) -> int:
         tracked = self._requests.get(request_id)
@@ -493,7 +477,7 @@ class SchedulerSide:
             computed = min(computed, request.num_prompt_tokens)
         blocks = tracked.exact_blocks(computed, self._block)
         if blocks > tracked.saved_blocks and tracked.may_save and not self._aside:
-            self._save(tracked, blocks, pages)
+            self._save(tracked, blocks, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
         return self._handover.told(
             request, tracked.chain, tracked.saved_blocks, tracked.reused, fusion, record

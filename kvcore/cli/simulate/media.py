@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from kvcore.index.slots import SlotRun
+from kvcore.manager.base import Lane
 from kvcore.telemetry.rates import TierRates
 from kvcore.transfer.graph import OpReport, Path, TransferGraph, TransferOp
 
@@ -80,7 +81,8 @@ class Media:
 
     # -- what the manager asks of a transport ---------------------------------------------------
 
-    def submit(self, graph: TransferGraph) -> None:
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        assert lane is None, "nothing here sends messages"
         run = _Run(graph)
         for op in graph.ops:
             if not op.deps:

@@ -70,10 +70,9 @@ class ReferenceFusionScheduler(FusionScheduler):
         """Start the copies of a plan's chunks into staging memory of their own."""
         rows = sum(len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
         staging = [Staging(shape, rows, self.device) for shape in self.shapes]
-        with self.transport.into([one.groups for one in staging]):
-            blend = self.order(
-                _fusion_request(request), request.tokens, plan, request.pages, lambda _: None
-            )
+        lane = self.transport.into([one.groups for one in staging])
+        wanted = _fusion_request(request)
+        blend = self.order(wanted, request.tokens, plan, request.pages, lane=lane)
         request.approximate_from = plan.chunks[0].prompt_start
         request.blended_tokens = plan.reused
         return Order(request, blend, staging)

@@ -7,11 +7,11 @@ computes its KV, a load only into pages that nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from kvcore.connector.step_transport import Quorum
 from kvcore.index.slots import SlotRun
+from kvcore.manager.base import Lane
 from kvcore.memory.layout import DeviceGroup
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
@@ -24,26 +24,28 @@ class DirectTransport:
 
     def __init__(self, workers: Sequence[KVWorker]) -> None:
         self.workers = tuple(workers)
-        self._elsewhere: Sequence[tuple[Sequence[DeviceGroup], int]] | None = None
         self._quorum = Quorum(len(self.workers))
         self._whole: list[OpReport] = []
 
-    @contextmanager
-    def into(self, groups: Sequence[Sequence[DeviceGroup]]) -> Iterator[None]:
-        """Graphs submitted in this block go to ``groups``, one a rank, not the engine's pages, and
-        are waited for together: layer 0 of all of them is copied first."""
-        waves = [worker.wave() for worker in self.workers]
-        self._elsewhere = list(zip(groups, waves, strict=True))
-        try:
-            yield
-        finally:
-            self._elsewhere = None
+    def into(self, groups: Sequence[Sequence[DeviceGroup]]) -> Lane:
+        """Return a lane to ``groups``, one a rank, in place of the engine's pages. All graphs of a
+        lane are waited for together: layer 0 of each is copied first."""
+        elsewhere = [
+            (worker, into, worker.wave()) for worker, into in zip(self.workers, groups, strict=True)
+        ]
 
-    def submit(self, graph: TransferGraph) -> None:
-        for rank, worker in enumerate(self.workers):
-            into, wave = (None, None) if self._elsewhere is None else self._elsewhere[rank]
-            for report in worker.submit(graph, into, wave):
-                self._take(report)
+        def lane(graph: TransferGraph) -> None:
+            for worker, into, wave in elsewhere:
+                self._take_all(worker.submit(graph, into, wave))
+
+        return lane
+
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        if lane is not None:
+            lane(graph)
+            return
+        for worker in self.workers:
+            self._take_all(worker.submit(graph))
 
     def cancel(self, graph_id: int) -> None:
         for worker in self.workers:
@@ -66,10 +68,13 @@ class DirectTransport:
     def poll(self) -> Sequence[OpReport]:
         """Reports of the ops that have ended on every rank."""
         for worker in self.workers:
-            for report in worker.poll():
-                self._take(report)
+            self._take_all(worker.poll())
         whole, self._whole = self._whole, []
         return whole
+
+    def _take_all(self, reports: Iterable[OpReport]) -> None:
+        for report in reports:
+            self._take(report)
 
     def _take(self, report: OpReport) -> None:
         whole = self._quorum.add(report)

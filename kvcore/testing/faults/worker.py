@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcore.connector.step_transport import Outbox
 from kvcore.index.slots import SlotRun
-from kvcore.manager import Transport
+from kvcore.manager.base import Lane, Transport
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
 from kvcore.memory.layout import KVView
 from kvcore.testing.faults.media import FaultyTier, into_disk
@@ -139,8 +139,8 @@ class FaultyMessages:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def submit(self, graph: TransferGraph) -> None:
-        self._unless_lost(Seam.SUBMIT, lambda: self.inner.submit(graph))
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        self._unless_lost(Seam.SUBMIT, lambda: self.inner.submit(graph, lane))
 
     def cancel(self, graph_id: int) -> None:
         self._unless_lost(Seam.CANCEL, lambda: self.inner.cancel(graph_id))

@@ -25,6 +25,7 @@ from kvcore.connector.fusion_chunks import MAX_FAILURES  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
 from kvcore.connector.fusion_policy import make_fusion_policy  # noqa: E402
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionTraits  # noqa: E402
+from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.errors import ConfigError  # noqa: E402
 from kvcore.fusion.controller import Mode  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
@@ -51,14 +52,12 @@ SHAPE = BlockShape(2, 1, 4, BLOCK, "float32")
 
 
 class FusionRig:
-    """A fusion leader over chains that are stored in host memory, and the graphs it started."""
+    """A fusion leader over chains that are stored in host memory."""
 
     def __init__(self, page: int = 1, pace: Any = None, **fusion: Any) -> None:
-        self.graphs: list[Any] = []
-        self.taken: list[Any] = []
-        transport: Any = SimpleNamespace(submit=self.graphs.append, cancel=print, forget=print)
+        self.outbox = Outbox()
         self.index = BlockIndex([TierSpec(HOST, 500, BUILTIN_POLICIES["lru"])])
-        manager = KVManager(self.index, transport)
+        manager = KVManager(self.index, self.outbox)
         config = load_config(
             overrides={"fusion": {"enabled": True, "min_tokens": 32, **fusion}}, env={}
         )
@@ -91,7 +90,7 @@ class FusionRig:
 
     def order(self, rid: str, prompt: Sequence[int], plan: Any) -> Any:
         request = self.requests[rid]
-        return self.leader.order(request, np.array(prompt), plan, (), self.taken.append)
+        return self.leader.order(request, np.array(prompt), plan, ())
 
     def blends(self, outcome: str) -> float:
         found = self.metrics.snapshot().get("kvcore_blends_total", {})
@@ -134,7 +133,8 @@ def test_an_order_carries_the_graphs_of_its_chunks() -> None:
     prompt = [*words(9, 20), *texts[1], *words(8, 5), *texts[0], 1, 2, 3]
     plan = rig.plan("two", prompt)
     order = rig.order("two", prompt, plan)
-    assert [chunk.graph for chunk in order.chunks] == rig.graphs == rig.taken
+    assert len({chunk.graph.graph_id for chunk in order.chunks}) == 2
+    assert not rig.outbox.graphs, "the order carries its graphs itself"
     assert (order.exact, order.readable, order.stop) == (0, 0, 20 + 96 + 5 + 96)
     assert order.blocks == 12
     assert [chunk.position for chunk in order.chunks] == [20, 121]

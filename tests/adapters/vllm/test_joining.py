@@ -181,7 +181,9 @@ class Blends:
 
     def fetch(self, fusing: VllmFusionRequest) -> list[TransferGraph]:
         hit = self.rig.manager.get_match([], self.rig.space)
-        return self.fusion.fetches(fusing, self.plan, hit, 0, 30.0)
+        graphs: list[TransferGraph] = []
+        self.fusion.fetch(fusing, self.plan, hit, 0, 30.0, graphs.append)
+        return graphs
 
     def in_host(self) -> bool:
         return self.fusion.chunks.in_host(self.plan) is not None

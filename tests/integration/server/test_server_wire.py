@@ -449,7 +449,7 @@ def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
     hit = Hit(chain, SPACE, (Source("host", 0, 4), Source("disk", 4, 6)))
     for first, keeps in ((4, 0), (3, 1)):
         planned = manager._failing(hit, first, 6, units(first, 6), ())
-        manager._launch_planned(planned, hit, 6, units(first, 6), None)
+        manager._launch_planned(planned, hit, 6, units(first, 6), None, None)
         assert len(manager._host) == keeps, "what it does not read it does not keep"
     manager.close()
 

@@ -291,7 +291,7 @@ def test_the_node_of_a_promise_goes_to_the_ranks(how: str) -> None:
     finder = Finder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
     manager = KVManager(
         BlockIndex([TierSpec("host", 100), TierSpec("far", 100)]),
-        SimpleNamespace(submit=graphs.append),  # type: ignore[arg-type]
+        SimpleNamespace(submit=lambda graph, lane: graphs.append(graph)),  # type: ignore[arg-type]
         backing=[Backing("far", Path.REMOTE2H, Path.H2REMOTE, finder=finder)],
     )
     keys = chain(PROMPT).keys
@@ -317,7 +317,7 @@ def test_what_a_tier_has_or_is_receiving_may_be_promised() -> None:
     index = BlockIndex([TierSpec("host", 100), TierSpec("far", 100)])
     manager = KVManager(
         index,
-        SimpleNamespace(submit=lambda graph: None),  # type: ignore[arg-type]
+        SimpleNamespace(submit=lambda graph, lane: None),  # type: ignore[arg-type]
         backing=[Backing("far", Path.REMOTE2H, Path.H2REMOTE, node="n:1")],
     )
     keys = chain(PROMPT).keys

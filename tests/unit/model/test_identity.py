@@ -1,4 +1,4 @@
-"""What adapters share: models by rank, identity, the outbox, a rank's tiers."""
+"""What adapters share: models by rank, identity, a rank's tiers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.config import NamespaceConfig
-from kvcore.connector.step_transport import Outbox, Quorum
 from kvcore.errors import TierUnavailable, TransferError, UnsupportedError
-from kvcore.index.slots import slot_runs
 from kvcore.model import identity
 from kvcore.model.identity import Namespaces, hooked, lora_identity, rope_length, weights_identity
 from kvcore.model.keys import Namespace
@@ -22,7 +20,6 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 from kvcore.plugins.manager import Offer, Origin
 from kvcore.tiers.base import BlockRead, Tier
-from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import RefusingWorker
 from kvcore.worker.lifecycle import close_worker, open_tiers, refuse_tier
 
@@ -151,78 +148,6 @@ def test_tenants_without_end_take_no_memory_without_end(monkeypatch: pytest.Monk
     digests = [spaces.of(salt=str(tenant)).digest for tenant in range(10)]
     assert len(spaces._known) <= 3
     assert [spaces.of(salt=str(tenant)).digest for tenant in range(10)] == digests
-
-
-# --- reports ----------------------------------------------------------------------------------
-
-rows = st.dictionaries(st.integers(0, 3), st.sampled_from(RowError), max_size=2)
-ops = st.tuples(st.integers(0, 2), st.integers(0, 2))
-
-
-@given(st.data(), st.integers(1, 4))
-def test_an_op_is_reported_once_when_all_ranks_ended_it(data: st.DataObject, ranks: int) -> None:
-    per_op = data.draw(st.dictionaries(ops, st.lists(rows, min_size=ranks, max_size=ranks)))
-    told = data.draw(
-        st.permutations([OpReport(*op, f) for op, each in per_op.items() for f in each])
-    )
-    quorum, left = Quorum(ranks), Counter(dict.fromkeys(per_op, ranks))
-    for report in told:
-        op = (report.graph_id, report.op_id)
-        left[op] -= 1
-        whole = quorum.add(report)
-        assert (whole is not None) == (left[op] == 0)
-        if whole is not None:
-            assert (whole.graph_id, whole.op_id) == op
-            assert set(whole.failed) == {row for failed in per_op[op] for row in failed}
-    assert len(quorum) == 0
-
-
-def test_a_report_may_speak_for_several_ranks() -> None:
-    quorum = Quorum(4)
-    assert quorum.add(OpReport(1, 0), 3) is None
-    assert len(quorum) == 1
-    assert quorum.add(OpReport(1, 0, {2: RowError.IO})) == OpReport(1, 0, {2: RowError.IO})
-
-
-def test_an_outbox_passes_reports_on_once() -> None:
-    outbox = Outbox(ranks=2)
-    outbox.deliver(OpReport(1, 0))
-    assert not outbox.wait_report(60.0)  # nothing to block on
-    assert outbox.poll() == []
-    outbox.deliver(OpReport(1, 0))
-    assert outbox.wait_report(0.0)
-    assert outbox.poll() == [OpReport(1, 0)]
-    assert outbox.poll() == []
-
-
-def test_a_pump_brings_reports() -> None:
-    waited = []
-
-    def pump(timeout: float) -> None:
-        waited.append(timeout)
-        outbox.deliver(OpReport(1, 0))
-
-    outbox = Outbox(pump=pump)
-    assert outbox.wait_report(0.5)
-    assert waited == [0.5]
-
-
-def test_what_is_to_be_forgotten_is_copied() -> None:
-    outbox, slots = Outbox(), slot_runs([1, 2])
-    outbox.forget("disk", slots)
-    outbox.cancel(7)
-    slots.clear()
-    assert (outbox.forgotten, outbox.cancelled) == ([("disk", [(1, 3)])], [7])
-
-
-def test_what_was_taken_waits_no_more() -> None:
-    outbox = Outbox()
-    graph: Any = object()
-    outbox.submit(graph)
-    outbox.cancel(7)
-    outbox.forget("disk", slot_runs([1]))
-    assert outbox.take() == ([graph], [7], [("disk", [(1, 2)])])
-    assert outbox.take() == ([], [], [])
 
 
 # --- a rank's tiers ---------------------------------------------------------------------------

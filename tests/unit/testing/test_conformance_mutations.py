@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from kvcore.connector.page_table import Paging
 from kvcore.fusion import ops
 from kvcore.harness.models import tiny_model
+from kvcore.manager.base import Lane
 from kvcore.memory.layout import KVView
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
@@ -64,8 +65,8 @@ def _moved(units: Any) -> Any:
 class EarlyPublish(DirectTransport):
     """A save is reported as done when it is submitted; the copy takes its time."""
 
-    def submit(self, graph: TransferGraph) -> None:
-        super().submit(graph)
+    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
+        super().submit(graph, lane)
         if graph.priority is Priority.SAVE:
             self._whole += [OpReport(graph.graph_id, op.op_id) for op in graph.ops]
 

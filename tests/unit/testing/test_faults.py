@@ -298,7 +298,7 @@ class Line:
         self.told: list[object] = []
         self.reports: list[OpReport] = []
 
-    def submit(self, graph: TransferGraph) -> None:
+    def submit(self, graph: TransferGraph, lane: object = None) -> None:
         self.told.append(graph)
 
     def cancel(self, graph_id: int) -> None:
