@@ -4,7 +4,7 @@ and a kvcore server is made here, and nowhere else.
     config + model ── build_leader ──▶ LeaderParts     index, lower tiers, manager; or a client
     config + model ── build_worker ──▶ WorkerParts     arena, copies, tiers to open     (each rank)
              pages ──┘
-    parts + what the engine knows ──── build_policy, build_planner, build_blends
+    parts + what the engine knows ──── build_policy, build_planner, build_fusion_worker
 
 Both sides compute the size of the arena from the same numbers, so that a slot of the leader's index
 is a slot of every rank.
@@ -37,7 +37,7 @@ from kvcore.telemetry.rates import Rates
 __all__ = [
     "LeaderParts",
     "WorkerParts",
-    "build_blends",
+    "build_fusion_worker",
     "build_leader",
     "build_planner",
     "build_policy",
@@ -175,7 +175,7 @@ def fusion_parts(config: Config, parts: WorkerParts) -> tuple[Selector, FusionOp
     return selector, ops
 
 
-def build_blends(
+def build_fusion_worker(
     kind: type[_B],
     config: Config,
     model: ModelDescription,

@@ -40,6 +40,7 @@ from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
 from kvcore.transfer.graph import Path
 from kvcore.worker import KVWorker
+from kvcore.worker.lifecycle import RankParts
 
 __all__ = [
     "HostSlots",
@@ -324,12 +325,10 @@ def segments_of(config: Config, model: ModelDescription, manager: Manager) -> Se
 
 
 @dataclass(frozen=True)
-class WorkerParts:
-    """A rank's worker, and what opens the tiers that its leader names."""
+class WorkerParts(RankParts):
+    """The parts of a rank that takes work, with the plugins that its blends ask."""
 
     worker: KVWorker
-    metrics: Metrics
-    open_tier: BackingOpener
     plugins: PluginManager
 
 

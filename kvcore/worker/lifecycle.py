@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvcore.errors import KVCoreError, TierUnavailable, UnsupportedError
+from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import Tier
 from kvcore.worker.refusing import DeadTier, RefusingWorker
 from kvcore.worker.worker import KVWorker
 
-__all__ = ["TierOpener", "close_worker", "open_tiers", "refuse_tier"]
+__all__ = ["RankParts", "TierOpener", "close_worker", "open_tiers", "refuse_tier", "refusing_parts"]
 
 _log = logging.getLogger("kvcore.connector")
 
 TierOpener = Callable[[str, dict[str, Any]], Tier]
 """Opens a tier by its name and the options from the leader; raises a KVCoreError."""
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """A rank's worker, its metrics, and what opens the tiers that its leader names."""
+
+    worker: KVWorker | RefusingWorker
+    metrics: Metrics
+    open_tier: TierOpener
+
+
+def refusing_parts() -> RankParts:
+    """Return the parts of a rank that takes no work, so that its leader learns of it."""
+    return RankParts(RefusingWorker(), Metrics(), refuse_tier)
 
 
 def refuse_tier(name: str, told: Mapping[str, Any]) -> Tier:

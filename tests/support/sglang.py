@@ -36,7 +36,7 @@ from kvcore_sglang.fusion_scheduler import SglangFusionScheduler  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
 from kvcore_sglang.ranks import NoLines  # noqa: E402
-from kvcore_sglang.worker import RankWorker  # noqa: E402
+from kvcore_sglang.worker import WorkerConnector  # noqa: E402
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
 SETTLE_S = 60.0
@@ -137,7 +137,7 @@ class SGLangRig:
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
         clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
-        self.worker = RankWorker(parts.worker, parts.open_tier, blends=self.blends, clock=clock)
+        self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         watch = Watch.of(self.config)
         self.leader = Leader(
             self.config,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvcore.config import Config
 from kvcore.connector.build import (
     LeaderParts,
-    build_blends,
+    build_fusion_worker,
     build_leader,
     build_policy,
     build_worker,
@@ -28,7 +28,7 @@ from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
-from kvcore_sglang.worker import Fence, RankWorker
+from kvcore_sglang.worker import Fence, WorkerConnector
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Parts:
     """One rank: a leader and lines to the others, or a follower."""
 
     served: Served
-    worker: RankWorker
+    worker: WorkerConnector
     lines: Lines
     leader: Leader | None
     follower: Follower | None
@@ -79,10 +79,10 @@ def build(
     blends = None
     if fusable is not None:
         layers, ropes = fusable.layers, fusable.ropes
-        blends = build_blends(FusionWorker, config, model, rank.number, parts, layers, ropes)
+        blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
     clock = ForwardClock[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
-    worker = RankWorker(parts.worker, parts.open_tier, fence, blends, clock)
+    worker = WorkerConnector(parts, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLines(), None, follower)

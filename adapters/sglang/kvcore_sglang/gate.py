@@ -10,7 +10,7 @@ from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_policy import is_prefill
 from kvcore.telemetry.rates import Part
 from kvcore.transfer.graph import TransferGraph
-from kvcore_sglang.worker import RankWorker
+from kvcore_sglang.worker import WorkerConnector
 
 
 class LayerGate:
@@ -21,7 +21,7 @@ class LayerGate:
     the batch becomes the one that runs: on the forward's thread and stream.
     """
 
-    def __init__(self, worker: RankWorker | None, *, layerwise: bool) -> None:
+    def __init__(self, worker: WorkerConnector | None, *, layerwise: bool) -> None:
         self._worker = worker
         self._layerwise = layerwise
         self._batches: dict[int, list[int]] = {}

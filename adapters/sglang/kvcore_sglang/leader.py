@@ -44,7 +44,7 @@ from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
 from kvcore_sglang.messages import Order
 from kvcore_sglang.ranks import Lines
 from kvcore_sglang.staging import Staging
-from kvcore_sglang.worker import RankWorker
+from kvcore_sglang.worker import WorkerConnector
 
 _log = logging.getLogger("kvcore.sglang.leader")
 
@@ -78,7 +78,7 @@ class Leader:
         self,
         config: Config,
         model: ModelDescription,
-        local: RankWorker,
+        local: WorkerConnector,
         lines: Lines,
         build: Callable[[Outbox], LeaderParts],
         counted_here: Metrics,
@@ -472,7 +472,7 @@ class Leader:
     def _now(self) -> Order:
         """What waits in the outbox, of which nothing touches a page of the engine's."""
         graphs, cancelled, forgotten = self._outbox.take()
-        return Order(True, {}, forgotten, cancelled, graphs)
+        return Order(forget=forgotten, cancel=cancelled, now=True, graphs=graphs)
 
     def _tell(self, order: Order) -> None:
         """Have every rank carry out a `now` order."""

@@ -27,11 +27,12 @@ from typing import Any, Protocol
 
 import torch.distributed
 
+from kvcore.connector.messages import StepReport
 from kvcore.errors import TransferError
 from kvcore.telemetry.metrics import Metrics
 from kvcore_sglang.describe import Rank
-from kvcore_sglang.messages import News, Order, decode_news, decode_order, encode
-from kvcore_sglang.worker import RankWorker
+from kvcore_sglang.messages import ORDERS, REPORTS, Order
+from kvcore_sglang.worker import WorkerConnector
 
 _log = logging.getLogger("kvcore.sglang.ranks")
 
@@ -54,7 +55,7 @@ class Lines(Protocol):
         others are told, and `news` says so."""
         ...
 
-    def news(self) -> list[News]:
+    def news(self) -> list[StepReport]:
         """What came since the last call. Does not block."""
         ...
 
@@ -67,7 +68,7 @@ class NoLines:
     def tell(self, order: Order) -> None:
         pass
 
-    def news(self) -> list[News]:
+    def news(self) -> list[StepReport]:
         return []
 
     def close(self) -> None:
@@ -150,15 +151,15 @@ class SocketLines:
     """A line to every other rank; threads take in what they report."""
 
     def __init__(self, connections: list[Connection[bytes, bytes]]) -> None:
-        self._news: deque[News] = deque()
+        self._news: deque[StepReport] = deque()
         self._failed: deque[TransferError] = deque()
         self._deaf: set[_Line] = set()  # whose rank takes nothing in any more
         self._lines = [_Line(connection, self._broken) for connection in connections]
         for line in self._lines:
-            line.listen(lambda data: self._news.append(decode_news(data)), "kvcore-news")
+            line.listen(lambda data: self._news.append(REPORTS.decode(data)), "kvcore-news")
 
     def tell(self, order: Order) -> None:
-        data = encode(order)
+        data = ORDERS.encode(order)
         for number, line in enumerate(self._lines, start=1):
             if line in self._deaf:
                 continue
@@ -171,7 +172,7 @@ class SocketLines:
                 )
                 self._failed.append(TransferError(why))
 
-    def news(self) -> list[News]:
+    def news(self) -> list[StepReport]:
         """As `Lines.news`. Raises TransferError, once, when what a rank reports cannot be read any
         more, or it was given an order and is gone. One that has closed goes with the engine, and is
         no error here."""
@@ -192,7 +193,7 @@ class Follower:
     """A rank that is not the leader's: takes its orders, and reports what became of them."""
 
     def __init__(
-        self, connection: Connection[bytes, bytes], worker: RankWorker, metrics: Metrics
+        self, connection: Connection[bytes, bytes], worker: WorkerConnector, metrics: Metrics
     ) -> None:
         self._worker = worker
         self._metrics = metrics
@@ -222,7 +223,7 @@ class Follower:
         self._line.close()
 
     def _take(self, data: bytes) -> None:
-        order = decode_order(data)
+        order = ORDERS.decode(data)
         if order.now:
             self._worker.carry_out(order)
         else:
@@ -233,7 +234,7 @@ class Follower:
             self._worker.wait_report(REPORT_WAIT_S)
             reports = self._worker.poll()
             if reports:
-                self._line.send(encode(News(reports, self._metrics.delta())))
+                self._line.send(REPORTS.encode(StepReport(reports, self._metrics.delta())))
             else:
                 self._line.closed.wait(REPORT_WAIT_S / 10)
 
@@ -255,7 +256,7 @@ def open_lines(rank: Rank) -> SocketLines:
         return SocketLines([listener.accept() for _ in range(rank.ranks - 1)])
 
 
-def join(rank: Rank) -> Callable[[RankWorker, Metrics], Follower]:
+def join(rank: Rank) -> Callable[[WorkerConnector, Metrics], Follower]:
     """A line to the leader, which calls `open_lines` meanwhile."""
     found = _share(rank, None)
     connection = Client(found["address"], family="AF_UNIX", authkey=found["key"])

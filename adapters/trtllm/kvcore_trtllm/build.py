@@ -14,22 +14,20 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import Watch
 from kvcore.runtime.build import segments_of
-from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import RefusingWorker
-from kvcore.worker.lifecycle import refuse_tier
+from kvcore.worker.lifecycle import refusing_parts
 from kvcore_trtllm import engine
 from kvcore_trtllm.describe import whole
 from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.layout import Memory
 from kvcore_trtllm.scheduler import Leader
-from kvcore_trtllm.worker import Allgather, Tally, WorkerSide
+from kvcore_trtllm.worker import Allgather, Tally, WorkerConnector
 
 _log = logging.getLogger("kvcore.trtllm")
 
 
-def build_worker_side(
+def build_worker_connector(
     config: Config,
     memory: Memory,
     rank: int,
@@ -37,8 +35,8 @@ def build_worker_side(
     *,
     layerwise: bool,
     llm_args: Any = None,
-) -> WorkerSide:
-    """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
+) -> WorkerConnector:
+    """Build the worker of this rank. Raises UnsupportedError or LayoutError if KV cannot be moved
     right: nothing may be stored then."""
     model = whole(memory.facts, memory.groups, config.block.tokens)
     parts = build.build_worker(config, model, rank, memory.views)
@@ -48,13 +46,11 @@ def build_worker_side(
             blends, no_fusion = _blends(config, llm_args, memory, parts, rank, allgather), ""
         except UnsupportedError as error:
             no_fusion = str(error)
-    return WorkerSide(
-        parts.worker,
+    return WorkerConnector(
+        parts,
         Tally(model.world_size, allgather),
         layers=model.shape.layers,
         layerwise=layerwise,
-        metrics=parts.metrics,
-        open_tier=parts.open_tier,
         blends=blends,
         no_fusion=no_fusion,
     )
@@ -68,7 +64,7 @@ def _blends(
     rank: int,
     allgather: Allgather,
 ) -> PromisedFusionWorker:
-    """What blends on this rank. Raises UnsupportedError where it could not be right."""
+    """Build what blends on this rank. Raises UnsupportedError if it could not be right."""
     facts = memory.facts
     ropes = ropes_of(llm_args, facts)
     group, view = memory.groups[0], memory.views[0]
@@ -85,11 +81,16 @@ def _blends(
     fusion = config.fusion.model_copy(update={"adaptive": False})
     untimed = config.model_copy(update={"fusion": fusion})
     model = whole(facts, memory.groups, config.block.tokens)
-    return build.build_blends(PromisedFusionWorker, untimed, model, rank, parts, layers, ropes)
+    return build.build_fusion_worker(
+        PromisedFusionWorker, untimed, model, rank, parts, layers, ropes
+    )
 
 
-def agree_on_fusion(config: Config, side: WorkerSide, ranks: int, allgather: Allgather) -> None:
-    """No rank blends unless all can. A collective, on every rank that has a side."""
+def agree_on_fusion(
+    config: Config, side: WorkerConnector, ranks: int, allgather: Allgather
+) -> None:
+    """Stop blends on every rank unless all ranks can blend. A collective: every rank that has a
+    worker calls it."""
     if not config.fusion.enabled:
         return
     why = side.no_fusion.encode()
@@ -99,26 +100,22 @@ def agree_on_fusion(config: Config, side: WorkerSide, ranks: int, allgather: All
         side.blends, side.no_fusion = None, reason
 
 
-def refusing_worker_side(world_size: int, allgather: Allgather) -> WorkerSide:
-    """A worker that takes no work, so that the leader learns of it and stands aside."""
-    return WorkerSide(
-        RefusingWorker(),
+def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerConnector:
+    """Build a worker that takes no work, so that the leader learns of it and stops."""
+    return WorkerConnector(
+        refusing_parts(),
         Tally(world_size, allgather),
         layers=0,
         layerwise=False,
-        metrics=Metrics(),
-        open_tier=refuse_tier,
         no_fusion="a rank cannot move KV",
     )
 
 
 def build_leader(
-    config: Config, memory: Memory, worker: WorkerSide
+    config: Config, memory: Memory, worker: WorkerConnector
 ) -> tuple[Leader, list[Callable[[], None]]]:
-    """The leader over the memory of rank 0, and what lets go of its tiers.
-
-    That is called once all ranks have closed. A tier that cannot be used is named in the log and
-    left out.
+    """Build the leader over the memory of rank 0. Return it with what releases its tiers, to be
+    called after all ranks have closed. A tier that cannot be used is named in the log and left out.
     """
     model = whole(memory.facts, memory.groups, config.block.tokens)
     alone = model.world_size == 1

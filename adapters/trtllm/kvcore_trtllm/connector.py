@@ -21,14 +21,14 @@ from kvcore_trtllm import engine
 from kvcore_trtllm.build import (
     agree_on_fusion,
     build_leader,
-    build_worker_side,
-    refusing_worker_side,
+    build_worker_connector,
+    refusing_worker_connector,
 )
 from kvcore_trtllm.describe import ModelFacts, check_settings, describe
 from kvcore_trtllm.layout import Memory, of_pool, of_regions
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan
 from kvcore_trtllm.scheduler import Leader
-from kvcore_trtllm.worker import WorkerSide
+from kvcore_trtllm.worker import WorkerConnector
 
 _log = logging.getLogger("kvcore.trtllm")
 _T = TypeVar("_T")
@@ -85,7 +85,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             self._facts = describe(llm_args)
         except UnsupportedError as error:
             _log.warning("kvcore stands aside, the model runs without it: %s", error)
-        self._side: WorkerSide | None = None
+        self._side: WorkerConnector | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
@@ -103,7 +103,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         memory: Memory | None = None
         try:
             memory = look(self._facts)
-            self._side = build_worker_side(
+            self._side = build_worker_connector(
                 self._config,
                 memory,
                 self._rank,
@@ -113,7 +113,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             )
         except (UnsupportedError, LayoutError) as error:
             _log.warning("kvcore stands aside on rank %d: %s", self._rank, error)
-            self._side = refusing_worker_side(self._facts.world_size, _names.allgather)
+            self._side = refusing_worker_connector(self._facts.world_size, _names.allgather)
         agree_on_fusion(self._config, self._side, self._facts.world_size, _names.allgather)
         releases: list[Callable[[], None]] = []
         if self._rank == 0 and memory is not None:
@@ -160,7 +160,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         self._side, self._meeting.leader = None, None
 
 
-def _close(side: WorkerSide, releases: list[Callable[[], None]]) -> None:
+def _close(side: WorkerConnector, releases: list[Callable[[], None]]) -> None:
     side.close()
     for release in releases:
         release()

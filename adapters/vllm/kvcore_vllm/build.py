@@ -13,7 +13,7 @@ from kvcore.config import Config
 from kvcore.connector.build import (
     LeaderParts,
     WorkerParts,
-    build_blends,
+    build_fusion_worker,
     build_leader,
     build_planner,
     build_policy,
@@ -33,17 +33,15 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
 from kvcore.runtime.build import segments_of
-from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import RefusingWorker
-from kvcore.worker.lifecycle import refuse_tier
+from kvcore.worker.lifecycle import refusing_parts
 from kvcore_vllm.attention import install
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.layout import group_view, verify_cpu_layout
 from kvcore_vllm.scheduler import SchedulerSide
-from kvcore_vllm.worker import WorkerSide
+from kvcore_vllm.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -148,13 +146,13 @@ def _wants_events(vllm_config: VllmConfig) -> bool:
 # -- worker ---------------------------------------------------------------------------------
 
 
-def build_worker_side(
+def build_worker_connector(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
     kv_caches: dict[str, torch.Tensor],
-) -> WorkerSide:
-    """The worker of this rank. Raises UnsupportedError or LayoutError where KV cannot be moved
+) -> WorkerConnector:
+    """Build the worker of this rank. Raises UnsupportedError or LayoutError if KV cannot be moved
     right: nothing may be stored then."""
     rank = vllm_config.parallel_config.rank % model.world_size
     shape = model.rank_shape(rank)
@@ -164,14 +162,12 @@ def build_worker_side(
         _verify(vllm_config, groups, views, shape)
     parts = build_worker(config, model, rank, views)
     _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
-    return WorkerSide(
-        parts.worker,
-        blends=_blends(config, vllm_config, model, rank, parts),
-        clock=ForwardClock(views[0].tensors[0].device),
+    return WorkerConnector(
+        parts,
+        _blends(config, vllm_config, model, rank, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
-        metrics=parts.metrics,
-        open_tier=parts.open_tier,
+        clock=ForwardClock(views[0].tensors[0].device),
     )
 
 
@@ -192,7 +188,7 @@ def _blends(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return RefusingFusionWorker(group.page_tokens)
-    return build_blends(FusionWorker, config, model, rank, parts, layers, ropes)
+    return build_fusion_worker(FusionWorker, config, model, rank, parts, layers, ropes)
 
 
 def _hook_attention(
@@ -221,20 +217,18 @@ def _hook_attention(
         _log.warning("attention hooks are left out: %s: %s", names, error)
 
 
-def refusing_worker_side(model: ModelDescription) -> WorkerSide:
-    """A worker that takes no work, so that the leader learns of it and stands aside.
+def refusing_worker_connector(model: ModelDescription) -> WorkerConnector:
+    """Build a worker that takes no work, so that the leader learns of it and stops.
 
     What was planned before it learns is reported page by page: the engine computes it.
     """
     page_tokens = tuple(group.page_tokens for group in model.groups)
-    return WorkerSide(
-        RefusingWorker(),
-        blends=RefusingFusionWorker(page_tokens[0]),
-        clock=ForwardClock(torch.device("cpu")),
+    return WorkerConnector(
+        refusing_parts(),
+        RefusingFusionWorker(page_tokens[0]),
         layer_of={},
         page_tokens=page_tokens,
-        metrics=Metrics(),
-        open_tier=refuse_tier,
+        clock=ForwardClock(torch.device("cpu")),
     )
 
 

@@ -27,13 +27,17 @@ from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import load_plugins
-from kvcore_vllm.build import build_scheduler_side, build_worker_side, refusing_worker_side
+from kvcore_vllm.build import (
+    build_scheduler_side,
+    build_worker_connector,
+    refusing_worker_connector,
+)
 from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
-from kvcore_vllm.worker import WorkerSide
+from kvcore_vllm.worker import WorkerConnector
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +78,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
         log.configure(self._config.log.level, self._config.log.format)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerConnector | None = None
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that cannot bring a block must never fail the request that asked for it.
             transfer.kv_load_failure_policy = "recompute"
@@ -122,12 +126,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._model is None:
             return
         try:
-            self._worker = build_worker_side(
+            self._worker = build_worker_connector(
                 self._config, self._vllm_config, self._model, kv_caches
             )
         except (UnsupportedError, LayoutError) as error:
             self._stand_aside(error)
-            self._worker = refusing_worker_side(self._model)
+            self._worker = refusing_worker_connector(self._model)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before vLLM touches a page: start the step's plan here."""
@@ -172,8 +176,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_bad_pages() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        news = self._worker.take_news() if self._worker is not None else None
-        return KVCoreWorkerMetadata.of(news) if news is not None else None
+        report = self._worker.take_report() if self._worker is not None else None
+        return None if report is None else KVCoreWorkerMetadata([report])
 
     # -- scheduler --------------------------------------------------------------------------
 

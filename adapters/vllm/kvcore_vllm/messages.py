@@ -1,13 +1,12 @@
-"""What the two roles of the connector say to each other, on vLLM's own metadata channel.
+"""What the two roles of the connector send each other, on vLLM's own metadata channel.
 
-    scheduler ──StepPlan──▶ every worker         (with each step)
-    scheduler ◀──StepNews── every worker, merged (with each step's output)
-
-The payload is msgpack inside vLLM's metadata classes, so nothing of kvcore's is pickled.
+scheduler ──StepPlan────▶ every worker    (with each step)
+scheduler ◀──StepReport── every worker    (with each step's output)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,24 +15,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvcore._util.msgpack import decoder
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport
-from kvcore.index.slots import SlotRun
-from kvcore.telemetry.metrics import merge
-from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.connector.messages import Codec, PlanMetadata, StepReport, WorkPlan, merge_reports
+from kvcore.transfer.graph import TransferGraph
+
+_REPORTS = Codec(StepReport, "a step report")
 
 
-class StepPlan(msgspec.Struct, array_like=True):
+class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     """One step's work for a worker.
 
     ``fence`` are graphs whose reads of the engine's pages must end before this step writes to
-    those pages. ``sync_loads`` must have landed when the forward uses them, ``async_loads`` maps a
-    graph to the request that waits for it, ``early_saves`` read pages that may be given away in
-    this very step, ``late_saves`` read what this step's forward computes. ``open_tiers`` comes
-    once, before any graph that names those tiers: what their `prepare` told. ``forget`` are slots
-    of tiers to make unreadable before any graph of this step. ``fetches`` bring blocks to host
-    memory, ``blends`` are carried out before the forward. ``timed`` asks for the seconds of the
-    forward, under this number; 0 does not.
+    those pages. ``sync_loads`` must have landed when the forward uses them. ``async_loads`` are
+    loads between steps, each with the request that waits for it; ``failed_loads`` are requests
+    whose load could not be planned. ``early_saves`` read pages that may be given away in this very
+    step, ``late_saves`` read what this step's forward computes. ``fetches`` bring blocks to host
+    memory, ``spills`` take them from there to lower tiers. ``empty_step`` says that nothing is
+    computed. ``timed`` asks for the seconds of the forward, under this number; 0 does not.
     """
 
     fence: list[int] = []
@@ -42,129 +39,36 @@ class StepPlan(msgspec.Struct, array_like=True):
     failed_loads: list[str] = []
     early_saves: list[TransferGraph] = []
     late_saves: list[TransferGraph] = []
-    spills: list[TransferGraph] = []
-    cancel: list[int] = []
-    empty_step: bool = False
-    open_tiers: dict[str, dict[str, Any]] = {}
-    forget: list[tuple[str, list[SlotRun]]] = []
     fetches: list[TransferGraph] = []
-    blends: list[BlendOrder] = []
+    spills: list[TransferGraph] = []
+    empty_step: bool = False
     timed: int = 0
 
-    @property
-    def idle(self) -> bool:
-        return not (
-            self.fence
-            or self.sync_loads
-            or self.async_loads
-            or self.failed_loads
-            or self.early_saves
-            or self.late_saves
-            or self.spills
-            or self.cancel
-            or self.open_tiers
-            or self.forget
-            or self.fetches
-            or self.blends
-            or self.timed
-        )
 
-
-class RankReport(msgspec.Struct, array_like=True):
-    """An op's report and how many ranks it speaks for."""
-
-    report: OpReport
-    ranks: int = 1
-
-
-class StepNews(msgspec.Struct, array_like=True):
-    """What ended on the workers since their last news, and what they counted.
-
-    ``forwards`` are (`StepPlan.timed`, seconds). ``profile`` comes once: (rows, seconds) of the
-    model's layers as a blend runs them, behind nothing.
-    """
-
-    reports: list[RankReport] = []
-    counted: dict[str, dict[str, Any]] = {}
-    blends: list[BlendReport] = []
-    forwards: list[tuple[int, float]] = []
-    profile: list[tuple[int, float]] = []
-
-    def merge(self, other: StepNews) -> StepNews:
-        """News of two ranks as one: reports of the same op add up, counters too."""
-        merged = {(r.report.graph_id, r.report.op_id): r for r in self.reports}
-        for theirs in other.reports:
-            place = (theirs.report.graph_id, theirs.report.op_id)
-            mine = merged.get(place)
-            merged[place] = theirs if mine is None else _add(mine, theirs)
-        counted = merge(merge({}, self.counted), other.counted)
-        blends = {report.request_id: report for report in self.blends}
-        for report in other.blends:
-            if report.request_id not in blends or not report.ok:
-                blends[report.request_id] = report
-        return StepNews(
-            list(merged.values()),
-            counted,
-            list(blends.values()),
-            _slowest(self.forwards, other.forwards),
-            _slowest(self.profile, other.profile),
-        )
-
-
-def _slowest(
-    mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
-) -> list[tuple[int, float]]:
-    """Ranks wait for each other, so what the slowest says is what it took."""
-    if len(mine) == len(theirs) and [n for n, _ in mine] == [n for n, _ in theirs]:
-        return [(n, max(a, b)) for (n, a), (_, b) in zip(mine, theirs, strict=True)]
-    slowest: dict[int, float] = {}
-    for number, seconds in (*mine, *theirs):
-        slowest[number] = max(seconds, slowest.get(number, 0.0))
-    return list(slowest.items())
-
-
-def _add(a: RankReport, b: RankReport) -> RankReport:
-    failed = {**b.report.failed, **a.report.failed}
-    report = OpReport(a.report.graph_id, a.report.op_id, failed)
-    return RankReport(report, a.ranks + b.ranks)
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_plan = decoder(StepPlan, "a step plan")
-_decode_news = decoder(StepNews, "step news")
-
-
-class KVCoreMetadata(KVConnectorMetadata):
+class KVCoreMetadata(PlanMetadata[StepPlan], KVConnectorMetadata):
     """A StepPlan on its way to the workers."""
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> KVCoreMetadata:
-        return cls(b"" if plan.idle and not plan.empty_step else _encode(plan))
-
-    def plan(self) -> StepPlan:
-        """Raises FormatError when the payload is not a step plan."""
-        if not self.payload:
-            return StepPlan()
-        return _decode_plan(self.payload)
+    codec = Codec(StepPlan, "a step plan")
 
 
 class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
-    """StepNews on its way to the scheduler."""
+    """StepReports of ranks on their way to the scheduler: objects here, msgpack when pickled."""
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
+    def __init__(self, ranks: Sequence[StepReport]) -> None:
+        self._ranks = ranks
 
-    @classmethod
-    def of(cls, news: StepNews) -> KVCoreWorkerMetadata:
-        return cls(_encode(news))
-
-    def news(self) -> StepNews:
-        """Raises FormatError when the payload is not step news."""
-        return _decode_news(self.payload)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, tuple(_REPORTS.encode(report) for report in self._ranks)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVCoreWorkerMetadata:
         assert isinstance(other, KVCoreWorkerMetadata)
-        return KVCoreWorkerMetadata.of(self.news().merge(other.news()))
+        return KVCoreWorkerMetadata([*self._ranks, *other._ranks])
+
+    def merged(self) -> StepReport:
+        """Return one report for all ranks."""
+        return merge_reports(self._ranks)
+
+
+def _unpickled(*payloads: bytes) -> KVCoreWorkerMetadata:
+    """Raises FormatError if a payload is not a step report."""
+    return KVCoreWorkerMetadata([_REPORTS.decode(payload) for payload in payloads])

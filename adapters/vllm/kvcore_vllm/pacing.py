@@ -1,7 +1,7 @@
 """What vLLM tells the fusion controller (`kvcore.connector.fusion_policy`).
 
-StepNews.profile     workers time their own layers, at start
-StepNews.forwards    seconds of the steps that StepPlan.timed asked for
+StepReport.profile    workers time their own layers, at start
+StepReport.forwards   seconds of the steps that StepPlan.timed asked for
 """
 
 from __future__ import annotations

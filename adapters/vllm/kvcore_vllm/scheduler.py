@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
+from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageUsers, Paging
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
@@ -40,7 +41,7 @@ from kvcore.transfer.graph import OpReport, RowError
 from kvcore.transfer.plan import layer_steps
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
-from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepNews, StepPlan
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
 from kvcore_vllm.tracked import Tracked
 
@@ -393,24 +394,24 @@ class SchedulerSide:
         """Take in what the workers ended."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVCoreWorkerMetadata):
-            self._take_news(meta.news())
+            self._take_report(meta.merged())
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
         for request_id in output.failed_recving or ():
             self._load_failed(request_id)
 
-    def _take_news(self, news: StepNews) -> None:
-        self._metrics.absorb(news.counted)
+    def _take_report(self, ranks: StepReport) -> None:
+        self._metrics.absorb(ranks.counted)
         if self._policy is not None:
-            self._policy.learn(news.profile, news.forwards, news.counted)
-        for blend in news.blends:
+            self._policy.learn(ranks.profile, ranks.forwards, ranks.counted)
+        for blend in ranks.blends:
             if self._fusion is not None:
                 self._fusion.take_report(blend)
             tracked = self._requests.get(blend.request_id)
             if tracked is not None and not blend.ok:
                 tracked.reused.pop("blend", None)
-        for ranked in news.reports:
-            self._outbox.deliver(ranked.report, ranked.ranks)
+        for report in ranks.reports:
+            self._outbox.deliver(report)
         for report in self._outbox.poll():
             self._manager.complete(report)
             self._after(report)

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvcore.connector.worker import ATTEMPTS  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.index.slots import SlotRun  # noqa: E402
 from kvcore.transfer.graph import TransferGraph  # noqa: E402
@@ -19,7 +20,6 @@ from kvcore_sglang.describe import _check_components  # noqa: E402  (needs torch
 from kvcore_sglang.fusion_scheduler import Asking  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
-from kvcore_sglang.worker import ATTEMPTS  # noqa: E402
 from support.sglang import (  # noqa: E402
     DIM,
     HEADS,
@@ -215,8 +215,8 @@ def test_orders_survive_the_line() -> None:
     from kvcore_sglang import messages
 
     graph = TransferGraph(1, 1, b"n" * 16, b"p" * 16, (b"k" * 16,), (3,), (-1,), (), ())  # type: ignore[arg-type]
-    order = Order(True, {"disk": {"a": 1}}, [("disk", [SlotRun(1, 3)])], [7], [graph])
-    assert messages.decode_order(messages.encode(order)) == order
+    order = Order({"disk": {"a": 1}}, [("disk", [SlotRun(1, 3)])], [7], now=True, graphs=[graph])
+    assert messages.ORDERS.decode(messages.ORDERS.encode(order)) == order
     assert not order.empty
     assert Order().empty
 
@@ -281,12 +281,12 @@ def test_chunks_land_behind_an_exact_prefix(
     if fail:
         submit = rig.engine.submit
 
-        def failing(graph: TransferGraph, into: Any = None) -> Any:
+        def failing(graph: TransferGraph, into: Any = None, wave: int | None = None) -> Any:
             if into is not None:
                 monkeypatch.setattr(
                     type(rig.engine.ops), "copy_blocks", lambda *a, **k: 1 / 0, raising=True
                 )
-            return submit(graph, into)
+            return submit(graph, into, wave)
 
         monkeypatch.setattr(rig.engine, "submit", failing)
     rig.worker.start_loads([graph])

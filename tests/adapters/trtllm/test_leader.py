@@ -18,11 +18,11 @@ from kvcore.manager import HOST, KVManager
 from kvcore.model.spec import LayerGroup
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore.worker.lifecycle import refuse_tier
+from kvcore.worker.lifecycle import RankParts, refuse_tier
 from kvcore_trtllm.describe import whole
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.scheduler import Leader
-from kvcore_trtllm.worker import Tally, WorkerSide
+from kvcore_trtllm.worker import Tally, WorkerConnector
 from support.trtllm_parts import facts, make_graph, request
 
 
@@ -144,7 +144,7 @@ class _Slow:
         self._running: list[TransferGraph] = []
         self._reports: list[OpReport] = []
 
-    def submit(self, graph: TransferGraph) -> list[OpReport]:
+    def submit(self, graph: TransferGraph, wave: int | None = None) -> list[OpReport]:
         self.attempts += 1
         self._running.append(graph)
         return []
@@ -178,13 +178,11 @@ def test_a_fence_waits_until_a_load_is_not_tried_again(
 ) -> None:
     """Between two attempts nothing is under way, and the next writes to the page again."""
     worker: Any = _Slow(failing)
-    side = WorkerSide(
-        worker,
+    side = WorkerConnector(
+        RankParts(worker, Metrics(), refuse_tier),
         Tally(1, lambda mine: [mine]),
         layers=1,
         layerwise=True,
-        metrics=Metrics(),
-        open_tier=refuse_tier,
     )
     side.begin(StepPlan(async_loads=[(5, make_graph(1))]))
     plan = StepPlan(fence=[1], cancel=[1] if cancel else [])

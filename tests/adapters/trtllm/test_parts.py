@@ -15,13 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore.config import Config  # noqa: E402
+from kvcore.connector.messages import StepReport  # noqa: E402
 from kvcore.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
 from kvcore.model.identity import weights_identity  # noqa: E402
 from kvcore.model.spec import LayerGroup  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
 from kvcore_trtllm.describe import ModelFacts, check_settings, describe, whole  # noqa: E402
 from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
-from kvcore_trtllm.messages import KVCoreMetadata, StepNews, StepPlan  # noqa: E402
+from kvcore_trtllm.messages import KVCoreMetadata, StepPlan  # noqa: E402
 from kvcore_trtllm.requests import RequestNamespaces, excluded, extras  # noqa: E402
 from kvcore_trtllm.worker import Tally  # noqa: E402
 from support.trtllm_parts import facts, make_graph, request  # noqa: E402
@@ -287,15 +288,15 @@ def test_an_op_has_ended_when_all_ranks_say_so() -> None:
         return [mine, queues[1].pop(0)]
 
     tally = Tally(2, gather)
-    assert tally.exchange(StepNews()) is None  # nothing open: no word to the others
+    assert tally.exchange(StepReport()) is None  # nothing open: no word to the others
     tally.expect(make_graph(1, ops=2))
     encode = msgspec.msgpack.encode
     good, bad = OpReport(1, 0), OpReport(1, 1, {0: RowError.IO})
-    queues[1] = [encode(StepNews([bad])), encode(StepNews([good])), encode(StepNews())]
-    assert tally.exchange(StepNews([good])) == ([], [{}, {}])
-    assert tally.exchange(StepNews()) == ([good], [{}, {}])
-    assert tally.exchange(StepNews([OpReport(1, 1)])) == ([bad], [{}, {}])
-    assert tally.exchange(StepNews()) is None
+    queues[1] = [encode(StepReport([bad])), encode(StepReport([good])), encode(StepReport())]
+    assert tally.exchange(StepReport([good])) == ([], [{}, {}])
+    assert tally.exchange(StepReport()) == ([good], [{}, {}])
+    assert tally.exchange(StepReport([OpReport(1, 1)])) == ([bad], [{}, {}])
+    assert tally.exchange(StepReport()) is None
 
 
 def test_namespaces_differ_by_what_the_version_tells() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import kvcore_sglang.messages as sglang
 import kvcore_trtllm.messages as trtllm
 from kvcore._util.msgpack import decoder
+from kvcore.connector.messages import StepReport
 from kvcore.errors import FormatError
 from kvcore.transfer.graph import OpReport
 
@@ -21,13 +22,13 @@ DEEP = b"\x91" * 100_000
 """Lists in lists."""
 TIERS = ({"far": {"a": {"b": 1}}}, {"far": {"a": {"b": 1}}})
 READERS: dict[str, tuple[Callable[[bytes], Any], Any]] = {
-    "sglang order": (sglang.decode_order, sglang.Order(True, TIERS[0], cancel=[1])),
-    "sglang news": (sglang.decode_news, sglang.News([OpReport(1, 2)])),
+    "sglang order": (sglang.ORDERS.decode, sglang.Order(TIERS[0], cancel=[1], now=True)),
+    "sglang report": (sglang.REPORTS.decode, StepReport([OpReport(1, 2)])),
     "trtllm plan": (
         lambda data: trtllm.KVCoreMetadata(data).plan(),
         trtllm.StepPlan(TIERS[1], cancel=[3]),
     ),
-    "trtllm news": (trtllm.decode_news, trtllm.StepNews([OpReport(1, 2)])),
+    "trtllm report": (trtllm.REPORTS.decode, StepReport([OpReport(1, 2)])),
 }
 
 

@@ -1,0 +1,122 @@
+"""What the two halves of a connector send each other, in whatever way the engine carries it.
+
+    leader ──a subclass of WorkPlan──▶ every rank      work, step by step
+    leader ◀──────StepReport────────── every rank      what ended, what was counted and timed
+
+The payload is msgpack. Engines that pickle their own messages pickle bytes of kvcore's, no objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+from kvcore._util.msgpack import decoder
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.index.slots import SlotRun
+from kvcore.telemetry.metrics import Data, merge
+from kvcore.transfer.graph import OpReport
+
+__all__ = ["Codec", "PlanMetadata", "StepReport", "WorkPlan", "merge_reports"]
+
+
+class WorkPlan(msgspec.Struct, array_like=True):
+    """Work for a rank, as far as it is the same in every engine.
+
+    ``open_tiers`` comes once, before any graph that names those tiers: for each, what its leader's
+    part says to the ranks. ``forget`` are slots of tiers to make unreadable before any graph of
+    this plan. ``cancel`` are ids of graphs. ``blends`` are carried out before the forward.
+    """
+
+    open_tiers: dict[str, dict[str, Any]] = {}
+    forget: list[tuple[str, list[SlotRun]]] = []
+    cancel: list[int] = []
+    blends: list[BlendOrder] = []
+
+
+class StepReport(msgspec.Struct, array_like=True):
+    """What ended on a rank since its last report, and what it counted meanwhile.
+
+    ``forwards`` are (number, seconds) of the forwards that a plan asked to time. ``profile`` comes
+    once: (rows, seconds) of the model's layers as a blend runs them, with no KV before the rows.
+    """
+
+    reports: list[OpReport] = []
+    counted: Data = {}
+    blends: list[BlendReport] = []
+    forwards: list[tuple[int, float]] = []
+    profile: list[tuple[int, float]] = []
+
+
+def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
+    """Merge the reports of ranks into one: ops in their order, counts added up, and what the
+    slowest rank timed. A blend that failed on one rank has failed."""
+    if len(ranks) == 1:
+        return ranks[0]
+    merged = StepReport()
+    blends: dict[str, BlendReport] = {}
+    for rank in ranks:
+        merged.reports += rank.reports
+        merge(merged.counted, rank.counted)
+        merged.forwards = _slowest(merged.forwards, rank.forwards)
+        merged.profile = _slowest(merged.profile, rank.profile)
+        for report in rank.blends:
+            if report.request_id not in blends or not report.ok:
+                blends[report.request_id] = report
+    merged.blends = list(blends.values())
+    return merged
+
+
+def _slowest(
+    mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
+) -> list[tuple[int, float]]:
+    """Ranks wait for each other, so the time of the slowest is what a forward took."""
+    slowest: dict[int, float] = {}
+    for number, seconds in (*mine, *theirs):
+        slowest[number] = max(seconds, slowest.get(number, 0.0))
+    return list(slowest.items())
+
+
+_M = TypeVar("_M", bound=msgspec.Struct)
+_P = TypeVar("_P", bound="PlanMetadata[Any]")
+
+
+class Codec(Generic[_M]):
+    """Encodes messages of one kind. One that has only defaults is no bytes at all.
+
+    ``what`` names the kind in errors.
+    """
+
+    def __init__(self, kind: type[_M], what: str) -> None:
+        self._kind = kind
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = decoder(kind, what)
+        self._empty = self._encode(kind())
+
+    def encode(self, message: _M) -> bytes:
+        payload = self._encode(message)
+        return b"" if payload == self._empty else payload
+
+    def decode(self, payload: bytes) -> _M:
+        """Raises FormatError if ``payload`` is no such message."""
+        return self._decode(payload) if payload else self._kind()
+
+
+class PlanMetadata(Generic[_M]):
+    """A plan inside an engine's own metadata, which the engine pickles. ``codec`` is its kind's."""
+
+    codec: ClassVar[Codec[Any]]
+
+    def __init__(self, payload: bytes = b"") -> None:
+        self.payload = payload
+
+    @classmethod
+    def of(cls: type[_P], plan: _M) -> _P:
+        return cls(cls.codec.encode(plan))
+
+    def plan(self) -> _M:
+        """Raises FormatError if the payload is not a step plan."""
+        found: _M = self.codec.decode(self.payload)
+        return found
