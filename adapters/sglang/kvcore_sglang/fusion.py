@@ -11,17 +11,21 @@ on the instance for the length of a call, and nothing is patched outside one.
 
 from __future__ import annotations
 
-import gc
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed
 from torch import Tensor
 
-from kvcore.connector.fusion_worker import EngineLayers, ServedRequest
+from kvcore.connector.engine_layers import (
+    TensorParallelLayers,
+    check_architecture,
+    check_arguments,
+    check_count,
+    live_objects,
+    refuse_unlike,
+)
+from kvcore.connector.fusion_worker import ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, HiddenState
@@ -39,17 +43,15 @@ ARCHITECTURES = (
 """Models of SGLang 0.5.23 whose forward is: embed, then every layer, with nothing in between, and
 whose layers hand on what they made through their boundaries."""
 
+_KNOWN = "SGLang 0.5.23"
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "forward_batch"]
 _ATTENTION_ARGUMENTS = ["q", "k", "v", "forward_batch", "save_kv_cache"]
 
 
 def ropes_of(served: ServedModel, server_args: Any) -> tuple[Rope | None, ...]:
-    """The rope of every layer, or UnsupportedError saying why the model cannot be blended."""
+    """Return the rope of every layer. Raises UnsupportedError if the model cannot be blended."""
     shape, checkpoint = served.model.shape, served.checkpoint
-    if checkpoint.architecture not in ARCHITECTURES:
-        raise UnsupportedError(
-            f"fusion is served for {', '.join(ARCHITECTURES)}, not for {checkpoint.architecture}"
-        )
+    check_architecture([checkpoint.architecture], ARCHITECTURES)
     if shape.kv_factor != 2 or shape.dims() != (shape.head_dim, shape.head_dim):
         raise UnsupportedError("fusion needs K and V of one head size: not latent attention")
     if (getattr(server_args, "json_model_override_args", None) or "{}").strip() != "{}":
@@ -60,20 +62,17 @@ def ropes_of(served: ServedModel, server_args: Any) -> tuple[Rope | None, ...]:
 
 
 def find_model(pool: Any) -> Any:
-    """The model of this process whose KV is in ``pool``. Raises UnsupportedError without one.
-
-    SGLang does not tell a linker; its runner is looked up among the objects of the process.
-    """
+    """Return the model of this process whose KV is in ``pool``. Raises UnsupportedError if there
+    is none."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    for found in gc.get_objects():
-        # not isinstance: lazy objects of other libraries wake up when asked for their class
-        if issubclass(type(found), ModelRunner) and vars(found).get("token_to_kv_pool") is pool:
+    for found in live_objects(ModelRunner):
+        if vars(found).get("token_to_kv_pool") is pool:
             return found.model
     raise UnsupportedError("the model of this process was not found")
 
 
-class SglangLayers(EngineLayers):
+class SglangLayers(TensorParallelLayers):
     """The decoder of a loaded model on one rank. Used from the scheduler's thread only.
 
     ``buffers`` are the pool's: K [slots, heads, dim] of every layer, then V.
@@ -82,23 +81,21 @@ class SglangLayers(EngineLayers):
     def __init__(
         self, model: Any, buffers: Sequence[Tensor], max_rows: int | None, ranks: int
     ) -> None:
+        from sglang.srt import distributed
         from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
+        super().__init__(distributed if ranks > 1 else None)
         self._proxy = PPProxyTensors
         self._embed = model.model.embed_tokens
         self._modules: list[Any] = list(model.model.layers)
         self.layers = len(buffers) // 2
         self._keys, self._values = buffers[: self.layers], buffers[self.layers :]
-        if len(self._modules) != self.layers:
-            raise UnsupportedError(
-                f"{len(self._modules)} decoder layers with {self.layers} layers of KV"
-            )
+        check_count(self._modules, self.layers)
         for module in self._modules:
             _check_layer(module)
         self._attention = [module.self_attn.attn for module in self._modules]
         self.attention = tuple(_attention(attention) for attention in self._attention)
         self.max_rows = max_rows
-        self._ranks = ranks
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:
@@ -123,30 +120,13 @@ class SglangLayers(EngineLayers):
         made = residuals.to_pp(hidden, batch)
         return HiddenState(made["hidden_states"], made["residual"])
 
-    def reduce(self, scores: Tensor) -> Tensor:
-        if self._ranks == 1:
-            return scores
-        from sglang.srt.distributed import tensor_model_parallel_all_reduce
-
-        summed: Tensor = tensor_model_parallel_all_reduce(scores)
-        return summed
-
-    def agree(self, well: bool) -> bool:
-        if self._ranks == 1:
-            return well
-        from sglang.srt.distributed import get_tp_group
-
-        ailing = torch.tensor([int(not well)])  # between the processes: no device waits
-        torch.distributed.all_reduce(ailing, group=get_tp_group().cpu_group)
-        return not ailing.item()
-
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         self._keys[layer][slots] = kv.keys
         self._values[layer][slots] = kv.values
 
 
 def _forward_batch(positions: Tensor) -> Any:
-    """One request's rows as SGLang's layers want them told. No attention of SGLang's reads it."""
+    """Return one request's rows as a batch for SGLang's layers. None of its attention reads it."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     nothing = positions.new_zeros(1)
@@ -184,21 +164,19 @@ def lent(attention: Any, attend: Attend) -> Iterator[None]:
 
 
 def _check_layer(module: Any) -> None:
-    """Raises UnsupportedError where a layer is not called as in 0.5.23."""
-    taken = list(inspect.signature(type(module).forward).parameters)[1:4]
-    if taken != _LAYER_ARGUMENTS:
-        raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
+    """Raise UnsupportedError if a layer is not called as in 0.5.23."""
+    check_arguments(type(module).forward, _LAYER_ARGUMENTS, _KNOWN)
     if not hasattr(getattr(module, "attn_boundary", None), "from_pp"):
         raise UnsupportedError(f"{type(module).__name__} does not hand its residual on")
 
 
 def _attention(layer: Any) -> Attention:
-    """What a layer's attention computes, or UnsupportedError where kvcore's would not."""
+    """Return what a layer's attention computes. Raises UnsupportedError if kvcore's would not."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-    taken = list(inspect.signature(type(layer).forward).parameters)[1:6]
-    if not isinstance(layer, RadixAttention) or taken != _ATTENTION_ARGUMENTS:
-        raise UnsupportedError(f"attention of type {type(layer).__name__} that takes {taken}")
+    if not isinstance(layer, RadixAttention):
+        raise UnsupportedError(f"attention of type {type(layer).__name__}, not RadixAttention")
+    check_arguments(type(layer).forward, _ATTENTION_ARGUMENTS, _KNOWN)
     unlike = {
         "cross attention": layer.is_cross_attention,
         "a window": layer.sliding_window_size not in (None, -1),
@@ -209,7 +187,5 @@ def _attention(layer: Any) -> Attention:
         f"positions encoded as {layer.pos_encoding_mode}": layer.pos_encoding_mode != "NONE",
         "a cap other than tanh": bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
     }
-    for what, found in unlike.items():
-        if found:
-            raise UnsupportedError(f"fusion is not served for attention with {what}")
+    refuse_unlike(unlike)
     return Attention(float(layer.scaling), None, float(layer.logit_cap or 0))

@@ -6,11 +6,11 @@ the objects it hands over, and from the model that fusion looks up.
 
 from __future__ import annotations
 
-import gc
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvcore.connector.engine_layers import live_objects
 from kvcore.errors import UnsupportedError
 
 MODULES = (
@@ -66,16 +66,13 @@ def _module(name: str) -> Any:
 
 
 def loaded_model(llm_args: Any, rank: int) -> Any:
-    """The model of this rank. Raises UnsupportedError where not exactly one is found.
-
-    TensorRT-LLM does not tell a connector; its model engine is looked up among the objects of the
-    process.
-    """
+    """Return the model of this rank. Raises UnsupportedError unless exactly one is found."""
     kind = _module(MODEL_ENGINE).PyTorchModelEngine
-    # not isinstance: lazy objects of other libraries wake up when asked for their class
-    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    found = [each for each in found if not getattr(each, "is_draft_model", False)]
-    found = [each for each in found if each.mapping.rank == rank]
+    found = [
+        each
+        for each in live_objects(kind)
+        if not getattr(each, "is_draft_model", False) and each.mapping.rank == rank
+    ]
     own = [each for each in found if getattr(each, "llm_args", None) is llm_args]
     models = {id(each.model): each.model for each in own or found}
     if len(models) != 1:

@@ -11,8 +11,7 @@ Read in TensorRT-LLM 1.2 and 1.3; what does not fit is named and exact prefixes 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcore.connector.engine_layers import (
+    check_architecture,
+    check_arguments,
+    check_count,
+    refuse_unlike,
+)
 from kvcore.connector.fusion_worker import EngineLayers, ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
@@ -39,6 +44,7 @@ ARCHITECTURES = (
 )
 """Models whose forward is: embed, then every layer, with nothing in between."""
 
+KNOWN = "TensorRT-LLM 1.2 and 1.3"
 LAYER_ARGUMENTS = ("position_ids", "hidden_states", "attn_metadata", "residual")
 ATTENTION_ARGUMENTS = ("q", "k", "v", "attn_metadata")
 
@@ -46,12 +52,8 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 def ropes_of(llm_args: Any, facts: ModelFacts) -> tuple[Rope | None, ...]:
-    """The rope of every layer, or UnsupportedError saying why the model cannot be blended."""
-    known = list(facts.identity.get("architectures") or [])  # type: ignore[call-overload]
-    if not set(known) & set(ARCHITECTURES):
-        raise UnsupportedError(
-            f"fusion is served for {', '.join(ARCHITECTURES)}, not for {', '.join(known)}"
-        )
+    """Return the rope of every layer. Raises UnsupportedError if the model cannot be blended."""
+    check_architecture(facts.identity.get("architectures") or [], ARCHITECTURES)  # type: ignore[arg-type]
     unlike = {
         "latent attention": facts.mla,
         f"K kept as {facts.kv_dtype}": ITEM_BYTES[facts.kv_dtype] == 1,
@@ -59,9 +61,7 @@ def ropes_of(llm_args: Any, facts: ModelFacts) -> tuple[Rope | None, ...]:
         "torch_compile_config": getattr(llm_args, "torch_compile_config", None),
         "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None),
     }
-    for what, found in unlike.items():
-        if found:
-            raise UnsupportedError(f"fusion on TensorRT-LLM is not served with {what}")
+    refuse_unlike(unlike, "a model with")
     return tuple(rope_of(facts.identity, layer) for layer in range(facts.layers))
 
 
@@ -85,14 +85,11 @@ class TrtllmLayers(EngineLayers):
         self.layers = view.layout.layers
         self._embed = decoder.embed_tokens
         self._modules: list[Any] = list(decoder.layers)[: self.layers]
-        if len(self._modules) != self.layers:
-            raise UnsupportedError(
-                f"{len(self._modules)} decoder layers, KV of {self.layers}: fusion needs one each"
-            )
+        check_count(self._modules, self.layers)
         self._attention: list[Any] = [module.self_attn for module in self._modules]
         for module in self._modules:
-            _check_call(module.forward, LAYER_ARGUMENTS)
-            _check_call(module.self_attn.forward_impl, ATTENTION_ARGUMENTS)
+            check_arguments(module.forward, LAYER_ARGUMENTS, KNOWN)
+            check_arguments(module.self_attn.forward_impl, ATTENTION_ARGUMENTS, KNOWN)
         self.attention = tuple(_attention(module) for module in self._attention)
         self._rotary = [_rotating(module, rotary) for module in self._attention]
         self._planes = [
@@ -142,17 +139,8 @@ class TrtllmLayers(EngineLayers):
             plane[pages, offsets] = rows.to(plane.dtype)
 
 
-def _check_call(call: Callable[..., Any], wanted: Sequence[str]) -> None:
-    taken = [name for name in inspect.signature(call).parameters if name != "self"][: len(wanted)]
-    if taken != list(wanted):
-        raise UnsupportedError(
-            f"{call.__qualname__} takes {', '.join(taken)}; fusion knows TensorRT-LLM's of 1.2 and "
-            f"1.3, which take {', '.join(wanted)}"
-        )
-
-
 def _attention(module: Any) -> Attention:
-    """What a module's attention computes, or UnsupportedError where kvcore's would not."""
+    """Return what a module's attention computes. Raises UnsupportedError if kvcore's would not."""
     if getattr(module, "attention_chunk_size", None) is not None:
         raise UnsupportedError("fusion is not served for attention in chunks")
     for name in ("head_dim", "q_size", "kv_size", "rope_fusion", "split_qkv"):

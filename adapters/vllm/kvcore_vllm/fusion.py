@@ -8,8 +8,6 @@ Nothing is patched outside such a call (`kvcore_vllm.attention`).
 
 from __future__ import annotations
 
-import gc
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcore.connector.fusion_worker import EngineLayers, ServedRequest
+from kvcore.connector.engine_layers import (
+    TensorParallelLayers,
+    check_architecture,
+    check_arguments,
+    check_count,
+    live_objects,
+    refuse_unlike,
+)
+from kvcore.connector.fusion_worker import ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, HiddenState
@@ -46,12 +52,9 @@ _NO_WINDOW = (None, -1, (-1, -1))
 
 
 def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | None, ...]:
-    """The rope of every layer, or UnsupportedError saying why the model cannot be blended."""
+    """Return the rope of every layer. Raises UnsupportedError if the model cannot be blended."""
     config = vllm_config.model_config
-    if config.architecture not in ARCHITECTURES:
-        raise UnsupportedError(
-            f"fusion is served for {', '.join(ARCHITECTURES)}, not for {config.architecture}"
-        )
+    check_architecture([config.architecture], ARCHITECTURES)
     if not model.single_group or model.shape.kv_factor != 2:
         raise UnsupportedError(
             "fusion needs K and V of every token in every layer: not latent attention, and not a "
@@ -68,15 +71,12 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
 
 
 def find_worker(vllm_config: VllmConfig) -> Any:
-    """This process's worker, with its model loaded. Raises UnsupportedError without one.
-
-    vLLM does not tell a connector; its worker is looked up among the objects of the process.
-    """
+    """Return this process's worker, with its model loaded. Raises UnsupportedError if there is
+    none."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    for found in gc.get_objects():
-        # not isinstance: lazy objects of other libraries wake up when asked for their class
-        if issubclass(type(found), WorkerBase) and found.vllm_config is vllm_config:
+    for found in live_objects(WorkerBase):
+        if found.vllm_config is vllm_config:
             return found
     raise UnsupportedError("the worker of this process was not found: fusion needs its model")
 
@@ -93,13 +93,17 @@ class _Answering(AttentionHook):
         return self._attend(call.query, call.key, call.value)
 
 
-class VllmLayers(EngineLayers):
+class VllmLayers(TensorParallelLayers):
     """The decoder of a loaded model on one rank. Used from the model runner's thread only.
 
     ``names`` are the attention layers in canonical order.
     """
 
     def __init__(self, vllm_config: VllmConfig, worker: Any, names: Sequence[str]) -> None:
+        from vllm import distributed
+
+        parallel = vllm_config.parallel_config.tensor_parallel_size > 1
+        super().__init__(distributed if parallel else None)
         check_module()
         context = vllm_config.compilation_config.static_forward_context
         self._attention: list[Any] = [context[name] for name in names]
@@ -112,14 +116,8 @@ class VllmLayers(EngineLayers):
         # What vLLM has measured its memory for, and what its LoRA layers have room for.
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._served: ServedRequest | None = None
-        self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
-        if len(self._modules) != self.layers:
-            raise UnsupportedError(
-                f"{len(self._modules)} decoder layers with {self.layers} attention layers"
-            )
-        taken = list(inspect.signature(type(self._modules[0]).forward).parameters)[1:4]
-        if taken != _LAYER_ARGUMENTS:
-            raise UnsupportedError(f"a decoder layer that takes {taken}, not {_LAYER_ARGUMENTS}")
+        check_count(self._modules, self.layers)
+        check_arguments(type(self._modules[0]).forward, _LAYER_ARGUMENTS, "vLLM 0.32")
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:
@@ -134,7 +132,7 @@ class VllmLayers(EngineLayers):
                 self._loras.set_adapter_mapping(steps)
 
     def _adapt(self, rows: int) -> None:
-        """Tell vLLM's LoRA layers of how many rows the next call is."""
+        """Tell vLLM's LoRA layers how many rows the next call has."""
         if self._loras is None or self._served is None:
             return
         from vllm.lora.layers import LoRAMapping
@@ -144,7 +142,7 @@ class VllmLayers(EngineLayers):
         self._loras.set_adapter_mapping(mapping)
 
     def _batch(self, positions: Tensor) -> Batch:
-        """These rows of the request that is served, of which there is at least one."""
+        """Return rows of the request that is served as a batch. There is at least one row."""
         assert self._served is not None
         rows = len(positions)
         starts = torch.arange(0, rows + 1, rows, device=positions.device)
@@ -162,23 +160,6 @@ class VllmLayers(EngineLayers):
             hidden, residual = self._modules[layer](positions, state.hidden, state.residual)
         return HiddenState(hidden, residual)
 
-    def reduce(self, scores: Tensor) -> Tensor:
-        if not self._tensor_parallel:
-            return scores
-        from vllm.distributed import tensor_model_parallel_all_reduce
-
-        summed: Tensor = tensor_model_parallel_all_reduce(scores)
-        return summed
-
-    def agree(self, well: bool) -> bool:
-        if not self._tensor_parallel:
-            return well
-        from vllm.distributed import get_tp_group
-
-        ailing = torch.tensor([int(not well)])  # between the hosts' processes: no device waits
-        torch.distributed.all_reduce(ailing, group=get_tp_group().cpu_group)
-        return not ailing.item()
-
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         attention = self._attention[layer]
         attention.impl.do_kv_cache_update(attention, kv.keys, kv.values, attention.kv_cache, slots)
@@ -195,7 +176,7 @@ def _lora_manager(vllm_config: VllmConfig, worker: Any) -> Any:
 
 
 def _attention(layer: Any) -> Attention:
-    """What a layer's attention computes, or UnsupportedError where kvcore's would not."""
+    """Return what a layer's attention computes. Raises UnsupportedError if kvcore's would not."""
     impl = layer.impl
     unlike = {
         "alibi_slopes": getattr(impl, "alibi_slopes", None),
@@ -203,9 +184,7 @@ def _attention(layer: Any) -> Attention:
         "a shared KV cache": getattr(layer, "kv_sharing_target_layer_name", None),
         "a quantised query": getattr(layer, "query_quant", None),
     }
-    for what, value in unlike.items():
-        if value is not None:
-            raise UnsupportedError(f"fusion is not served for attention with {what}")
+    refuse_unlike({what: value is not None for what, value in unlike.items()})
     if getattr(impl, "sliding_window", None) not in _NO_WINDOW:
         raise UnsupportedError(f"fusion is not served for a window of {impl.sliding_window}")
     if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):

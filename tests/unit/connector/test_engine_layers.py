@@ -1,0 +1,62 @@
+"""What is checked of an engine's model before its layers are lent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvcore.connector.engine_layers import (  # noqa: E402
+    check_architecture,
+    check_arguments,
+    check_count,
+    live_objects,
+    refuse_unlike,
+)
+from kvcore.errors import UnsupportedError  # noqa: E402
+
+
+class Runner:
+    pass
+
+
+class Awake:
+    """Wakes up when asked for its class, as lazy modules do."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise AssertionError("asked for its class")
+
+
+def test_objects_of_a_kind_are_found_and_nothing_is_woken() -> None:
+    asleep, runner = Awake(), Runner()
+    assert list(live_objects(Runner)) == [runner]
+    assert type(asleep) is Awake
+
+
+def test_a_model_that_is_not_known_is_refused_by_name() -> None:
+    check_architecture(["Other", "Llama"], ("Llama", "Qwen"))
+    with pytest.raises(UnsupportedError, match="served for Llama, Qwen, not for Mixtral"):
+        check_architecture(["Mixtral"], ("Llama", "Qwen"))
+    check_count([1, 2], 2)
+    with pytest.raises(UnsupportedError, match="3 decoder layers, KV of 2"):
+        check_count([1, 2, 3], 2)
+
+
+def test_a_layer_is_called_as_it_is_known() -> None:
+    class Layer:
+        def forward(self, positions: Any, hidden: Any, residual: Any, more: Any = None) -> None:
+            pass
+
+    for call in (Layer.forward, Layer().forward):
+        check_arguments(call, ("positions", "hidden"), "an engine 1.0")
+        with pytest.raises(UnsupportedError, match=r"takes positions, hidden; fusion knows an eng"):
+            check_arguments(call, ("hidden", "positions"), "an engine 1.0")
+
+
+def test_a_feature_that_blends_would_ignore_is_named() -> None:
+    refuse_unlike({"a window": False, "sinks": None, "scales": 0})
+    with pytest.raises(UnsupportedError, match="not served for attention with sinks"):
+        refuse_unlike({"a window": False, "sinks": object()})
