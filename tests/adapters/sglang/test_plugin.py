@@ -12,6 +12,7 @@ import pytest
 
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.plugins.engine import SECRET_VARIABLE
 from kvcore.telemetry.rates import Part
 from kvcore_sglang import hooks, plugin
 
@@ -38,7 +39,7 @@ def test_a_secret_is_not_on_the_command_line() -> None:
     config = load_config(overrides={"namespace": {"secret": "hush"}}, env={})
     command = plugin.serve("MODEL", config, [])
     assert "hush" not in " ".join(command.argv)
-    assert command.env[plugin.SECRET_VARIABLE] == "hush"
+    assert command.env[SECRET_VARIABLE] == "hush"
 
 
 @pytest.mark.parametrize(
