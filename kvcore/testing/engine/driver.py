@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from kvcore.config import load_config
 from kvcore.errors import TransferError, UnsupportedError
 from kvcore.fusion.options import FusionOptions, fusion_options
-from kvcore.harness.engine_process import sample_name, serve
+from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, run, samples
 from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.engine.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.engine.model import load, random_llama
@@ -37,17 +37,16 @@ RANDOM = "random"
 
 @dataclass(eq=False)
 class _Asked:
-    """A request, who waits for it, and when what happened."""
+    """A request, who waits for it, and its times."""
 
     name: str
     request: Request
     done: asyncio.Future[None]
     abort_after: int | None
-    began: float = field(default_factory=time.perf_counter)
-    first_at: float | None = None
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     def reply(self) -> dict[str, Any]:
-        now, request = time.perf_counter(), self.request
+        request = self.request
         reused = dict(request.reused)
         return {
             "request_id": self.name,
@@ -55,18 +54,20 @@ class _Asked:
             "text": "",
             "prompt_tokens": request.prompt_len,
             "cached_tokens": request.cached_tokens + sum(reused.values()),
-            "ttft_s": (self.first_at or now) - self.began,
-            "total_s": now - self.began,
+            **self.watch.times(),
             "finish_reason": "length" if request.state is State.DONE else "abort",
             "kvcore": {"reused_tokens": sum(reused.values()), "tiers": reused}
             | ({} if request.promised is None else {"promise": request.promised}),
         }
 
 
-class Driver:
+class Driver(EngineDriver):
     """One `ReferenceEngine` and the calls an `EngineProcess` may make of it."""
 
+    restarts = True
+
     def __init__(self) -> None:
+        super().__init__()
         self._engine: ReferenceEngine | None = None
         self._asked: list[_Asked] = []
         self._work = asyncio.Event()
@@ -80,38 +81,29 @@ class Driver:
         self._stepping = asyncio.create_task(self._step(self._engine))
         return {"engine": "reference", "version": torch.__version__, "device": "cpu"}
 
-    async def generate(
-        self,
-        prompt: str | list[int],
-        max_tokens: int,
-        request_id: str | None,
-        abort_after: int | None,
-        ignore_eos: bool,
-        cache_salt: str | None,
-        logprobs: bool,
-        lora: str | None,
-        image: str | None,
-        fusion: dict[str, Any] | None,
-        traceparent: str | None,
-        promise: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Answer one greedy request to its end, or to its abort."""
-        if isinstance(prompt, str) or logprobs or image or not ignore_eos or traceparent:
+    async def answer(self, prompt: Prompt) -> dict[str, Any]:
+        tokens = prompt.prompt
+        if (
+            isinstance(tokens, str)
+            or prompt.logprobs
+            or prompt.image
+            or not prompt.ignore_eos
+            or prompt.traceparent
+        ):
             raise UnsupportedError(
                 "the reference engine takes token ids, no text or image, answers as many tokens as "
                 "asked for, gives no log-probabilities and has no traces: leave these options out"
             )
         request = self._running.submit(
-            prompt,
-            max_tokens,
-            salt=cache_salt or "",
-            fusion=_wishes(fusion, len(prompt)),
-            lora=Path(lora) if lora else None,
-            promise=promise,
+            tokens,
+            prompt.max_tokens,
+            salt=prompt.cache_salt or "",
+            fusion=_wishes(prompt.fusion, len(tokens)),
+            lora=Path(prompt.lora) if prompt.lora else None,
+            promise=prompt.promise,
         )
-        name = request_id or f"request-{request.request_id}"
         done = asyncio.get_running_loop().create_future()
-        asked = _Asked(name, request, done, abort_after)
+        asked = _Asked(prompt.request_id, request, done, prompt.abort_after)
         self._asked.append(asked)
         self._work.set()
         await done
@@ -140,29 +132,21 @@ class Driver:
             await asyncio.sleep(0.002)
 
     async def metrics(self) -> dict[str, float]:
-        """kvcore's Prometheus samples, those of leader and ranks added up."""
+        """Return kvcore's Prometheus samples, those of leader and ranks added up."""
         engine, registry, all_of_them = self._running, CollectorRegistry(), Metrics()
         for made in engine.workers:
             all_of_them.absorb(made.metrics.snapshot())
         if engine.leader is not None:
             all_of_them.absorb(engine.leader.metrics.snapshot())
         all_of_them.register(registry)
-        return {
-            sample_name(sample.name, sample.labels): sample.value
-            for family in registry.collect()
-            for sample in family.samples
-        }
+        return samples(registry)
 
-    async def stop(self) -> None:
-        """End the engine, with what it is saving finished; another can be started."""
+    async def shutdown(self) -> None:
         if self._stepping is not None:
             self._stepping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._stepping
-        self.shutdown()
-
-    def shutdown(self) -> None:
-        """Close the engine, if there is one."""
+            self._stepping = None
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
@@ -194,8 +178,7 @@ class Driver:
         """Note first tokens, abort what was to be aborted, and answer who waits."""
         for asked in list(self._asked):
             request, tokens = asked.request, len(asked.request.answer)
-            if tokens and asked.first_at is None:
-                asked.first_at = time.perf_counter()
+            asked.watch.note(tokens)
             if asked.abort_after is not None and tokens >= asked.abort_after:
                 self._running.abort(request)
             if request.state.ended:
@@ -212,19 +195,9 @@ def _wishes(fusion: dict[str, Any] | None, tokens: int) -> FusionOptions | None:
     return None if fusion is None else fusion_options({"fusion": fusion}, tokens)
 
 
-async def _run(descriptor: int) -> None:
-    driver = Driver()
-    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics", "stop")
-    try:
-        await serve(descriptor, {name: getattr(driver, name) for name in calls})
-    finally:
-        driver.shutdown()
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(int(sys.argv[1])))
+    run(Driver(), int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # clients of stores leave threads behind that the interpreter would wait for

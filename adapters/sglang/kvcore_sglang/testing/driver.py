@@ -14,7 +14,6 @@ import asyncio  # noqa: E402
 import contextlib  # noqa: E402
 import gc  # noqa: E402
 import importlib.util  # noqa: E402
-import itertools  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import os  # noqa: E402
@@ -26,8 +25,9 @@ from typing import Any  # noqa: E402
 from prometheus_client import CollectorRegistry  # noqa: E402
 
 from kvcore.errors import UnsupportedError  # noqa: E402
+from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples  # noqa: E402
+from kvcore.harness.driver import run as answer_calls  # noqa: E402
 from kvcore.harness.engine_forks import architecture as architecture_of  # noqa: E402
-from kvcore.harness.engine_process import sample_name, serve  # noqa: E402
 from kvcore.telemetry.metrics import Metrics  # noqa: E402
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -56,16 +56,18 @@ MODEL_MODULES = {
 MLA_ARCHITECTURES = frozenset({"DeepseekV2ForCausalLM"})
 
 
-class Driver:
+class Driver(EngineDriver):
     """One `sglang.Engine` and the calls an `EngineProcess` may make of it."""
 
+    restarts = True
+
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
         self._kvcore: dict[str, Any] | None = None
         self._forgets: Any = None
         self._architecture: str | None = None
         self._cores = os.environ.get(CORES_VARIABLE)
-        self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
         self,
@@ -119,51 +121,32 @@ class Driver:
         device = "cpu" if on_cpu else "cuda"
         return {"engine": "sglang", "version": sglang.__version__, "device": device}
 
-    async def generate(
-        self,
-        prompt: str | list[int],
-        max_tokens: int,
-        request_id: str | None,
-        abort_after: int | None,
-        ignore_eos: bool,
-        cache_salt: str | None,
-        logprobs: bool,
-        lora: str | None,
-        image: str | None,
-        fusion: dict[str, Any] | None,
-        traceparent: str | None,
-    ) -> dict[str, Any]:
-        """Stream one greedy request to its end, or to its abort; times are on this side."""
-        if lora or image:
-            raise UnsupportedError("the driver of SGLang asks for text without LoRA")
-        request_id = request_id or next(self._names)
-        given = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
-        stream = await self._engine.async_generate(
-            **given,
+    async def answer(self, prompt: Prompt) -> dict[str, Any]:
+        if prompt.lora or prompt.image or prompt.promise is not None:
+            raise UnsupportedError("the driver of SGLang takes text without LoRA or a promise")
+        kind = "prompt" if isinstance(prompt.prompt, str) else "input_ids"
+        wishes = {} if prompt.fusion is None else {"custom_params": _wishes(prompt.fusion)}
+        trace = {"traceparent": prompt.traceparent} if prompt.traceparent else None
+        got = _Collected(prompt.request_id)
+        outputs = await self._engine.async_generate(
+            **{kind: prompt.prompt},
             sampling_params={
                 "temperature": 0.0,
-                "max_new_tokens": max_tokens,
-                "ignore_eos": ignore_eos,
-                **({"custom_params": _wishes(fusion)} if fusion is not None else {}),
+                "max_new_tokens": prompt.max_tokens,
+                "ignore_eos": prompt.ignore_eos,
+                **wishes,
             },
-            rid=request_id,
-            return_logprob=logprobs,
+            rid=prompt.request_id,
+            return_logprob=prompt.logprobs,
             stream=True,
-            cache_salt=cache_salt,
-            external_trace_header={"traceparent": traceparent} if traceparent else None,
+            cache_salt=prompt.cache_salt,
+            external_trace_header=trace,
         )
-        early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
-        got = _Collected(request_id)
-        async for output in stream:
-            got.add(output)
-            if abort_after is not None and 0 < abort_after <= len(got.token_ids):
-                self._engine.tokenizer_manager.abort_request(rid=request_id)
-        if early is not None:
-            early.cancel()
-        return got.reply(await self._reused(request_id))
+        await self.collect(prompt, outputs, got, to_the_end=True)
+        return got.reply(await self._reused(prompt.request_id))
 
     async def _reused(self, request_id: str) -> dict[str, Any]:
-        """What kvcore brought back for a request; empty where kvcore does not serve."""
+        """Return what kvcore brought back for a request; empty if kvcore does not serve."""
         try:
             states = await self._states()
         except UnsupportedError:
@@ -177,19 +160,13 @@ class Driver:
         return {"reused_tokens": 0, "tiers": {}}
 
     async def _states(self) -> list[dict[str, Any]]:
-        """What kvcore says of itself in each replica of the engine, in no order."""
+        """Return kvcore's own state in each replica of the engine, in no order."""
         if self._kvcore is None:
             raise UnsupportedError("the engine was started without kvcore")
         states = await self._engine.tokenizer_manager.get_internal_state()
         if any("kvcore" not in state for state in states):
             raise UnsupportedError("kvcore does not serve here: the engine's log says why")
         return [state["kvcore"] for state in states]
-
-    async def _abort_early(self, request_id: str) -> None:
-        """Abort again and again until cancelled: the request may not have been added yet."""
-        while True:
-            self._engine.tokenizer_manager.abort_request(rid=request_id)
-            await asyncio.sleep(0.001)
 
     async def abort(self, request_id: str) -> None:
         """Abort one request; unknown or finished ones are let be."""
@@ -231,25 +208,21 @@ class Driver:
             await asyncio.sleep(0.05)
 
     async def _is_busy(self) -> bool:
-        """Whether something of kvcore's is under way: never where it does not serve."""
+        """Return True if something of kvcore's is under way. False if it does not serve."""
         try:
             return any(state["in_flight"] for state in await self._states())
         except UnsupportedError:
             return False
 
     async def metrics(self) -> dict[str, float]:
-        """kvcore's Prometheus samples, of all replicas together."""
+        """Return kvcore's Prometheus samples, of all replicas together."""
         if self._kvcore is None:
             return {}
         metrics, registry = Metrics("driver"), CollectorRegistry()
         for state in await self._states():
             metrics.absorb(state["metrics"])
         metrics.register(registry)
-        return {
-            sample_name(sample.name, sample.labels): sample.value
-            for family in registry.collect()
-            for sample in family.samples
-        }
+        return samples(registry)
 
     async def shutdown(self) -> None:
         """End the engine, with nothing of kvcore's under way; `start` may be called again."""
@@ -266,20 +239,17 @@ class _Collected:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.began = time.perf_counter()
-        self.first_at: float | None = None
+        self.watch = Stopwatch()
         self.token_ids: list[int] = []
         self.text = ""
         self.meta: dict[str, Any] = {}
 
     def add(self, output: dict[str, Any]) -> None:
         self.token_ids = list(output.get("output_ids") or self.token_ids)
-        if self.token_ids and self.first_at is None:
-            self.first_at = time.perf_counter()
+        self.watch.note(len(self.token_ids))
         self.text, self.meta = output.get("text", self.text), output["meta_info"]
 
     def reply(self, kvcore: dict[str, Any]) -> dict[str, Any]:
-        now = time.perf_counter()
         reason = self.meta.get("finish_reason") or {}
         logprobs = self.meta.get("output_token_logprobs") or []
         sources = self.meta.get("cached_tokens_details") or {}
@@ -289,8 +259,7 @@ class _Collected:
             "text": self.text,
             "prompt_tokens": self.meta.get("prompt_tokens", 0),
             "cached_tokens": self.meta.get("cached_tokens", 0),
-            "ttft_s": (self.first_at or now) - self.began,
-            "total_s": now - self.began,
+            **self.watch.times(),
             "finish_reason": reason.get("type"),
             "kvcore": kvcore,
             "logprobs": [logprob for logprob, *_ in logprobs],
@@ -400,20 +369,9 @@ def preload(model: str) -> None:
     import kvcore_sglang.linker  # noqa: F401
 
 
-async def _run(descriptor: int) -> None:
-    driver = Driver()
-    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
-    handlers = {name: getattr(driver, name) for name in calls}
-    try:
-        await serve(descriptor, {**handlers, "stop": driver.shutdown})
-    finally:
-        await driver.shutdown()
-
-
 def run(descriptor: int) -> None:
     """Answer the calls of an `EngineProcess` until it closes the socket."""
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(descriptor))
+    answer_calls(Driver(), descriptor)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ core and its workers run in processes of their own, as under ``vllm serve``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import math
 import os
 import sys
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import UnsupportedError
-from kvcore.harness.engine_process import sample_name, serve
+from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples
+from kvcore.harness.driver import run as answer_calls
 
 SHUTDOWN_S = 60.0
 """How long the engine core may take to end: it must finish the saves that are under way."""
@@ -26,14 +25,14 @@ PUBLISHED_S = 0.5
 """vLLM tells nobody when a save is published; after this long without work it is."""
 
 
-class Driver:
+class Driver(EngineDriver):
     """One `AsyncLLM` and the calls an `EngineProcess` may make of it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
         self._asks = False
         self._loras: dict[str, int] = {}
-        self._names = (f"request-{number}" for number in itertools.count())
 
     async def start(
         self,
@@ -80,54 +79,35 @@ class Driver:
             "device": current_platform.device_type,
         }
 
-    async def generate(
-        self,
-        prompt: str | list[int],
-        max_tokens: int,
-        request_id: str | None,
-        abort_after: int | None,
-        ignore_eos: bool,
-        cache_salt: str | None,
-        logprobs: bool,
-        lora: str | None,
-        image: str | None,
-        fusion: dict[str, Any] | None,
-        traceparent: str | None,
-        promise: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Stream one greedy request to its end, or to its abort; times are on this side."""
+    async def answer(self, prompt: Prompt) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        request_id = request_id or next(self._names)
         sampling = SamplingParams(
             temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            logprobs=0 if logprobs else None,
+            max_tokens=prompt.max_tokens,
+            ignore_eos=prompt.ignore_eos,
+            logprobs=0 if prompt.logprobs else None,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=self._told(fusion, promise),
+            extra_args=self._told(prompt.fusion, prompt.promise),
         )
-        request = _prompt(prompt, cache_salt, image)
-        adapter = self._lora_request(lora) if lora else None
-        got = _Collected(request_id)
-        early = asyncio.create_task(self._abort_early(request_id)) if abort_after == 0 else None
-        headers = {"traceparent": traceparent} if traceparent else None
-        async for output in self._engine.generate(
-            request, sampling, request_id, lora_request=adapter, trace_headers=headers
-        ):
-            got.add(output)
-            if abort_after is not None and 0 < abort_after <= len(got.token_ids):
-                await self._engine.abort(request_id)
-                break
-        if early is not None:
-            early.cancel()
+        adapter = self._lora_request(prompt.lora) if prompt.lora else None
+        headers = {"traceparent": prompt.traceparent} if prompt.traceparent else None
+        got = _Collected(prompt.request_id)
+        outputs = self._engine.generate(
+            _request(prompt),
+            sampling,
+            prompt.request_id,
+            lora_request=adapter,
+            trace_headers=headers,
+        )
+        await self.collect(prompt, outputs, got, to_the_end=False)
         return got.reply()
 
     def _told(
         self, fusion: dict[str, Any] | None, promise: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """kvcore says what it reused only to who asks."""
+        """Return what asks kvcore to report what it reused, and carries the request's wishes."""
         if not self._asks:
             return None
         wishes = {"report": True, "fusion": fusion, "promise": promise}
@@ -141,18 +121,12 @@ class Driver:
         number = self._loras.setdefault(folder, len(self._loras) + 1)
         return LoRARequest(Path(folder).name, number, folder)
 
-    async def _abort_early(self, request_id: str) -> None:
-        """Abort again and again until cancelled: the request may not have been added yet."""
-        while True:
-            await self._engine.abort(request_id)
-            await asyncio.sleep(0.001)
-
     async def abort(self, request_id: str) -> None:
         """Abort one request; unknown or finished ones are let be."""
         await self._engine.abort(request_id)
 
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache, waiting for pages whose save is under way."""
+        """Empty the engine's own cache. Waits for pages whose save is under way."""
         deadline = time.monotonic() + timeout_s
         while not await self._engine.reset_prefix_cache(reset_connector=connector):
             if time.monotonic() > deadline:
@@ -162,21 +136,17 @@ class Driver:
             await asyncio.sleep(0.05)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait as long as saves take that nobody tells of."""
+        """Wait for as long as saves take: vLLM does not report their end."""
         await asyncio.sleep(min(PUBLISHED_S, timeout_s))
 
     async def metrics(self) -> dict[str, float]:
-        """Every Prometheus sample of this process."""
+        """Return every Prometheus sample of this process."""
         from prometheus_client import REGISTRY
 
         await asyncio.sleep(0)  # let the output loop log the last step
-        return {
-            sample_name(sample.name, sample.labels): sample.value
-            for family in REGISTRY.collect()
-            for sample in family.samples
-        }
+        return samples(REGISTRY)
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
         """End the engine core and wait for it."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
@@ -184,12 +154,11 @@ class Driver:
 
 
 class _Collected:
-    """The outputs of one request as they come."""
+    """The outputs of one request as they come: each has the tokens that are new."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.began = time.perf_counter()
-        self.first_at: float | None = None
+        self.watch = Stopwatch()
         self.token_ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: list[float] = []
@@ -197,16 +166,14 @@ class _Collected:
 
     def add(self, output: Any) -> None:
         [choice] = output.outputs
-        if choice.token_ids and self.first_at is None:
-            self.first_at = time.perf_counter()
         self.token_ids.extend(choice.token_ids)
+        self.watch.note(len(self.token_ids))
         self.text.append(choice.text)
         for token, candidates in zip(choice.token_ids, choice.logprobs or ()):  # noqa: B905
             self.logprobs.append(candidates[token].logprob)
         self.last = output
 
     def reply(self) -> dict[str, Any]:
-        now = time.perf_counter()
         params = (self.last and self.last.kv_transfer_params) or {}
         return {
             "request_id": self.request_id,
@@ -214,24 +181,22 @@ class _Collected:
             "text": "".join(self.text),
             "prompt_tokens": len(self.last.prompt_token_ids or ()) if self.last else 0,
             "cached_tokens": (self.last and self.last.num_cached_tokens) or 0,
-            "ttft_s": (self.first_at or now) - self.began,
-            "total_s": now - self.began,
+            **self.watch.times(),
             "finish_reason": self.last.outputs[0].finish_reason if self.last else None,
             "kvcore": params.get("kvcore") or {},
             "logprobs": self.logprobs,
         }
 
 
-def _prompt(prompt: str | list[int], cache_salt: str | None, image: str | None) -> dict[str, Any]:
-    request: dict[str, Any] = (
-        {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-    )
-    if cache_salt is not None:
-        request["cache_salt"] = cache_salt
-    if image is not None:
+def _request(prompt: Prompt) -> dict[str, Any]:
+    kind = "prompt" if isinstance(prompt.prompt, str) else "prompt_token_ids"
+    request: dict[str, Any] = {kind: prompt.prompt}
+    if prompt.cache_salt is not None:
+        request["cache_salt"] = prompt.cache_salt
+    if prompt.image is not None:
         from PIL import Image
 
-        request["multi_modal_data"] = {"image": Image.open(image)}
+        request["multi_modal_data"] = {"image": Image.open(prompt.image)}
     return request
 
 
@@ -273,19 +238,9 @@ def preload(model: str) -> None:
     import kvcore_vllm.connector  # noqa: F401
 
 
-async def _run(descriptor: int) -> None:
-    driver = Driver()
-    calls = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics")
-    try:
-        await serve(descriptor, {name: getattr(driver, name) for name in calls})
-    finally:
-        driver.shutdown()
-
-
 def run(descriptor: int) -> None:
     """Answer the calls of an `EngineProcess` until it closes the socket, and end the process."""
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(descriptor))
+    answer_calls(Driver(), descriptor)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # engine core and workers have ended; tearing down the modules would take seconds
