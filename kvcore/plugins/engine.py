@@ -1,7 +1,7 @@
 """What adapters do to make an engine find kvcore, and to start the engine with it. Imports no
 engine and no torch.
 
-    engine's entry point ──▶ register_supported   hooks go in if the engine's version fits
+    engine's entry point ──▶ unsupported   hooks go in unless the version does not fit
     `kvcore serve`       ──▶ settings, environment, command of the engine's own server
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,39 +24,24 @@ __all__ = [
     "command_beside",
     "given_settings",
     "has_entry_point",
-    "register_supported",
     "serve_environment",
+    "unsupported",
 ]
 
 SECRET_VARIABLE = "KVCORE__NAMESPACE__SECRET"
 
 
-def register_supported(
-    engine: EngineSpec, register: Callable[[], object], log: Any, what: str, **named: object
-) -> None:
-    """Call ``register`` if the installed engine is of a supported version.
-
-    Never raises: an engine whose entry point raises may not start, even for users who have kvcore
-    installed and do not use it. What happens instead is logged as ``<what>_not_registered`` with
-    the fields ``named``.
-    """
-    event = f"{what}_not_registered"
-    try:
-        found = installed(engine)
-        if found.supported:
-            register()
-            return
-    except Exception:
-        log.exception(event, **named, supported=engine.versions)
-        return
-    log.warning(
-        event,
-        **named,
-        distribution=found.distribution,
-        version=found.version,
-        supported=engine.versions,
-        advice=f"install a kvcore made for this version of {engine.name}, or a supported version",
-    )
+def unsupported(engine: EngineSpec) -> dict[str, object] | None:
+    """Return what to log if the installed engine is not of a supported version, else None."""
+    found = installed(engine)
+    if found.supported:
+        return None
+    return {
+        "distribution": found.distribution,
+        "version": found.version,
+        "supported": engine.versions,
+        "advice": f"install a kvcore for this version of {engine.name}, or a supported version",
+    }
 
 
 def given_settings(config: Config, *, secrets: bool = False) -> dict[str, Any]:

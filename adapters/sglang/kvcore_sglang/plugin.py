@@ -16,8 +16,8 @@ from kvcore.log import get_logger
 from kvcore.plugins.engine import (
     given_settings,
     has_entry_point,
-    register_supported,
     serve_environment,
+    unsupported,
 )
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
@@ -43,13 +43,16 @@ def register() -> None:
     An entry point of SGLang: called once in every process of the engine. The hooks do nothing until
     there is a linker of kvcore's, which checks that they took.
     """
-    register_supported(ENGINE, _register, _log, "hooks")
+    try:
+        problem = unsupported(ENGINE)
+        if problem is None:
+            from kvcore_sglang.hooks import register_all
 
-
-def _register() -> None:
-    from kvcore_sglang.hooks import register_all
-
-    register_all()
+            register_all()
+        else:
+            _log.warning("hooks_not_registered", **problem)
+    except Exception:  # noqa: BLE001 - an engine that moved on must still start
+        _log.exception("hooks_not_registered", supported=VERSIONS)
 
 
 def linker_config(config: Config) -> dict[str, object]:

@@ -18,8 +18,8 @@ from kvcore.plugins.engine import (
     command_beside,
     given_settings,
     has_entry_point,
-    register_supported,
     serve_environment,
+    unsupported,
 )
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
 
@@ -40,11 +40,19 @@ def kvcore_engines() -> list[EngineSpec]:
 
 
 def register() -> None:
-    """Make the connector known to vLLM by name, if the version fits. Never raises.
+    """Make the connector known to vLLM by name, if the version fits. Never raises:
+    vLLM would not start, even for users who have kvcore installed and do not use it.
 
     An entry point of vLLM: called once or more in the front end, the engine core and every worker.
     """
-    register_supported(ENGINE, _register, _log, "connector", connector=CONNECTOR)
+    try:
+        problem = unsupported(ENGINE)
+        if problem is None:
+            _register()
+        else:
+            _log.warning("connector_not_registered", connector=CONNECTOR, **problem)
+    except Exception:  # noqa: BLE001 - an engine that moved on must still start
+        _log.exception("connector_not_registered", connector=CONNECTOR, supported=VERSIONS)
 
 
 def _register() -> None:
