@@ -39,7 +39,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
 from kvcore.transfer.graph import Path
-from kvcore.worker import KVWorker
+from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts
 
 __all__ = [
@@ -366,13 +366,13 @@ def build_worker(
         worker = (served or KVWorker)(
             arena=arena,
             arena_view=arena_view,
-            groups=_groups(model, rank, views),
-            first_layer=model.layer_range(rank)[0],
             ops=ops,
-            device=device,
-            device_slots=device_slots(config, model),
-            copy_threads=config.transfer.copy_threads,
-            queue_depth=config.transfer.queue_depth,
+            pages=EnginePages(_groups(model, rank, views), model.layer_range(rank)[0], device),
+            limits=WorkerLimits(
+                config.transfer.copy_threads,
+                queue_depth=config.transfer.queue_depth,
+                device_slots=device_slots(config, model),
+            ),
             metrics=metrics,
             tracer=_tracer(config, rank),
         )

@@ -62,7 +62,7 @@ from kvcore.server.runtime_dir import GRAPH_BITS, RuntimeDir
 from kvcore.server.segments import learn, search
 from kvcore.telemetry.metrics import Data, Metrics, merge
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, TransferOp, UnitTable
-from kvcore.worker import KVWorker
+from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import close_worker, open_tiers
 
 SERVER = 0
@@ -233,9 +233,9 @@ class ModelCache:
         return KVWorker(
             arena=arena,
             arena_view=KVView(arena.layout(), ()),
-            groups=(),
             ops=_NoCopies(),
-            queue_depth=config.transfer.queue_depth,
+            pages=EnginePages(),
+            limits=WorkerLimits(queue_depth=config.transfer.queue_depth),
             metrics=self._moved,
         )
 

@@ -28,7 +28,7 @@ from kvcore.server.messages import EnterSession, Heartbeat, ReadReply, ReadReque
 from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import SessionLock, open_arena, session_of
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, TransferOp
-from kvcore.worker import KVWorker, refuse
+from kvcore.worker import EnginePages, KVWorker, refuse
 
 __all__ = ["ServedWorker"]
 
@@ -96,15 +96,23 @@ class ServedWorker(KVWorker):
     no session.
     """
 
-    def __init__(self, *, served: Config, model: ModelDescription, rank: int, **parts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        served: Config,
+        model: ModelDescription,
+        rank: int,
+        pages: EnginePages,
+        **parts: Any,
+    ) -> None:
         """Start without waiting for a server.
 
         Raises ConfigError for an address or keys that cannot be used.
         """
         self._link = Link(served.server)
         self._reads = _ServedRead(served, self._link, rank)
-        super().__init__(reads=self._reads, **parts)
-        device = parts.get("device")
+        super().__init__(reads=self._reads, pages=pages, **parts)
+        device = pages.device
         self._folder = folder_of(served.server)
         self._shape = model.shape
         self._part = model.part(rank)

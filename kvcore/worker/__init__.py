@@ -12,10 +12,12 @@ from __future__ import annotations
 
 __all__ = [
     "DeadTier",
+    "EnginePages",
     "KVWorker",
     "RefusingWorker",
+    "WorkerLimits",
     "refuse",
 ]
 
 from kvcore.worker.refusing import DeadTier, RefusingWorker, refuse
-from kvcore.worker.worker import KVWorker
+from kvcore.worker.worker import EnginePages, KVWorker, WorkerLimits

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CapacityError, TierError, TransferError
@@ -34,15 +35,41 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcore.worker")
 
 
+@dataclass(frozen=True)
+class EnginePages:
+    """The engine's pages on one rank, as a worker copies them.
+
+    ``groups`` are the engine's layer groups in the order of a graph's unit tables, with this rank's
+    layers, the first of which is ``first_layer`` of the model. ``device`` is where the pages are;
+    None is a CPU.
+    """
+
+    groups: Sequence[DeviceGroup] = ()
+    first_layer: int = 0
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """What a worker may have running at once.
+
+    ``copy_threads`` copy to and from the device. ``io_queues`` threads read from each kind of tier.
+    ``queue_depth`` ops may wait. ``device_slots`` is the number of blocks of the staging on the
+    device, which DISK2D needs; 0 for none.
+    """
+
+    copy_threads: int = 1
+    io_queues: int = 2
+    queue_depth: int = 16384
+    device_slots: int = 0
+
+
 class KVWorker:
     """One rank's arena, tiers and transfer engine.
 
-    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads and layers; their
-    first layer is ``first_layer`` of the model. ``groups`` are the engine's layer groups with this
-    rank's layers, in the order of a graph's unit tables. Tiers are opened when the leader names
-    them. If ``reads`` is given, it carries out the reads from all tiers. With ``device_slots``, the
-    worker has a staging of that many blocks on the device, for DISK2D; raises UnsupportedError if
-    the device has no room for it.
+    ``arena_view`` describes ``arena`` as canonical blocks of this rank's heads and layers. Tiers
+    are opened when the leader names them. ``reads``, if given, carries out reads from tiers,
+    whatever their name. Raises UnsupportedError if the device has no room for the staging.
     """
 
     def __init__(
@@ -50,24 +77,20 @@ class KVWorker:
         *,
         arena: HostArena,
         arena_view: KVView,
-        groups: Sequence[DeviceGroup],
         ops: DeviceOps,
-        first_layer: int = 0,
-        device: torch.device | None = None,
-        copy_threads: int = 1,
-        io_queues: int = 2,
-        queue_depth: int = 16384,
+        pages: EnginePages,
+        limits: WorkerLimits,
         reads: Executor | None = None,
-        device_slots: int = 0,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.arena = arena
         self._block = arena.shape
+        first_layer, device = pages.first_layer, pages.device
         self._layers = range(first_layer, first_layer + arena.shape.layers)
         self.tiers: dict[str, Tier] = {}
         self.ops = ops
-        self.groups = tuple(groups)
+        self.groups = tuple(pages.groups)
         self._elsewhere: dict[int, Sequence[DeviceGroup]] = {}
         self._metrics = metrics or Metrics(enabled=False)
         self.tracer = tracer or Tracer()
@@ -77,7 +100,7 @@ class KVWorker:
 
         def copier(memory: KVView, *, to_device: bool) -> DeviceCopy:
             return DeviceCopy(
-                ops, groups, memory, to_device, self._stream, self._elsewhere, first_layer
+                ops, self.groups, memory, to_device, self._stream, self._elsewhere, first_layer
             )
 
         self._copies = {
@@ -87,16 +110,16 @@ class KVWorker:
         executors: dict[Path, Any] = {**self._copies}
         executors |= dict.fromkeys((Path.DISK2H, Path.REMOTE2H), read)
         self._staging: StagedReads | None = None
-        if device_slots:
-            region = DeviceRegion(arena.shape, device_slots, ops, device)
+        if limits.device_slots:
+            region = DeviceRegion(arena.shape, limits.device_slots, ops, device)
             self._staging = StagedReads(region, self._metrics)
             executors[Path.DISK2D] = StagedRead(self.tiers, self._staging, self._stream)
             executors[Path.D2D] = copier(region.view(), to_device=True)
         executors |= {path: write for path in Path if path.writes_tier}
-        threads = {path: io_queues for path in executors if path.reads_tier}
-        threads |= {path: copy_threads for path in executors if path.touches_device}
+        threads = {path: limits.io_queues for path in executors if path.reads_tier}
+        threads |= {path: limits.copy_threads for path in executors if path.touches_device}
         self.engine = TransferEngine(
-            executors, threads=threads, queue_depth=queue_depth, observer=self._observe
+            executors, threads=threads, queue_depth=limits.queue_depth, observer=self._observe
         )
 
     def open_tier(self, name: str, tier: Tier) -> None:

@@ -26,7 +26,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
 from kvcore.transfer.graph import OpReport, UnitTable
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import KVWorker
+from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -78,10 +78,11 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # typ
     worker = KVWorker(
         arena=arena,
         arena_view=flat,
-        groups=[DeviceGroup(tuple(range(SHAPE.layers)), device)],
         ops=select_ops(device, flat, builtin_ops()),
-        device=torch.device("cuda", 0),
-        device_slots=64,
+        pages=EnginePages(
+            [DeviceGroup(tuple(range(SHAPE.layers)), device)], device=torch.device("cuda", 0)
+        ),
+        limits=WorkerLimits(device_slots=64),
     )
     geometry = Geometry(SHAPE, b"m" * 16, ((0, 8),))
     store = prepare_store(tmp_path, geometry, 2 << 30)

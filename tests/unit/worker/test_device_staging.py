@@ -26,7 +26,7 @@ from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer import graph as transfer
 from kvcore.transfer.graph import SKIP, OpReport, Path, RowError, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_load
-from kvcore.worker import KVWorker
+from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore_devtools.servers import need_client
 
 need_client("nixl_cu13")
@@ -70,9 +70,9 @@ class StagingRig:
         self.worker = KVWorker(
             arena=arena,
             arena_view=flat,
-            groups=groups,
             ops=select_ops(groups[0].view, flat, builtin_ops()),
-            device_slots=places,
+            pages=EnginePages(groups),
+            limits=WorkerLimits(device_slots=places),
         )
         self.places = places
         geometry = Geometry(SHAPE, b"m" * 16, ((0, 2),))
