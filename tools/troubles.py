@@ -172,15 +172,10 @@ TROUBLES: dict[str, list[Trouble]] = {
             "See the engine's page. The engine runs as it does without kvcore.",
         ),
         Trouble(
-            "a worker refused its work: kvcore stands aside until the engine restarts",
-            "A worker cannot move KV. kvcore reports no more hits to the engine.",
-            "Look for the worker's own line before it, and restart the engine.",
-        ),
-        Trouble(
             "%s: kvcore stands aside until the engine restarts",
-            "Something unexpected happened, which the line names. kvcore reports no more hits to "
-            "the engine.",
-            "Restart the engine, and report the log lines before it.",
+            "A worker cannot move KV (`a worker refused its work`), or something unexpected happened, "
+            "which the line names. kvcore reports no more hits to the engine.",
+            "Look for the worker's own line before it, and restart the engine. Report an error.",
         ),
         Trouble(
             "kvcore failed",

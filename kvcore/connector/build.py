@@ -19,8 +19,10 @@ from typing import TypeVar
 
 from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
+from kvcore.connector.fusion_scheduler import FusionScheduler
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker
-from kvcore.explain.recorder import Watch
+from kvcore.connector.scheduler import SchedulerParts
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.ops import FusionOps, select_fusion
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Selector
@@ -43,11 +45,13 @@ __all__ = [
     "build_policy",
     "build_worker",
     "fusion_parts",
+    "scheduler_parts",
 ]
 
 _log = logging.getLogger("kvcore.connector")
 
 _B = TypeVar("_B", bound=FusionWorker)
+F = TypeVar("F", bound=FusionScheduler)
 
 
 # -- leader ---------------------------------------------------------------------------------
@@ -57,6 +61,7 @@ def build_leader(
     config: Config,
     model: ModelDescription,
     transport: Transport,
+    recorder: RequestRecorder | None = None,
     *,
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
@@ -64,11 +69,14 @@ def build_leader(
     """Build the leader of a model: over tiers of this process, or as a client of the server that
     ``config`` names. Does I/O: a disk tier scans its records, or a server is greeted.
 
+    ``recorder`` counts in the leader's metrics from then on, and receives its events.
     ``data_parallel_rank`` tells the leaders of one engine apart if there are several. ``on_event``
     is as in `kvcore.runtime.build.build_manager`; a server tells nobody but its own subscribers.
 
     Raises what `build_manager` raises, and UnsupportedError if a server refuses this client.
     """
+    if recorder is not None:
+        on_event = recorder.listener(on_event)
     if config.server.address is None:
         parts = runtime.build_manager(
             config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
@@ -76,7 +84,29 @@ def build_leader(
         parts = runtime.with_control(config, model, parts, data_parallel_rank)
     else:
         parts = _join(config, model, transport)
+    if recorder is not None:
+        recorder.count_in(parts.metrics)
     return runtime.enter_directory(config, model, parts, "leader", data_parallel_rank)
+
+
+def scheduler_parts(
+    parts: LeaderParts,
+    transport: Transport,
+    recorder: RequestRecorder,
+    fusion: F | None = None,
+    planning: Planning | None = None,
+) -> SchedulerParts[F]:
+    """Put together what an engine's `SchedulerCore` works with; it releases ``parts`` as it
+    closes."""
+    return SchedulerParts(
+        manager=parts.manager,
+        transport=transport,
+        metrics=parts.metrics,
+        recorder=recorder,
+        fusion=fusion,
+        planning=planning,
+        releases=parts.releases,
+    )
 
 
 def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
@@ -99,16 +129,16 @@ def build_policy(
     *,
     hidden: int,
     device: str,
-    watch: Watch | None = None,
+    recorder: RequestRecorder | None = None,
 ) -> FusionPolicy | None:
     """Build what learns an engine's rates and decides about blends; None if nobody wants to know.
 
-    The fusion controller and the planner decide by rates. A ``watch`` that records requests, or
+    The fusion controller and the planner decide by rates. A ``recorder`` that keeps records, or
     counts what loads save, estimates by them. ``hidden`` is the model's width and ``device`` the
     torch device's type.
     """
     fuses = config.fusion.enabled and config.fusion.adaptive
-    estimates = watch is not None and (watch.is_on or config.metrics.enabled)
+    estimates = recorder is not None and (recorder.records or config.metrics.enabled)
     if not (fuses or config.planner.enabled or estimates):
         return None
     looks = False
@@ -131,12 +161,13 @@ def build_planner(
     model: ModelDescription,
     parts: LeaderParts,
     rates: Rates,
-    watch: Watch,
+    recorder: RequestRecorder,
     *,
     min_load_tokens: int,
     layerwise: bool,
 ) -> Planning | None:
-    """Have ``watch`` estimate by ``rates``; return what plans by them, None if planning is off."""
+    """Have ``recorder`` estimate by ``rates``. Return what plans by them, None if planning is
+    off."""
     planning = Planning(
         config,
         model,
@@ -145,7 +176,7 @@ def build_planner(
         min_load_tokens=min_load_tokens,
         layerwise=layerwise,
     )
-    watch.weigh_with(planning, parts.metrics)
+    recorder.weigh_with(planning)
     return planning if config.planner.enabled else None
 
 

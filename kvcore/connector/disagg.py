@@ -10,6 +10,7 @@ second engine computes itself, for a while only, and at a node only that the set
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -21,7 +22,9 @@ from kvcore.manager.base import Manager
 from kvcore.model.keys import KEY_BYTES, KeyChain
 from kvcore.tiers.remote.lookup import Promise
 
-__all__ = ["VERSION", "accept", "promised"]
+__all__ = ["VERSION", "accept", "accepted", "promised"]
+
+_log = logging.getLogger("kvcore.connector")
 
 VERSION = 1
 _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
@@ -53,6 +56,17 @@ def promised(chain: KeyChain, blocks: int, manager: Manager) -> dict[str, Any] |
         node,
     )
     return dict(msgspec.to_builtins(told))
+
+
+def accepted(told: object, chain: KeyChain, wait_s: float, request_id: object) -> Promise | None:
+    """Return `accept`, or None if ``told`` is no mapping or is refused; the log says why."""
+    if not isinstance(told, Mapping):
+        return None
+    try:
+        return accept(told, chain, wait_s)
+    except FormatError as error:
+        _log.warning("promise refused request=%s: %s", request_id, error)
+        return None
 
 
 def accept(told: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:

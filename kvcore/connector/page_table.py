@@ -15,7 +15,7 @@ from math import gcd
 import numpy as np
 
 from kvcore.model.spec import LayerGroup
-from kvcore.transfer.graph import SKIP, UnitTable
+from kvcore.transfer.graph import SKIP, OpReport, TransferGraph, UnitTable
 
 __all__ = [
     "PageTables",
@@ -142,42 +142,62 @@ class Paging:
 
 
 class PageUsers:
-    """Which graphs in flight read or write which pages: what a step that gives a page away must
-    wait for. Pages are numbers, as a `Place` makes them. Not thread-safe: the leader's."""
+    """The graphs in flight that read or write the engine's pages.
+
+    A step that gives a page to another request must wait for the graphs that use it. Pages are
+    numbers, as a `Place` makes them. Not thread-safe; owned by the leader.
+    """
 
     def __init__(self) -> None:
+        self._ops: dict[int, set[int]] = {}  # graph -> its ops on the device that have not ended
         self._pages: dict[int, list[int]] = {}  # graph -> the pages it uses
         self._users: dict[int, set[int]] = {}  # page -> graphs that use it
 
     @property
     def graphs(self) -> AbstractSet[int]:
-        """Graphs added and not dropped; a view."""
-        return self._pages.keys()
+        """Graphs that have an op on the device which has not ended; a view."""
+        return self._ops.keys()
 
-    def add(self, graph_id: int, pages: Sequence[int]) -> None:
-        """The graph uses ``pages`` until it is dropped."""
-        assert graph_id not in self._pages, f"graph {graph_id} uses pages already"
+    def add(self, graph: TransferGraph, pages: Sequence[int]) -> None:
+        """Note that ``graph`` uses ``pages`` until its ops on the device have ended."""
+        graph_id = graph.graph_id
+        assert graph_id not in self._ops, f"graph {graph_id} uses pages already"
+        ops = {op.op_id for op in graph.ops if op.path.touches_device}
+        if not ops:
+            return
+        self._ops[graph_id] = ops
         self._pages[graph_id] = list(pages)
         for page in pages:
             self._users.setdefault(page, set()).add(graph_id)
 
-    def drop(self, graph_id: int) -> None:
-        """The graph touches its pages no more. Nothing for one that is not known."""
-        for page in self._pages.pop(graph_id, ()):
+    def ended(self, report: OpReport) -> bool:
+        """Note that an op has ended. Return True if it was the last of its graph on the device: the
+        graph uses no page any more."""
+        ops = self._ops.get(report.graph_id, set())
+        if report.op_id not in ops:
+            return False
+        ops.discard(report.op_id)
+        if ops:
+            return False
+        del self._ops[report.graph_id]
+        for page in self._pages.pop(report.graph_id):
             users = self._users[page]
-            users.discard(graph_id)
+            users.discard(report.graph_id)
             if not users:
                 del self._users[page]
+        return True
 
     def among(self, pages: AbstractSet[int]) -> Iterator[tuple[int, AbstractSet[int]]]:
-        """Those of ``pages`` that graphs use, each with the graphs. Change nothing meanwhile."""
+        """Yield those of ``pages`` that graphs use, each with the graphs. Change nothing
+        meanwhile."""
         for page in pages & self._users.keys():
             yield page, self._users[page]
 
     def check_integrity(self) -> None:
-        """Both directions say the same."""
+        """Raise AssertionError unless graphs, their pages and the users of each page agree."""
         found: dict[int, set[int]] = {}
         for graph_id, pages in self._pages.items():
             for page in pages:
                 found.setdefault(page, set()).add(graph_id)
         assert found == self._users, "pages in use and their graphs differ"
+        assert self._pages.keys() == self._ops.keys(), "graphs in use and their pages differ"

@@ -57,7 +57,7 @@ class Outbox:
 
     def __init__(self, ranks: int = 1, pump: Callable[[float], None] | None = None) -> None:
         self._quorum = Quorum(ranks)
-        self._pump = pump
+        self.pump = pump
         self.graphs: list[TransferGraph] = []
         self.cancelled: list[int] = []
         self.forgotten: list[tuple[str, list[SlotRun]]] = []
@@ -82,8 +82,8 @@ class Outbox:
         """Whether there is a report; blocks for one, at most ``timeout`` seconds, where there is a
         pump. Without, reports come with the engine's messages only: there is nothing to block on.
         """
-        if self._pump is not None:
-            self._pump(timeout)
+        if self.pump is not None:
+            self.pump(timeout)
         return bool(self._ready)
 
     def poll(self) -> Sequence[OpReport]:

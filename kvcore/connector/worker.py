@@ -104,7 +104,7 @@ class StepWorker(Generic[_R]):
         self, parts: RankParts, blends: FusionWorker | RefusingFusionWorker | None = None
     ) -> None:
         self._worker = parts.worker
-        self._metrics = parts.metrics
+        self.metrics = parts.metrics
         self._open_tier = parts.open_tier
         self._blends = RefusingFusionWorker(1) if blends is None else blends
         self._lock = threading.RLock()

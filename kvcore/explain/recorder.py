@@ -1,9 +1,9 @@
-"""An adapter's requests as records: kept, written and sent as ``[explain]`` wants it.
+"""What became of each request: counted in the metrics, and recorded as ``[explain]`` says.
 
-Everything is one call beside the scheduler's own; where nothing is wanted each returns at once. No
-call does I/O. The same for every engine:
+A leader makes one call for each thing that happens. The call counts it, notes it in the request's
+record if there are records, and adds it to what loads have saved. No call does I/O except `close`.
 
-    looked_up ─▶ planned, missed, loaded, arrived, failed ─▶ ended      each as far as it happens
+    looked_up ─▶ planned, missed, loaded, arrived, failed ─▶ ended
 """
 
 from __future__ import annotations
@@ -25,21 +25,28 @@ from kvcore.manager.load_advisor import Planning, guessed_rates, learn_loads
 from kvcore.manager.load_policy import Action, Ask, Plan
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
-from kvcore.telemetry.metrics import Data, Metrics
+from kvcore.telemetry.metrics import Data, Metrics, MissReason
 from kvcore.telemetry.rates import Part
 
-__all__ = ["Watch"]
+__all__ = ["RequestRecorder"]
 
 _log = logging.getLogger("kvcore.connector")
 
 _PENDING = 4096
 
+_CAUSES = {
+    MissReason.TOO_SHORT: Cause.TOO_SHORT,
+    MissReason.BUSY: Cause.BUSY,
+    MissReason.PENDING: Cause.LATE,
+}
+"""The causes of misses that a lookup does not find by itself."""
+
 
 class _Savings:
-    """What loads save, of requests that nobody keeps a record of: counted as they end.
+    """Counts what loads save, for requests without a record, as they end.
 
-    Something is kept of a request from its lookup, if that finds anything, to its end: of
-    ``_PENDING`` at most, for an engine may forget to speak of one's end.
+    A request is kept from its lookup, if that finds anything, to its end. At most ``_PENDING`` are
+    kept, because an engine may not report the end of every request.
     """
 
     def __init__(self, weigher: Planning, metrics: Metrics) -> None:
@@ -72,7 +79,7 @@ class _Savings:
             self.count(ask, loaded)
 
     def count(self, ask: Ask, loaded: int) -> None:
-        """That so many tokens were loaded; nothing where a rate in question is a guess."""
+        """Count a load of ``loaded`` tokens, unless one of its rates is only a guess."""
         expected = self._weigher.expected(ask, ask.computed + loaded)
         if expected is not None:
             self._metrics.expected_ttft(*expected)
@@ -82,9 +89,12 @@ class _Savings:
         self._loaded.pop(request_id, None)
 
 
-class Watch:
-    """One owner, not thread-safe. Made with nothing it watches nothing; told how to weigh
-    (`weigh_with`) it counts what loads save, whether or not there are records."""
+class RequestRecorder:
+    """Counts and records the requests of one leader. Not thread-safe.
+
+    It does nothing until it has metrics (`count_in`) or a journal. Once it can weigh (`weigh_with`)
+    it also counts what loads save.
+    """
 
     def __init__(
         self,
@@ -95,14 +105,17 @@ class Watch:
         self.journal = journal
         self._file = file
         self._spans = spans
+        self._metrics: Metrics | None = None
         self._weigher: Planning | None = None
         self._savings: _Savings | None = None
         self._paths: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, config: Config, *, always: bool = False) -> Watch:
-        """As the settings want it; what cannot be had is named in the log. A journal is also kept
-        where there is a planner, and ``always`` where that is wanted."""
+    def of(cls, config: Config, *, always: bool = False) -> RequestRecorder:
+        """Build what the settings ask for. What cannot be had is named in the log and left out.
+
+        A journal is also kept if there is a planner, or if ``always`` is set.
+        """
         wanted = config.explain
         if wanted.path is None and not wanted.spans:
             return cls(RequestLog() if always or config.planner.enabled else None)
@@ -118,49 +131,47 @@ class Watch:
             _log.warning("no spans are made: %s", error)
         return cls(RequestLog(), file, spans)
 
+    def count_in(self, metrics: Metrics) -> None:
+        """Count lookups, and what loads save, in ``metrics``."""
+        self._metrics = metrics
+
     @property
-    def is_on(self) -> bool:
-        """Whether anything is watched."""
+    def records(self) -> bool:
+        """True if requests have records."""
         return self.journal is not None
 
     @property
-    def listens(self) -> bool:
-        """Whether it wants to hear of lookups: it watches, or counts what loads save."""
+    def wants_lookups(self) -> bool:
+        """True if `looked_up` does anything: there are records, or what loads save is counted."""
         return self.journal is not None or self._savings is not None
 
-    def weigh_with(
-        self,
-        weigher: Planning,
-        metrics: Metrics | None = None,
-        paths: Mapping[str, str] | None = None,
-    ) -> None:
-        """Estimate by ``weigher`` what each request would have taken otherwise, and count in
-        ``metrics`` what those that loaded saved.
+    def weigh_with(self, weigher: Planning, paths: Mapping[str, str] | None = None) -> None:
+        """Estimate with ``weigher`` what each request would have taken otherwise, and count what
+        loads saved.
 
-        ``paths``, the transfer path of each tier's reads: `learn` teaches it. None where its rates
-        are another's, who teaches them.
+        ``paths`` are the transfer paths of each tier's reads: `learn` updates its rates. None if
+        somebody else updates them.
         """
         self._weigher, self._paths = weigher, dict(paths or {})
-        self._savings = None if metrics is None else _Savings(weigher, metrics)
+        self._savings = None if self._metrics is None else _Savings(weigher, self._metrics)
 
     def weigh_alone(
         self,
         config: Config,
         model: ModelDescription,
         manager: Manager,
-        metrics: Metrics,
         read_paths: Mapping[str, str],
         *,
         min_load_tokens: int,
         layerwise: bool,
         times_forwards: bool,
     ) -> None:
-        """Estimate by what `learn` is told, in an engine in which nobody else learns rates.
+        """Estimate with rates from `learn`, in an engine in which nobody else learns rates.
 
-        ``times_forwards`` says whether forwards will be among it. Nothing where nothing is watched,
-        and nothing can be counted.
+        ``times_forwards`` tells whether it will receive forwards. Does nothing if there are no
+        records and nothing could be counted.
         """
-        if self.is_on or (times_forwards and config.metrics.enabled):
+        if self.records or (times_forwards and config.metrics.enabled):
             weigher = Planning(
                 config,
                 model,
@@ -170,7 +181,7 @@ class Watch:
                 layerwise=layerwise,
                 times_forwards=times_forwards,
             )
-            self.weigh_with(weigher, metrics, read_paths)
+            self.weigh_with(weigher, read_paths)
 
     def learn(
         self,
@@ -178,8 +189,10 @@ class Watch:
         profile: Sequence[tuple[int, float]] = (),
         forwards: Sequence[tuple[Sequence[Part], float]] = (),
     ) -> None:
-        """Take in what workers counted, and what they timed: (rows, seconds) of layers, (parts,
-        seconds) of forwards."""
+        """Learn rates from what workers counted and timed.
+
+        ``profile`` are (rows, seconds) of layers, ``forwards`` are (parts, seconds) of forwards.
+        """
         if self._weigher is not None and self._paths:
             rates = self._weigher.planner.rates
             learn_loads(rates, self._paths, counted)
@@ -189,7 +202,8 @@ class Watch:
                 rates.prefilled(parts, seconds)
 
     def listener(self, other: Callable[[Event], None] | None) -> Callable[[Event], None] | None:
-        """What the manager is to tell of events: ``other``, this, or both."""
+        """Return the ``on_event`` of the manager: ``other``, the journal's, or one that calls
+        both. None if nobody listens."""
         journal = self.journal
         if journal is None:
             return other
@@ -206,7 +220,7 @@ class Watch:
         namespace: Namespace,
         block_tokens: int,
     ) -> None:
-        """See `RequestLog.looked_up`."""
+        """Note a lookup. It is counted when it is known what came of it."""
         if self.journal is None:
             if self._savings is not None:
                 self._savings.looked_up(request_id, len(tokens), computed, hit)
@@ -215,43 +229,55 @@ class Watch:
         if self._weigher is not None:
             record.ask = self._weigher.ask(hit, record.tokens, computed)
 
-    def planned(self, request_id: str, plan: Plan) -> None:
-        """The planner's word on it."""
+    def planned(self, request_id: str, plan: Plan, gain: int) -> None:
+        """Note the planner's decision about ``gain`` tokens. Recomputing them counts as a miss."""
+        recompute = plan.action is Action.RECOMPUTE
+        if recompute and self._metrics is not None:
+            self._metrics.looked_up({}, gain, MissReason.PLANNED)
         if self.journal is not None and (record := self.journal.get(request_id)) is not None:
             record.plan = plan
-            if plan.action is Action.RECOMPUTE:
+            if recompute:
                 self.journal.missed(request_id, Cause.PLANNED)
 
-    def missed(self, request_id: str, cause: Cause) -> None:
-        """What was found is not used."""
-        if self.journal is not None:
+    def missed(self, request_id: str, reason: MissReason, tokens: int) -> None:
+        """Count a lookup that brings nothing, as ``tokens`` missed."""
+        if self._metrics is not None:
+            self._metrics.looked_up({}, tokens, reason)
+        if self.journal is not None and (cause := _CAUSES.get(reason)) is not None:
             self.journal.missed(request_id, cause)
 
-    def loaded(self, request_id: str, tokens: Mapping[str, int]) -> None:
-        """A load of so many tokens from each tier began."""
+    def loaded(self, request_id: str, tokens: Mapping[str, int], missed: int) -> None:
+        """Count a lookup whose load has begun: its tokens by tier, and those it missed."""
+        if self._metrics is not None:
+            self._metrics.looked_up(tokens, missed)
         if self.journal is not None:
             self.journal.loaded(request_id, tokens)
         elif self._savings is not None:
             self._savings.loaded(request_id, tokens)
 
     def has_loaded(self, request_id: str) -> bool:
-        """Whether a load of a request that has not ended began, and did not fail."""
+        """Return True if a load of a running request has begun and has not failed."""
         if self.journal is None:
             return self._savings is not None and self._savings.has_loaded(request_id)
         record = self.journal.get(request_id)
         return record is not None and not record.is_over and bool(record.loaded)
 
     def arrived(self, request_id: str) -> None:
-        """Its load ended."""
+        """Note that the request's load has ended."""
         self.step(request_id, "load")
 
     def step(self, request_id: str, name: str) -> None:
-        """See `RequestLog.step`."""
+        """Note that a step of the request has ended. See `RequestLog.step`."""
         if self.journal is not None:
             self.journal.step(request_id, name)
 
-    def failed(self, request_id: str) -> None:
-        """A load failed, or came too late."""
+    def failed(self, request_id: str, tokens: int) -> None:
+        """Count a load that failed, or came too late, as a miss of the ``tokens`` it was to bring.
+
+        It is counted once a load, in addition to the lookup that began it.
+        """
+        if self._metrics is not None:
+            self._metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)
         if self.journal is not None:
             self.journal.failed(request_id)
         elif self._savings is not None:
@@ -260,8 +286,11 @@ class Watch:
     def ended(
         self, request_id: str, outcome: str, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any] | None:
-        """The request is over: it is written and sent, once. What its client may see of it; None
-        where it is unknown, or was over before."""
+        """Note that the request is over; its record is written and sent, once.
+
+        ``headers`` are its W3C trace context. Returns what its client may see of the record, or
+        None if there is no record or the request had ended before.
+        """
         if self.journal is None:
             if self._savings is not None:
                 self._savings.ended(request_id)
@@ -281,7 +310,7 @@ class Watch:
         return record.as_dict(for_client=True)
 
     def close(self) -> None:
-        """Write what waits. Blocks."""
+        """Write the records that wait. Blocks."""
         if self._file is not None:
             self._file.close()
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from kvcore.config import load_config
-from kvcore.connector.build import build_leader
+from kvcore.connector.build import build_leader, scheduler_parts
 from kvcore.connector.disagg import promised
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -57,19 +58,10 @@ def make_side() -> Iterator[Callable[..., Any]]:
         far = {"plugin": "memory-store", "capacity": "1MiB", "options": options}
         tables = {"host": {"capacity": "1MiB"}, "tiers": {"far": far}}
         config = load_config(None, {**tables, "vllm": {"promise_s": promise_s}})
-        outbox = Outbox(1)
-        parts = build_leader(config, MODEL, outbox)
-        made.append(
-            scheduler.SchedulerSide(
-                config,
-                MODEL,
-                parts.manager,
-                outbox,
-                parts.metrics,
-                parts.open_tiers,
-                parts.releases,
-            )
-        )
+        outbox, recorder = Outbox(1), RequestRecorder()
+        leader = build_leader(config, MODEL, outbox, recorder)
+        parts = scheduler_parts(leader, outbox, recorder)
+        made.append(scheduler.SchedulerSide(config, MODEL, parts, outbox, leader.open_tiers))
         return made[-1]
 
     yield make

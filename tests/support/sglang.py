@@ -19,11 +19,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore.config import load_config  # noqa: E402
-from kvcore.connector.build import LeaderParts, build_leader, build_worker  # noqa: E402
+from kvcore.connector.build import (  # noqa: E402
+    LeaderParts,
+    build_leader,
+    build_worker,
+    scheduler_parts,
+)
 from kvcore.connector.forward_timer import ForwardClock  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
 from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
-from kvcore.explain.recorder import Watch  # noqa: E402
+from kvcore.connector.step_transport import Outbox  # noqa: E402
+from kvcore.explain.recorder import RequestRecorder  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
@@ -138,19 +144,33 @@ class SGLangRig:
         self.blends: Any = Landing(parts.worker, shape)
         clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
-        watch = Watch.of(self.config)
+        outbox, recorder = Outbox(), RequestRecorder.of(self.config)
+        made = build_leader(self.config, model, outbox, recorder)
+        recorder.weigh_alone(
+            self.config,
+            model,
+            made.manager,
+            made.read_paths,
+            min_load_tokens=self.config.sglang.min_load_tokens,
+            layerwise=self.config.sglang.layerwise,
+            times_forwards=timed,
+        )
         self.leader = Leader(
             self.config,
             model,
+            scheduler_parts(
+                made,
+                outbox,
+                recorder,
+                self._fusion(made) if self.config.fusion.enabled else None,
+            ),
+            outbox,
             self.worker,
             NoLines(),
-            lambda outbox: build_leader(self.config, model, outbox, on_event=watch.listener(None)),
-            parts.metrics,
-            fusion=self._fusion if self.config.fusion.enabled else None,
-            watch=watch,
+            made.open_tiers,
         )
         self.random = random.Random(7)
-        self.namespace = self.leader.namespace("", None)
+        self.namespace = self.leader.namespaces.of("", None)
 
     def settle(self) -> None:
         """Until nothing is under way."""

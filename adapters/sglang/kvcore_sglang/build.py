@@ -12,12 +12,14 @@ from kvcore.connector.build import (
     build_leader,
     build_policy,
     build_worker,
+    scheduler_parts,
 )
 from kvcore.connector.forward_timer import ForwardClock
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker
+from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.rope import Rope
 from kvcore.runtime.build import segments_of
 from kvcore.telemetry.metrics import Data
@@ -87,24 +89,40 @@ def build(
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLines(), None, follower)
     lines: Lines = NoLines() if rank.group is None else open_lines(rank)
-    watch = Watch.of(config)
     try:
-        leader = Leader(
-            config,
-            model,
-            worker,
-            lines,
-            lambda outbox: build_leader(config, model, outbox, on_event=watch.listener(None)),
-            parts.metrics,
-            publish,
-            None if fusable is None else lambda made: _fusion_leader(config, served, made),
-            watch,
-        )
+        leader = _leader(config, served, worker, lines, publish, fuses=fusable is not None)
     except KVCoreError:  # the other ranks are told by the caller
         worker.close()
         lines.close()
         raise
     return Parts(served, worker, lines, leader, None)
+
+
+def _leader(
+    config: Config,
+    served: Served,
+    worker: WorkerConnector,
+    lines: Lines,
+    publish: Callable[[Data], None] | None,
+    *,
+    fuses: bool,
+) -> Leader:
+    """Build the leader beside the worker of rank 0."""
+    model = served.model
+    outbox, recorder = Outbox(model.world_size), RequestRecorder.of(config)
+    parts = build_leader(config, model, outbox, recorder)
+    recorder.weigh_alone(
+        config,
+        model,
+        parts.manager,
+        parts.read_paths,
+        min_load_tokens=config.sglang.min_load_tokens,
+        layerwise=config.sglang.layerwise,
+        times_forwards=worker.times_forwards,
+    )
+    fusion = _fusion_leader(config, served, parts) if fuses else None
+    made = scheduler_parts(parts, outbox, recorder, fusion)
+    return Leader(config, model, made, outbox, worker, lines, parts.open_tiers, publish)
 
 
 def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:

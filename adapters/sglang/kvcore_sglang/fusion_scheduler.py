@@ -19,7 +19,6 @@ import numpy.typing as npt
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, read_options
 from kvcore.errors import ConfigError
 from kvcore.fusion.options import FusionOptions, fusion_options
-from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import Part
 
@@ -92,7 +91,3 @@ class SglangFusionScheduler(FusionScheduler):
         if self.policy is not None:
             steps = [(self.policy.time(parts), seconds) for parts, seconds in forwards]
             self.policy.learn(profile, steps, counted)
-
-    def learn(self, chain: KeyChain, tokens: Tokens) -> None:
-        """Record the tokens of a stored chain; ``tokens`` are those it was made of."""
-        self.chunks.learn(chain, 0, len(chain.keys), tokens.tolist())

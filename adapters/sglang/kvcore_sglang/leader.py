@@ -25,20 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.config import Config
-from kvcore.connector.build import LeaderParts
 from kvcore.connector.fusion_messages import BlendPlan
-from kvcore.connector.page_table import Paging
+from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
-from kvcore.explain import Cause
-from kvcore.explain.recorder import Watch
-from kvcore.manager.base import HOST, Hit, Lane, Manager, PreparedLoad, Source
-from kvcore.model.identity import Namespaces
+from kvcore.manager.base import HOST, Hit, Lane, PreparedLoad, Source
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
-from kvcore.telemetry.metrics import Data, Metrics, MissReason
+from kvcore.telemetry.metrics import Data
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
 from kvcore_sglang.messages import Order
@@ -65,72 +60,49 @@ def _below(blocks: Mapping[str, int]) -> int:
     return sum(count for tier, count in blocks.items() if tier != HOST)
 
 
-class Leader:
+class Leader(SchedulerCore[SglangFusionScheduler]):
     """One per engine. Called from the scheduler's thread only.
 
-    ``local`` is this rank's own worker, which counts in ``counted_here``; ``lines`` reach the
-    others. ``publish`` takes what was counted since the last time, now and then. ``fusion`` makes
-    what blends need from the parts that ``build`` made; None where there are none. ``watch`` keeps
-    what `kvcore explain` tells of requests.
+    ``local`` is the worker of the leader's own rank; ``lines`` reach the others. ``publish``
+    receives, now and then, what was counted since the last time.
     """
 
     def __init__(
         self,
         config: Config,
         model: ModelDescription,
+        parts: SchedulerParts[SglangFusionScheduler],
+        outbox: Outbox,
         local: WorkerConnector,
         lines: Lines,
-        build: Callable[[Outbox], LeaderParts],
-        counted_here: Metrics,
+        open_tiers: dict[str, dict[str, Any]],
         publish: Callable[[Data], None] | None = None,
-        fusion: Callable[[LeaderParts], SglangFusionScheduler] | None = None,
-        watch: Watch | None = None,
     ) -> None:
-        self._config = config
-        self._settings = config.sglang
-        self._model = model
+        self._settings = settings = config.sglang
+        self._page = model.groups[0].page_tokens
+        traits = SchedulerTraits(
+            no_page=NO_PAGE,
+            min_load_tokens=max(settings.min_load_tokens, self._page),
+            layerwise=settings.layerwise,
+            host_only=True,
+        )
+        super().__init__(config, model, parts, traits)
+        self._outbox = outbox
+        outbox.pump = self._work
         self._local = local
-        self._counted_here = counted_here
+        self._lines = lines
         self._publish = publish
         self._publish_at = 0.0
-        self._lines = lines
-        self._outbox = Outbox(model.world_size, self._work)
-        parts = build(self._outbox)
-        self.manager: Manager = parts.manager
-        self.metrics: Metrics = parts.metrics
-        self._releases = parts.releases
-        self._fusion = None if fusion is None else fusion(parts)
-        self._watch = watch or Watch()
-        self._watch.weigh_alone(
-            config,
-            model,
-            parts.manager,
-            parts.metrics,
-            parts.read_paths,
-            min_load_tokens=self._settings.min_load_tokens,
-            layerwise=self._settings.layerwise,
-            times_forwards=local.times_forwards,
-        )
-        self._learning: dict[int, tuple[KeyChain, Tokens]] = {}  # by the graph of their save
-        self._block = config.block.tokens
-        self._page = model.groups[0].page_tokens
-        self._paging = Paging(model.groups, self._block, no_page=NO_PAGE)
-        self._staging = Staging(config, self.manager, self._paging, lambda: self._tell(self._now()))
-        self._namespaces = Namespaces(config.namespace, model.fingerprint)
-        self._steps = layer_steps(model.shape.layers) if self._settings.layerwise else []
+        self._staging = Staging(config, self.manager, self._paging, self._send)
         self._asked: OrderedDict[str, Asked] = OrderedDict()
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._served: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._offers: deque[Offer] = deque()
         self._reading: dict[int, list[Offer]] = {}  # save -> offers that wait for its copy
         self._loading: dict[int, str] = {}
-        self._aside = ""
-        self._tell(Order(now=True, open_tiers=parts.open_tiers))
+        self._tell(Order(now=True, open_tiers=open_tiers))
 
     # -- a request waits --------------------------------------------------------------------
-
-    def namespace(self, lora: str, salt: str | None) -> Namespace:
-        return self._namespaces.of(lora, salt)
 
     def lookup(
         self,
@@ -149,7 +121,7 @@ class Leader:
         below host memory is on its way from then on, and `holds` says whether to wait for it.
         ``resumed`` is what `is_resumed` says of the request until it is loaded.
         """
-        if self._aside or rid in self._refused:
+        if self.disabled or rid in self._refused:
             return 0
         self._pump()
         asked = self._ask(rid, tokens, device_tokens, namespace)
@@ -168,9 +140,12 @@ class Leader:
             asked.stop = asked.plan.stop
             return asked.stop - device_tokens
         gain = stop - device_tokens
-        if gain < max(self._settings.min_load_tokens, self._page):
+        if gain < self._traits.min_load_tokens:
             self._staging.leave(asked.wait)
-            self._count_miss(rid, asked, gain, hit)
+            if not asked.counted:  # a request is looked up again and again while it waits
+                asked.counted = True
+                missed = asked.tokens - device_tokens
+                self._missed_little(rid, hit, gain, missed, missed)
             return 0
         asked.stop = stop
         return gain
@@ -179,11 +154,11 @@ class Leader:
         """Write down what a lookup found. A request is looked up again and again while it waits,
         and goes on after its load: what matters is where its KV lay when it first asked."""
         found = asked.device_tokens, hit.depth
-        if not self._watch.listens or asked.told == found or self._watch.has_loaded(rid):
+        if not self.recorder.wants_lookups or asked.told == found or self.recorder.has_loaded(rid):
             return
         asked.told = found
         space, first = asked.chain.namespace, asked.device_tokens
-        self._watch.looked_up(rid, tokens.data, first, hit, space, self._block)
+        self.recorder.looked_up(rid, tokens.data, first, hit, space, self._block)
 
     def holds(self, rid: str, *, resting: bool = False) -> bool:
         """Whether the request is to stay in the queue until it is looked up again: KV of its was on
@@ -193,7 +168,7 @@ class Leader:
         for what is under way.
         """
         asked = self._asked.get(rid)
-        if self._aside or asked is None or not asked.held:
+        if self.disabled or asked is None or not asked.held:
             return False
         if resting:
             self._local.wait_graph(REST_S)
@@ -235,7 +210,7 @@ class Leader:
         """What is held; what of it is below host memory is on its way from then on."""
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
         hit = self.manager.get_match(keys, digest)
-        first, last = asked.device_tokens // self._block, -(-asked.tokens // self._block)
+        first, last = self._blocks(asked.device_tokens, asked.tokens)
         last = min(hit.depth, last)
         found = hit.blocks_by_tier(first, last) if first < last else {}
         if _below(found) >= _below(asked.sources):  # what came up meanwhile came from there
@@ -260,20 +235,6 @@ class Leader:
             asked.held = self._staging.waits(asked.wait)
         return fusion.in_host(plan)
 
-    def _count_miss(self, rid: str, asked: Asked, gain: int, hit: Hit) -> None:
-        if asked.counted:  # a request is looked up again and again while it waits
-            return
-        asked.counted = True
-        tokens = asked.tokens - asked.device_tokens
-        if gain > 0 or tokens < self._block:
-            self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
-            self._watch.missed(rid, Cause.TOO_SHORT)
-        elif any(source.tier != HOST for source in hit.sources):
-            self.metrics.looked_up({}, tokens, MissReason.PENDING)
-            self._watch.missed(rid, Cause.LATE)
-        else:
-            self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
-
     # -- a request is scheduled -------------------------------------------------------------
 
     def is_resumed(self, rid: str) -> bool:
@@ -288,7 +249,7 @@ class Leader:
         """
         order = Order()
         asked = self._take(rid)
-        if self._aside or asked is None or asked.stop != asked.device_tokens + len(slots):
+        if self.disabled or asked is None or asked.stop != asked.device_tokens + len(slots):
             return order
         exact = asked.exact - asked.device_tokens
         prepared = None
@@ -297,14 +258,12 @@ class Leader:
                 prepared = self._prepare(asked)
         except KVCoreError as error:
             _log.debug("request=%s is computed: %s", rid, error)
-            self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
-            self._watch.failed(rid)
+            self.recorder.failed(rid, len(slots))
             return order
         if not self._chunks_are_there(asked):
             if prepared is not None:
                 self.manager.drop_prepared(prepared)
-            self.metrics.looked_up({}, len(slots), MissReason.LOAD_FAILED)
-            self._watch.failed(rid)
+            self.recorder.failed(rid, len(slots))
             return order
         if prepared is not None:
             self._load(rid, asked, prepared, slots[:exact], order.graphs.append)
@@ -314,16 +273,16 @@ class Leader:
             assert asked.wanted is not None
             tokens = asked.asking.tokens
             order.blends.append(self._fusion.order(asked.wanted, tokens, asked.plan, ()))
-            self._tell(self._now())
+            self._send()
         self._count_hit(rid, asked, exact)
         return order
 
     def _prepare(self, asked: Asked) -> PreparedLoad:
         """Raises a KVCoreError where what a lookup answered is not in host memory any more."""
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
-        first, last = asked.device_tokens // self._block, -(-asked.exact // self._block)
+        first, last = self._blocks(asked.device_tokens, asked.exact)
         hit = Hit(keys[:last], digest, (Source(HOST, 0, last),))
-        return self.manager.prepare_load(hit, first, last, layers=self._steps)
+        return self.manager.prepare_load(hit, first, last, layers=self._layer_steps)
 
     def _chunks_are_there(self, asked: Asked) -> bool:
         """Whether the chunks of what a lookup answered are in host memory still."""
@@ -345,12 +304,12 @@ class Leader:
         graph = self.manager.launch_prepared(
             prepared, units, on_end=lambda: self._loaded(graph), lane=lane
         )
-        self._tell(self._now())
+        self._send()
         self._loading[graph.graph_id] = rid
 
     def _loaded(self, graph: TransferGraph) -> None:
         if (rid := self._loading.pop(graph.graph_id, None)) is not None:
-            self._watch.arrived(rid)
+            self.recorder.arrived(rid)
 
     def _count_hit(self, rid: str, asked: Asked, tokens: int) -> None:
         """Tokens by the tier that held them when the request first asked."""
@@ -364,8 +323,7 @@ class Leader:
         if asked.plan is not None:
             reused["blend"] = asked.plan.reused
         missed = asked.tokens - asked.device_tokens - sum(reused.values())
-        self.metrics.looked_up(reused, missed)
-        self._watch.loaded(rid, reused)
+        self.recorder.loaded(rid, reused, missed)
         self._served[rid] = reused
         if len(self._served) > SERVED_KEPT:
             self._served.popitem(last=False)
@@ -390,19 +348,17 @@ class Leader:
     def refuse(self, rids: Iterable[str]) -> None:
         """These requests' loads failed: they are computed, and not looked up again."""
         for rid in rids:
-            self._served.pop(rid, None)
             self._refused[rid] = None
-            self._watch.failed(rid)
+            self.recorder.failed(rid, sum(self._served.pop(rid, {}).values()))
             if self._fusion is not None:
                 self._fusion.refuse(rid)
-            self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
         while len(self._refused) > SERVED_KEPT:
             self._refused.popitem(last=False)
 
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str] | None = None) -> None:
         """The request was answered or aborted; ``headers`` are its W3C trace context."""
         self._take(rid)
-        self._watch.ended(rid, outcome, headers)
+        self.recorder.ended(rid, outcome, headers)
 
     # -- the tree grows ---------------------------------------------------------------------
 
@@ -424,34 +380,18 @@ class Leader:
         Returns the order for all ranks. ``offers`` end when the copies have.
         """
         order = Order()
-        if not self._aside and len(tokens) >= self._block:
-            self._save(tokens, namespace, slots, order.graphs.append)
+        if not self.disabled and len(tokens) >= self._block:
+            chain = KeyChain(namespace, self._block)
+            chain.extend(tokens)
+            pages = [(slots[:: self._page] // self._page).tolist()]
+            self._save(chain, len(chain.keys), pages, tokens, order.graphs.append)
+            self._send()
         for graph in order.graphs:
             self._reading[graph.graph_id] = list(offers)
         for offer in offers:
             offer.graphs.update(graph.graph_id for graph in order.graphs)
             offer.open = False
         return order
-
-    def _save(
-        self, tokens: Tokens, namespace: Namespace, slots: npt.NDArray[np.int64], lane: Lane
-    ) -> None:
-        chain = KeyChain(namespace, self._block)
-        chain.extend(tokens)
-        pages = [(slots[:: self._page] // self._page).tolist()]
-        graph = self.manager.launch_save(
-            chain.keys,
-            namespace.digest,
-            len(chain.keys),
-            lambda start, stop: self._paging.whole_units(pages, start, stop),
-            tokens.tolist() if chain.plain and self.manager.wants_tokens else None,
-            lane=lane,
-        )
-        if graph is not None:
-            self._learning[graph.graph_id] = chain, tokens
-        elif self._fusion is not None:
-            self._fusion.learn(chain, tokens)
-        self._tell(self._now())
 
     def done_offers(self) -> int:
         """How many of the oldest offers have ended."""
@@ -474,6 +414,10 @@ class Leader:
         graphs, cancelled, forgotten = self._outbox.take()
         return Order(forget=forgotten, cancel=cancelled, now=True, graphs=graphs)
 
+    def _send(self) -> None:
+        """Have every rank carry out what waits in the outbox."""
+        self._tell(self._now())
+
     def _tell(self, order: Order) -> None:
         """Have every rank carry out a `now` order."""
         if not order.empty:
@@ -492,9 +436,9 @@ class Leader:
         if self._fusion is not None:
             for blended in self._local.take_blends():
                 self._fusion.take_report(blended)
-        counted = self._counted_here.delta()
+        counted = self._local.metrics.delta()
         profile, forwards = self._local.take_profile(), self._local.take_forwards()
-        self._watch.learn(counted, profile, forwards)
+        self.recorder.learn(counted, profile, forwards)
         if self._fusion is not None:
             self._fusion.learn_times(profile, forwards, counted)
         self.metrics.absorb(counted)
@@ -509,37 +453,30 @@ class Leader:
         for report in self._outbox.poll():
             self._complete(report)
         self.manager.maintain()
-        self._tell(self._now())
+        self._send()
         if (now := time.monotonic()) >= self._publish_at:
             self._publish_at = now + PUBLISH_S
             self._show()
 
     def _show(self) -> None:
         """Bring the gauges up to date, and hand the counts to the engine."""
-        index, nbytes = self.manager.index, self._model.shape.nbytes
-        for tier in index.tiers:
-            self.metrics.tier(tier, index.num_used(tier) * nbytes, index.num_slots(tier) * nbytes)
+        self._show_tiers()
         if self._publish is not None:
             self._publish(self.metrics.delta())
 
-    def _complete(self, report: OpReport) -> None:
-        self.manager.complete(report)
-        if report.op_id == 0:  # the device copy of a save is its first op
-            learnt = self._learning.pop(report.graph_id, None)
-            if learnt is not None and self._fusion is not None:
-                self._fusion.learn(*learnt)
+    def _complete(self, report: OpReport) -> bool:
+        released = super()._complete(report)
+        if released:
             for offer in self._reading.pop(report.graph_id, ()):
                 offer.graphs.discard(report.graph_id)
-        if RowError.REFUSED in report.failed.values():
-            self.stand_aside("a worker refused its work")
+        return released
 
-    def forget_all(self) -> None:
-        """Drop every block in every tier; KV made from now on is kept apart from all before."""
-        self.manager.clear()
-        self._namespaces.renew()
-        if self._fusion is not None:
-            self._fusion.chunks.forget()
-        self._tell(self._now())
+    def clear(self) -> None:
+        super().clear()
+        self._send()
+
+    def _stop_running(self) -> None:
+        """Nothing: the engine empties its tree first, and with it ends what requests hold."""
 
     def forget_requests(self) -> None:
         """The engine's tree is empty: what was looked up and offered is void."""
@@ -548,19 +485,13 @@ class Leader:
         self._offers.clear()
         self._reading.clear()
 
-    def stand_aside(self, why: str) -> None:
-        """Answer and keep nothing more, until the engine restarts."""
-        if not self._aside:
-            self._aside = why
-            _log.warning("%s: kvcore stands aside until the engine restarts", why)
-
     @property
     def state(self) -> dict[str, Any]:
         """What can be asked of kvcore through the engine: plain data."""
         self._pump()
         self._show()
         return {
-            "aside": self._aside,
+            "aside": self.disabled,
             "in_flight": self.manager.in_flight,
             "requests": {rid: dict(reused) for rid, reused in self._served.items()},
             "fusion": {} if self._fusion is None else self._fusion.results,
@@ -568,16 +499,12 @@ class Leader:
         }
 
     def check_integrity(self) -> None:
-        """Index, flights and offers are sound."""
-        self.manager.check_integrity()
+        """Raise AssertionError unless the index, graphs in flight and offers agree."""
+        super().check_integrity()
         waiting = {graph_id for offer in self._offers for graph_id in offer.graphs}
         assert waiting <= set(self._reading), "an offer waits for a save that is not under way"
 
     def close(self) -> None:
-        """Let go of the tiers, once every rank has closed its own."""
+        """Release the tiers, after every rank has closed its own. Blocks."""
         self._lines.close()
-        self._watch.close()
-        if self._fusion is not None:
-            self._fusion.chunks.close()
-        for release in self._releases:
-            release()
+        super().close()

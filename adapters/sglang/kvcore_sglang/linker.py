@@ -191,9 +191,9 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         another process: their KV is found by this engine only."""
         extra, salt = key.extra_key, key.cache_salt
         if not extra:
-            return leader.namespace("", salt)
+            return leader.namespaces.of("", salt)
         lora = f"{self._epoch}:{extra}" if self._many_loras else f"key:{extra}"
-        return leader.namespace(lora, salt)
+        return leader.namespaces.of(lora, salt)
 
     # -- lookup and load --------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             return decide(leader)
         except Exception:  # noqa: BLE001 - named, and answered by standing aside
             _log.exception("kvcore failed")
-            leader.stand_aside("an error in the leader")
+            leader.disable("an error in the leader")
             return neutral
 
     # -- lifecycle --------------------------------------------------------------------------
@@ -431,10 +431,10 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         if self.leader is None:
             return
         if problems:
-            self.leader.stand_aside(problems[0])
+            self.leader.disable(problems[0])
         self.leader.forget_requests()
         if not self._config.sglang.keep_on_flush:
-            self.leader.forget_all()
+            self.leader.clear()
 
     def close(self) -> None:
         """Finish saves in flight and flush the tiers; nothing that was saved is lost."""

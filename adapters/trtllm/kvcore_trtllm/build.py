@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from kvcore.config import Config
@@ -12,7 +11,7 @@ from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.runtime.build import segments_of
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker.lifecycle import refusing_parts
@@ -111,22 +110,18 @@ def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerCo
     )
 
 
-def build_leader(
-    config: Config, memory: Memory, worker: WorkerConnector
-) -> tuple[Leader, list[Callable[[], None]]]:
-    """Build the leader over the memory of rank 0. Return it with what releases its tiers, to be
-    called after all ranks have closed. A tier that cannot be used is named in the log and left out.
-    """
+def build_leader(config: Config, memory: Memory, worker: WorkerConnector) -> Leader:
+    """Build the leader over the memory of rank 0; close it after all ranks have closed. A tier that
+    cannot be used is named in the log and left out."""
     model = whole(memory.facts, memory.groups, config.block.tokens)
     alone = model.world_size == 1
     outbox = Outbox(pump=worker.pump if alone else None)
-    watch = Watch.of(config)
-    parts = build.build_leader(config, model, outbox, on_event=watch.listener(None))
-    watch.weigh_alone(
+    recorder = RequestRecorder.of(config)
+    parts = build.build_leader(config, model, outbox, recorder)
+    recorder.weigh_alone(
         config,
         model,
         parts.manager,
-        parts.metrics,
         parts.read_paths,
         min_load_tokens=config.trtllm.min_load_tokens,
         layerwise=config.trtllm.layerwise,
@@ -134,7 +129,7 @@ def build_leader(
     )
     if alone:  # the first lookup may read from a tier, before there is any plan
         worker.open(parts.open_tiers)
-    fusion, releases = None, [watch.close, *parts.releases]
+    fusion = None
     if worker.blends is not None:
         segments = segments_of(config, model, parts.manager)
         steps = layer_steps(model.shape.layers)
@@ -147,18 +142,14 @@ def build_leader(
             parts.metrics,
             FusionTraits(memory.groups[0].page_tokens, promises=True),
         )
-        releases = [fusion.chunks.close, *releases]
     leader = Leader(
         config,
         model,
-        parts.manager,
+        build.scheduler_parts(parts, outbox, recorder, fusion),
         outbox,
-        parts.metrics,
         open_tiers={} if alone else parts.open_tiers,
         lane=worker.start if alone else None,
-        fusion=fusion,
-        watch=watch,
     )
     worker.listener = leader.hear
     worker.on_blends = leader.hear_blends
-    return leader, releases
+    return leader

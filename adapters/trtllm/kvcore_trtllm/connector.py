@@ -115,10 +115,10 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             _log.warning("kvcore stands aside on rank %d: %s", self._rank, error)
             self._side = refusing_worker_connector(self._facts.world_size, _names.allgather)
         agree_on_fusion(self._config, self._side, self._facts.world_size, _names.allgather)
-        releases: list[Callable[[], None]] = []
+        leader = None
         if self._rank == 0 and memory is not None:
-            self._meeting.leader, releases = build_leader(self._config, memory, self._side)
-        self._finalizer = weakref.finalize(self, _close, self._side, releases)
+            leader = self._meeting.leader = build_leader(self._config, memory, self._side)
+        self._finalizer = weakref.finalize(self, _close, self._side, leader)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
         """What the engine calls at the end of a forward, also where no layer hook runs."""
@@ -160,10 +160,10 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         self._side, self._meeting.leader = None, None
 
 
-def _close(side: WorkerConnector, releases: list[Callable[[], None]]) -> None:
+def _close(side: WorkerConnector, leader: Leader | None) -> None:
     side.close()
-    for release in releases:
-        release()
+    if leader is not None:
+        leader.close()
 
 
 def _compiled(llm_args: Any) -> bool:
@@ -195,7 +195,7 @@ def _guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
             except Exception:  # noqa: BLE001 - named, and answered by standing aside
                 _log.exception("%s failed", method.__name__)
                 if self._leader is not None:
-                    self._leader.stand_aside(f"an error in {method.__name__}")
+                    self._leader.disable(f"an error in {method.__name__}")
                 return neutral
 
         return call
@@ -241,7 +241,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
             self._leader.allocated(request, block_ids_by_layer_group)
         except Exception:  # noqa: BLE001 - the engine counts on the tokens: see `Leader.lose`
             _log.exception("the load of request %s cannot be planned", request.request_id)
-            self._leader.stand_aside("an error in update_state_after_alloc")
+            self._leader.disable("an error in update_state_after_alloc")
             if offered is not None:
                 self._leader.lose(request.request_id, parked=offered)
 
@@ -254,7 +254,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
             return KVCoreMetadata.of(leader.build_plan(scheduler_output))
         except Exception:  # noqa: BLE001 - promised loads may be missing from the plan
             _log.exception("the step cannot be planned")
-            leader.stand_aside("an error in build_connector_meta")
+            leader.disable("an error in build_connector_meta")
             return KVCoreMetadata.of(leader.last_plan("kvcore could not plan the step"))
 
     @_guarded(False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcore.config import Config
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.options import FusionOptions
@@ -37,10 +36,9 @@ class Promise:
 
 @dataclass
 class Use:
-    """A graph in flight that reads or writes pages; ``left`` counts its ops on the device."""
+    """The request whose pages a graph in flight reads, or ``writes``."""
 
     request_id: int
-    left: int
     writes: bool
 
 
@@ -159,8 +157,8 @@ class RequestNamespaces:
     """Namespaces by LoRA and tenant. The engine knows LoRA weights by a number that means nothing
     to another process: without their folder, their KV is found by this engine only."""
 
-    def __init__(self, config: Config, fingerprint: bytes) -> None:
-        self._namespaces = Namespaces(config.namespace, fingerprint)
+    def __init__(self, namespaces: Namespaces) -> None:
+        self._namespaces = namespaces
         self._epoch = secrets.token_hex(16)
 
     def of(self, request: Any, wish: Wish | None = None) -> Namespace:

@@ -22,23 +22,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport
 from kvcore.connector.fusion_scheduler import FusionRequest
-from kvcore.connector.page_table import PageTables, PageUsers, Paging, of_its_group
+from kvcore.connector.page_table import PageTables, of_its_group
+from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
-from kvcore.explain import Cause
-from kvcore.explain.recorder import Watch
-from kvcore.manager import HOST, Hit, Manager, Readiness
+from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain
-from kvcore.telemetry.metrics import Data, Metrics, MissReason
+from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore.transfer.plan import layer_steps
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.messages import StepPlan
@@ -65,51 +62,44 @@ _Saves = list[tuple[int, TransferGraph]]
 """Saves of a step's plan, each with the request whose pages it reads."""
 
 
-class Leader:
+class Leader(SchedulerCore[TrtllmFusionScheduler]):
     """One per engine, on rank 0. Called from the executor's thread only.
 
-    ``lane`` hands a graph to the only rank at once; None with more ranks. ``fusion`` is None where
-    there is none; ``on_reuse`` hears which tokens of a request come from where; ``watch`` keeps
-    what `kvcore explain` tells of requests.
+    ``lane`` hands a graph to the only rank at once; it is None if there are more ranks.
+    ``on_reuse`` receives the tokens of a request by the tier that they come from.
     """
 
     def __init__(
         self,
         config: Config,
         model: Description,
-        manager: Manager,
+        parts: SchedulerParts[TrtllmFusionScheduler],
         outbox: Outbox,
-        metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
         lane: Lane | None = None,
-        fusion: TrtllmFusionScheduler | None = None,
-        watch: Watch | None = None,
     ) -> None:
+        settings = config.trtllm
+        traits = SchedulerTraits(
+            no_page=NO_PAGE,
+            min_load_tokens=max(settings.min_load_tokens, 1),
+            layerwise=settings.layerwise,
+            place=of_its_group,
+            host_only=True,
+        )
+        super().__init__(config, model, parts, traits)
         self.on_reuse: Callable[[int, dict[str, int]], None] | None = None
-        self.metrics = metrics
-        self.manager = manager
-        self._config = config
-        self._model = model
+        self._page_tokens = model.facts.page_tokens
         self._outbox = outbox
         self._lane = lane
-        self._fusion = fusion
-        self._watch = watch or Watch()
-        self._learning: dict[int, tuple[Tracked, int, int]] = {}  # saves, and the blocks they hold
-        self._block = config.block.tokens
-        self._namespaces = RequestNamespaces(config, model.fingerprint)
-        self._paging = Paging(model.groups, self._block, no_page=NO_PAGE, place=of_its_group)
+        self._identity = RequestNamespaces(self.namespaces)
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
-        self._using: dict[int, Use] = {}
-        self._users = PageUsers()  # graphs of ``_using``, and their pages
+        self._using: dict[int, Use] = {}  # what the graphs of ``_users`` are for
         self._fresh: set[int] = set()  # pages this step may write to
         self._shared: set[int] = set()  # pages this step reads what others computed from
         self._asked: dict[int, int] = {}  # requests matched in this step: tokens on the device
         self._lost: set[int] = set()  # requests whose promised tokens did not come
         self._step = 0
-        self._aside = ""
-        layerwise = config.trtllm.layerwise
-        self._layer_steps = tuple(layer_steps(model.shape.layers)) if layerwise else ()
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -117,20 +107,21 @@ class Leader:
         """Tokens beyond ``computed`` that are promised, and whether the request parks for them."""
         self._drop(request.request_id)
         self._asked[request.request_id] = computed
-        if self._aside or excluded(request):
+        if self.disabled or excluded(request):
             return 0, False
         tokens = request.get_tokens(0)
         wish = wish_of(request, len(tokens))
-        chain = KeyChain(self._namespaces.of(request, wish), self._block)
-        chain.extend(tokens, extras(request))
+        chain = KeyChain(self._identity.of(request, wish), self._block)
+        pictures = extras(request)
+        chain.extend(tokens, pictures)
         tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
         self._requests[request.request_id] = tracked
-        if self._fusion is not None or (chain.plain and self.manager.wants_tokens):
+        if not pictures and (self._fusion is not None or self.manager.wants_tokens):
             tracked.tokens = list(tokens)
         if wish is not None and computed:
             tracked.approximate_from = 0  # its salt was used before: these pages may be a blend's
             return 0, False
-        if computed % self._model.facts.page_tokens:
+        if computed % self._page_tokens:
             return 0, False  # inside a page, which the engine fills in its own way
         # The last token is always computed: its logits are wanted.
         most = len(tokens) - 1
@@ -145,8 +136,9 @@ class Leader:
         """Promise [device_tokens, stop), where that is worth it."""
         computed, chain = tracked.device_tokens, tracked.chain
         gain = stop - computed
-        if gain < max(self._config.trtllm.min_load_tokens, 1):
-            self._count_miss(tracked, gain, hit)
+        if gain < self._traits.min_load_tokens:
+            tokens = tracked.prompt_tokens
+            self._missed_little(str(tracked.request_id), hit, gain, tokens, tokens - 1)
             return 0, False
         blocks = self._blocks(computed, stop)
         parks = (blocks[1] - blocks[0]) * self._model.shape.nbytes > (
@@ -154,7 +146,8 @@ class Leader:
         )
         load = keep(self.manager, chain, blocks, () if parks else self._layer_steps)
         if load is None:
-            self.metrics.looked_up({}, tracked.prompt_tokens, MissReason.PENDING)
+            name = str(tracked.request_id)
+            self.recorder.missed(name, MissReason.PENDING, tracked.prompt_tokens)
             return 0, False
         tracked.promise = Promise(computed, stop, parks, load)
         tracked.reused = {HOST: gain}
@@ -212,15 +205,7 @@ class Leader:
         prompt = tracked.tokens[: tracked.prompt_tokens]
         return self._fusion.order(request, prompt, plan, tracked.pages[0])
 
-    def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
-        """Blocks of a request are stored: they can be found as chunks."""
-        if self._fusion is not None and tracked.tokens is not None:
-            self._fusion.chunks.learn(tracked.chain, start, stop, tracked.tokens)
-
     # -- what is promised is in host memory ---------------------------------------------------
-
-    def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
-        return start_token // self._block, -(-stop_token // self._block)
 
     def _hit(self, tracked: Tracked, tokens: Sequence[int], most: int) -> Hit:
         """What is held of the chain, after as much of it as possible was brought to host memory."""
@@ -232,10 +217,10 @@ class Leader:
             self.manager.wait_stores(self._config.trtllm.stage_wait_s)
             hit = self.manager.get_match(chain.keys, digest)
         name = str(tracked.request_id)
-        self._watch.looked_up(name, tokens, computed, hit, chain.namespace, self._block)
+        self.recorder.looked_up(name, tokens, computed, hit, chain.namespace, self._block)
         first, last = self._blocks(computed, min(hit.depth * self._block, most))
         below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
-        if first >= last or self._config.trtllm.min_load_tokens > most - computed:
+        if first >= last or self._traits.min_load_tokens > most - computed:
             return hit
         if not below and self.manager.certain:
             return hit
@@ -267,7 +252,7 @@ class Leader:
                 start,
                 last,
                 units,
-                deadline_s=self._config.transfer.load_deadline_s,
+                deadline_s=self._deadline_s,
                 lane=self._lane or self._plan.spills.append,
             )
         except CapacityError as error:
@@ -275,21 +260,10 @@ class Leader:
             return None
         return graph.graph_id
 
-    def _count_miss(self, tracked: Tracked, gain: int, hit: Hit) -> None:
-        tokens, name = tracked.prompt_tokens, str(tracked.request_id)
-        if gain > 0 or tokens <= self._block:
-            self.metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
-            self._watch.missed(name, Cause.TOO_SHORT)
-        elif not hit.depth:
-            self.metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
-        elif any(source.tier != HOST for source in hit.sources):
-            self.metrics.looked_up({}, tokens, MissReason.PENDING)
-            self._watch.missed(name, Cause.LATE)
-
     def allocated(self, request: Any, pages: PageTables) -> None:
         """The request has its pages. If it parks, its load is planned now."""
         computed = self._asked.get(request.request_id, 0)
-        held = computed // self._model.facts.page_tokens
+        held = computed // self._page_tokens
         for group, table in enumerate(pages):
             self._shared.update(places(group, table[:held]))
             self._fresh.update(places(group, table[held:]))
@@ -314,7 +288,8 @@ class Leader:
         units = self._paging.units(pages, first, last, promise.start_token)
         tracked.promise = None  # kept no more, whatever becomes of the launch
         graph = self.manager.launch_prepared(promise.load, units, lane=lane)
-        self._use(graph, tracked.request_id, writes=True)
+        self._use(graph)
+        self._using[graph.graph_id] = Use(tracked.request_id, writes=True)
         _log.debug(
             "load request=%s tokens=%d..%d parked=%s",
             tracked.request_id,
@@ -327,8 +302,7 @@ class Leader:
     def _count(self, tracked: Tracked) -> None:
         """Tokens that come from somewhere, by what was promised."""
         missed = tracked.prompt_tokens - tracked.device_tokens - sum(tracked.reused.values())
-        self.metrics.looked_up(tracked.reused, missed)
-        self._watch.loaded(str(tracked.request_id), tracked.reused)
+        self.recorder.loaded(str(tracked.request_id), tracked.reused, missed)
         if self.on_reuse is not None:
             self.on_reuse(tracked.request_id, tracked.reused)
 
@@ -399,30 +373,26 @@ class Leader:
         computed = min(tracked.bound, tracked.chain.num_tokens)
         if not self._config.trtllm.save_decode and computed > tracked.prompt_tokens:
             return
-        self._save(tracked, computed // self._block, tracked.pages, self._plan.late_saves)
+        saves = self._plan.late_saves
+        self._save_blocks(tracked, computed // self._block, tracked.pages, saves)
 
-    def _save(self, tracked: Tracked, blocks: int, pages: PageTables, saves: _Saves) -> None:
-        keys = tracked.chain.keys
-        blocks = min(tracked.exact_tokens(blocks * self._block) // self._block, len(keys))
-        if self._aside or blocks <= 0:
+    def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, saves: _Saves) -> None:
+        chain = tracked.chain
+        blocks = min(tracked.exact_tokens(blocks * self._block) // self._block, len(chain.keys))
+        if self.disabled or blocks <= 0:
             return
-        units_of = partial(self._paging.whole_units, pages)
-        digest = tracked.chain.namespace.digest
-        told = tracked.tokens if tracked.chain.plain else None
-        graph = self.manager.launch_save(
-            keys,
-            digest,
+        name = tracked.request_id
+        graph = self._save(
+            chain,
             blocks,
-            units_of,
-            told,
-            lane=lambda graph: saves.append((tracked.request_id, graph)),
+            pages,
+            tracked.tokens,
+            lambda graph: saves.append((name, graph)),
+            known=tracked.learned,
         )
-        learned, tracked.learned = tracked.learned, max(tracked.learned, blocks)
+        tracked.learned = max(tracked.learned, blocks)
         if graph is not None:
-            self._use(graph, tracked.request_id, writes=False)
-            self._learning[graph.graph_id] = (tracked, learned, blocks)
-        elif blocks > learned:
-            self._learn(tracked, learned, blocks)
+            self._using[graph.graph_id] = Use(name, writes=False)
 
     def _fence(self, plan: StepPlan) -> None:
         """Graphs that use pages which this step gives to others. A load into a page that is given
@@ -456,7 +426,7 @@ class Leader:
             self.take_news(reports, counted)
         except Exception:  # noqa: BLE001 - the ranks wait for each other
             _log.exception("reports could not be taken in")
-            self.stand_aside("an error in the leader's books")
+            self.disable("an error in the leader's books")
 
     def hear_blends(self, blends: Iterable[BlendReport]) -> None:
         """Take in the blends of rank 0's worker, which is in this process."""
@@ -468,33 +438,26 @@ class Leader:
         """Take in what ended on all ranks, and what they counted."""
         for delta in counted:
             self.metrics.absorb(delta)
-            self._watch.learn(delta)
+            self.recorder.learn(delta)
         for report in reports:
             self._outbox.deliver(report)
         for report in self._outbox.poll():
-            self.manager.complete(report)
-            self._after(report)
-            if RowError.REFUSED in report.failed.values():
-                self.stand_aside("a worker refused its work")
+            self._take_report(report)
 
-    def _after(self, report: OpReport) -> None:
-        """Free the pages of a graph whose ops on the device have ended."""
+    def _take_report(self, report: OpReport) -> None:
+        """Let go of a graph whose ops on the device have ended."""
+        released = self._complete(report)
         use = self._using.get(report.graph_id)
-        if use is None or (not use.writes and report.op_id != 0):
-            return  # the device copy of a save is its first op
+        if use is None:
+            return
         if use.writes and report.failed:
             self._load_failed(use.request_id, report)
-        use.left -= 1
-        if use.left:
+        if not released:
             return
-        if use.writes:
-            self._watch.arrived(str(use.request_id))
         del self._using[report.graph_id]
-        self._users.drop(report.graph_id)
-        learned = self._learning.pop(report.graph_id, None)
-        if learned is not None and not report.failed:
-            self._learn(*learned)
         tracked = self._requests.get(use.request_id)
+        if use.writes:
+            self.recorder.arrived(str(use.request_id))
         if tracked is not None and tracked.load == report.graph_id:
             tracked.load = None
             tracked.seen = self._step
@@ -502,16 +465,12 @@ class Leader:
     def _load_failed(self, request_id: int, report: OpReport) -> None:
         if set(report.failed.values()) == {RowError.CANCELLED}:
             return  # an aborted request's
+        first = request_id not in self._lost
         self._lost.add(request_id)
-        self.metrics.looked_up({}, 0, MissReason.LOAD_FAILED)
-        self._watch.failed(str(request_id))
+        tracked = self._requests.get(request_id)
+        if first and tracked is not None:
+            self.recorder.failed(str(request_id), tracked.reused.get(HOST, 0))
         _log.error("a promised load failed request=%s: %s", request_id, report.failed)
-
-    def stand_aside(self, why: str) -> None:
-        """Promise and keep nothing more, until the engine restarts."""
-        if not self._aside:
-            self._aside = why
-            _log.warning("%s: kvcore stands aside until the engine restarts", why)
 
     def last_plan(self, why: str) -> StepPlan:
         """A plan in place of one that could not be made: nothing of the step gets out, parked
@@ -530,9 +489,9 @@ class Leader:
 
     def finished(self, request: Any, pages: PageTables) -> bool:
         """Save the last blocks; whether saves under way still read the request's pages."""
-        self._watch.ended(str(request.request_id), "done")
+        self.recorder.ended(str(request.request_id), "done")
         tracked = self._requests.get(request.request_id)
-        if tracked is None or self._aside:
+        if tracked is None or self.disabled:
             self._drop(request.request_id)
             return False
         tokens = request.get_tokens(0)
@@ -548,7 +507,7 @@ class Leader:
             use.request_id == request.request_id and not use.writes for use in self._using.values()
         )
         if tracked.load is None:
-            self._save(tracked, computed // self._block, pages, self._plan.early_saves)
+            self._save_blocks(tracked, computed // self._block, pages, self._plan.early_saves)
         self._drop(request.request_id)
         return sent
 
@@ -567,16 +526,14 @@ class Leader:
         for request_id, tracked in list(self._requests.items()):
             silent = self._step - tracked.seen > FORGET_AFTER
             if silent and tracked.load is None and request_id not in self._lost:
-                self._watch.ended(str(request_id), "no more heard of")
+                self.recorder.ended(str(request_id), "no more heard of")
                 self._drop(request_id)
 
     # -- upkeep -----------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        """Forget every block of every tier."""
-        self.manager.clear()
-        if self._fusion is not None:
-            self._fusion.chunks.forget()
+    def _stop_running(self) -> None:
+        for tracked in self._requests.values():
+            tracked.approximate_from = 0
 
     @property
     def tracked(self) -> int:
@@ -584,12 +541,6 @@ class Leader:
         return len(self._requests)
 
     def check_integrity(self) -> None:
-        """Index and flights are sound; every page in use is of a graph in flight."""
-        self.manager.check_integrity()
-        self._users.check_integrity()
+        """Raise AssertionError unless the index, graphs in flight and pages in use agree."""
+        super().check_integrity()
         assert self._users.graphs == self._using.keys(), "graphs in use and their pages differ"
-
-    def _use(self, graph: TransferGraph, request_id: int, *, writes: bool) -> None:
-        left = sum(op.path.touches_device for op in graph.ops)
-        self._using[graph.graph_id] = Use(request_id, left, writes)
-        self._users.add(graph.graph_id, self._paging.pages_of(graph.units))

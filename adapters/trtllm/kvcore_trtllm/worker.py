@@ -276,7 +276,7 @@ class WorkerConnector(StepWorker[int]):
         self._tell()
 
     def _tell(self) -> None:
-        own = StepReport(self._reports, self._metrics.delta() if self._reports else {})
+        own = StepReport(self._reports, self.metrics.delta() if self._reports else {})
         told = self._tally.exchange(own)
         if told is None:
             return

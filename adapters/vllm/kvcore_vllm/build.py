@@ -18,6 +18,7 @@ from kvcore.connector.build import (
     build_planner,
     build_policy,
     build_worker,
+    scheduler_parts,
 )
 from kvcore.connector.forward_timer import ForwardClock
 from kvcore.connector.fusion_policy import FusionPolicy
@@ -25,7 +26,7 @@ from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.layout import KVView
@@ -59,13 +60,14 @@ def build_scheduler_side(
     assert vllm_config.kv_transfer_config is not None
     outbox = Outbox(model.world_size)
     side: SchedulerSide
-    settings, watch = config.vllm, Watch.of(config)
+    settings, recorder = config.vllm, RequestRecorder.of(config)
     tell = (lambda event: side.note_event(event)) if _wants_events(vllm_config) else None
     parts = build_leader(
         config,
         model,
         outbox,
-        on_event=watch.listener(tell),
+        recorder,
+        on_event=tell,
         data_parallel_rank=_data_parallel_rank(vllm_config),
     )
     pace = build_policy(
@@ -74,7 +76,7 @@ def build_scheduler_side(
         parts,
         hidden=vllm_config.model_config.get_hidden_size(),
         device=str(vllm_config.device_config.device_type),
-        watch=watch,
+        recorder=recorder,
     )
     planning = None
     if pace is not None:
@@ -83,22 +85,18 @@ def build_scheduler_side(
             model,
             parts,
             pace.rates,
-            watch,
+            recorder,
             min_load_tokens=settings.min_load_tokens,
             layerwise=settings.layerwise,
         )
+    fusion = _fusion_leader(config, vllm_config, model, parts, pace)
     side = SchedulerSide(
         config,
         model,
-        parts.manager,
+        scheduler_parts(parts, outbox, recorder, fusion, planning),
         outbox,
-        parts.metrics,
-        open_tiers=parts.open_tiers,
-        on_close=parts.releases,
-        fusion=_fusion_leader(config, vllm_config, model, parts, pace),
+        parts.open_tiers,
         policy=pace,
-        planning=planning,
-        watch=watch,
         handover=Handover(
             vllm_config.kv_transfer_config.kv_role, settings.promise_s, parts.manager
         ),

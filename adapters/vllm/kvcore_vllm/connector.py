@@ -240,7 +240,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         if self._scheduler is None:
             return None
-        self._scheduler.reset()
+        self._scheduler.clear()
         return True
 
     # -- both -------------------------------------------------------------------------------

@@ -7,18 +7,14 @@ that shares a store with it, has the prompt answered there without computing it 
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from kvcore.connector.disagg import accept, promised
-from kvcore.errors import FormatError
+from kvcore.connector.disagg import accepted, promised
 from kvcore.manager.base import Manager, Promise
 from kvcore.model.keys import KeyChain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-_log = logging.getLogger("kvcore.vllm.handover")
 
 _PRODUCER = "kv_producer"
 
@@ -35,13 +31,7 @@ class Handover:
         """What another engine has promised of the request's prompt."""
         asked = _asked(request)
         told = asked.get("promise") if isinstance(asked, dict) else None
-        if not isinstance(told, dict):
-            return None
-        try:
-            return accept(told, chain, self._wait_s)
-        except FormatError as error:
-            _log.warning("promise refused request=%s: %s", request.request_id, error)
-            return None
+        return accepted(told, chain, self._wait_s, request.request_id)
 
     def told(
         self,

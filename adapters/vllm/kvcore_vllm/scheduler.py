@@ -17,28 +17,24 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.messages import StepReport
-from kvcore.connector.page_table import PageUsers, Paging
+from kvcore.connector.page_table import PageTables
+from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
-from kvcore.explain import Cause
-from kvcore.explain.recorder import Watch
-from kvcore.manager import HOST, Event, Hit, Manager, Readiness
+from kvcore.manager import HOST, Event, Hit, Readiness
 from kvcore.manager.base import Lane
-from kvcore.manager.load_advisor import Memo, Planning
+from kvcore.manager.load_advisor import Memo
 from kvcore.manager.load_policy import Action
-from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.model.identity import lora_identity
 from kvcore.model.keys import Extra, KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
-from kvcore.telemetry.metrics import Data, Metrics, MissReason
-from kvcore.transfer.graph import OpReport, RowError
-from kvcore.transfer.plan import layer_steps
+from kvcore.telemetry.metrics import Data, MissReason
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
@@ -57,47 +53,33 @@ NULL_PAGE = 0
 """vLLM's block 0 stands for a page that a sliding-window group has dropped."""
 
 
-class SchedulerSide:
+class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     """One per engine core. Called from vLLM's scheduling loop only; no call does I/O."""
 
     def __init__(
         self,
         config: Config,
         model: ModelDescription,
-        manager: Manager,
+        parts: SchedulerParts[VllmFusionScheduler],
         outbox: Outbox,
-        metrics: Metrics,
         open_tiers: dict[str, dict[str, Any]],
-        on_close: Sequence[Callable[[], None]],
-        fusion: VllmFusionScheduler | None = None,
         policy: FusionPolicy | None = None,
-        planning: Planning | None = None,
-        watch: Watch | None = None,
         handover: Handover | None = None,
     ) -> None:
-        self._config = config
-        self._model = model
-        self._manager = manager
+        settings = config.vllm
+        traits = SchedulerTraits(
+            no_page=NULL_PAGE,
+            min_load_tokens=settings.min_load_tokens,
+            layerwise=settings.layerwise,
+        )
+        super().__init__(config, model, parts, traits)
         self._outbox = outbox
-        self._metrics = metrics
-        self._block = config.block.tokens
         self._events: list[Event] = []
         self._requests: dict[str, Tracked] = {}
-        self._namespaces = Namespaces(config.namespace, model.fingerprint)
-        self._paging = Paging(model.groups, self._block, no_page=NULL_PAGE)
         self._plan = StepPlan(open_tiers=open_tiers)
-        self._on_close = on_close
-        self._saving = PageUsers()  # saves, and the pages that they read
         self._load_pages: list[int] = []
-        self._aside = False
-        self._steps = tuple(layer_steps(model.shape.layers)) if config.vllm.layerwise else ()
-        self._fusion = fusion
         self._policy = policy
-        self._deadline_s = config.transfer.load_deadline_s
-        self._planning = planning
-        self._watch = watch or Watch()
-        self._handover = handover or Handover(None, config.vllm.promise_s, manager)
-        self._learning: dict[int, tuple[Tracked, int, int]] = {}  # save -> blocks of a request
+        self._handover = handover or Handover(None, settings.promise_s, self.manager)
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -109,40 +91,38 @@ class SchedulerSide:
         if tracked is None or not tracked.may_load:
             return 0, False
         self._hash(tracked)
-        hit = self._manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
         tracked.new = False
-        if self._manager.ask_stores(hit, computed // self._block, promise):
+        if self.manager.ask_stores(hit, computed // self._block, promise):
             return None, False
         # The last token is always computed: its logits are wanted.
         matched = min(hit.depth * self._block, request.num_tokens - 1)
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
-        self._watch.looked_up(name, tokens, computed, hit, space, self._block)
+        self.recorder.looked_up(name, tokens, computed, hit, space, self._block)
         tracked.hit, tracked.matched_tokens = hit, matched
         gain = matched - computed
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:
                 return blended, False
-        if gain < self._config.vllm.min_load_tokens:
-            self._count_miss(tracked, hit, gain)
+        if gain < self._traits.min_load_tokens:
+            self._missed_little(name, hit, gain, request.num_tokens, request.num_tokens - 1)
             return 0, False
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, request.num_tokens, computed)
-            self._watch.planned(name, plan)
+            self.recorder.planned(name, plan, gain)
             if plan.action is Action.RECOMPUTE:
-                self._metrics.looked_up({}, gain, MissReason.PLANNED)
                 return 0, False
             tracked.matched_tokens = matched = plan.stop
             gain = matched - computed
-        first, last = computed // self._block, -(-matched // self._block)
+        first, last = self._blocks(computed, matched)
         ready = self._readiness(tracked, hit, first, last)
         if ready is Readiness.LATER:
             _log.debug("lookup request=%s waits for slots, or another's load", request.request_id)
             return None, False
         if ready is Readiness.NEVER:
-            self._metrics.looked_up({}, gain, MissReason.BUSY)
-            self._watch.missed(name, Cause.BUSY)
+            self.recorder.missed(name, MissReason.BUSY, gain)
             return 0, False
         return gain, not self._loads_in_step(hit, first, last)
 
@@ -151,13 +131,13 @@ class SchedulerSide:
         second time: it is waited for, as long as a load may take. Should it not come, this request
         reads it itself."""
         below = not set(hit.blocks_by_tier(first, last)) <= {HOST}
-        if below and self._manager.coming(hit, last):
+        if below and self.manager.coming(hit, last):
             now = time.monotonic()
             if tracked.join_until is None:
                 tracked.join_until = now + self._deadline_s
             if now < tracked.join_until:
                 return Readiness.LATER
-        return self._manager.can_load(hit, first, last)
+        return self.manager.can_load(hit, first, last)
 
     def _plan_blend(
         self,
@@ -177,13 +157,12 @@ class SchedulerSide:
         plan = fusion.plan(fusing, tokens, space, exact, loads=loads)
         if plan is None:
             return False
-        deadline = self._config.transfer.load_deadline_s
         lane = self._plan.fetches.append
-        fusion.fetch(fusing, plan, tracked.hit, computed, deadline, lane)
+        fusion.fetch(fusing, plan, tracked.hit, computed, self._deadline_s, lane)
         if fusion.waits(fusing):
             return None
         plan = fusion.in_host(plan)
-        first, last = computed // self._block, -(-exact // self._block)
+        first, last = self._blocks(computed, exact)
         if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
             return False
         tracked.matched_tokens = exact
@@ -202,15 +181,6 @@ class SchedulerSide:
         nbytes = (last - first) * self._model.shape.nbytes
         return from_host and nbytes <= self._config.transfer.sync_load_max
 
-    def _count_miss(self, tracked: Tracked, hit: Hit, gain: int) -> None:
-        """Count a lookup that brought nothing, unless the engine holds all there is itself."""
-        tokens = tracked.request.num_tokens
-        if gain > 0 or tokens <= self._block:
-            self._metrics.looked_up({}, tokens, MissReason.TOO_SHORT)
-            self._watch.missed(tracked.request.request_id, Cause.TOO_SHORT)
-        elif not hit.depth:
-            self._metrics.looked_up({}, tokens, MissReason.NOT_CACHED)
-
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, external: int
     ) -> None:
@@ -223,18 +193,19 @@ class SchedulerSide:
             self._launch_blend(tracked, fusing, blocks, external)
             return
         start_token = tracked.matched_tokens - external
-        first, last = start_token // self._block, -(-tracked.matched_tokens // self._block)
+        first, last = self._blocks(start_token, tracked.matched_tokens)
         in_step = self._loads_in_step(tracked.hit, first, last)
         units = self._paging.units(blocks.get_block_ids(), first, last, start_token)
         tracked.load_attempts += 1
+        tracked.load_tokens = external
         waiting = self._plan.async_loads
         try:
-            graph = self._manager.launch_load(
+            graph = self.manager.launch_load(
                 tracked.hit,
                 first,
                 last,
                 units,
-                layers=self._steps if in_step else (),
+                layers=self._layer_steps if in_step else (),
                 deadline_s=None if in_step else tracked.memo.deadline_s(self._deadline_s),
                 lane=self._plan.sync_loads.append
                 if in_step
@@ -263,11 +234,11 @@ class SchedulerSide:
         pages = blocks.get_block_ids()[group.index]
         computed = plan.stop - external
         if plan.exact > computed:
-            first, last = computed // self._block, -(-plan.exact // self._block)
+            first, last = self._blocks(computed, plan.exact)
             units = self._paging.units(blocks.get_block_ids(), first, last, computed)
             lane = self._plan.sync_loads.append
-            self._manager.launch_load(
-                tracked.hit, first, last, units, layers=self._steps, lane=lane
+            self.manager.launch_load(
+                tracked.hit, first, last, units, layers=self._layer_steps, lane=lane
             )
             self._load_pages += self._paging.pages_of(units)
         self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages))
@@ -275,19 +246,12 @@ class SchedulerSide:
         if plan.exact > computed:
             tracked.reused[HOST] = plan.exact - computed
         missed = tracked.request.num_tokens - computed - sum(tracked.reused.values())
-        self._metrics.looked_up(tracked.reused, missed)
-        self._watch.loaded(tracked.request.request_id, tracked.reused)
+        self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
 
     def _count_hit(self, tracked: Tracked, hit: Hit, start_token: int) -> None:
-        tracked.reused = {}
-        for source in hit.sources:
-            a = max(source.start * self._block, start_token)
-            b = min(source.stop * self._block, tracked.matched_tokens)
-            if b > a:
-                tracked.reused[source.tier] = b - a
+        tracked.reused = self._by_tier(hit, start_token, tracked.matched_tokens)
         missed = tracked.request.num_tokens - tracked.matched_tokens
-        self._metrics.looked_up(tracked.reused, missed)
-        self._watch.loaded(tracked.request.request_id, tracked.reused)
+        self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
         _log.debug(
             "load request=%s tokens=%d..%d tiers=%s",
             tracked.request.request_id,
@@ -305,10 +269,10 @@ class SchedulerSide:
 
     def build_connector_meta(self, output: SchedulerOutput) -> KVCoreMetadata:
         """Plan this step: saves of what it completes, and fences for pages that change hands."""
-        self._manager.maintain()
+        self.manager.maintain()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.may_save and not self._aside:
+            if tracked is not None and tracked.may_save and not self.disabled:
                 self._save_computed(tracked, scheduled, output)
         plan, self._plan = self._plan, StepPlan()
         plan.spills, plan.cancel, plan.forget = self._outbox.take()
@@ -341,37 +305,18 @@ class SchedulerSide:
             return
         pages = state.get_block_ids(request.request_id)
         if pages is not None:
-            self._save(tracked, blocks, pages, self._plan.late_saves.append)
+            self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append)
 
-    def _save(
-        self, tracked: Tracked, blocks: int, pages: Sequence[Sequence[int]], lane: Lane
-    ) -> None:
+    def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, lane: Lane) -> None:
         self._hash(tracked)
-        keys = tracked.chain.keys
-        blocks = min(blocks, len(keys))
-        units_of = partial(self._paging.whole_units, pages)
-        tokens = tracked.request._all_token_ids if tracked.chain.plain else None
-        graph = self._manager.launch_save(
-            keys, tracked.chain.namespace.digest, blocks, units_of, tokens, lane=lane
-        )
-        if self._fusion is not None and tracked.fusing is not None and not tracked.extras:
-            if graph is None:
-                self._learn(tracked, tracked.saved_blocks, blocks)
-            else:
-                self._learning[graph.graph_id] = (tracked, tracked.saved_blocks, blocks)
+        blocks = min(blocks, len(tracked.chain.keys))
+        tokens = None if tracked.extras else tracked.request._all_token_ids
+        self._save(tracked.chain, blocks, pages, tokens, lane, known=tracked.saved_blocks)
         tracked.saved_blocks = blocks
-        if graph is not None:
-            self._saving.add(graph.graph_id, self._paging.pages_of(graph.units))
-
-    def _learn(self, tracked: Tracked, start: int, stop: int) -> None:
-        """Remember which tokens blocks of a request hold, for fusion."""
-        assert self._fusion is not None
-        tokens = tracked.request._all_token_ids
-        self._fusion.chunks.learn(tracked.chain, start, stop, tokens)
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Saves that read a page which this step, or a load in it, may write to."""
-        if not self._saving.graphs:
+        if not self._users.graphs:
             self._load_pages.clear()
             return []
         fresh = set(self._load_pages)
@@ -381,7 +326,7 @@ class SchedulerSide:
         for block_ids in output.scheduled_cached_reqs.new_block_ids:
             if block_ids is not None:
                 fresh.update(itertools.chain.from_iterable(block_ids))
-        ids = {graph_id for _, saves in self._saving.among(fresh) for graph_id in saves}
+        ids = {graph_id for _, saves in self._users.among(fresh) for graph_id in saves}
         return sorted(ids - {graph.graph_id for graph in plan.late_saves})
 
     def _computed_tokens(self, request_id: str) -> int:
@@ -401,7 +346,7 @@ class SchedulerSide:
             self._load_failed(request_id)
 
     def _take_report(self, ranks: StepReport) -> None:
-        self._metrics.absorb(ranks.counted)
+        self.metrics.absorb(ranks.counted)
         if self._policy is not None:
             self._policy.learn(ranks.profile, ranks.forwards, ranks.counted)
         for blend in ranks.blends:
@@ -413,31 +358,13 @@ class SchedulerSide:
         for report in ranks.reports:
             self._outbox.deliver(report)
         for report in self._outbox.poll():
-            self._manager.complete(report)
-            self._after(report)
-            if RowError.REFUSED in report.failed.values():
-                self._stand_aside()
-
-    def _after(self, report: OpReport) -> None:
-        """The device copy of a save is its first op: once it ended, its pages are free."""
-        if report.op_id != 0:
-            return
-        if (saved := self._learning.pop(report.graph_id, None)) is not None:
-            self._learn(*saved)
-        self._saving.drop(report.graph_id)
-
-    def _stand_aside(self) -> None:
-        """A worker cannot serve this model (its log says why): look up and save nothing more."""
-        if self._aside:
-            return
-        self._aside = True
-        _log.warning("a worker refused its work: kvcore stands aside until the engine restarts")
+            self._complete(report)
 
     def _load_ended(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.load = None
-            self._watch.arrived(request_id)
+            self.recorder.arrived(request_id)
 
     def _load_failed(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
@@ -446,9 +373,8 @@ class SchedulerSide:
         # What was corrupt has left the index: one more lookup may find a shorter prefix or
         # another tier. After that the request is computed.
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
+        self.recorder.failed(request_id, tracked.load_tokens)
         tracked.reused, tracked.hit, tracked.memo = {}, None, Memo()
-        self._metrics.looked_up({}, tracked.matched_tokens, MissReason.LOAD_FAILED)
-        self._watch.failed(request_id)
         _log.warning(
             "load failed, computing instead request=%s attempt=%d retry=%s",
             request_id,
@@ -465,11 +391,11 @@ class SchedulerSide:
             self._fusion.forget(request.request_id)
         if tracked is None:
             return None
-        record = self._watch.ended(
+        record = self.recorder.ended(
             request.request_id, outcome(request), getattr(request, "trace_headers", None)
         )
         if tracked.load is not None:  # aborted while it waited: its pages hold nothing yet
-            self._manager.cancel(tracked.load)
+            self.manager.cancel(tracked.load)
             return None
         computed = min(request.num_computed_tokens, request.num_tokens)
         in_flight = getattr(request, "num_in_flight_tokens", 0)
@@ -477,8 +403,8 @@ class SchedulerSide:
         if not self._config.vllm.save_decode:
             computed = min(computed, request.num_prompt_tokens)
         blocks = tracked.exact_blocks(computed, self._block)
-        if blocks > tracked.saved_blocks and tracked.may_save and not self._aside:
-            self._save(tracked, blocks, pages, self._plan.early_saves.append)
+        if blocks > tracked.saved_blocks and tracked.may_save and not self.disabled:
+            self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
         return self._handover.told(
             request, tracked.chain, tracked.saved_blocks, tracked.reused, fusion, record
@@ -489,37 +415,16 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for plans to leave or reports to come."""
-        return bool(self._manager.in_flight or self._outbox.graphs)
+        return bool(self.manager.in_flight or self._outbox.graphs)
 
-    def reset(self) -> None:
-        """Forget every block of every tier.
-
-        Weights may have been changed in place, and a fingerprint tells only the files they came
-        from. So what is computed from now on is kept apart by a random mark: this engine finds it
-        again, a restarted one does not. Requests that are running keep nothing more.
-        """
-        self._manager.clear()
-        self._namespaces.renew()
-        if self._fusion is not None:
-            self._fusion.chunks.forget()
+    def _stop_running(self) -> None:
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
 
-    def close(self) -> None:
-        """Let go of what the leader holds; the workers finish what is in flight themselves."""
-        if self._fusion is not None:
-            self._fusion.chunks.close()
-        self._watch.close()
-        for release in self._on_close:
-            release()
-
     def take_stats(self) -> Data:
         """What was counted since the last call, on all ranks and here."""
-        for tier in self._manager.index.tiers:
-            used = self._manager.index.num_used(tier) * self._model.shape.nbytes
-            capacity = self._manager.index.num_slots(tier) * self._model.shape.nbytes
-            self._metrics.tier(tier, used, capacity)
-        return self._metrics.delta()
+        self._show_tiers()
+        return self.metrics.delta()
 
     def take_events(self) -> list[Event]:
         """What the tiers began and ceased to hold since the last call."""
@@ -536,7 +441,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        if self._aside:
+        if self.disabled:
             return None
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None  # prompt embeddings have no token ids to make keys of
@@ -563,4 +468,4 @@ class SchedulerSide:
     def _namespace(self, request: Request) -> Namespace:
         lora = request.lora_request
         name = lora_identity(lora.lora_name, lora.lora_path) if lora is not None else ""
-        return self._namespaces.of(name, request.cache_salt)
+        return self.namespaces.of(name, request.cache_salt)

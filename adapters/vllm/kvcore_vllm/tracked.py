@@ -1,4 +1,4 @@
-"""What the scheduler's side remembers of a request."""
+"""A request as the leader in vLLM's scheduler knows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ __all__ = ["Tracked"]
 
 @dataclass
 class Tracked:
-    """A request the scheduler knows. ``hit`` is the last lookup, valid until the next one."""
+    """A request that the leader knows.
+
+    Attributes:
+        hit: the last lookup, valid until the next one.
+        load: the graph of an asynchronous load in flight.
+        load_tokens: the tokens that the last load was to bring.
+        new: the request has not been looked up yet.
+        join_until: the monotonic time up to which it waits for another request's load.
+    """
 
     request: Request
     chain: KeyChain
@@ -27,6 +35,7 @@ class Tracked:
     matched_tokens: int = 0
     load: int | None = None
     load_attempts: int = 0
+    load_tokens: int = 0
     may_load: bool = True
     may_save: bool = True
     reused: dict[str, int] = field(default_factory=dict)
@@ -37,6 +46,6 @@ class Tracked:
     join_until: float | None = None
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
-        """Whole blocks of the first ``tokens`` that may be saved: none with approximate KV."""
+        """Return how many whole blocks of the first ``tokens`` have exact KV and may be saved."""
         exact = tokens if self.fusing is None else self.fusing.exact_tokens(tokens)
         return exact // block_tokens

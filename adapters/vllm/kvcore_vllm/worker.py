@@ -166,7 +166,7 @@ class WorkerConnector(StepWorker[str]):
         blends, forwards, profile = self.take_blends(), self._clock.take(), self.take_profile()
         if not (reports or blends or forwards or profile):
             return None
-        return StepReport(reports, self._metrics.delta(), blends, forwards, profile)
+        return StepReport(reports, self.metrics.delta(), blends, forwards, profile)
 
     def _ended(self, load: Load[str]) -> None:
         if load.request_id is not None:

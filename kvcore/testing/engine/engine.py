@@ -31,10 +31,11 @@ from kvcore.connector.build import (
     build_planner,
     build_worker,
     fusion_parts,
+    scheduler_parts,
 )
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.errors import CapacityError, ConfigError, TransferError
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
 from kvcore.manager.load_advisor import (
@@ -180,8 +181,8 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             for rank, part in enumerate(self._parts)
         ]
         transport = self.transport_type([made.worker for made in self.workers])
-        watch = Watch.of(config, always=True)
-        built = build_leader(config, described, transport, on_event=watch.listener(None))
+        recorder = RequestRecorder.of(config, always=True)
+        built = build_leader(config, described, transport, recorder)
         for made in self.workers:
             open_tiers(made.worker, made.open_tier, built.open_tiers)
         fusion = None
@@ -193,23 +194,18 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             described,
             built,
             self.rates,
-            watch,
+            recorder,
             min_load_tokens=self.args.min_load_tokens,
             layerwise=True,
         )
         self.leader = self.leader_type(
             config,
             described,
-            built.manager,
+            scheduler_parts(built, transport, recorder, fusion, planning),
             transport,
-            built.metrics,
             min_load_tokens=self.args.min_load_tokens,
             produces=self.args.produces,
             promise_s=self.args.promise_s,
-            fusion=fusion,
-            watch=watch,
-            planning=planning,
-            on_close=built.releases,
         )
 
     def _guess(self, built: LeaderParts) -> Rates:
@@ -263,7 +259,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
 
     def explain(self, request: Request) -> dict[str, Any]:
         """Why a request was served as it was, if it is one of the last ones."""
-        journal = None if self.leader is None else self.leader.watch.journal
+        journal = None if self.leader is None else self.leader.recorder.journal
         record = None if journal is None else journal.get(str(request.request_id))
         return {} if record is None else record.as_dict()
 

@@ -111,6 +111,6 @@ def leader_holds(manager: KVManager, staging: int) -> dict[str, int]:
 
 def _unanswered(engine: ReferenceEngine) -> dict[str, int]:
     """Ops of the workers, and reports that wait for other ranks."""
-    transport: Any = engine.leader._transport if engine.leader is not None else None
+    transport: Any = engine.leader._copies if engine.leader is not None else None
     ops = sum(made.worker.engine.in_flight for made in engine.workers)
     return {"ops": ops, "partial reports": len(transport._quorum)}

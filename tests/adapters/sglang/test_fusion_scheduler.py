@@ -81,7 +81,7 @@ class FusionRig:
         self.index.lifecycle.commit(
             self.index.lifecycle.reserve(HOST, keys, 0, len(keys), NAMESPACE.digest)
         )
-        self.leader.learn(chain, np.array(tokens))
+        self.leader.chunks.learn(chain, 0, len(keys), list(tokens))
 
     def plan(self, rid: str, prompt: Sequence[int], exact: int = 0, wishes: Any = None) -> Any:
         asking = Asking(np.array(prompt), wishes)

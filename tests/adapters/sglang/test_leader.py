@@ -67,7 +67,7 @@ def test_a_prefix_is_found_and_a_like_text_is_not(rigs: list[SGLangRig], page: i
     assert gain == 192
     assert rig.load("branch", branch, 0, gain)
     assert rig.lookup("other", tokens[1:]) == 0
-    other = rig.leader.namespace("", "tenant")
+    other = rig.leader.namespaces.of("", "tenant")
     assert rig.leader.lookup("tenant", np.array(tokens), 0, other) == 0
 
 
@@ -187,9 +187,9 @@ def test_everything_is_forgotten_for_good(rigs: list[SGLangRig], tmp_path: Path)
     tokens = text(400, 8)
     rig.keep(tokens)
     old = rig.namespace
-    rig.leader.forget_all()
+    rig.leader.clear()
     assert rig.lookup("forgotten", tokens) == 0
-    rig.namespace = rig.leader.namespace("", None)
+    rig.namespace = rig.leader.namespaces.of("", None)
     assert rig.namespace.digest != old.digest, "what comes now must not be found after a restart"
     rig.keep(tokens)
     assert rig.lookup("new", tokens) == 400

@@ -43,14 +43,14 @@ class Leader:
     def refuse(self, rids: Iterable[str]) -> None:
         self.refused += rids
 
-    def stand_aside(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         self.told.append("stand aside")
 
     def forget_requests(self) -> None:
         self.told.append("forget requests")
 
-    def forget_all(self) -> None:
-        self.told.append("forget all")
+    def clear(self) -> None:
+        self.told.append("clear")
 
 
 class Worker:
@@ -133,7 +133,7 @@ def test_a_flush_waits_for_pages_and_for_no_medium(
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
     linker.reset()
     first = [] if lands else ["stand aside"]
-    assert leader.told == [*first, "forget requests", *([] if keeps else ["forget all"])]
+    assert leader.told == [*first, "forget requests", *([] if keeps else ["clear"])]
 
 
 @pytest.mark.parametrize("refused", [True, False])

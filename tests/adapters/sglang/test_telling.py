@@ -49,7 +49,7 @@ def test_each_request_is_told_once_with_where_its_kv_lay(tmp_path: Path) -> None
     gain = rig.lookup("host", tokens)
     assert rig.load("host", tokens, 0, gain)
     rig.leader.ended("host", "length")
-    other = rig.leader.namespace("", "tenant")
+    other = rig.leader.namespaces.of("", "tenant")
     assert rig.leader.lookup("tenant", np.array(tokens), 0, other) == 0
     rig.leader.ended("tenant", "abort")
     assert rig.lookup("short", tokens[:40]) == 0

@@ -366,7 +366,7 @@ def test_records_of_requests(make: Make, reference: Any, tmp_path: Path) -> None
     assert harness.generate([prompt], ANSWER) == [reference(prompt)]
     settle(harness)
     assert harness.generate([prompt[:20]], ANSWER) == [reference(prompt[:20])]
-    leader(harness)._watch.close()
+    leader(harness).recorder.close()
     asked = [record for record in read_records(tmp_path) if record["tokens"] > 3]
     short, warm, cold = asked
     assert [miss["cause"] for miss in cold["misses"]] == ["never seen"]

@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcore.config import load_config
+from kvcore.connector.scheduler import SchedulerParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy import LRU
 from kvcore.manager import HOST, KVManager
@@ -37,7 +39,12 @@ def make_leader(sync_load_max: str = "512MiB") -> Leader:
     index = BlockIndex([TierSpec(HOST, 64, LRU, {})])
     manager = KVManager(index, outbox)
     model = whole(facts(page_tokens=16), (LayerGroup(0, 16, (0, 1, 2)),), 16)
-    return Leader(config, model, manager, outbox, Metrics("leader"), {})
+    metrics, recorder = Metrics("leader"), RequestRecorder()
+    recorder.count_in(metrics)
+    parts = SchedulerParts[Any](
+        manager=manager, transport=outbox, metrics=metrics, recorder=recorder
+    )
+    return Leader(config, model, parts, outbox, {})
 
 
 def asked(number: int, tokens: list[int]) -> SimpleNamespace:
@@ -230,6 +237,34 @@ def test_nothing_is_kept_that_was_not_computed() -> None:
     assert [g.num_rows for _, g in plan.late_saves] == [1]  # 47 tokens: block 2 lacks one
     assert leader.finished(asked(1, [*PROMPT, 1]), [[0, 1, 2]])
     assert leader.build_plan(output()).early_saves == []  # the prompt was not finished
+
+
+def test_after_a_clear_keys_are_others_and_running_requests_keep_nothing() -> None:
+    """Weights may have been changed in place: what was computed before must not be found by what
+    comes after, not even by this engine."""
+    leader = make_leader()
+    plan = begin(leader, 1, PROMPT[:20], [0, 1, 2])
+    end(leader, plan)
+    before = leader.namespaces.of()
+    leader.clear()
+    assert leader.namespaces.of().digest != before.digest
+    later = leader.build_plan(output(cached=[data(1, PROMPT[20:], [], 20, 28)]))
+    assert later.late_saves == []
+    assert [len(graph.keys) for _, graph in begin(leader, 2, PROMPT, [5, 6, 7]).late_saves] == [3]
+
+
+def test_a_failed_load_counts_once_with_its_tokens() -> None:
+    """A load of several ops fails in each; it is one miss of what it was to bring."""
+    leader = make_leader()
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    [load] = begin(leader, 2, PROMPT, [10, 11, 12]).sync_loads
+    assert len(load.ops) > 1
+    failed = dict.fromkeys(range(3), RowError.IO)
+    before = leader.metrics.snapshot()["kvcore_lookup_tokens_total"]["miss|"]
+    leader.take_news([OpReport(load.graph_id, op.op_id, dict(failed)) for op in load.ops], [])
+    counts = leader.metrics.snapshot()
+    assert counts["kvcore_misses_total"]["load_failed"] == 1
+    assert counts["kvcore_lookup_tokens_total"]["miss|"] == before + 47
 
 
 def test_the_last_block_is_kept_when_a_request_ends() -> None:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from kvcore.config import Config  # noqa: E402
 from kvcore.connector.messages import StepReport  # noqa: E402
 from kvcore.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
-from kvcore.model.identity import weights_identity  # noqa: E402
+from kvcore.model.identity import Namespaces, weights_identity  # noqa: E402
 from kvcore.model.spec import LayerGroup  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
 from kvcore_trtllm.describe import ModelFacts, check_settings, describe, whole  # noqa: E402
@@ -300,7 +300,7 @@ def test_an_op_has_ended_when_all_ranks_say_so() -> None:
 
 
 def test_namespaces_differ_by_what_the_version_tells() -> None:
-    spaces = RequestNamespaces(Config(), b"model")
+    spaces = RequestNamespaces(Namespaces(Config().namespace, b"model"))
     given = [
         request(),
         request(cache_salt="a"),
@@ -311,7 +311,7 @@ def test_namespaces_differ_by_what_the_version_tells() -> None:
     ]
     assert len({spaces.of(one).digest for one in given}) == len(given)
     assert spaces.of(request()) is spaces.of(request(cache_salt=None))
-    again = RequestNamespaces(Config(), b"model")
+    again = RequestNamespaces(Namespaces(Config().namespace, b"model"))
     assert again.of(given[1]).digest == spaces.of(given[1]).digest
     assert again.of(given[5]).digest == spaces.of(given[5]).digest
     assert again.of(given[3]).digest != spaces.of(given[3]).digest  # a number means nothing there

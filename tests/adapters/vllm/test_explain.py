@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvcore.config import load_config
+from kvcore.connector.scheduler import SchedulerParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.file import read_records
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
 from kvcore.manager.load_advisor import Planning, tier_priors
@@ -34,7 +35,7 @@ class Side:
     def __init__(self, folder: Path, disk_second_a_byte: float) -> None:
         settings = {"planner": {"enabled": True}, "explain": {"path": str(folder)}}
         config = load_config(overrides=settings, env={})
-        self.watch = Watch.of(config)
+        self.recorder = RequestRecorder.of(config)
         index = BlockIndex([TierSpec("host", 64), TierSpec("disk", 64)])
         outbox, metrics = Outbox(1), Metrics("leader")
         manager = KVManager(
@@ -42,7 +43,7 @@ class Side:
             outbox,
             backing=[Backing("disk")],
             metrics=metrics,
-            on_event=self.watch.listener(None),
+            on_event=self.recorder.listener(None),
         )
         rates = Rates(LAYERS, ComputeRates(1e-3, 1e-6, 1e-10), tier_priors(["host", "disk"]))
         for n in (1, 2, 3, 4):
@@ -50,10 +51,15 @@ class Side:
             for tier in ("host", "disk"):
                 rates.loaded(tier, n * 1_000_000, n * 1e6 * disk_second_a_byte)
         planning = Planning(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
-        self.side = SchedulerSide(
-            config, MODEL, manager, outbox, metrics, open_tiers={}, on_close=[],
-            planning=planning, watch=self.watch,
-        )  # fmt: skip
+        self.recorder.count_in(metrics)
+        parts = SchedulerParts[Any](
+            manager=manager,
+            transport=outbox,
+            metrics=metrics,
+            recorder=self.recorder,
+            planning=planning,
+        )
+        self.side = SchedulerSide(config, MODEL, parts, outbox, {})
         chain = KeyChain(self.side._namespace(request("x")), BLOCK)
         chain.extend(PROMPT)
         index.lifecycle.commit(

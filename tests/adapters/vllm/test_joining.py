@@ -10,7 +10,9 @@ import pytest
 
 from kvcore.config import load_config
 from kvcore.connector.fusion_scheduler import FusionTraits
+from kvcore.connector.scheduler import SchedulerParts
 from kvcore.connector.step_transport import Outbox
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.index import BlockIndex, TierSpec
@@ -51,9 +53,12 @@ class JoiningRig:
         self.manager = KVManager(
             self.index, self.outbox, backing=[Backing("disk")], staging_slots=range(100, 104)
         )
-        self.side = SchedulerSide(
-            self.config, MODEL, self.manager, self.outbox, Metrics(), open_tiers={}, on_close=[]
+        metrics, recorder = Metrics("leader"), RequestRecorder()
+        recorder.count_in(metrics)
+        parts = SchedulerParts[Any](
+            manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
         )
+        self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {})
         self.chain = KeyChain(self.side._namespace(request("x")), BLOCK)
         self.chain.extend(PROMPT)
         self.space = self.chain.namespace.digest
@@ -125,6 +130,18 @@ def test_who_joined_a_read_that_fails_computes_as_well(rig: JoiningRig, why: Row
     assert rig.ask("b") == (None, False)
     rig.end(first, why)
     assert rig.ask("b") == (0, False)
+
+
+def test_a_failed_load_counts_once_with_the_tokens_it_was_to_bring(rig: JoiningRig) -> None:
+    """Not with those that the engine held itself."""
+    rig.requests["a"] = request("a")
+    external, _ = rig.side.get_num_new_matched_tokens(rig.requests["a"], 48)
+    assert external == 352
+    rig.side.update_state_after_alloc(rig.requests["a"], PAGES, external)
+    rig.side._load_failed("a")
+    counts = rig.side.metrics.snapshot()
+    assert counts["kvcore_misses_total"] == {"load_failed": 1}
+    assert counts["kvcore_lookup_tokens_total"]["miss|"] == 1 + 352
 
 
 def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: JoiningRig) -> None:

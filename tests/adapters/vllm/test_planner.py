@@ -11,8 +11,9 @@ import pytest
 from kvcore.config import Config, load_config
 from kvcore.connector.build import build_planner, build_policy
 from kvcore.connector.fusion_policy import FusionPolicy
+from kvcore.connector.scheduler import SchedulerParts
 from kvcore.connector.step_transport import Outbox
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
 from kvcore.manager.load_advisor import Planning, tier_priors
@@ -45,16 +46,16 @@ class Side:
         planning = Planning(
             self.config, MODEL, self.manager, self.rates, min_load_tokens=64, layerwise=True
         )
-        self.side = SchedulerSide(
-            self.config,
-            MODEL,
-            self.manager,
-            self.outbox,
-            self.metrics,
-            open_tiers={},
-            on_close=[],
+        recorder = RequestRecorder()
+        recorder.count_in(self.metrics)
+        parts = SchedulerParts[Any](
+            manager=self.manager,
+            transport=self.outbox,
+            metrics=self.metrics,
+            recorder=recorder,
             planning=planning if planner else None,
         )
+        self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {})
         chain = KeyChain(self.side._namespace(request()), BLOCK)
         chain.extend(PROMPT)
         made = self.index.lifecycle.reserve("disk", chain.keys, 0, 25, chain.namespace.digest)
@@ -134,18 +135,18 @@ def test_rates_are_kept_where_a_planner_or_fusion_decides_by_them() -> None:
         read_paths={"host": "h2d", "disk": "disk2h"},
     )
 
-    def policy(config: Config, watch: Watch | None = None) -> FusionPolicy | None:
-        return build_policy(config, MODEL, parts, hidden=256, device="cpu", watch=watch)
+    def policy(config: Config, recorder: RequestRecorder | None = None) -> FusionPolicy | None:
+        return build_policy(config, MODEL, parts, hidden=256, device="cpu", recorder=recorder)
 
     def planner(config: Config, rates: Rates) -> Planning | None:
         return build_planner(
-            config, MODEL, parts, rates, Watch(), min_load_tokens=1, layerwise=False
+            config, MODEL, parts, rates, RequestRecorder(), min_load_tokens=1, layerwise=False
         )
 
     plain = load_config(None, {"metrics": {"enabled": False}})
     assert policy(plain) is None
-    assert policy(plain, Watch()) is None
-    assert policy(load_config(None), Watch()) is not None  # what loads save is counted
+    assert policy(plain, RequestRecorder()) is None
+    assert policy(load_config(None), RequestRecorder()) is not None  # what loads save is counted
     blends = load_config(None, {"fusion": {"enabled": True}})
     assert policy(blends) is not None
     plans = load_config(None, {"planner": {"enabled": True}})

@@ -111,7 +111,7 @@ def test_a_routers_own_keys_can_be_made_of_the_tokens(
     told = [run for run in runs if run.token_ids]
     assert {run.ownership for run in runs} == {"host"}
     assert sum(len(run.block_hashes) for run in runs) > sum(len(run.block_hashes) for run in told)
-    chain = KeyChain(serving.leader._namespaces.of(), BLOCK)
+    chain = KeyChain(serving.leader.namespaces.of(), BLOCK)
     for run in told:
         assert run.block_size == BLOCK
         assert len(run.token_ids) == BLOCK * len(run.block_hashes)

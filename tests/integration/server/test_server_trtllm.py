@@ -297,4 +297,4 @@ def test_a_server_that_ends_while_chunks_are_looked_for_costs_the_blend_alone(
 
     chunks.plan = then_the_end
     assert blend(engine, 0.0) == (plain(PROMPT), {})
-    assert not leader(engine)._aside, "the next server is served"
+    assert not leader(engine).disabled, "the next server is served"

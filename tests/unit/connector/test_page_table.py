@@ -19,7 +19,16 @@ from kvcore.connector.page_table import (
     unit_table,
 )
 from kvcore.model.spec import LayerGroup
-from kvcore.transfer.graph import SKIP, UnitTable
+from kvcore.transfer.graph import (
+    SKIP,
+    OpReport,
+    Path,
+    Priority,
+    Span,
+    TransferGraph,
+    TransferOp,
+    UnitTable,
+)
 
 sizes = st.sampled_from([1, 2, 3, 8, 12, 16, 64])
 
@@ -159,30 +168,48 @@ def test_what_stays_in_host_memory_has_no_place() -> None:
 # --- users of pages ---------------------------------------------------------------------------
 
 
+def graph_of(graph_id: int, device_ops: int, others: int) -> TransferGraph:
+    """A graph whose first ops touch the device and whose last do not."""
+    paths = [Path.H2D] * device_ops + [Path.H2DISK] * others
+    ops = tuple(TransferOp(n, path, Span(0, 1)) for n, path in enumerate(paths))
+    return TransferGraph(graph_id, Priority.LOAD, b"", b"", (), (), (), (), ops)
+
+
 class PageUsersMachine(RuleBasedStateMachine):
-    """Against a list of (graph, pages)."""
+    """Against a dictionary of each graph's pages and ops on the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.users = PageUsers()
-        self.known: dict[int, set[int]] = {}
+        self.known: dict[int, tuple[set[int], set[int]]] = {}
         self.next = 0
 
-    @rule(pages=st.sets(st.integers(0, 9)))
-    def add(self, pages: set[int]) -> None:
-        self.users.add(self.next, sorted(pages))
-        self.known[self.next] = pages
+    @rule(pages=st.sets(st.integers(0, 9)), device_ops=st.integers(0, 3), others=st.integers(0, 2))
+    def add(self, pages: set[int], device_ops: int, others: int) -> None:
+        self.users.add(graph_of(self.next, device_ops, others), sorted(pages))
+        if device_ops:
+            self.known[self.next] = (pages, set(range(device_ops)))
         self.next += 1
 
-    @rule(graph=st.integers(0, 20))
-    def drop(self, graph: int) -> None:
-        self.users.drop(graph)
-        self.known.pop(graph, None)
+    @rule(graph=st.integers(0, 20), op=st.integers(0, 4))
+    def ended(self, graph: int, op: int) -> None:
+        """Reports come in any order, of ops that are known or not, and may come twice."""
+        _, left = self.known.get(graph, (set(), set()))
+        last = left == {op}
+        left.discard(op)
+        if last:
+            del self.known[graph]
+        assert self.users.ended(OpReport(graph, op, {})) == last
+
+    @invariant()
+    def in_use(self) -> None:
+        assert self.users.graphs == self.known.keys()
 
     @rule(asked=st.sets(st.integers(0, 12)))
     def among(self, asked: set[int]) -> None:
         expected = {
-            page: {graph for graph, pages in self.known.items() if page in pages} for page in asked
+            page: {graph for graph, (pages, _) in self.known.items() if page in pages}
+            for page in asked
         }
         found = {page: set(graphs) for page, graphs in self.users.among(asked)}
         assert found == {page: graphs for page, graphs in expected.items() if graphs}
@@ -198,7 +225,7 @@ TestPageUsers = PageUsersMachine.TestCase
 
 def test_integrity_is_really_checked() -> None:
     users = PageUsers()
-    users.add(1, [2, 3])
+    users.add(graph_of(1, 1, 0), [2, 3])
     del users._users[3]
     with pytest.raises(AssertionError, match="differ"):
         users.check_integrity()

@@ -20,7 +20,7 @@ def disk_blocks(engine: ReferenceEngine, prompt: list[int]) -> int:
     """Leading blocks of a prompt that the disk tier holds."""
     assert engine.leader is not None
     leader = engine.leader
-    chain = KeyChain(leader._namespaces.of("", ""), 16)
+    chain = KeyChain(leader.namespaces.of("", ""), 16)
     chain.extend(prompt)
     return leader.manager.index.match(chain.keys).depths[1]
 
@@ -47,7 +47,7 @@ def test_what_a_crash_left_behind_does_not_come_back_after_a_clear(tmp_path: Pat
         assert disk_blocks(engine, prompt) == 0
         assert len(engine.workers[0].worker.tiers["disk"].scan()) == 6
         assert engine.leader is not None
-        engine.leader.clear()
+        engine.leader.manager.clear()
         engine.generate([prompt[:17]], 1)
         engine.settle()
     with start() as engine:

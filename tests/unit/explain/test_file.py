@@ -17,7 +17,7 @@ from kvcore.cli.app import app
 from kvcore.config import load_config
 from kvcore.explain import file as explain_file
 from kvcore.explain.file import RecordFile, read_records
-from kvcore.explain.recorder import Watch
+from kvcore.explain.recorder import RequestRecorder
 from kvcore.explain.request_log import Cause, Miss, RequestLog, RequestRecord
 from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import Action
@@ -28,13 +28,14 @@ KEYS = [bytes([n]) * 16 for n in range(1, 5)]
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
 
-def watched(folder: Path, **more: Any) -> Watch:
-    return Watch.of(load_config(overrides={"explain": {"path": str(folder)} | more}, env={}))
+def watched(folder: Path, **more: Any) -> RequestRecorder:
+    tables = {"explain": {"path": str(folder)} | more}
+    return RequestRecorder.of(load_config(overrides=tables, env={}))
 
 
-def look(watch: Watch, name: str, depth: int, space: Namespace = SPACE) -> None:
+def look(recorder: RequestRecorder, name: str, depth: int, space: Namespace = SPACE) -> None:
     hit = Hit(KEYS, space.digest, (Source("host", 0, depth),) if depth else ())
-    watch.looked_up(name, list(range(64)), 0, hit, space, 16)
+    recorder.looked_up(name, list(range(64)), 0, hit, space, 16)
 
 
 # -- the file -----------------------------------------------------------------------------------
@@ -125,30 +126,30 @@ def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
 # -- the adapter's side -------------------------------------------------------------------------
 
 
-def test_a_watch_of_nothing_does_nothing() -> None:
-    watch = Watch.of(load_config(env={}))
-    assert watch.journal is None
-    assert watch.listener(None) is None
-    look(watch, "r", 0)
-    assert watch.ended("r", "done") is None
-    watch.close()
+def test_a_recorder_of_nothing_does_nothing() -> None:
+    recorder = RequestRecorder.of(load_config(env={}))
+    assert recorder.journal is None
+    assert recorder.listener(None) is None
+    look(recorder, "r", 0)
+    assert recorder.ended("r", "done") is None
+    recorder.close()
 
 
 def test_a_request_is_told_of_in_words(tmp_path: Path) -> None:
-    watch = watched(tmp_path)
+    recorder = watched(tmp_path)
     heard: list[Event] = []
-    listener = watch.listener(heard.append)
+    listener = recorder.listener(heard.append)
     assert listener is not None
     gone = Event(False, "disk", (KEYS[2],), b"")
     listener(gone)
     assert heard == [gone]
-    look(watch, "chat-1", 2)
-    watch.loaded("chat-1", {"host": 32})
-    watch.arrived("chat-1")
-    watch.ended("chat-1", "done")
-    look(watch, "chat-2", 0)
-    watch.ended("chat-2", "abort")
-    watch.close()
+    look(recorder, "chat-1", 2)
+    recorder.loaded("chat-1", {"host": 32}, 32)
+    recorder.arrived("chat-1")
+    recorder.ended("chat-1", "done")
+    look(recorder, "chat-2", 0)
+    recorder.ended("chat-2", "abort")
+    recorder.close()
     told = runner.invoke(app, ["explain", "chat-1", "--path", str(tmp_path)]).stdout
     for words in (
         "request chat-1: 64 tokens, done",
@@ -174,15 +175,15 @@ def test_a_client_does_not_learn_of_other_tenants(tmp_path: Path) -> None:
     one, two = Namespace(b"model", cache_salt="one"), Namespace(b"model", cache_salt="two")
     seen: list[Any] = []
     for others in ((), (one,)):
-        watch = Watch(RequestLog(clock=lambda: 0.0))
+        recorder = RequestRecorder(RequestLog(clock=lambda: 0.0))
         for space in others:
-            look(watch, "theirs", 0, space)
-        look(watch, "mine", 0, two)
-        record = watch.journal.get("mine") if watch.journal is not None else None
+            look(recorder, "theirs", 0, space)
+        look(recorder, "mine", 0, two)
+        record = recorder.journal.get("mine") if recorder.journal is not None else None
         assert record is not None
         causes = [miss.cause for miss in record.misses]
         assert causes == [Cause.OTHER_NAMESPACE if others else Cause.NEVER_SEEN]
-        seen.append(watch.ended("mine", "done"))
+        seen.append(recorder.ended("mine", "done"))
     assert seen[0] == seen[1]
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from kvcore.config import load_config
 from kvcore.explain import Cause, RequestLog
-from kvcore.explain.recorder import Watch  # after the skip
+from kvcore.explain.recorder import RequestRecorder  # after the skip
 from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import Ask
 from kvcore.model.keys import Namespace
@@ -245,28 +245,29 @@ class Weigher:
 
 
 def test_what_loads_save_is_counted_without_records_too() -> None:
-    metrics, watch = Metrics("leader"), Watch()
+    metrics, recorder = Metrics("leader"), RequestRecorder()
     weigher: Any = Weigher()
-    watch.weigh_with(weigher, metrics)
-    assert not watch.is_on
+    recorder.count_in(metrics)
+    recorder.weigh_with(weigher)
+    assert not recorder.records
 
     def asked(name: str, depth: int, *, fails: bool = False, ends: bool = True) -> None:
-        watch.looked_up(name, PROMPT, 16, hit(depth), SPACE, BLOCK)
+        recorder.looked_up(name, PROMPT, 16, hit(depth), SPACE, BLOCK)
         if depth:
-            watch.loaded(name, {"host": 16, "disk": 32})
+            recorder.loaded(name, {"host": 16, "disk": 32}, 16)
         if fails:
-            watch.failed(name)
+            recorder.failed(name, 48)
         if ends:
-            assert watch.ended(name, "done") is None
-            assert watch.ended(name, "done") is None, "once"
+            assert recorder.ended(name, "done") is None
+            assert recorder.ended(name, "done") is None, "once"
 
     asked("missed", 0)
     asked("failed", 4, fails=True)
-    watch.looked_up("unused", PROMPT, 16, hit(4), SPACE, BLOCK)
-    watch.ended("unused", "done")
-    watch.looked_up("blended", PROMPT, 16, hit(4), SPACE, BLOCK)
-    watch.loaded("blended", {"host": 16, "blend": 64})
-    watch.ended("blended", "done")
+    recorder.looked_up("unused", PROMPT, 16, hit(4), SPACE, BLOCK)
+    recorder.ended("unused", "done")
+    recorder.looked_up("blended", PROMPT, 16, hit(4), SPACE, BLOCK)
+    recorder.loaded("blended", {"host": 16, "blend": 64}, 0)
+    recorder.ended("blended", "done")
     assert EXPECTED not in metrics.snapshot()
     asked("loaded", 4)
     assert metrics.snapshot()[EXPECTED] == pytest.approx({"load": 1.0, "recompute": 0.48})
@@ -275,4 +276,4 @@ def test_what_loads_save_is_counted_without_records_too() -> None:
     assert metrics.snapshot()[EXPECTED]["load"] == 2.0
     for number in range(10_000):
         asked(f"lost {number}", 4, ends=False)
-    assert len(watch._savings._asks) == len(watch._savings._loaded) < 5000, "nothing grows"
+    assert len(recorder._savings._asks) == len(recorder._savings._loaded) < 5000, "nothing grows"

@@ -277,6 +277,29 @@ def test_a_load_that_fails_is_computed(
     assert request.answer == plain(prompt)
     assert bool(request.reused) is (failures == 1)  # tried again once
     copies["fail"] = 0
+    assert engine.leader is not None
+    counts = engine.leader.metrics.snapshot()
+    tries = min(failures, 2)
+    assert counts["kvcore_misses_total"]["load_failed"] == tries
+    hits = sum(n for key, n in counts["kvcore_lookup_tokens_total"].items() if "hit" in key)
+    assert hits == 2 * 96, "each try was a hit, of 6 blocks"
+
+
+def test_after_a_clear_running_requests_keep_nothing(make: Make, plain: Ask) -> None:
+    engine = make({}, max_num_tokens=32)
+    first, second = words(1, 100), words(2, 100)
+    request = engine.submit(first, ANSWER)
+    engine.step()
+    assert engine.leader is not None
+    engine.leader.clear()
+    engine.run()
+    assert request.answer == plain(first)
+    engine.settle()
+    index = engine.leader.manager.index
+    assert index.num_used("host") == 0
+    assert engine.generate([second], ANSWER) == [plain(second)]
+    engine.settle()
+    assert index.num_used("host") == len(second) // 16, "requests that come later are kept"
 
 
 def test_an_abort_lets_the_load_end_before_its_pages_serve_others(

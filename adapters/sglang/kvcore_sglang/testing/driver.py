@@ -288,7 +288,7 @@ def _forget_on_word() -> Any:
     def reset(self: KVCoreLinker) -> None:
         real(self)
         if word.value and self.leader is not None:
-            self.leader.forget_all()
+            self.leader.clear()
 
     KVCoreLinker.reset = reset  # type: ignore[method-assign]
     return word

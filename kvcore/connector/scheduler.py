@@ -1,0 +1,261 @@
+"""What the leaders of all engines have in common: keys, counting, saves, reports and clears.
+
+    a request comes      `namespaces`, then one of `_loads`, `_misses` and `_fails` counts what came
+                         of its lookup
+    pages are used       `_use`: a graph in flight reads or writes them; `users` says which
+    blocks are computed  `_save`: their save, and their tokens for fusion
+    an op has ended      `_complete`: the manager, pages that are free again, tokens learned
+
+An adapter's leader subclasses `SchedulerCore`. It decides when the engine calls, what may be
+promised, and which pages and hooks the engine has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.config import Config
+from kvcore.connector.fusion_scheduler import FusionScheduler
+from kvcore.connector.page_table import PageTables, PageUsers, Paging, Place, of_one_pool
+from kvcore.explain.recorder import RequestRecorder
+from kvcore.manager import HOST, Hit, Manager, Transport
+from kvcore.manager.base import Lane
+from kvcore.manager.load_advisor import Planning
+from kvcore.model.identity import Namespaces
+from kvcore.model.keys import KeyChain
+from kvcore.model.spec import ModelDescription
+from kvcore.telemetry.metrics import Metrics, MissReason
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.transfer.plan import layer_steps
+
+__all__ = ["SchedulerCore", "SchedulerParts", "SchedulerTraits", "Tokens"]
+
+_log = logging.getLogger("kvcore.connector")
+
+Tokens = Sequence[int] | npt.NDArray[np.int64]
+
+F = TypeVar("F", bound=FusionScheduler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerTraits:
+    """How the scheduler of one engine differs from the others.
+
+    Attributes:
+        no_page: the engine's mark for a page that it dropped or never had.
+        min_load_tokens: the fewest tokens worth a load.
+        layerwise: a load in a step arrives layer by layer, while the forward runs.
+        place: numbers the page of a layer group; pages with equal numbers are the same memory.
+        host_only: only KV in host memory is loaded. What lies below is brought there first, and is
+            a miss if it comes too late.
+    """
+
+    no_page: int
+    min_load_tokens: int
+    layerwise: bool
+    place: Place = of_one_pool
+    host_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerParts(Generic[F]):
+    """What a leader works with.
+
+    Attributes:
+        recorder: counts lookups in ``metrics`` and keeps what `kvcore explain` shows.
+        fusion: plans blends; None if there is no fusion.
+        planning: weighs a load against recomputing; None if every load is worth it.
+        releases: called once when the leader closes.
+    """
+
+    manager: Manager
+    transport: Transport
+    metrics: Metrics
+    recorder: RequestRecorder
+    fusion: F | None = None
+    planning: Planning | None = None
+    releases: Sequence[Callable[[], None]] = ()
+
+
+class _Saved(NamedTuple):
+    """Blocks [start, stop) of a chain, which are being saved, and all tokens of their request."""
+
+    chain: KeyChain
+    start: int
+    stop: int
+    tokens: Tokens
+
+
+class SchedulerCore(Generic[F]):
+    """The base of an engine's leader. Engine's scheduling thread only; no call does I/O."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelDescription,
+        parts: SchedulerParts[F],
+        traits: SchedulerTraits,
+    ) -> None:
+        self.manager = parts.manager
+        self.metrics = parts.metrics
+        self.recorder = parts.recorder
+        self.namespaces = Namespaces(config.namespace, model.fingerprint)
+        self.disabled = ""
+        """Why kvcore stopped serving this engine; empty while it serves."""
+        self._config = config
+        self._model = model
+        self._transport = parts.transport
+        self._traits = traits
+        self._fusion = parts.fusion
+        self._planning = parts.planning
+        self._releases = parts.releases
+        self._block = config.block.tokens
+        self._deadline_s = config.transfer.load_deadline_s
+        self._paging = Paging(model.groups, self._block, no_page=traits.no_page, place=traits.place)
+        self._layer_steps = tuple(layer_steps(model.shape.layers)) if traits.layerwise else ()
+        self._users = PageUsers()
+        self._saved: dict[int, _Saved] = {}  # by the graph of the save
+
+    # -- what came of a lookup --------------------------------------------------------------
+
+    def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
+        """Return the blocks, as (first, one past the last), that hold tokens [start, stop)."""
+        return start_token // self._block, -(-stop_token // self._block)
+
+    def _by_tier(self, hit: Hit, start_token: int, stop_token: int) -> dict[str, int]:
+        """Return the tokens of [start, stop) by the tier that they come from."""
+        found = {}
+        for source in hit.sources:
+            first = max(source.start * self._block, start_token)
+            stop = min(source.stop * self._block, stop_token)
+            if stop > first:
+                found[source.tier] = stop - first
+        return found
+
+    def _missed_little(self, name: str, hit: Hit, gain: int, tokens: int, reusable: int) -> None:
+        """Count a lookup whose ``gain`` is not worth a load, as ``tokens`` missed.
+
+        ``reusable`` are the tokens that a tier could have brought. Nothing is counted if the engine
+        itself holds all that the tiers hold.
+        """
+        if gain > 0 or reusable < self._block:
+            self.recorder.missed(name, MissReason.TOO_SHORT, tokens)
+        elif not hit.depth:
+            self.recorder.missed(name, MissReason.NOT_CACHED, tokens)
+        elif self._traits.host_only and any(source.tier != HOST for source in hit.sources):
+            self.recorder.missed(name, MissReason.PENDING, tokens)
+
+    # -- saves ------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        chain: KeyChain,
+        blocks: int,
+        pages: PageTables,
+        tokens: Tokens | None,
+        lane: Lane | None = None,
+        *,
+        known: int = 0,
+    ) -> TransferGraph | None:
+        """Save those of the first ``blocks`` of a chain that are not held, out of the request's
+        ``pages``. Return the graph, or None if there is nothing to save or no room.
+
+        ``tokens`` are all tokens of the request, or None if they do not determine its KV. Fusion
+        learns those of blocks from ``known`` on once they are copied.
+        """
+        published = tokens if chain.plain and self.manager.wants_tokens else None
+        graph = self.manager.launch_save(
+            chain.keys,
+            chain.namespace.digest,
+            blocks,
+            partial(self._paging.whole_units, pages),
+            None if published is None else _listed(published),
+            lane=lane,
+        )
+        if graph is not None:
+            self._use(graph)
+        if tokens is not None and self._fusion is not None and blocks > known:
+            saved = _Saved(chain, known, blocks, tokens)
+            if graph is None:
+                self._learn(saved)
+            else:
+                self._saved[graph.graph_id] = saved
+        return graph
+
+    def _learn(self, saved: _Saved) -> None:
+        if self._fusion is not None:
+            tokens = _listed(saved.tokens)
+            self._fusion.chunks.learn(saved.chain, saved.start, saved.stop, tokens)
+
+    # -- pages and reports ------------------------------------------------------------------
+
+    def _use(self, graph: TransferGraph) -> None:
+        """Note that a graph reads or writes pages of the engine until its device ops have ended."""
+        self._users.add(graph, self._paging.pages_of(graph.units))
+
+    def _complete(self, report: OpReport) -> bool:
+        """Take in an op that ended on every rank. Return True if its graph has just stopped using
+        the engine's pages."""
+        self.manager.complete(report)
+        released = self._users.ended(report)
+        if released and (saved := self._saved.pop(report.graph_id, None)) is not None:
+            self._learn(saved)
+        if RowError.REFUSED in report.failed.values():
+            self.disable("a worker refused its work")
+        return released
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def disable(self, why: str) -> None:
+        """Answer no lookup and save nothing more until the engine restarts."""
+        if not self.disabled:
+            self.disabled = why
+            _log.warning("%s: kvcore stands aside until the engine restarts", why)
+
+    def clear(self) -> None:
+        """Forget every block of every tier.
+
+        Weights may have been changed in place, and a fingerprint tells only the files they came
+        from. KV computed from now on is therefore kept apart by a random mark: this engine finds it
+        again, a restarted one does not. Requests that are running load and save nothing more.
+        """
+        self.manager.clear()
+        self.namespaces.renew()
+        if self._fusion is not None:
+            self._fusion.chunks.forget()
+        self._stop_running()
+
+    def _stop_running(self) -> None:
+        """Let the requests that are known load and save nothing more."""
+        raise NotImplementedError
+
+    def _show_tiers(self) -> None:
+        """Bring the gauges of the tiers up to date."""
+        index, nbytes = self.manager.index, self._model.shape.nbytes
+        for tier in index.tiers:
+            self.metrics.tier(tier, index.num_used(tier) * nbytes, index.num_slots(tier) * nbytes)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the index, graphs in flight and pages in use agree."""
+        self.manager.check_integrity()
+        self._users.check_integrity()
+        assert self._saved.keys() <= self._users.graphs, "a save to learn from is not in flight"
+
+    def close(self) -> None:
+        """Release what the leader holds, after the workers have closed. Blocks."""
+        if self._fusion is not None:
+            self._fusion.chunks.close()
+        self.recorder.close()
+        for release in self._releases:
+            release()
+
+
+def _listed(tokens: Tokens) -> Sequence[int]:
+    return tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
