@@ -13,6 +13,7 @@ import pytest
 from kvcore.config import load_config
 from kvcore.connector.build import build_leader, scheduler_parts
 from kvcore.connector.disagg import promised
+from kvcore.connector.messages import StepReport
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError
 from kvcore.explain.recorder import RequestRecorder
@@ -156,5 +157,6 @@ def test_messages_that_are_none_are_refused_by_name() -> None:
     for wrong in (b"\xc1", b"\x91\xa2\xff\xff", deep, b"\x91" + deep, b"\x92\x90" + deep):
         with pytest.raises(FormatError, match="not a step plan of this version"):
             messages.KVCoreMetadata(wrong).plan()
-        with pytest.raises(FormatError, match="not step news of this version"):
-            messages.KVCoreWorkerMetadata(wrong).news()
+        rebuild, _ = messages.KVCoreWorkerMetadata([StepReport()]).__reduce__()
+        with pytest.raises(FormatError, match="not a step report of this version"):
+            rebuild(wrong)
