@@ -336,7 +336,12 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     # -- a step has ended -------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what the workers ended."""
+        """Take in what the workers ended.
+
+        The end of an asynchronous load comes twice: in kvcore's own reports, which publish blocks
+        and free slots, and in vLLM's lists of requests, by which vLLM schedules. The two may come
+        in different steps, so what the request waits for follows vLLM's lists alone.
+        """
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVCoreWorkerMetadata):
             self._take_report(meta.merged())
