@@ -13,7 +13,7 @@ promised, and which pages and hooks the engine has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -137,6 +137,18 @@ class SchedulerCore(Generic[F]):
             stop = min(source.stop * self._block, stop_token)
             if stop > first:
                 found[source.tier] = stop - first
+        return found
+
+    def _by_first_tier(self, blocks: Mapping[str, int], tokens: int) -> dict[str, int]:
+        """Return ``tokens`` that are loaded from host memory by the tier that held them when the
+        request first asked; ``blocks`` are those of each tier then, the fastest tier first."""
+        found, left = {}, tokens
+        for tier, count in reversed(blocks.items()):
+            if tier != HOST and (came := min(left, count * self._block)):
+                found[tier] = came
+                left -= came
+        if left:
+            found[HOST] = left
         return found
 
     def _missed_little(self, name: str, hit: Hit, gain: int, tokens: int, reusable: int) -> None:

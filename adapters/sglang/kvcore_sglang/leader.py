@@ -313,13 +313,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
 
     def _count_hit(self, rid: str, asked: Asked, tokens: int) -> None:
         """Tokens by the tier that held them when the request first asked."""
-        reused, left = {}, tokens
-        for tier, blocks in reversed(asked.sources.items()):
-            if tier != HOST:
-                reused[tier] = min(left, blocks * self._block)
-                left -= reused[tier]
-        if left:
-            reused[HOST] = left
+        reused = self._by_first_tier(asked.sources, tokens)
         if asked.plan is not None:
             reused["blend"] = asked.plan.reused
         missed = asked.tokens - asked.device_tokens - sum(reused.values())

@@ -48,7 +48,8 @@ class Tracked:
 
     ``device_tokens`` are those the engine held itself. ``bound`` counts tokens whose KV is certain
     once the forwards planned so far have run. ``seen`` is the step in which the engine last spoke
-    of it. ``plan`` is a blend that was promised and not ordered yet, and from ``approximate_from``
+    of it. ``sources`` are the blocks by tier that were found, before any came to host memory.
+    ``plan`` is a blend that was promised and not ordered yet, and from ``approximate_from``
     on its KV is approximate. ``tokens`` are kept where fusion learns what they are stored as, of
     which it was told ``learned`` blocks.
     """
@@ -63,6 +64,7 @@ class Tracked:
     pages: list[list[int]] = field(default_factory=list)
     received: int = 0
     bound: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
     reused: dict[str, int] = field(default_factory=dict)
     blend: FusionRequest | None = None
     approximate_from: int | None = None

@@ -150,7 +150,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self.recorder.missed(name, MissReason.PENDING, tracked.prompt_tokens)
             return 0, False
         tracked.promise = Promise(computed, stop, parks, load)
-        tracked.reused = {HOST: gain}
+        tracked.reused = self._by_first_tier(tracked.sources, gain)
         return gain, parks
 
     # -- fusion -----------------------------------------------------------------------------
@@ -191,7 +191,8 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         fusion.reserve(plan)
         tracked.blend = request
         tracked.approximate_from = plan.chunks[0].prompt_start
-        tracked.reused = {HOST: plan.exact, "blend": plan.reused}
+        tracked.reused = self._by_first_tier(tracked.sources, plan.exact)
+        tracked.reused["blend"] = plan.reused
         return plan.stop
 
     def _order(self, tracked: Tracked) -> BlendOrder:
@@ -219,10 +220,10 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         name = str(tracked.request_id)
         self.recorder.looked_up(name, tokens, computed, hit, chain.namespace, self._block)
         first, last = self._blocks(computed, min(hit.depth * self._block, most))
-        below = {tier for tier in hit.blocks_by_tier(first, last) if tier != HOST}
         if first >= last or self._traits.min_load_tokens > most - computed:
             return hit
-        if not below and self.manager.certain:
+        tracked.sources = hit.blocks_by_tier(first, last)
+        if set(tracked.sources) <= {HOST} and self.manager.certain:
             return hit
         waited = self._bring([(hit, last)])
         return self.manager.get_match(chain.keys, digest) if waited else hit
@@ -469,7 +470,8 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         self._lost.add(request_id)
         tracked = self._requests.get(request_id)
         if first and tracked is not None:
-            self.recorder.failed(str(request_id), tracked.reused.get(HOST, 0))
+            lost = sum(n for tier, n in tracked.reused.items() if tier != "blend")
+            self.recorder.failed(str(request_id), lost)
         _log.error("a promised load failed request=%s: %s", request_id, report.failed)
 
     def last_plan(self, why: str) -> StepPlan:
