@@ -22,15 +22,15 @@ from typing import NamedTuple
 from kvcore.errors import TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.object_keys import Shard
-from kvcore.tiers.remote.pending_deletes import OwedKeys
+from kvcore.tiers.remote.pending_deletes import PendingDeletes
 from kvcore.tiers.remote.shard_registry import Splits
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
 MAX_OPEN = 256
-OWED_KEPT = 1 << 20
+MAX_PENDING_DELETES = 1 << 20
 """Blocks that a store still is to remove, the oldest forgotten first."""
-OWED_RETRY_S = 5.0
+DELETE_RETRY_S = 5.0
 """Seconds after which a store is asked again to remove them, though nobody asks it anything."""
 PROMISE_POLL_S = 0.02
 """How often a store is asked for what another engine has promised to put there."""
@@ -115,7 +115,7 @@ class Finder:
         splits: Splits | None = None,
         lookup_s: float = 0.5,
         absent_s: float = 2.0,
-        note: OwedKeys | None = None,
+        note: PendingDeletes | None = None,
     ) -> None:
         self.lookup_s = lookup_s
         self.absent_s = absent_s
@@ -127,9 +127,9 @@ class Finder:
         self._open: list[Question] = []
         self._unwanted: list[bytes] = []
         self._note = note
-        self._owed: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
+        self._pending: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
         if note is not None:
-            self._owed = dict.fromkeys(note.read()[-OWED_KEPT:])
+            self._pending = dict.fromkeys(note.read()[-MAX_PENDING_DELETES:])
         self._retry_at = time.monotonic()
         self._answered = 0
         self._closed = False
@@ -228,12 +228,12 @@ class Finder:
 
     @property
     def _is_to_remove(self) -> bool:
-        return bool(self._unwanted or (self._owed and time.monotonic() >= self._retry_at))
+        return bool(self._unwanted or (self._pending and time.monotonic() >= self._retry_at))
 
     def _pause(self, apart: bool) -> float | None:
         """Seconds until there is something to do; None where nothing waits."""
         waiting = [question.due_at for question in self._open if question.apart == apart]
-        if self._owed and not apart:
+        if self._pending and not apart:
             waiting.append(self._retry_at)
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
@@ -254,8 +254,8 @@ class Finder:
         except Exception as error:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
             why = f"{type(error).__name__}: {error}"
             _log.exception("asking store %s failed", self._name)
-        if held is not None and self._owed:
-            held -= self._owed.keys()
+        if held is not None and self._pending:
+            held -= self._pending.keys()
             if not node:
                 self._remove(())
         with self._changed:
@@ -299,26 +299,26 @@ class Finder:
         return {key for key in keys if any(all(there[s.name(key)] for s in way) for way in ways)}
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        """Remove these, and what is owed."""
-        new = [key for key in dict.fromkeys(keys) if key not in self._owed]
+        """Remove these, and what is pending."""
+        new = [key for key in dict.fromkeys(keys) if key not in self._pending]
         if self._note is not None:
             self._note.add(new)  # first: this process may end at any time
-        owed = [*self._owed, *new][-OWED_KEPT:]
-        self._owed = dict.fromkeys(owed)  # another thread may read the one before
+        pending = [*self._pending, *new][-MAX_PENDING_DELETES:]
+        self._pending = dict.fromkeys(pending)  # another thread may read the one before
         try:
             shards = self._every_shard()
-            self._store.delete(_names(owed, shards))
+            self._store.delete(_names(pending, shards))
             if more := [shard for shard in self._every_shard() if shard not in shards]:
-                self._store.delete(_names(owed, more))  # nodes have said so with their answers
-            owed = []
+                self._store.delete(_names(pending, more))  # nodes have said so with their answers
+            pending = []
         except TierError as error:
-            _log.warning("store %s keeps %d blocks: %s", self._name, len(owed), error)
+            _log.warning("store %s keeps %d blocks: %s", self._name, len(pending), error)
         except Exception:  # noqa: BLE001 - thread boundary
             _log.exception("removing from store %s failed", self._name)
-        self._retry_at = time.monotonic() + OWED_RETRY_S
-        self._owed = dict.fromkeys(owed)
-        if self._note is not None and (not owed or len(self._note) > 2 * OWED_KEPT):
-            self._note.replace(owed)
+        self._retry_at = time.monotonic() + DELETE_RETRY_S
+        self._pending = dict.fromkeys(pending)
+        if self._note is not None and (not pending or len(self._note) > 2 * MAX_PENDING_DELETES):
+            self._note.replace(pending)
 
     def _every_shard(self) -> list[Shard]:
         """Of which every value of a block is one, at whatever size it was written."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvcore.model.keys import KEY_BYTES
 
-__all__ = ["OwedKeys"]
+__all__ = ["PendingDeletes"]
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
@@ -30,7 +30,7 @@ KEPT_S = 30 * 24 * 3600
 _ANY = "owed-"
 
 
-class OwedKeys:
+class PendingDeletes:
     """The note of one leader about one store. One thread at a time.
 
     What cannot be written is named in the log: the store is asked to remove it all the same.

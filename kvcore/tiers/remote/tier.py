@@ -23,7 +23,7 @@ from kvcore.tiers.remote.format import HEADER_NBYTES, Header, verify
 from kvcore.tiers.remote.lookup import Finder
 from kvcore.tiers.remote.object_keys import Cut, Shard
 from kvcore.tiers.remote.options import StoreOptions, read_options
-from kvcore.tiers.remote.pending_deletes import OwedKeys
+from kvcore.tiers.remote.pending_deletes import PendingDeletes
 from kvcore.tiers.remote.shard_registry import Splits
 from kvcore.tiers.sharding import places
 from kvcore.tiers.spec import PreparedTier
@@ -100,10 +100,10 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     )
 
 
-def _note(context: TierContext, options: StoreOptions) -> OwedKeys:
+def _note(context: TierContext, options: StoreOptions) -> PendingDeletes:
     """What this store is still to remove of this model. Another store owes nothing of it."""
     kind = f"{type(options).__module__}.{type(options).__qualname__}"
-    return OwedKeys(context.notes, kind, context.geometry.base, options.place)
+    return PendingDeletes(context.notes, kind, context.geometry.base, options.place)
 
 
 class StoreTier(Tier):

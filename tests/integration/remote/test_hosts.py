@@ -250,7 +250,7 @@ def test_a_store_that_was_down_at_a_clear_is_cleared_by_the_next_engine(
     for engine in (first, second):
         assert engine.leader is not None
         engine.leader.manager.clear()
-        until(lambda engine=engine: engine.leader.manager.lookups["far"]._finder._owed)
+        until(lambda engine=engine: engine.leader.manager.lookups["far"]._finder._pending)
         engine.settle()
         engine.close()
     server.start()

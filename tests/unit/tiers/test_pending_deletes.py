@@ -20,7 +20,7 @@ from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import Finder, Item, Shard
 from kvcore.tiers.remote import lookup as finder
 from kvcore.tiers.remote.memory import MemoryStore
-from kvcore.tiers.remote.pending_deletes import OwedKeys
+from kvcore.tiers.remote.pending_deletes import PendingDeletes
 
 SHAPE = BlockShape(1, 1, 16, 8, "float32")
 SHARD = Shard("kvcore", "base", Part.whole(SHAPE), SHAPE)
@@ -88,21 +88,21 @@ def test_what_was_removed_late_may_be_written_again() -> None:
 
 
 def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder, "OWED_KEPT", 4)
+    monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
     made = Finder(store, [SHARD], name="far")
     fill(store, KEYS)
     made.delete(KEYS)
     assert found(made) == 2
-    assert list(made._owed) == KEYS[2:]
+    assert list(made._pending) == KEYS[2:]
     made.close()
 
 
 # -- over lives of a leader ----------------------------------------------------------------------
 
 
-def note(folder: Path, *what: str) -> OwedKeys:
-    return OwedKeys([folder], *(what or ("far", "model")))
+def note(folder: Path, *what: str) -> PendingDeletes:
+    return PendingDeletes([folder], *(what or ("far", "model")))
 
 
 def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_leader_that_is_killed_owes_as_much(tmp_path: Path) -> None:
 def test_a_store_that_is_back_is_paid_though_nobody_asks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(finder, "OWED_RETRY_S", 0.05)
+    monkeypatch.setattr(finder, "DELETE_RETRY_S", 0.05)
     store = Deaf()
     fill(store, KEYS)
     made = Finder(store, [SHARD], name="far")
@@ -190,17 +190,17 @@ def test_the_next_best_folder_takes_it_and_none_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    made = OwedKeys([tmp_path / "file", tmp_path / "new"], "far")
+    made = PendingDeletes([tmp_path / "file", tmp_path / "new"], "far")
     made.add(KEYS)
     assert [path.parent for path, _ in made._held] == [tmp_path / "new"]
     made.close()
     assert not caplog.text
-    OwedKeys([tmp_path / "file"], "far").add(KEYS)
+    PendingDeletes([tmp_path / "file"], "far").add(KEYS)
     assert "6 blocks to be removed from a store are not written down" in caplog.text
 
 
 def test_a_note_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder, "OWED_KEPT", 4)
+    monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
     made = Finder(store, [SHARD], name="far", note=note(tmp_path))
     for number in range(40):
@@ -239,7 +239,7 @@ def left_to(folder: Path, far: dict[str, Any]) -> list[bytes]:
     lookup = made.prepared.finder
     assert lookup is not None
     assert lookup._note is not None
-    owed = list(lookup._owed)
+    owed = list(lookup._pending)
     if not owed:
         lookup._note.add(KEYS)
     made.prepared.release()
