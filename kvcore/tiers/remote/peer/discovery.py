@@ -30,7 +30,7 @@ _LOOKS = 3
 _KIND = "worker"
 
 
-class Roster:
+class PeerDiscovery:
     """Keeps ``update`` told of all nodes' addresses, and ``own`` (None: this one lends nothing)
     entered. Does its I/O on a thread of its own."""
 
@@ -51,7 +51,7 @@ class Roster:
         self._fails = False
         self._strange: set[str] = set()  # addresses of which it was said
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcore-roster", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvcore-discovery", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -92,14 +92,14 @@ class Roster:
         return Member(_KIND, name, own, self._model, self._group, {"peer": own})
 
 
-def open_roster(
+def open_discovery(
     cluster: ClusterConfig | None,
     own: str | None,
     update: Callable[[Iterable[str]], None],
     is_address: Callable[[str], bool],
-) -> Roster:
+) -> PeerDiscovery:
     """Raises ConfigError where no etcd is set, or its client is not installed."""
     directory = None if cluster is None or not cluster.etcd else directory_of(cluster)
     if cluster is None or directory is None:
         raise ConfigError('peers = "etcd" needs cluster.etcd: set it, or list the nodes in `peers`')
-    return Roster(directory, cluster, own, update, is_address)
+    return PeerDiscovery(directory, cluster, own, update, is_address)

@@ -40,7 +40,7 @@ from kvcore.tiers.base import SlotError
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
-from kvcore.tiers.remote.peer.discovery import Roster, open_roster
+from kvcore.tiers.remote.peer.discovery import PeerDiscovery, open_discovery
 from kvcore.tiers.remote.peer.leases import Lending
 from kvcore.tiers.remote.peer.messages import (
     MAX_NAMES,
@@ -213,7 +213,7 @@ class PeerStore(BlockStore):
         self._memory: Pages | None = None
         self.lending: Lending | None = None
         self._answerer: Answerer | None = None
-        self._roster: Roster | None = None
+        self._discovery: PeerDiscovery | None = None
         self._reached: str | None = None
         own: list[str] = []
         if rank is not None:
@@ -234,7 +234,7 @@ class PeerStore(BlockStore):
         Raises ConfigError where ``cluster`` does not do for it.
         """
         if self._options.peers == "etcd":
-            self._roster = open_roster(cluster, self._reached, self.peers.update, _is_address)
+            self._discovery = open_discovery(cluster, self._reached, self.peers.update, _is_address)
 
     # -- the contract -----------------------------------------------------------------------
 
@@ -309,8 +309,8 @@ class PeerStore(BlockStore):
             self._ask_all(Remove(list(names[start : start + MAX_NAMES])))
 
     def close(self) -> None:
-        if self._roster is not None:
-            self._roster.close()
+        if self._discovery is not None:
+            self._discovery.close()
         if self._answerer is not None:
             self._answerer.close()
         self.peers.close()
