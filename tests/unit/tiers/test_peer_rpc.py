@@ -36,7 +36,7 @@ from kvcore.tiers.remote.peer.messages import (
     decode_request,
     frames,
 )
-from kvcore.tiers.remote.peer.rpc import Answerer, Peers
+from kvcore.tiers.remote.peer.rpc import Peers, PeerServer
 from kvcore_devtools.servers import free_port
 
 BASE = 1 << 40
@@ -48,15 +48,15 @@ class Node:
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.lending = Lending(memoryview(bytearray(1 << 16)), lease_s=600.0)
-        self.answerer = Answerer(self.address, self.lending, BASE, lambda: ("me", b"metadata"))
+        self.server = PeerServer(self.address, self.lending, BASE, lambda: ("me", b"metadata"))
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     made = Node()
     yield made
-    made.answerer.close()
-    made.answerer.close()
+    made.server.close()
+    made.server.close()
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_dead_node_costs_its_time_thrice_and_then_nothing(node: Node) -> None:
 
 def test_a_port_that_is_taken_is_named(node: Node) -> None:
     with pytest.raises(TierUnavailable, match="listen"):
-        Answerer(node.address, node.lending, BASE, lambda: ("me", b""))
+        PeerServer(node.address, node.lending, BASE, lambda: ("me", b""))
 
 
 def test_addresses_are_checked() -> None:

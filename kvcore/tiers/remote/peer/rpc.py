@@ -51,7 +51,7 @@ MAX_GUESTS = 64
 _MAX_PAUSE_S = 30.0
 
 
-class Answerer:
+class PeerServer:
     """Answers other nodes about ``lending``, whose first byte is at ``base``, in its own thread.
 
     ``meet`` gives the node's name and metadata in NIXL. ``progress`` is called again and again as

@@ -57,7 +57,7 @@ from kvcore.tiers.remote.peer.messages import (
     Request,
     folder_of,
 )
-from kvcore.tiers.remote.peer.rpc import Answerer, Peers
+from kvcore.tiers.remote.peer.rpc import Peers, PeerServer
 from kvcore.tiers.remote.tier import StoreKind
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class PeerStore(BlockStore):
         self._uninvited: set[str] = set()
         self._memory: Pages | None = None
         self.lending: Lending | None = None
-        self._answerer: Answerer | None = None
+        self._server: PeerServer | None = None
         self._discovery: PeerDiscovery | None = None
         self._reached: str | None = None
         own: list[str] = []
@@ -221,7 +221,7 @@ class PeerStore(BlockStore):
             own = [options.address(rank), self._reached]
             self._memory = Pages(max(options.lend, 1))
             self.lending = Lending(self._memory.view[: options.lend], lease_s=options.lease_s)
-            self._answerer = Answerer(
+            self._server = PeerServer(
                 own[0], self.lending, self._memory.address, self._introduce, self._progress
             )
         listed = [] if isinstance(options.peers, str) else options.peers
@@ -311,8 +311,8 @@ class PeerStore(BlockStore):
     def close(self) -> None:
         if self._discovery is not None:
             self._discovery.close()
-        if self._answerer is not None:
-            self._answerer.close()
+        if self._server is not None:
+            self._server.close()
         self.peers.close()
         with self._lock:
             agent, self._agent = self._agent, None
