@@ -126,8 +126,8 @@ def test_what_is_removed_is_removed_at_every_node_and_read_at_one(open_store: Op
     for owner in owners:
         put(owner, {A: value(1, NBYTES), B: value(2, NBYTES)})
     assert fetch(owners[0], A, NBYTES) == value(1, NBYTES)
-    assert owners[0].lending is not None
-    assert owners[0].lending.leased == 0, "of its own, too"
+    assert owners[0].lent is not None
+    assert owners[0].lent.leased == 0, "of its own, too"
     reader = open_store(*(owner._options.listen for owner in owners))
     read, finds = reader._read, []
 
@@ -398,16 +398,16 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
 def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:
     """Nor is what it holds evicted while it may still read it."""
     owner, clock = open_store(lend=MIB, lease_s=600.0), Clock(0.0)
-    assert owner.lending is not None
-    owner.lending._clock = clock
+    assert owner.lent is not None
+    owner.lent._clock = clock
     put(owner, {A: value(1, 900_000)})
     with PeerNode(peers=[owner._options.listen]) as reader:
         assert reader.call("digest", name=A, nbytes=900_000) == (
             hashlib.sha256(value(1, 900_000)).hexdigest()
         )
-        assert owner.lending.leased == 0
+        assert owner.lent.leased == 0
         reader.call("lease", name=A, of=owner._options.listen)
-        assert owner.lending.leased == 1
+        assert owner.lent.leased == 1
         reader.kill()
     other = Item(B, [memoryview(value(2, 900_000))])
     [error] = owner.put([other])
@@ -415,10 +415,10 @@ def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:
     clock.now += 599
     assert owner.exists([A, B]) == [True, False]
     clock.now += 2
-    assert owner.lending.leased == 0
+    assert owner.lent.leased == 0
     assert owner.put([other]) == [None]
     assert owner.exists([A, B]) == [False, True]
-    owner.lending.check_integrity()
+    owner.lent.check_integrity()
 
 
 # -- a slot that is used again under a lapsed lease -------------------------------------------
@@ -433,8 +433,8 @@ SPACE = b"namespace".ljust(16, b"\0")
 def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
     """The owner says that it has lapsed; and where that is not heard, the block's checksum does."""
     owner, clock = open_store(lend=SHARD.block_nbytes + 500, lease_s=600.0), Clock(0.0)
-    assert owner.lending is not None
-    owner.lending._clock = clock
+    assert owner.lent is not None
+    owner.lent._clock = clock
     writer = StoreTier(owner, SHARD, StoreOptions())
     blocks = [value(n, SHARD.block_nbytes) for n in range(2)]
 

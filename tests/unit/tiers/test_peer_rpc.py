@@ -16,7 +16,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     HEADER,
     MAX_MESSAGE,
@@ -47,8 +47,8 @@ class Node:
 
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.lending = Lending(memoryview(bytearray(1 << 16)), lease_s=600.0)
-        self.server = PeerServer(self.address, self.lending, BASE, lambda: ("me", b"metadata"))
+        self.lent = LentMemory(memoryview(bytearray(1 << 16)), lease_s=600.0)
+        self.server = PeerServer(self.address, self.lent, BASE, lambda: ("me", b"metadata"))
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def test_every_question_has_its_answer(node: Node, peers: Peers) -> None:
     def ask(request: object) -> object:
         return peers.ask({node.address: request})[node.address]  # type: ignore[dict-item]
 
-    node.lending.put("kvcore/m/a", [memoryview(b"x" * 100)])
-    node.lending.put("kvcore/m/b", [memoryview(b"y" * 100)])
+    node.lent.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    node.lent.put("kvcore/m/b", [memoryview(b"y" * 100)])
     assert ask(Find(["kvcore/m/b", "kvcore/m/c"])) == Found(b"\1\0", ["kvcore/m"])
     assert ask(Meet()) == Met("me", b"metadata")
     leased = ask(Lease(["kvcore/m/c", "kvcore/m/b"]))
     assert isinstance(leased, Leased)
     assert (leased.agent, leased.places) == ("me", [None, (BASE + 128, 100)])
-    assert node.lending.leased == 1
+    assert node.lent.leased == 1
     assert (leased.folders, peers.folders) == (["kvcore/m"], {"kvcore/m"})
     assert ask(Remove(["kvcore/m/b"])) == Removed(["kvcore/m"])
     assert ask(Done(leased.lease)) == Ended(True)
@@ -86,7 +86,7 @@ def test_every_question_has_its_answer(node: Node, peers: Peers) -> None:
     assert ask(Find(["kvcore/m/b"])) == Found(b"\0", ["kvcore/m"])
     assert ask(Remove(["kvcore/m/a"])) == Removed([])
     assert peers.folders == set(), "what it said last"
-    assert node.lending.leased == 0
+    assert node.lent.leased == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
@@ -158,7 +158,7 @@ def test_a_dead_node_costs_its_time_thrice_and_then_nothing(node: Node) -> None:
 
 def test_a_port_that_is_taken_is_named(node: Node) -> None:
     with pytest.raises(TierUnavailable, match="listen"):
-        PeerServer(node.address, node.lending, BASE, lambda: ("me", b""))
+        PeerServer(node.address, node.lent, BASE, lambda: ("me", b""))
 
 
 def test_addresses_are_checked() -> None:

@@ -1,7 +1,7 @@
 """Blocks of other nodes' memory, read over NIXL: no store between them.
 
 owner                                          reader
-put ──▶ Lending ◀── PeerServer ◀─ messages ─▶ Peers ◀── PeerStore.get
+put ──▶ LentMemory ◀── PeerServer ◀─ messages ─▶ Peers ◀── PeerStore.get
           │   where, for how long                          │
           ▼                                                ▼
      its memory ════════════════ NIXL READ ════════▶ a lane of its own

@@ -34,7 +34,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Room:
+class SpanAllocator:
     """Which bytes of [0, nbytes) are free: first fit, neighbours are joined. Values of one size,
     which a model's blocks are, leave no gaps. Not thread-safe."""
 
@@ -43,7 +43,7 @@ class Room:
         self._starts = [0] if self.nbytes else []
         self._sizes = {0: self.nbytes}
 
-    def take(self, nbytes: int) -> Span | None:
+    def allocate(self, nbytes: int) -> Span | None:
         """So many bytes, rounded up; None where there is no such gap."""
         size = max(1, -(-nbytes // _ALIGN)) * _ALIGN
         for i, start in enumerate(self._starts):
@@ -59,8 +59,8 @@ class Room:
             return Span(start, size)
         return None
 
-    def give(self, span: Span) -> None:
-        """Bytes that `take` gave are free again."""
+    def free(self, span: Span) -> None:
+        """Bytes that `allocate` gave are free again."""
         start, size = span
         i = bisect_left(self._starts, start)
         if i < len(self._starts) and self._starts[i] == start + size:
@@ -90,7 +90,7 @@ class _Lease(NamedTuple):
     values: list[_Value]
 
 
-class Lent(NamedTuple):
+class LeaseGrant(NamedTuple):
     """A lease, and where each value that was asked for lies; None where it is not there. Where none
     is, the lease is 0 and none is held."""
 
@@ -98,7 +98,7 @@ class Lent(NamedTuple):
     places: list[Span | None]
 
 
-class Lending:
+class LentMemory:
     """Values in ``memory``, each under a name that stands for its content.
 
     Thread-safe; nothing blocks longer than a copy of a value takes. A lease holds for ``lease_s``.
@@ -115,7 +115,7 @@ class Lending:
         self._memory = memory
         self._clock = clock
         self._lock = threading.Lock()
-        self._room = Room(memory.nbytes)
+        self._spans = SpanAllocator(memory.nbytes)
         self._values: OrderedDict[str, _Value] = OrderedDict()  # least recently used first
         self._leases: dict[int, _Lease] = {}  # in the order in which they end
         self._folders: dict[str, int] = {}
@@ -140,7 +140,7 @@ class Lending:
             start += part.nbytes
         with self._lock:
             if name in self._values:  # another thread was faster
-                self._room.give(span)
+                self._spans.free(span)
             else:
                 self._values[name] = _Value(span, nbytes)
                 folder = folder_of(name)
@@ -163,7 +163,7 @@ class Lending:
             self._use(names)
             return [name in self._values for name in names]
 
-    def lease(self, names: Sequence[str]) -> Lent:
+    def lease(self, names: Sequence[str]) -> LeaseGrant:
         """Keep values where they are until `end`, for ``lease_s`` at most. Raises CapacityError
         where too many leases are held."""
         with self._lock:
@@ -172,14 +172,14 @@ class Lending:
             found = [self._values.get(name) for name in names]
             values = [value for value in found if value is not None]
             if not values:
-                return Lent(0, [None] * len(names))
+                return LeaseGrant(0, [None] * len(names))
             if len(self._leases) >= MAX_LEASES:
                 raise CapacityError(f"{MAX_LEASES} leases are held: no more at a time")
             for value in values:
                 value.readers += 1
             number, self._next = self._next, self._next + 1
             self._leases[number] = _Lease(self._clock() + self.lease_s, values)
-            return Lent(
+            return LeaseGrant(
                 number, [None if v is None else Span(v.span.start, v.nbytes) for v in found]
             )
 
@@ -216,12 +216,12 @@ class Lending:
             values = {id(v): v for v in (*self._values.values(), *held)}.values()
             for value in values:
                 assert value.readers == sum(v is value for v in held), "readers"
-            spans = sorted([value.span for value in values] + self._room.gaps)
+            spans = sorted([value.span for value in values] + self._spans.gaps)
             end = 0
             for span in spans:
                 assert span.start == end, "bytes of two values, or of none"
                 end += span.nbytes
-            assert end == self._room.nbytes
+            assert end == self._spans.nbytes
             assert sum(self._folders.values()) == len(self._values)
 
     # -- inside, with the lock ----------------------------------------------------------------
@@ -232,10 +232,10 @@ class Lending:
                 self._values.move_to_end(name)
 
     def _make_room(self, nbytes: int) -> Span | None:
-        if nbytes > self._room.nbytes:
+        if nbytes > self._spans.nbytes:
             return None
         self._expire()
-        while (span := self._room.take(nbytes)) is None:
+        while (span := self._spans.allocate(nbytes)) is None:
             idle = next((name for name, v in self._values.items() if not v.readers), None)
             if idle is None:
                 return None
@@ -249,7 +249,7 @@ class Lending:
             del self._folders[folder]
         value.gone = True
         if not value.readers:
-            self._room.give(value.span)
+            self._spans.free(value.span)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -263,4 +263,4 @@ class Lending:
         for value in lease.values:
             value.readers -= 1
             if value.gone and not value.readers:
-                self._room.give(value.span)
+                self._spans.free(value.span)

@@ -16,7 +16,7 @@ from typing import Any
 from kvcore._util.circuit_breaker import Breaker
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
-from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     MAX_FOLDERS,
     MAX_MESSAGE,
@@ -52,7 +52,7 @@ _MAX_PAUSE_S = 30.0
 
 
 class PeerServer:
-    """Answers other nodes about ``lending``, whose first byte is at ``base``, in its own thread.
+    """Answers other nodes about ``lent``, whose first byte is at ``base``, in its own thread.
 
     ``meet`` gives the node's name and metadata in NIXL. ``progress`` is called again and again as
     long as something is leased, and a little longer, and returns at once.
@@ -61,13 +61,13 @@ class PeerServer:
     def __init__(
         self,
         address: str,
-        lending: Lending,
+        lent: LentMemory,
         base: int,
         meet: Callable[[], tuple[str, bytes]],
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """``address`` is tcp://HOST:PORT. Raises TierUnavailable where it cannot be listened on."""
-        self._lending = lending
+        self._lent = lent
         self._base = base
         self._meet = meet
         self._progress = progress
@@ -95,7 +95,7 @@ class PeerServer:
         read_until = 0.0
         while not self._closed.is_set():
             now = time.monotonic()
-            if self._lending.leased:
+            if self._lent.leased:
                 read_until = now + _LINGER_S
             if reading := now < read_until:
                 self._progress()
@@ -122,28 +122,28 @@ class PeerServer:
             return Refused("a fault of the node that was asked: see its log")
 
     def _answer(self, request: Request) -> Reply:
-        lending = self._lending
+        lent = self._lent
         if isinstance(request, Find):
-            return Found(bytes(lending.exists(request.names)), self._folders)
+            return Found(bytes(lent.exists(request.names)), self._folders)
         if isinstance(request, Lease):
             return self._lease(request)
         if isinstance(request, Done):
-            return Ended(lending.end(request.lease))
+            return Ended(lent.end(request.lease))
         if isinstance(request, Remove):
-            lending.remove(request.names)
+            lent.remove(request.names)
             return Removed(self._folders)
         assert isinstance(request, Meet)
         return Met(*self._meet())
 
     def _lease(self, request: Lease) -> Leased:
         agent, _ = self._meet()
-        number, spans = self._lending.lease(request.names)
+        number, spans = self._lent.lease(request.names)
         places = [span and (self._base + span.start, span.nbytes) for span in spans]
-        return Leased(number, self._lending.lease_s, agent, places, self._folders)
+        return Leased(number, self._lent.lease_s, agent, places, self._folders)
 
     @property
     def _folders(self) -> list[str]:
-        return self._lending.folders[:MAX_FOLDERS]
+        return self._lent.folders[:MAX_FOLDERS]
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
 from kvcore.tiers.remote.peer.discovery import PeerDiscovery, open_discovery
-from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     MAX_NAMES,
     Done,
@@ -211,7 +211,7 @@ class PeerStore(BlockStore):
         self._told: set[str] = set()
         self._uninvited: set[str] = set()
         self._memory: Pages | None = None
-        self.lending: Lending | None = None
+        self.lent: LentMemory | None = None
         self._server: PeerServer | None = None
         self._discovery: PeerDiscovery | None = None
         self._reached: str | None = None
@@ -220,9 +220,9 @@ class PeerStore(BlockStore):
             self._reached = options.reached(rank)
             own = [options.address(rank), self._reached]
             self._memory = Pages(max(options.lend, 1))
-            self.lending = Lending(self._memory.view[: options.lend], lease_s=options.lease_s)
+            self.lent = LentMemory(self._memory.view[: options.lend], lease_s=options.lease_s)
             self._server = PeerServer(
-                own[0], self.lending, self._memory.address, self._introduce, self._progress
+                own[0], self.lent, self._memory.address, self._introduce, self._progress
             )
         listed = [] if isinstance(options.peers, str) else options.peers
         every = [address for text in listed for address in addresses(text)]
@@ -263,7 +263,7 @@ class PeerStore(BlockStore):
 
     @property
     def folders(self) -> set[str]:
-        own = self.lending.folders if self.lending is not None else ()
+        own = self.lent.folders if self.lent is not None else ()
         return self.peers.folders.union(own)
 
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
@@ -295,7 +295,7 @@ class PeerStore(BlockStore):
         return first.removeprefix("tcp://") + further
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        here = self.lending.exists(names) if self.lending is not None else [False] * len(names)
+        here = self.lent.exists(names) if self.lent is not None else [False] * len(names)
         held = {name for name, is_here in zip(names, here, strict=True) if is_here}
         rest = [name for name in names if name not in held]
         there = self._find(rest)
@@ -303,8 +303,8 @@ class PeerStore(BlockStore):
         return [name in held or name in there for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
-        if self.lending is not None:
-            self.lending.remove(names)
+        if self.lent is not None:
+            self.lent.remove(names)
         for start in range(0, len(names), MAX_NAMES):
             self._ask_all(Remove(list(names[start : start + MAX_NAMES])))
 
@@ -322,7 +322,7 @@ class PeerStore(BlockStore):
     # -- this node --------------------------------------------------------------------------
 
     def _put(self, item: Item) -> TierError | None:
-        if self.lending is None:
+        if self.lent is None:
             return TierUnavailable(f"{item.name} has nowhere to lie: only ranks lend memory")
         nbytes = nbytes_of(item.parts)
         if nbytes > LANE_NBYTES:
@@ -331,7 +331,7 @@ class PeerStore(BlockStore):
             self._started()
         except TierUnavailable as error:
             return error
-        if self.lending.put(item.name, item.parts):
+        if self.lent.put(item.name, item.parts):
             return None
         return TierUnavailable(
             f"no room for {nbytes} bytes in the {self._options.lend} that are lent: raise `lend`"
@@ -340,18 +340,18 @@ class PeerStore(BlockStore):
     def _own(self, item: Item) -> TierError | None:
         """What comes of reading a value of this node's own memory."""
         missing = BlockMissing(f"no node holds {item.name}")
-        if self.lending is None:
+        if self.lent is None:
             return missing
         try:
-            lease, [place] = self.lending.lease([item.name])
+            lease, [place] = self.lent.lease([item.name])
         except CapacityError as error:
             return TierUnavailable(str(error))
         try:
             if place is None:
                 return missing
-            return None if fill(item, self.lending.view(place)) else _misfit(item, place.nbytes)
+            return None if fill(item, self.lent.view(place)) else _misfit(item, place.nbytes)
         finally:
-            self.lending.end(lease)
+            self.lent.end(lease)
 
     def _started(self) -> Agent:
         """This node in NIXL. Raises TierUnavailable."""
