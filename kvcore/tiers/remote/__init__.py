@@ -10,7 +10,7 @@ from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.lookup import Finder, Promise, Question
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.options import StoreOptions
-from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 from kvcore.tiers.remote.tier import StoreKind, StoreTier, open_tier, prepare
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Promise",
     "Question",
     "Shard",
-    "Splits",
+    "ShardRegistry",
     "StoreKind",
     "StoreOptions",
     "StoreTier",

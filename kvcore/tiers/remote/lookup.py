@@ -5,7 +5,7 @@
     the finder's threads            └── exists, in batches that grow ──▶ store
 
 The leader never waits: it looks at the question when the request is looked up again. What is not
-there as this deployment's ranks share a block is asked for as others do (`Splits`).
+there as this deployment's ranks share a block is asked for as others do (`ShardRegistry`).
 
 Where a store has nodes, what they have promised is asked by a thread of its own: a node that is
 gone costs time, and not that of whoever asks for something else.
@@ -23,7 +23,7 @@ from kvcore.errors import TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
-from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
@@ -99,7 +99,7 @@ class Question:
 
 class Finder:
     """Questions to ``store``, which is closed with it. All ``shards`` of a block must be there, or
-    all that ``splits`` knows of another deployment's. ``lookup_s`` and ``absent_s`` are for the
+    all that ``registry`` knows of another deployment's. ``lookup_s`` and ``absent_s`` are for the
     leader, who keeps time. ``note`` is where it is written down what the store is still to remove,
     for the leader that comes after this one.
 
@@ -112,7 +112,7 @@ class Finder:
         shards: Sequence[Shard],
         *,
         name: str,
-        splits: Splits | None = None,
+        registry: ShardRegistry | None = None,
         lookup_s: float = 0.5,
         absent_s: float = 2.0,
         note: PendingDeletes | None = None,
@@ -121,7 +121,7 @@ class Finder:
         self.absent_s = absent_s
         self._store = store
         self._shards = tuple(shards)
-        self._splits = splits
+        self._registry = registry
         self._name = name
         self._changed = threading.Condition()
         self._open: list[Question] = []
@@ -275,16 +275,16 @@ class Finder:
         asked = list(keys)
         held = self._whole(asked, [self._shards], node)
         absent = [key for key in asked if key not in held]
-        if absent and self._splits is not None:
-            self._splits.refresh()
+        if absent and self._registry is not None:
+            self._registry.refresh()
             held |= self._whole(absent, self._others(), node)
         return held
 
     def _others(self) -> list[tuple[Shard, ...]]:
         """The shards of a block as other deployments cut it."""
-        if self._splits is None:
+        if self._registry is None:
             return []
-        return [tuple(map(self._shards[0].beside, split)) for split in self._splits.others]
+        return [tuple(map(self._shards[0].beside, split)) for split in self._registry.others]
 
     def _whole(
         self, keys: Sequence[bytes], ways: Sequence[Sequence[Shard]], node: str
@@ -322,9 +322,9 @@ class Finder:
 
     def _every_shard(self) -> list[Shard]:
         """Of which every value of a block is one, at whatever size it was written."""
-        if self._splits is not None:
-            self._splits.refresh()
-            if not self._splits.known:
+        if self._registry is not None:
+            self._registry.refresh()
+            if not self._registry.known:
                 raise TierUnavailable("at which sizes others write is not known yet")
         ways = [self._shards, *self._others()]
         return list(dict.fromkeys(shard for way in ways for shard in way))

@@ -73,7 +73,7 @@ def unpack(data: bytes, shard: Shard) -> Split | None:
     return tuple(parts) if ours and is_tiling(parts, shard.shape) else None
 
 
-class Splits:
+class ShardRegistry:
     """The splits of the blocks that ``shards``, a deployment's own, are of.
 
     ``others`` are those of other deployments, as of the last `refresh`, which reads them at most

@@ -24,7 +24,7 @@ from kvcore.tiers.remote.lookup import Finder
 from kvcore.tiers.remote.object_keys import Cut, Shard
 from kvcore.tiers.remote.options import StoreOptions, read_options
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
-from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 from kvcore.tiers.sharding import places
 from kvcore.tiers.spec import PreparedTier
 
@@ -60,8 +60,8 @@ def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     shard = Shard.of(context.geometry, context.rank, options.prefix)
     store = _opened(context, kind, options, context.rank)
     shards = Shard.all_of(context.geometry, options.prefix)
-    splits = Splits(store, shards, every_s=options.splits_s)
-    return StoreTier(store, shard, options, splits=splits, slot_nbytes=context.slot_nbytes)
+    registry = ShardRegistry(store, shards, every_s=options.splits_s)
+    return StoreTier(store, shard, options, registry=registry, slot_nbytes=context.slot_nbytes)
 
 
 def _opened(
@@ -87,7 +87,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         store,
         shards,
         name=context.name,
-        splits=Splits(store, shards, every_s=options.splits_s, announces=True),
+        registry=ShardRegistry(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
         note=_note(context, options) if context.notes else None,
@@ -110,7 +110,7 @@ class StoreTier(Tier):
     """Blocks of ``shard`` in ``store``, which is closed with it.
 
     A block is written as one value. One that is not there is put together from the values of other
-    deployments whose ``splits`` are known, or taken out of a larger one.
+    deployments that ``registry`` knows, or taken out of a larger one.
 
     A batch is cut into up to ``options.parallel`` requests. A request that finds no store is
     repeated, after a pause with jitter, until ``options.retries`` or ``options.deadline_s`` are
@@ -124,7 +124,7 @@ class StoreTier(Tier):
         shard: Shard,
         options: StoreOptions,
         *,
-        splits: Splits | None = None,
+        registry: ShardRegistry | None = None,
         slot_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -132,7 +132,7 @@ class StoreTier(Tier):
         self.store = store
         self.slot_nbytes = slot_nbytes or shard.block_nbytes
         self._shard = shard
-        self._splits = splits
+        self._registry = registry
         self._own: _Way = (Cut(shard, shard),)
         self._ways: Sequence[_Way] = (self._own,)
         self._options = options
@@ -194,12 +194,12 @@ class StoreTier(Tier):
         for way in self._ways:
             if way not in tried:
                 return way
-        if self._splits is None:
+        if self._registry is None:
             return None
-        self._splits.refresh()
+        self._registry.refresh()
         wanted = {_shards(self._own)}
         made = {_shards(way): way for way in self._ways}
-        for split in self._splits.others:
+        for split in self._registry.others:
             way = tuple(Cut.all_of(split, self._shard))
             made.setdefault(_shards(way), way)
             wanted.add(_shards(way))

@@ -28,7 +28,7 @@ from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
-from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, Splits, pack, unpack
+from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, ShardRegistry, pack, unpack
 from kvcore.tiers.remote.tier import StoreKind, prepare
 from kvcore.tiers.sharding import cover, is_tiling, places, runs, splits_of
 from support.disk import open_tier
@@ -230,17 +230,19 @@ def shards_of(geometry: Geometry) -> list[Shard]:
     return Shard.all_of(geometry, "kvcore")
 
 
-def splits_of_store(store: MemoryStore, geometry: Geometry, *, announces: bool = False) -> Splits:
-    return Splits(store, shards_of(geometry), every_s=1e-9, announces=announces)
+def registry_of_store(
+    store: MemoryStore, geometry: Geometry, *, announces: bool = False
+) -> ShardRegistry:
+    return ShardRegistry(store, shards_of(geometry), every_s=1e-9, announces=announces)
 
 
 def store_tier(store: MemoryStore, geometry: Geometry, rank: int) -> StoreTier:
-    splits = splits_of_store(store, geometry)
-    return StoreTier(store, Shard.of(geometry, rank, "kvcore"), OPTIONS, splits=splits)
+    registry = registry_of_store(store, geometry)
+    return StoreTier(store, Shard.of(geometry, rank, "kvcore"), OPTIONS, registry=registry)
 
 
 def write_to_store(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> None:
-    splits_of_store(store, geometry, announces=True).refresh()
+    registry_of_store(store, geometry, announces=True).refresh()
     for rank, part in enumerate(geometry.parts):
         tier = store_tier(store, geometry, rank)
         assert tier.write([to_write(0, seed, part) for seed in seeds]) == [None] * len(seeds)
@@ -267,8 +269,8 @@ def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int
 
 def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
     """How many blocks, from the first on, its leader is told of."""
-    splits = splits_of_store(store, geometry)
-    finder = Finder(store, shards_of(geometry), name="far", splits=splits)
+    registry = registry_of_store(store, geometry)
+    finder = Finder(store, shards_of(geometry), name="far", registry=registry)
     question = finder.ask([key_of(seed) for seed in seeds])
     assert question is not None
     limit = time.monotonic() + 60
@@ -351,9 +353,9 @@ def test_blocks_are_removed_in_all_their_parts() -> None:
     store = MemoryStore()
     write_to_store(store, TWO, [1])
     write_to_store(store, ONE, [1])
-    splits = splits_of_store(store, ONE)
-    splits.refresh()
-    finder = Finder(store, shards_of(ONE), name="far", splits=splits)
+    registry = registry_of_store(store, ONE)
+    registry.refresh()
+    finder = Finder(store, shards_of(ONE), name="far", registry=registry)
     finder.delete([key_of(1)])
     finder.close()
     assert not [name for name in store.values if "/splits/" not in name]
@@ -396,9 +398,9 @@ def test_what_is_no_split_of_these_blocks_is_not_taken() -> None:
 def test_splits_are_put_once_and_again_when_they_are_gone() -> None:
     store = MemoryStore()
     for geometry in (ONE, TWO, ONE, STAGED, TWO):
-        splits_of_store(store, geometry, announces=True).refresh()
+        registry_of_store(store, geometry, announces=True).refresh()
     assert len(store.values) == 3
-    one = splits_of_store(store, ONE, announces=True)
+    one = registry_of_store(store, ONE, announces=True)
     assert one.refresh()
     assert len(one.others) == 2
     store.values.clear()
@@ -409,20 +411,20 @@ def test_splits_are_put_once_and_again_when_they_are_gone() -> None:
 
 def test_a_store_is_asked_for_splits_now_and_then_only() -> None:
     now, store = [0.0], MemoryStore()
-    splits = Splits(store, shards_of(ONE), every_s=5, clock=lambda: now[0])
-    assert not splits.refresh()
+    registry = ShardRegistry(store, shards_of(ONE), every_s=5, clock=lambda: now[0])
+    assert not registry.refresh()
     write_to_store(store, TWO, [1])
     now[0] = 4.9
-    assert not splits.refresh()
+    assert not registry.refresh()
     now[0] = 5.1
-    assert splits.refresh()
+    assert registry.refresh()
 
 
 def test_that_they_are_not_known_is_said_once_until_they_are(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
-    splits = splits_of_store(store, ONE)
+    registry = registry_of_store(store, ONE)
 
     def down(items: Sequence[Item]) -> list[TierError | None]:
         return [TierUnavailable("down")] * len(items)
@@ -434,9 +436,9 @@ def test_that_they_are_not_known_is_said_once_until_they_are(
         with monkeypatch.context() as patch:
             patch.setattr(store, "get", down)
             for _ in range(3):
-                splits.refresh()
+                registry.refresh()
         assert said() == times
-        splits.refresh()
+        registry.refresh()
 
 
 class Lent(MemoryStore):
@@ -555,16 +557,16 @@ def test_how_many_splits_are_made_is_bounded_whatever_nodes_say() -> None:
         f"{folder}/{place}"
         for place in ("h0-9.l0-5", "h0-0.l0-5", "h00-4.l0-5", "h0-4.l0-99999999", "x", "h0-2.l0-5")
     } | {"kvcore/other/h0-4.l0-5"}
-    splits = splits_of_store(store, TWO)
-    assert not splits.refresh()
-    assert splits.others == ()
+    registry = registry_of_store(store, TWO)
+    assert not registry.refresh()
+    assert registry.others == ()
 
 
 def test_blocks_are_removed_from_nodes_of_other_sizes_that_had_not_been_heard_of() -> None:
     shared = MemoryStore()
     write_to_store(Lent(shared), TWO, [1])
     leader = Lent(shared, None)
-    finder = Finder(leader, shards_of(ONE), name="far", splits=splits_of_store(leader, ONE))
+    finder = Finder(leader, shards_of(ONE), name="far", registry=registry_of_store(leader, ONE))
     finder.delete([key_of(1)])
     finder.close()
     assert not shared.values
@@ -578,7 +580,7 @@ def test_places_that_are_taken_or_damaged_are_let_be(caplog: pytest.LogCaptureFi
     write_to_store(store, TWO, [1])
     assert read_from_store(store, ONE, 0, 1) == block_of(1).tobytes()
     assert taken_places.items() <= store.values.items()
-    splits_of_store(store, STAGED, announces=True).refresh()
+    registry_of_store(store, STAGED, announces=True).refresh()
     assert "engines of its size only" in caplog.text
 
 
@@ -593,6 +595,6 @@ def test_a_store_that_is_down_is_named_and_nothing_else(
         raise TierUnavailable("told to be down")
 
     monkeypatch.setattr(store, "get", down)
-    assert not splits_of_store(store, ONE, announces=True).refresh()
+    assert not registry_of_store(store, ONE, announces=True).refresh()
     assert "told to be down" in caplog.text
     assert not store.values

@@ -331,7 +331,7 @@ def open_store(options: FileOptions, rank: int | None = None) -> FileStore:
         options.path,
         backend,
         lanes=2 * options.parallel
-        + 1,  # as many as `StoreTier` has threads, and one for its splits
+        + 1,  # as many as `StoreTier` has threads, and one for its shard registry
         timeout_s=options.timeout_s,
     )
     try:
