@@ -7,7 +7,7 @@ A store is shared. A block that another host wrote is found by asking; one that 
 dropped is found missing when it is read, and then believed no more. What is believed keeps the
 index's rule: a block only with all before it.
 
-A question ends at its deadline whatever the store does, and the block after the last one found is
+A query ends at its deadline whatever the store does, and the block after the last one found is
 not asked for again for a while, so no prompt waits for a store twice in a row.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.tiers.remote.lookup import MAX_OPEN, Finder, Promise, Question
+from kvcore.tiers.remote.lookup import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
 """Keys remembered as absent, the oldest forgotten first."""
@@ -38,7 +38,7 @@ class Believed(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    question: Question
+    query: StoreQuery
     start: int
     limit: float
 
@@ -46,7 +46,7 @@ class _Asked(NamedTuple):
 class StoreLookup:
     """Beliefs about one store. Leader thread only; nothing blocks but `wait`.
 
-    ``breaker`` is that of its questions. It is not asked while it is not ``readable`` either. What
+    ``breaker`` is that of its queries. It is not asked while it is not ``readable`` either. What
     a node has promised is asked of that node whatever the breaker says, and tells it nothing: a
     node that is away says nothing of the store, which leaves it alone by itself.
     """
@@ -81,34 +81,34 @@ class StoreLookup:
         start = self._index.held(self._tier, keys)
         promise = promise and promise.beyond(start)
         absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
-        apart = self._finder.is_apart(promise)
-        if absent or not self._may_ask(apart):
+        node_only = self._finder.is_node_only(promise)
+        if absent or not self._may_ask(node_only):
             return False
-        question = self._finder.ask(keys[start:], promise)
-        if question is None:
+        query = self._finder.ask(keys[start:], promise)
+        if query is None:
             return False
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
-        if not apart:
+        if not node_only:
             self._breaker.started()
-        self._asked[keys[-1]] = _Asked(question, start, self._clock() + patience)
+        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience)
         return True
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
         """Take in the answer about this prompt, if it has come or its time is over."""
         asked = self._asked.get(keys[-1]) if keys else None
-        if asked is None or not (asked.question.ended or self._is_late(asked)):
+        if asked is None or not (asked.query.ended or self._is_late(asked)):
             return None
         del self._asked[keys[-1]]
         outcome = self._judge(asked)
         start = self._index.held(self._tier, keys)
-        found = min(asked.start + asked.question.found, len(keys))
+        found = min(asked.start + asked.query.found, len(keys))
         evicted: list[Evicted] = []
         if asked.start <= start < found:
             reservation = self._index.lifecycle.reserve(self._tier, keys, start, found, namespace)
             evicted = reservation.evicted
             self._index.lifecycle.commit(reservation)
-            if asked.question.node:
-                self._remember(keys[start:found], asked.question.node)
+            if asked.query.node:
+                self._remember(keys[start:found], asked.query.node)
         stop = self._index.held(self._tier, keys)
         if stop < len(keys):
             self.absent(keys[stop])
@@ -144,15 +144,15 @@ class StoreLookup:
 
     def _judge(self, asked: _Asked) -> str:
         """Tell the breaker how the store did, and say it in a word."""
-        question = asked.question
-        if late := not question.ended:
-            self._finder.drop(question)
-        failed = question.failed or (late and not question.found)  # else slow, not dead
-        if not question.apart:
+        query = asked.query
+        if late := not query.ended:
+            self._finder.drop(query)
+        failed = query.failed or (late and not query.found)  # else slow, not dead
+        if not query.node_only:
             (self._breaker.failed if failed else self._breaker.succeeded)()
         if late or failed:
             return "late" if late else "failed"
-        return "found" if question.found else "absent"
+        return "found" if query.found else "absent"
 
     def _is_late(self, asked: _Asked) -> bool:
         return self._clock() >= asked.limit
@@ -161,12 +161,12 @@ class StoreLookup:
         until = self._absent.get(key)
         return until is not None and self._clock() < until
 
-    def _may_ask(self, apart: bool) -> bool:
-        """Whether the breaker lets a question through, if it is not one ``apart``. Requests may
+    def _may_ask(self, node_only: bool) -> bool:
+        """Whether the breaker lets a query through, if it is not one ``node_only``. Requests may
         have gone without settling theirs: what became of those is taken in first, where it could
         stand in the way."""
-        if len(self._asked) >= MAX_OPEN or not (apart or self._breaker.allows()):
+        if len(self._asked) >= MAX_OPEN or not (node_only or self._breaker.allows()):
             for key in [key for key, asked in self._asked.items() if self._is_late(asked)]:
                 self._judge(self._asked.pop(key))
-        allowed = apart or self._breaker.allows()
+        allowed = node_only or self._breaker.allows()
         return len(self._asked) < MAX_OPEN and allowed and self._readable()

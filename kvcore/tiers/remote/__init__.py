@@ -7,7 +7,7 @@ leader   Finder ───── which blocks? ────▶ BlockStore
 from __future__ import annotations
 
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.lookup import Finder, Promise, Question
+from kvcore.tiers.remote.lookup import Finder, Promise, StoreQuery
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.shard_registry import ShardRegistry
@@ -18,11 +18,11 @@ __all__ = [
     "Finder",
     "Item",
     "Promise",
-    "Question",
     "Shard",
     "ShardRegistry",
     "StoreKind",
     "StoreOptions",
+    "StoreQuery",
     "StoreTier",
     "open_tier",
     "prepare",

@@ -1,10 +1,10 @@
 """Asks a store, in the background, how much of a prompt it holds.
 
-    leader's thread      ask ──▶ Question ······ found so far, ended?
+    leader's thread      ask ──▶ StoreQuery ······ found so far, ended?
                                     ▲
     the finder's threads            └── exists, in batches that grow ──▶ store
 
-The leader never waits: it looks at the question when the request is looked up again. What is not
+The leader never waits: it looks at the query when the request is looked up again. What is not
 there as this deployment's ranks share a block is asked for as others do (`ShardRegistry`).
 
 Where a store has nodes, what they have promised is asked by a thread of its own: a node that is
@@ -37,7 +37,7 @@ PROMISE_POLL_S = 0.02
 _FIRST_WINDOW = 16
 _MAX_WINDOW = 512
 _ROUND = 32
-"""Questions in one round: many short ones must not wait behind each other's round trips."""
+"""Queries in one round: many short ones must not wait behind each other's round trips."""
 
 
 class Promise(NamedTuple):
@@ -54,17 +54,17 @@ class Promise(NamedTuple):
         return self._replace(blocks=self.blocks - start) if self.blocks > start else None
 
 
-class Question:
+class StoreQuery:
     """How many of ``keys``, from the first on, does the store hold?
 
     ``found`` of them are known to be there. ``ended``: no more will become known, and with
     ``failed`` that is because the store did not answer; ``error`` is why. What a ``promise`` says
-    is on its way is asked for again as long as that is worth it. ``apart``: of one node, which
+    is on its way is asked for again as long as that is worth it. ``node_only``: of one node, which
     tells nothing of the store as a whole.
     """
 
     __slots__ = (
-        "apart", "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node",
+        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "node_only",
         "promised", "until", "window",
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ class Question:
         self.due_at = self.asked_at
         self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
         self.node = "" if promise is None else promise.node
-        self.apart = False
+        self.node_only = False
         self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
         self.window = _FIRST_WINDOW
 
@@ -98,7 +98,7 @@ class Question:
 
 
 class Finder:
-    """Questions to ``store``, which is closed with it. All ``shards`` of a block must be there, or
+    """Queries to ``store``, which is closed with it. All ``shards`` of a block must be there, or
     all that ``registry`` knows of another deployment's. ``lookup_s`` and ``absent_s`` are for the
     leader, who keeps time. ``note`` is where it is written down what the store is still to remove,
     for the leader that comes after this one.
@@ -124,7 +124,7 @@ class Finder:
         self._registry = registry
         self._name = name
         self._changed = threading.Condition()
-        self._open: list[Question] = []
+        self._open: list[StoreQuery] = []
         self._unwanted: list[bytes] = []
         self._note = note
         self._pending: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
@@ -136,37 +136,37 @@ class Finder:
         self._threads: dict[bool, threading.Thread] = {}
         self._start(False)
 
-    def _start(self, apart: bool) -> None:
-        """The thread for questions that are ``apart``, or for the others."""
-        name = f"kvcore-find-{self._name}{'-nodes' if apart else ''}"
-        thread = threading.Thread(target=self._serve, args=(apart,), name=name, daemon=True)
-        self._threads[apart] = thread
+    def _start(self, node_only: bool) -> None:
+        """The thread for queries that are ``node_only``, or for the others."""
+        name = f"kvcore-find-{self._name}{'-nodes' if node_only else ''}"
+        thread = threading.Thread(target=self._serve, args=(node_only,), name=name, daemon=True)
+        self._threads[node_only] = thread
         thread.start()
 
-    def is_apart(self, promise: Promise | None) -> bool:
-        """Whether a question is one node's: `Question.apart`. No I/O."""
+    def is_node_only(self, promise: Promise | None) -> bool:
+        """Whether a query is one node's: `StoreQuery.node_only`. No I/O."""
         return promise is not None and bool(promise.node) and self._store.has_nodes
 
-    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> Question | None:
-        """Begin to ask; None when too many questions are open, or it is closed. ``promise`` is of
+    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> StoreQuery | None:
+        """Begin to ask; None when too many queries are open, or it is closed. ``promise`` is of
         the first of these keys."""
-        question = Question(keys, promise)
-        question.apart = self.is_apart(promise)
+        query = StoreQuery(keys, promise)
+        query.node_only = self.is_node_only(promise)
         with self._changed:
             if self._closed or len(self._open) >= MAX_OPEN:
                 return None
-            self._open.append(question)
-            if question.apart not in self._threads:
-                self._start(question.apart)
+            self._open.append(query)
+            if query.node_only not in self._threads:
+                self._start(query.node_only)
             self._changed.notify_all()
-        return question
+        return query
 
-    def drop(self, question: Question) -> None:
+    def drop(self, query: StoreQuery) -> None:
         """Nobody waits for this answer any more. What it found stays."""
         with self._changed:
-            question.ended = True
-            if question in self._open:
-                self._open.remove(question)
+            query.ended = True
+            if query in self._open:
+                self._open.remove(query)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Begin to remove blocks from the store, for everyone. What fails is named in the log, is
@@ -176,7 +176,7 @@ class Finder:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Block until a question ends, at most ``timeout`` seconds; False when none is open."""
+        """Block until a query ends, at most ``timeout`` seconds; False when none is open."""
         with self._changed:
             if not self._open:
                 return False
@@ -203,47 +203,51 @@ class Finder:
 
     # -- the threads ------------------------------------------------------------------------
 
-    def _serve(self, apart: bool) -> None:
+    def _serve(self, node_only: bool) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._due(apart) or (self._is_to_remove and not apart) or self._closed,
-                    self._pause(apart),
+                    lambda: (
+                        self._due(node_only)
+                        or (self._is_to_remove and not node_only)
+                        or self._closed
+                    ),
+                    self._pause(node_only),
                 )
                 unwanted: list[bytes] = []
-                if not apart:
+                if not node_only:
                     unwanted, self._unwanted = self._unwanted, unwanted
                 if self._closed and not unwanted:
                     return
-                round_ = self._due(apart)[:_ROUND]
-            if unwanted or (self._is_to_remove and not apart):
+                round_ = self._due(node_only)[:_ROUND]
+            if unwanted or (self._is_to_remove and not node_only):
                 self._remove(unwanted)
             if round_:
                 self._ask(round_)
 
-    def _due(self, apart: bool) -> list[Question]:
-        """Open questions of a thread that need not wait before they are asked again."""
+    def _due(self, node_only: bool) -> list[StoreQuery]:
+        """Open queries of a thread that need not wait before they are asked again."""
         now = time.monotonic()
-        return [one for one in self._open if one.apart == apart and one.due_at <= now]
+        return [one for one in self._open if one.node_only == node_only and one.due_at <= now]
 
     @property
     def _is_to_remove(self) -> bool:
         return bool(self._unwanted or (self._pending and time.monotonic() >= self._retry_at))
 
-    def _pause(self, apart: bool) -> float | None:
+    def _pause(self, node_only: bool) -> float | None:
         """Seconds until there is something to do; None where nothing waits."""
-        waiting = [question.due_at for question in self._open if question.apart == apart]
-        if self._pending and not apart:
+        waiting = [query.due_at for query in self._open if query.node_only == node_only]
+        if self._pending and not node_only:
             waiting.append(self._retry_at)
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
-    def _ask(self, round_: Sequence[Question]) -> None:
+    def _ask(self, round_: Sequence[StoreQuery]) -> None:
         """Ask what is due, each node's promises by themselves: one that is gone fails no others."""
-        for node in dict.fromkeys(question.node for question in round_):
-            self._ask_at(node, [question for question in round_ if question.node == node])
+        for node in dict.fromkeys(query.node for query in round_):
+            self._ask_at(node, [query for query in round_ if query.node == node])
 
-    def _ask_at(self, node: str, round_: Sequence[Question]) -> None:
-        batches = [question.due() for question in round_]
+    def _ask_at(self, node: str, round_: Sequence[StoreQuery]) -> None:
+        batches = [query.due() for query in round_]
         held: set[bytes] | None = None
         why = ""
         try:
@@ -251,7 +255,7 @@ class Finder:
         except TierError as error:
             why = str(error)
             _log.warning("store %s does not tell what it holds: %s", self._name, error)
-        except Exception as error:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
+        except Exception as error:  # noqa: BLE001 - thread boundary: the queries fail, the thread lives on
             why = f"{type(error).__name__}: {error}"
             _log.exception("asking store %s failed", self._name)
         if held is not None and self._pending:
@@ -259,14 +263,14 @@ class Finder:
             if not node:
                 self._remove(())
         with self._changed:
-            for question, batch in zip(round_, batches, strict=True):
+            for query, batch in zip(round_, batches, strict=True):
                 if held is None:
-                    question.error = why
-                    question.ended = question.failed = True
-                elif not question.ended:
-                    question.take([*(key in held for key in batch), False].index(False))
-            ended = [question for question in round_ if question.ended]
-            self._open = [question for question in self._open if not question.ended]
+                    query.error = why
+                    query.ended = query.failed = True
+                elif not query.ended:
+                    query.take([*(key in held for key in batch), False].index(False))
+            ended = [query for query in round_ if query.ended]
+            self._open = [query for query in self._open if not query.ended]
             self._answered += len(ended)
             self._changed.notify_all()
 

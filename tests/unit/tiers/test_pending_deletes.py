@@ -45,11 +45,11 @@ def fill(store: Deaf, keys: Sequence[bytes]) -> None:
 
 
 def found(made: Finder, keys: Sequence[bytes] = KEYS) -> int:
-    question = made.ask(keys)
-    assert question is not None
-    while not question.ended:
+    query = made.ask(keys)
+    assert query is not None
+    while not query.ended:
         made.wait(60.0)
-    return question.found
+    return query.found
 
 
 def test_it_is_not_found_and_removed_when_the_store_takes_it() -> None:
@@ -106,7 +106,7 @@ def note(folder: Path, *what: str) -> PendingDeletes:
 
 
 def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> None:
-    """Without anyone's question: other hosts find it until then."""
+    """Without anyone's query: other hosts find it until then."""
     store = Deaf()
     fill(store, KEYS)
     first = Finder(store, [SHARD], name="far", note=note(tmp_path))

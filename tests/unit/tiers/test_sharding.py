@@ -271,15 +271,15 @@ def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
     """How many blocks, from the first on, its leader is told of."""
     registry = registry_of_store(store, geometry)
     finder = Finder(store, shards_of(geometry), name="far", registry=registry)
-    question = finder.ask([key_of(seed) for seed in seeds])
-    assert question is not None
+    query = finder.ask([key_of(seed) for seed in seeds])
+    assert query is not None
     limit = time.monotonic() + 60
-    while not question.ended and time.monotonic() < limit:
+    while not query.ended and time.monotonic() < limit:
         finder.wait(0.1)
-    assert question.ended
-    assert not question.failed
+    assert query.ended
+    assert not query.failed
     finder.close()
-    return question.found
+    return query.found
 
 
 @settings(max_examples=40)
@@ -486,11 +486,11 @@ def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
     kind = StoreKind(StoreOptions, lambda options, rank: Lent(shared, rank))
     leader = prepare(TierContext("far", ONE, 1 << 20), kind)
     assert leader.finder is not None
-    question = leader.finder.ask([key_of(1)])
-    assert question is not None
-    while not question.ended:
+    query = leader.finder.ask([key_of(1)])
+    assert query is not None
+    while not query.ended:
         leader.finder.wait(1.0)
-    assert not question.failed
+    assert not query.failed
     leader.release()
     assert "is not known" not in caplog.text
     assert not shared.values
