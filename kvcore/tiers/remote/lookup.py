@@ -288,7 +288,7 @@ class Finder:
         """The shards of a block as other deployments cut it."""
         if self._registry is None:
             return []
-        return [tuple(map(self._shards[0].beside, split)) for split in self._registry.others]
+        return [tuple(map(self._shards[0].sibling, split)) for split in self._registry.others]
 
     def _whole(
         self, keys: Sequence[bytes], ways: Sequence[Sequence[Shard]], node: str

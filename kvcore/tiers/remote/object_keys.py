@@ -45,17 +45,17 @@ class Shard:
         ranks = range(len(geometry.parts))
         return list(dict.fromkeys(cls.of(geometry, rank, prefix) for rank in ranks))
 
-    def beside(self, part: Part) -> Shard:
+    def sibling(self, part: Part) -> Shard:
         """The shard of the same blocks that is ``part``."""
         return Shard(self.prefix, self.base, part, self.shape)
 
-    def beside_in(self, folder: str) -> Shard | None:
+    def sibling_in(self, folder: str) -> Shard | None:
         """The shard of the same blocks whose values lie in ``folder``; None where none's do."""
         found = _PLACE.fullmatch(folder.rpartition("/")[2])
         if found is None:
             return None
         first, last, top, bottom = map(int, found.groups())
-        shard = self.beside(Part((first, last), (top, bottom)))
+        shard = self.sibling(Part((first, last), (top, bottom)))
         return shard if shard.part.within(self.shape) and shard.folder == folder else None
 
     @cached_property
@@ -79,7 +79,7 @@ class Shard:
         return f"{self.folder}/{key.hex()}"
 
 
-class Cut:
+class ShardSlice:
     """What a rank takes out of the values of ``held``: ``runs`` of their bytes."""
 
     def __init__(self, held: Shard, wanted: Shard) -> None:
@@ -90,7 +90,7 @@ class Cut:
         self.spare_nbytes = self.nbytes - sum(run.nbytes for run in self.runs)
 
     @classmethod
-    def all_of(cls, parts: Sequence[Part], wanted: Shard) -> list[Cut]:
+    def all_of(cls, parts: Sequence[Part], wanted: Shard) -> list[ShardSlice]:
         """The cuts that together are ``wanted``, of blocks that were written in ``parts``."""
-        held = [wanted.beside(parts[number]) for number in cover(parts, wanted.part)]
+        held = [wanted.sibling(parts[number]) for number in cover(parts, wanted.part)]
         return [cls(shard, wanted) for shard in held]

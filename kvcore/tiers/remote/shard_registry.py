@@ -132,7 +132,7 @@ class ShardRegistry:
         self.known = True
         if heard != self._heard:
             self._heard = heard
-            shards = map(self._any.beside_in, heard)
+            shards = map(self._any.sibling_in, heard)
             parts = {shard.part for shard in shards if shard is not None}
             made = splits_of(parts, self._any.shape, PLACES)
             self.others = tuple(split for split in made if split != self._own)

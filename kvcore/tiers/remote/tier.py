@@ -21,7 +21,7 @@ from kvcore.tiers.checksum import checksum
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.format import HEADER_NBYTES, Header, verify
 from kvcore.tiers.remote.lookup import Finder
-from kvcore.tiers.remote.object_keys import Cut, Shard
+from kvcore.tiers.remote.object_keys import Shard, ShardSlice
 from kvcore.tiers.remote.options import StoreOptions, read_options
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
 from kvcore.tiers.remote.shard_registry import ShardRegistry
@@ -36,7 +36,7 @@ _log = logging.getLogger("kvcore.tiers.remote")
 _BACKOFF_S = 0.05
 T = TypeVar("T")
 _Call = Callable[[Sequence[Item]], list[TierError | None]]
-_Way = tuple[Cut, ...]
+_Way = tuple[ShardSlice, ...]
 """What a rank's part of a block is made of, where it was written in a certain split."""
 
 
@@ -133,7 +133,7 @@ class StoreTier(Tier):
         self.slot_nbytes = slot_nbytes or shard.block_nbytes
         self._shard = shard
         self._registry = registry
-        self._own: _Way = (Cut(shard, shard),)
+        self._own: _Way = (ShardSlice(shard, shard),)
         self._ways: Sequence[_Way] = (self._own,)
         self._options = options
         self._clock = clock
@@ -200,7 +200,7 @@ class StoreTier(Tier):
         wanted = {_shards(self._own)}
         made = {_shards(way): way for way in self._ways}
         for split in self._registry.others:
-            way = tuple(Cut.all_of(split, self._shard))
+            way = tuple(ShardSlice.all_of(split, self._shard))
             made.setdefault(_shards(way), way)
             wanted.add(_shards(way))
         self._ways = tuple(way for shards, way in made.items() if shards in wanted)
@@ -298,7 +298,7 @@ class _Value:
     """A value on its way to a rank: what of it is wanted goes to its place, the rest to memory of
     its own."""
 
-    def __init__(self, cut: Cut, request: BlockRead) -> None:
+    def __init__(self, cut: ShardSlice, request: BlockRead) -> None:
         self._cut = cut
         self._key = request.key
         self._header = memoryview(bytearray(HEADER_NBYTES))
@@ -311,7 +311,7 @@ class _Value:
         return verify(self._header, self._key, self._cut.digest, self._parts)
 
 
-def _laid(cut: Cut, buffers: Buffers) -> Iterator[memoryview]:
+def _laid(cut: ShardSlice, buffers: Buffers) -> Iterator[memoryview]:
     """Memory for all bytes of a value, in their order."""
     spare, at = memoryview(bytearray(cut.spare_nbytes)), 0
     for start, piece in places(cut.runs, buffers):
