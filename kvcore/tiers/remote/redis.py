@@ -17,7 +17,7 @@ from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, Ti
 from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.options import StoreOptions
-from kvcore.tiers.remote.resp import ReplyError, Wire
+from kvcore.tiers.remote.resp import ReplyError, RespConnection
 from kvcore.tiers.remote.tier import StoreKind
 
 _UNLINK = 1000
@@ -55,21 +55,21 @@ class RedisStore(BlockStore):
         self._ttl = ttl_s or None
         self._refused = (client_module("redis").RedisError, OSError)
         self._lock = threading.Lock()
-        self._idle: list[Wire] = []
+        self._idle: list[RespConnection] = []
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
             return []
-        with self._wire() as wire:
-            wire.ask_set(items, self._ttl)
-            return [_stored(wire, item) for item in items]
+        with self._connection() as connection:
+            connection.ask_set(items, self._ttl)
+            return [_stored(connection, item) for item in items]
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
             return []
-        with self._wire() as wire:
-            wire.ask_get([item.name for item in items])
-            return [_taken(wire, item) for item in items]
+        with self._connection() as connection:
+            connection.ask_get([item.name for item in items])
+            return [_taken(connection, item) for item in items]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         if not names:
@@ -95,41 +95,43 @@ class RedisStore(BlockStore):
         self._client.close()
 
     @contextmanager
-    def _wire(self) -> Iterator[Wire]:
+    def _connection(self) -> Iterator[RespConnection]:
         """A connection, the caller's for this block. Raises TierUnavailable: then no other that
         rests is trusted either."""
         try:
-            wire = self._resting() or Wire(self._client.connection_pool.make_connection())
+            connection = self._resting() or RespConnection(
+                self._client.connection_pool.make_connection()
+            )
         except self._refused as error:
             self._drop_idle()
             raise TierUnavailable(f"redis: {error}") from error
         try:
-            yield wire
+            yield connection
         except BaseException as error:
-            wire.close()  # what is still on its way answers nobody
+            connection.close()  # what is still on its way answers nobody
             if not isinstance(error, self._refused):
                 raise
             self._drop_idle()
             raise TierUnavailable(f"redis: {error}") from error
         with self._lock:
-            self._idle.append(wire)
+            self._idle.append(connection)
 
-    def _resting(self) -> Wire | None:
+    def _resting(self) -> RespConnection | None:
         while True:
             with self._lock:
                 if not self._idle:
                     return None
-                wire = self._idle.pop()
+                connection = self._idle.pop()
             with suppress(*self._refused):  # the server has closed it
-                if wire.is_idle():
-                    return wire
-            wire.close()
+                if connection.is_idle():
+                    return connection
+            connection.close()
 
     def _drop_idle(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-        for wire in idle:
-            wire.close()
+        for connection in idle:
+            connection.close()
 
     def _run(self, pipeline: Any, asked: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Each of ``asked`` with its answer, an error among them. Raises TierUnavailable."""
@@ -139,25 +141,25 @@ class RedisStore(BlockStore):
             raise TierUnavailable(f"redis: {error}") from error
 
 
-def _stored(wire: Wire, item: Item) -> TierError | None:
+def _stored(connection: RespConnection, item: Item) -> TierError | None:
     try:
-        wire.read_ok()
+        connection.read_ok()
     except ReplyError as error:
         return TierUnavailable(f"redis does not store {item.name}: {error}")
     return None
 
 
-def _taken(wire: Wire, item: Item) -> TierError | None:
+def _taken(connection: RespConnection, item: Item) -> TierError | None:
     try:
-        size = wire.read_size()
+        size = connection.read_size()
     except ReplyError as error:
         return TierUnavailable(f"redis does not give {item.name}: {error}")
     if size is None:
         return BlockMissing(f"redis holds no {item.name}")
     if size != nbytes_of(item.parts):
-        wire.skip_value(size)
+        connection.skip_value(size)
         return CorruptBlock(f"redis holds {size} bytes as {item.name}")
-    wire.read_value(item.parts)
+    connection.read_value(item.parts)
     return None
 
 
@@ -173,7 +175,7 @@ def open_store(options: RedisOptions, rank: int | None = None) -> RedisStore:
             socket_timeout=options.timeout_s,
             socket_connect_timeout=options.timeout_s,
             retry=None,  # who calls us repeats
-            protocol=2,  # what `Wire` speaks
+            protocol=2,  # what `RespConnection` speaks
         )
     except ValueError as error:
         raise ConfigError(f"url: {error}") from error

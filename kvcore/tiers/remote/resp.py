@@ -29,7 +29,7 @@ class ReplyError(Exception):
     """What a server says instead of an answer."""
 
 
-class Wire:
+class RespConnection:
     """A connection of redis-py, not of its pool. One thread at a time; after an exception of a
     method, other than ReplyError, it is of no more use.
 
