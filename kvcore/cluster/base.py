@@ -126,7 +126,7 @@ class Directory(Protocol):
         """Take out everything that was entered here."""
 
 
-def chosen(
+def select_members(
     members: Sequence[Member], kind: str | None, model: str | None, group: str | None
 ) -> list[Member]:
     """Those that are asked for, by kind and name."""

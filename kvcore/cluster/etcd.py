@@ -24,7 +24,7 @@ from etcd3gw.client import Etcd3Client
 from etcd3gw.exceptions import Etcd3Exception
 from etcd3gw.lease import Lease
 
-from kvcore.cluster.base import Leadership, Member, check_name, chosen
+from kvcore.cluster.base import Leadership, Member, check_name, select_members
 from kvcore.errors import ClusterError, ConfigError, FormatError
 
 __all__ = ["EtcdDirectory"]
@@ -128,7 +128,7 @@ class EtcdDirectory:
                 if self._strange.get(entry.key) != entry.changed:
                     _log.warning("an entry in etcd is passed over: %s", error)
         self._strange = strange
-        return chosen(found, kind, model, group)
+        return select_members(found, kind, model, group)
 
     def campaign(self, model: str, group: str, name: str) -> _EtcdCandidacy:
         for text in (model, group, name):

@@ -12,7 +12,7 @@ from kvcore.config import Config
 from kvcore.config.schema_cluster import ClusterConfig
 from kvcore.errors import ConfigError
 
-__all__ = ["directory_of", "enter", "open_directory"]
+__all__ = ["directory_of", "open_directory", "register"]
 
 
 def open_directory(config: Config) -> Directory | None:
@@ -50,7 +50,7 @@ def directory_of(cluster: ClusterConfig) -> Directory | None:
     )
 
 
-def enter(
+def register(
     config: Config, kind: str, details: Mapping[str, str], data_parallel_rank: int | None = None
 ) -> Directory | None:
     """A directory in which this process is as a ``kind``, "leader" or "server", or will be once

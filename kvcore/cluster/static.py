@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.cluster.base import Leadership, Member, check_name, chosen
+from kvcore.cluster.base import Leadership, Member, check_name, select_members
 from kvcore.errors import ConfigError
 
 __all__ = ["StaticDirectory"]
@@ -39,7 +39,7 @@ class StaticDirectory:
     def members(
         self, kind: str | None = None, *, model: str | None = None, group: str | None = None
     ) -> Sequence[Member]:
-        return chosen(list(self._members.values()), kind, model, group)
+        return select_members(list(self._members.values()), kind, model, group)
 
     def campaign(self, model: str, group: str, name: str) -> _Fixed:
         for text in (model, group, name):

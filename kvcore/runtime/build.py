@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from kvcore.cluster import Directory, enter
+from kvcore.cluster import Directory, register
 from kvcore.config import Config
 from kvcore.control.audit import AuditLog
 from kvcore.control.open import make_control, open_endpoint
@@ -169,7 +169,7 @@ def enter_directory(
     if parts.events is not None:
         told |= endpoints(config, data_parallel_rank)
     try:
-        directory = enter(config, kind, told, data_parallel_rank)
+        directory = register(config, kind, told, data_parallel_rank)
     except ConfigError:
         for release in parts.releases:
             release()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvcore.cluster import Member, enter  # noqa: E402
+from kvcore.cluster import Member, register  # noqa: E402
 from kvcore.cluster.static import StaticDirectory  # noqa: E402
 from kvcore.config import Config, load_config  # noqa: E402
 from kvcore.connector.build import (  # noqa: E402  # after the skip
@@ -342,6 +342,6 @@ def test_a_star_in_an_address_becomes_the_hosts_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StaticDirectory, "join", lambda _, member: joined.append(member))
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     config = load_config(overrides={"cluster": {"members": {"a": {}}}}, env={})
-    enter(config, "leader", {"events": "tcp://*:5557"})
+    register(config, "leader", {"events": "tcp://*:5557"})
     assert joined[0].address == joined[0].details["events"] == "tcp://node7:5557"
     assert joined[0].name.startswith("node7-")
