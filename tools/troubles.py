@@ -704,12 +704,12 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Give each engine an endpoint or a topic of its own.",
         ),
         Trouble(
-            "an entry in etcd is passed over: %s",
+            "an entry in etcd is ignored: %s",
             "An entry under `cluster.prefix` is not kvcore's, or has another version.",
             "Remove it, or use another prefix.",
         ),
         Trouble(
-            "the lease %x is lost; what was entered is entered anew",
+            "the lease %x is lost; its entries are registered again under a new one",
             "The process was stopped, or cut off from etcd, for longer than `cluster.ttl_s`.",
             "If it happens often, raise `cluster.ttl_s`.",
         ),
@@ -719,7 +719,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Report it.",
         ),
         Trouble(
-            "keeping a lease in etcd failed; it is tried again",
+            "renewing the lease in etcd failed; it is tried again",
             "An internal error of kvcore, logged with the line. If the lease is not renewed in "
             "time, it ends and a new one is taken.",
             "Report it.",

@@ -1,4 +1,4 @@
-"""Registration, discovery and leadership: in etcd under leases, or from a list in the settings."""
+"""Registration, discovery and leader election: in etcd under leases, or a list in the settings."""
 
 from kvcore.cluster.base import Candidacy, Directory, Leadership, Member, Membership
 from kvcore.cluster.open import open_directory, register
