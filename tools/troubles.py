@@ -425,7 +425,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Set `prefix` to another value on all of them, or use fewer sizes.",
         ),
         Trouble(
-            "%d bad values stay in the store: %s",
+            "%d corrupt values could not be deleted: %s",
             "Damaged values could not be deleted. They are not used.",
             "Check the store.",
         ),

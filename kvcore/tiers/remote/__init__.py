@@ -1,7 +1,7 @@
-"""Stores on other machines, found by key and shared by every host that uses them.
+"""Remote stores: tiers on other machines, addressed by key and shared by every host that uses them.
 
-worker   StoreTier ── frames, retries ──▶ BlockStore ──▶ the store's own client
-leader   Finder ───── which blocks? ────▶ BlockStore
+worker   StoreTier ── framing, retries ──▶ BlockStore ──▶ the store's own client
+leader   Finder ───── which blocks? ─────▶ BlockStore
 """
 
 from __future__ import annotations
