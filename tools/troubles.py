@@ -288,14 +288,14 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing: KV is computed and stored again as it is needed.",
         ),
         Trouble(
-            "%d blocks to be removed from a store are not written down, and stay there if this "
-            "engine ends before it is done: %s",
+            "%d pending deletes cannot be recorded; if this engine ends first, their blocks stay "
+            "in the store: %s",
             "The blocks that a store still has to delete could not be recorded in `disk.path` or "
             "in `server.folder`.",
             "Check those folders. If the engine ended before the store was back, empty the store.",
         ),
         Trouble(
-            "what a store is still to remove cannot be read in %s: %s",
+            "the pending deletes in %s cannot be read: %s",
             "An earlier engine left a record of blocks to delete from a store, and it cannot be "
             "read.",
             "Check that folder. To be sure, empty the store.",
@@ -387,39 +387,47 @@ TROUBLES: dict[str, list[Trouble]] = {
     ],
     "Remote stores": [
         Trouble(
-            "store %s does not tell what it holds: %s",
+            "looking up blocks in store %s failed: %s",
             "Lookups in the store failed and count as misses.",
             "Check the store and the network.",
         ),
-        Trouble("asking store %s failed", "An error in the client of the store.", REPORT),
         Trouble(
-            "store %s still answers nothing at shutdown: it is left behind",
+            "a lookup in store %s failed unexpectedly",
+            "An error in the client of the store.",
+            REPORT,
+        ),
+        Trouble(
+            "store %s does not answer at shutdown: its threads are abandoned",
             "A request to the store hangs.",
             "Check the store and the network.",
         ),
         Trouble(
-            "store %s keeps %d blocks: %s",
+            "deleting %d blocks from store %s failed: %s",
             "Blocks that were cleared could not be deleted from the store. This engine does not "
             "find them. It deletes them when the store is back; if it ends first, the next engine "
             "does.",
             "Check the store. If the blocks must be gone sooner, delete them with the store's own "
             "tools.",
         ),
-        Trouble("removing from store %s failed", "An error in the client of the store.", REPORT),
         Trouble(
-            "%s is let go: nobody has used its store for long",
+            "deleting from store %s failed unexpectedly",
+            "An error in the client of the store.",
+            REPORT,
+        ),
+        Trouble(
+            "%s is removed: nobody has used its store for long",
             "A list of blocks to delete from a store is dropped, because nobody has used the store "
             "for 30 days.",
             "Nothing if the store no longer exists. Otherwise repeat the clear.",
         ),
         Trouble(
-            "at which sizes others write is not known: %s",
+            "the splits of other engines cannot be read: %s",
             "A store did not say how other engines share blocks over their ranks and stages. "
             "kvcore continues with what it knew before.",
             "Nothing: kvcore asks again. If it persists, check the store.",
         ),
         Trouble(
-            "what this engine writes is found by engines of its size only: %s",
+            "only engines with as many ranks and stages find what this one stores: %s",
             "Engines with too many different numbers of ranks or stages use the store with this "
             "model, or one has too many ranks.",
             "Set `prefix` to another value on all of them, or use fewer sizes.",

@@ -430,7 +430,7 @@ def test_that_they_are_not_known_is_said_once_until_they_are(
         return [TierUnavailable("down")] * len(items)
 
     def said() -> int:
-        return caplog.text.count("at which sizes others write is not known")
+        return caplog.text.count("the splits of other engines cannot be read")
 
     for times in (1, 2):
         with monkeypatch.context() as patch:
@@ -492,7 +492,7 @@ def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
         leader.finder.wait(1.0)
     assert not query.failed
     leader.release()
-    assert "is not known" not in caplog.text
+    assert "cannot be read" not in caplog.text
     assert not shared.values
 
 
@@ -581,7 +581,7 @@ def test_places_that_are_taken_or_damaged_are_let_be(caplog: pytest.LogCaptureFi
     assert read_from_store(store, ONE, 0, 1) == block_of(1).tobytes()
     assert taken_places.items() <= store.values.items()
     registry_of_store(store, STAGED, announces=True).refresh()
-    assert "engines of its size only" in caplog.text
+    assert "only engines with as many ranks" in caplog.text
 
 
 def test_a_store_that_is_down_is_named_and_nothing_else(
