@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError
+from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
@@ -42,7 +43,9 @@ class MemoryStore(BlockStore):
         if value is None:
             return BlockMissing(f"no value {item.name}")
         if not fill(item, memoryview(value)):
-            return CorruptBlock(f"value {item.name} has {len(value)} bytes")
+            return CorruptBlock(
+                f"value {item.name} has {len(value)} bytes, not {nbytes_of(item.parts)}"
+            )
         return None
 
 
