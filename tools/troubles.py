@@ -444,26 +444,26 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing before the first prompts. Afterwards, compare the two names and the settings.",
         ),
         Trouble(
-            "a promise names %s, which is not asked: no peer, nor of `guests`",
+            "a promise names %s, which is neither a peer nor in `guests`",
             "A request brought a promise of KV at a node that the settings do not admit. Its "
             "blocks are looked for at the peers instead. Logged once per node.",
             "If the node is yours, add its host or network to `guests`. Otherwise find out who "
             "sends these requests.",
         ),
         Trouble(
-            "a promise names no node: %s",
+            "a promise names an invalid node: %s",
             "The node in a request's promise is not HOST:PORT or HOST:FIRST-LAST.",
             "Use the same version of kvcore on both sides. Proxies must pass promises on "
             "unchanged.",
         ),
         Trouble(
-            "another node's message is refused: %s",
+            "a request of another node is refused: %s",
             "A `peer` node received something that is not a message of this version, or from a "
             "sender with too many leases. The other nodes are served.",
             "Use the same version of kvcore on all nodes. Find out who connects to `listen`.",
         ),
         Trouble(
-            "a message of another node could not be answered",
+            "a request of another node could not be answered",
             "An internal error on this node. The other node computes.",
             REPORT,
         ),
@@ -722,7 +722,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "If it happens often, raise `cluster.ttl_s`.",
         ),
         Trouble(
-            "looking up nodes failed, those known stay",
+            "looking up peer nodes failed unexpectedly, those known stay",
             "An internal error of kvcore, logged with the line. The lookup is repeated.",
             "Report it.",
         ),
@@ -733,12 +733,12 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Report it.",
         ),
         Trouble(
-            "nodes cannot be looked up, those known stay: %s",
+            "peer nodes cannot be looked up, those known stay: %s",
             "etcd does not answer a `peer` node. The node continues with the nodes it knew last.",
             "Check etcd. When it answers, the lookup is repeated by itself.",
         ),
         Trouble(
-            "a node of the cluster is passed over: its address is %r",
+            "a node of the cluster is ignored: its address is %r",
             "The `peer` of a worker's entry in etcd is not tcp://HOST:PORT.",
             "Correct the entry, or remove it.",
         ),

@@ -220,7 +220,7 @@ def test_a_node_that_is_no_guest_is_not_asked(
         [error] = reader.get([Item(A, [memoryview(bytearray(NBYTES))], (owner.listen,))])
         assert isinstance(error, BlockMissing)
         assert told == []
-    assert "no peer, nor of `guests`" in caplog.text
+    assert "neither a peer nor in `guests`" in caplog.text
     assert open_store(owner.listen).exists_at(owner.listen, [A]) == [True], "peers are asked anyway"
 
 
@@ -232,7 +232,7 @@ def test_a_promised_node_that_is_gone_fails_alone(owner: PeerNode, open_store: O
         with pytest.raises(TierUnavailable):
             reader.exists_at(gone, [A])
     reader = open_store(owner.listen, guests=["127.0.0.1"], timeout_s=20.0)
-    reader._told.add(FOLDER)
+    reader._warned.add(FOLDER)
     reader.peers._timeout_s = PATIENCE_S
     opened = reader.peers._at(f"tcp://{gone}").breaker
     for _ in range(3):
@@ -381,7 +381,7 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         assert isinstance(error, TierUnavailable)
         with agent._lock:
             agent._sweep()
-        assert len(agent._lost) == 1, "it may still write"
+        assert len(agent._abandoned) == 1, "it may still write"
         owner.go_on()
         owner.call("sleep", seconds=0.5)
         assert set(into) == {0xEE}
@@ -390,7 +390,7 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         reader.peers._timeout_s = PATIENCE_S
         assert fetch(reader, A, NBYTES) == value(1, NBYTES)
         limit = time.monotonic() + PATIENCE_S
-        while agent._lost:  # NIXL says that it has ended: the lane is used again
+        while agent._abandoned:  # NIXL says that it has ended: the lane is used again
             assert time.monotonic() < limit
             fetch(reader, A, NBYTES)
 
