@@ -32,10 +32,10 @@ __all__ = ["EtcdDirectory"]
 
 _log = logging.getLogger("kvcore.cluster")
 
-_PARTS = 3
+_RENEWALS = 3
 """Renewals per TTL."""
 
-_PAUSE = 0.1
+_FREE_SHARE = 0.1
 """Share of the renewal interval during which the lock stays free, however late a renewal is."""
 
 _MARGIN = 0.1
@@ -99,9 +99,12 @@ class EtcdDirectory:
         ``ttl_s`` is the time, in seconds, after which a process that died is considered gone.
         """
         if ttl_s < 1 or not endpoints:
-            raise ConfigError(f"given ttl_s={ttl_s} and {list(endpoints)}; supported are 1 or more")
+            raise ConfigError(
+                f"given ttl_s={ttl_s} and the endpoints {list(endpoints)}; supported are a TTL of "
+                "at least 1 s and at least one endpoint"
+            )
         tls = _Tls(ca_cert, cert, key)
-        self._clients = [_client(endpoint, ttl_s / _PARTS, tls) for endpoint in endpoints]
+        self._clients = [_client(endpoint, ttl_s / _RENEWALS, tls) for endpoint in endpoints]
         self._prefix = prefix.rstrip("/")
         self._ttl = ttl_s
         self._clock = clock
@@ -109,9 +112,7 @@ class EtcdDirectory:
         self._held: _HeldLease | None = None
         self._entries: list[_Entry] = []
         self._candidacies: list[_EtcdCandidacy] = []
-        self._unreadable: dict[
-            str, int
-        ] = {}  # unreadable entries already logged -> their revision then
+        self._unreadable: dict[str, int] = {}  # key of a logged entry -> its revision then
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcore-etcd", daemon=True)
         self._thread.start()
@@ -123,7 +124,7 @@ class EtcdDirectory:
         entry = _Entry(self, member)
         with self._lock:
             self._entries.append(entry)
-            self._attempt(lambda: self._enter(entry))
+            self._attempt(lambda: self._register(entry))
         return entry
 
     def members(
@@ -146,7 +147,7 @@ class EtcdDirectory:
         candidacy = _EtcdCandidacy(self, model, group, name)
         with self._lock:
             self._candidacies.append(candidacy)
-            self._attempt(lambda: self._stand(candidacy))
+            self._attempt(lambda: self._claim(candidacy))
         return candidacy
 
     def leader(self, model: str, group: str) -> Leadership | None:
@@ -180,14 +181,14 @@ class EtcdDirectory:
         The interval counts from the start of a renewal. If etcd does not answer one, there is time
         for another before the lease expires.
         """
-        every, wait = self._ttl / _PARTS, self._ttl / _PARTS
+        every, wait = self._ttl / _RENEWALS, self._ttl / _RENEWALS
         while not self._stop.wait(wait):
             began = self._clock()
             with self._lock:
                 if not self._stop.is_set():
                     self._attempt(self._renew)
             took = self._clock() - began
-            wait = max(every - took, every * _PAUSE)
+            wait = max(every - took, every * _FREE_SHARE)
 
     def _renew(self) -> None:
         """Renew the lease, or replace it if it is lost.
@@ -201,9 +202,9 @@ class EtcdDirectory:
         self._need_lease()
         for entry in self._entries:
             if not entry.held:
-                self._enter(entry)
+                self._register(entry)
         for candidacy in self._candidacies:
-            self._stand(candidacy)
+            self._claim(candidacy)
 
     def _refreshed(self, held: _HeldLease) -> bool:
         """Renew the lease, and return True if it is still held.
@@ -245,7 +246,7 @@ class EtcdDirectory:
 
     # -- entries and elections --------------------------------------------------------------
 
-    def _enter(self, entry: _Entry) -> None:
+    def _register(self, entry: _Entry) -> None:
         lease = self._need_lease()
         member = entry.member
         key = self._key("members", member.kind, member.name)
@@ -259,7 +260,7 @@ class EtcdDirectory:
             key = self._key("members", entry.member.kind, entry.member.name)
             self._call(lambda client: client.delete(key))
 
-    def _stand(self, candidacy: _EtcdCandidacy) -> None:
+    def _claim(self, candidacy: _EtcdCandidacy) -> None:
         """Create the election key if it does not exist, in one atomic transaction.
 
         Afterwards the candidate knows whether it leads, and in which term.

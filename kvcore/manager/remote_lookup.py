@@ -162,7 +162,7 @@ class StoreLookup:
         return until is not None and self._clock() < until
 
     def _may_ask(self, node_only: bool) -> bool:
-        """Whether the breaker lets a query through, if it is not one ``node_only``. Requests may
+        """Whether the breaker lets a query through, if it is not ``node_only``. Requests may
         have gone without settling theirs: what became of those is taken in first, where it could
         stand in the way."""
         if len(self._asked) >= MAX_OPEN or not (node_only or self._breaker.allows()):

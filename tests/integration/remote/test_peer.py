@@ -458,7 +458,7 @@ def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
     assert read(0) == blocks[0]
     interrupted(store, lapse)
     assert isinstance(read(0), BlockMissing)
-    store._give_back = lambda *_: set()  # type: ignore[method-assign]
+    store._end_leases = lambda *_: set()  # type: ignore[method-assign]
     write(0)
     assert isinstance(read(0), CorruptBlock)
     for tier in (reader, writer):

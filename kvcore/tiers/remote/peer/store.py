@@ -73,7 +73,7 @@ _NOT_HERE = (BlockMissing, TierUnavailable)
 _EVERY_ADDRESS = ("0.0.0.0", "*", "[::]")
 
 
-class _Away(TierUnavailable):
+class _Unreachable(TierUnavailable):
     """A node did not answer, which says nothing about the others."""
 
 
@@ -263,7 +263,7 @@ class PeerStore(BlockStore):
                 heard |= self._fetch(items, absent[start : start + MAX_NAMES], results, at)
         if not heard and others:
             return results
-        return [BlockMissing(str(e)) if isinstance(e, _Away) else e for e in results]
+        return [BlockMissing(str(e)) if isinstance(e, _Unreachable) else e for e in results]
 
     @property
     def has_nodes(self) -> bool:
@@ -411,7 +411,7 @@ class PeerStore(BlockStore):
         return held
 
     def _ask_all(self, request: Request, at: Sequence[str] | None = None) -> list[Reply]:
-        """Ask the nodes ``at`` addresses, or all that may be asked now, and return their answers.
+        """Ask the nodes at the addresses ``at``, or all available ones, and return their answers.
 
         Raises TierUnavailable if there are other nodes and none of them answers.
         """
@@ -432,7 +432,7 @@ class PeerStore(BlockStore):
         results: list[TierError | None],
         at: Sequence[str],
     ) -> set[str]:
-        """Read the items at positions ``absent`` from the nodes ``at`` addresses, under leases.
+        """Read the items at the positions ``absent`` under leases of the nodes at ``at``.
 
         Fills in ``results``. Returns the nodes that answered every request.
         """
@@ -444,7 +444,7 @@ class PeerStore(BlockStore):
             if isinstance(answer, TierUnavailable):
                 for position in absent:  # this node may be the one that has them
                     if isinstance(results[position], BlockMissing):
-                        results[position] = _Away(str(answer))
+                        results[position] = _Unreachable(str(answer))
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
                 leased = _fitting(items, absent, answer, results)
@@ -454,7 +454,7 @@ class PeerStore(BlockStore):
                     results[one.position] = error
                 read[address] = [one.position for one in leased]
         used = {address: asked[address] for address in read}
-        gone = self._give_back(used, items, read, results)
+        gone = self._end_leases(used, items, read, results)
         return {a for a, said in asked.items() if not isinstance(said, TierUnavailable)} - gone
 
     def _read(
@@ -488,7 +488,7 @@ class PeerStore(BlockStore):
             raise TierUnavailable(f"the node at {address} has restarted")
         agent.meet(owner, reply.metadata)
 
-    def _give_back(
+    def _end_leases(
         self,
         asked: Mapping[str, Reply | TierUnavailable],
         items: Sequence[Item],
@@ -507,13 +507,12 @@ class PeerStore(BlockStore):
                 gone.add(address)
                 for position in read[address]:
                     if results[position] is not None:
-                        results[position] = _Away(str(results[position]))
+                        results[position] = _Unreachable(str(results[position]))
             if isinstance(answer, Ended) and not answer.held:
                 for position in read[address]:
                     if results[position] is None:
                         results[position] = BlockMissing(
-                            f"the lease of {items[position].name} at {address} expired during the "
-                            "read"
+                            f"the lease of {items[position].name} at {address} expired too early"
                         )
         return gone
 
