@@ -90,5 +90,5 @@ def _explain(kind: type[StoreOptions], item: Any) -> str:
     if isinstance(cause, ConfigError):
         return f"{name}: {cause}"
     if item["type"] == "missing":
-        return f"{name} is missing; supported is {supported(known[name])}"
+        return f"{name}: is missing; supported is {supported(known[name])}"
     return f"{name}: given {item['input']!r}; supported is {supported(known[name])}"
