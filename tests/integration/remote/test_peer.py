@@ -19,7 +19,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
+from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier, peer
 from kvcore.tiers.remote.peer.messages import Found
 from kvcore.tiers.remote.peer.rpc import MAX_GUESTS
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
@@ -393,6 +393,24 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         while agent._lost:  # NIXL says that it has ended: the lane is used again
             assert time.monotonic() < limit
             fetch(reader, A, NBYTES)
+
+
+def test_a_read_has_its_whole_time_however_long_they_took_to_meet(
+    owner: PeerNode, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
+    for module in (peer.store, peer.agent):
+        monkeypatch.setattr(module, "time", clock)
+    reader = open_store(owner.listen)
+    meet = reader._meet
+
+    def slowly(*arguments: Any) -> None:
+        meet(*arguments)
+        late[0] += PATIENCE_S + 1.0
+
+    reader._meet = slowly  # type: ignore[assignment, method-assign]
+    assert fetch(reader, A, NBYTES) == value(1, NBYTES)
 
 
 def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:

@@ -61,7 +61,7 @@ class Agent(NixlAgent):
 
     def progress(self) -> None:
         """Serve what others read of ``memory``, where the network card does not do it by itself.
-        Returns at once."""
+        Returns as soon as there is nothing left to do."""
         with self._lock:
             if self._agent is not None:
                 with suppress(*self._errors):  # of readers that are gone

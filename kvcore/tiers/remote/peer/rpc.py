@@ -1,4 +1,4 @@
-"""The messages between nodes: one thread that answers, and a way to ask several at once.
+"""The messages between nodes: a thread that answers, and a way to ask several at once.
 
 Each question has a socket to itself until its answer is there. A socket whose answer did not come
 in time is thrown away, and a late answer with it.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore._util.circuit_breaker import Breaker
+from kvcore._util.log_limit import LogLimit
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
 from kvcore.tiers.remote.peer.leases import Lending
@@ -55,7 +56,8 @@ class Answerer:
     """Answers other nodes about ``lending``, whose first byte is at ``base``, in its own thread.
 
     ``meet`` gives the node's name and metadata in NIXL. ``progress`` is called again and again as
-    long as something is leased, and a little longer, and returns at once.
+    long as something is leased to another node, and a little longer. It has a second thread, so
+    that a read which holds it up does not make this node look gone: messages are answered.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Answerer:
         self._base = base
         self._meet = meet
         self._progress = progress
+        self._limit = LogLimit()
         self._context = Context()
         self._socket = _bounded(self._context, zmq.ROUTER)
         try:
@@ -82,25 +85,25 @@ class Answerer:
                 f"other nodes cannot ask at {address} ({error}): set `listen` to a free port"
             ) from error
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kvcore-peer", daemon=True)
-        self._thread.start()
+        self._leased = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, name="kvcore-peer", daemon=True),
+            threading.Thread(target=self._serve_reads, name="kvcore-peer-reads", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Answer no more. Blocks until ``progress`` has returned. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join()
+            self._leased.set()
+            for thread in self._threads:
+                thread.join()
 
     def _serve(self) -> None:
-        read_until = 0.0
         while not self._closed.is_set():
-            now = time.monotonic()
-            if self._lending.leased:
-                read_until = now + _LINGER_S
-            if reading := now < read_until:
-                self._progress()
-                time.sleep(_PAUSE_S)
-            if self._socket.poll(0 if reading else _TICK_MS):
+            if self._socket.poll(_TICK_MS):
                 sender, *parts = self._socket.recv_multipart()
                 try:
                     self._socket.send_multipart([sender, *frames(self._reply(parts))], zmq.NOBLOCK)
@@ -108,6 +111,23 @@ class Answerer:
                     _log.debug("a node does not take its answer: %s", error)
         self._socket.close()
         self._context.term()
+
+    def _serve_reads(self) -> None:
+        read_until = 0.0
+        while not self._closed.is_set():
+            now = time.monotonic()
+            if self._lending.leased:
+                read_until = now + _LINGER_S
+            if now >= read_until:
+                self._leased.wait()
+                self._leased.clear()
+                continue
+            try:
+                self._progress()
+            except Exception:  # noqa: BLE001 - thread boundary: the next call may work
+                if self._limit.admit("progress") is not None:
+                    _log.exception("other nodes' reads of this node's memory make no progress")
+            time.sleep(_PAUSE_S)
 
     def _reply(self, parts: list[bytes]) -> Reply:
         try:
@@ -138,6 +158,7 @@ class Answerer:
     def _lease(self, request: Lease) -> Leased:
         agent, _ = self._meet()
         number, spans = self._lending.lease(request.names)
+        self._leased.set()
         places = [span and (self._base + span.start, span.nbytes) for span in spans]
         return Leased(number, self._lending.lease_s, agent, places, self._folders)
 

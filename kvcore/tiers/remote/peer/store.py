@@ -432,8 +432,8 @@ class PeerStore(BlockStore):
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
                 finds = _fitting(items, absent, answer, results)
-                until = min(time.monotonic() + self._options.timeout_s, asked_at + answer.seconds)
-                error = self._read(address, answer.agent, items, finds, until)
+                leased_until = asked_at + answer.seconds
+                error = self._read(address, answer.agent, items, finds, leased_until)
                 for find in finds:
                     results[find.position] = error
                 read[address] = [find.position for find in finds]
@@ -442,15 +442,25 @@ class PeerStore(BlockStore):
         return {a for a, said in asked.items() if not isinstance(said, TierUnavailable)} - gone
 
     def _read(
-        self, address: str, owner: str, items: Sequence[Item], finds: Sequence[_Find], until: float
+        self,
+        address: str,
+        owner: str,
+        items: Sequence[Item],
+        finds: Sequence[_Find],
+        leased_until: float,
     ) -> TierUnavailable | None:
-        """Fill the items that were found at a node; why that did not work, None if it did."""
+        """Fill the items that were found at a node; why that did not work, None if it did.
+
+        The timeout of the reads begins when this node can read: starting NIXL and meeting the owner
+        may take a busy machine long, and have timeouts of their own.
+        """
         try:
             agent = self._started()
             if owner == agent.name:
                 return TierUnavailable("this node asked itself for what it had not a moment ago")
             if finds and not agent.knows(owner):
                 self._meet(agent, address, owner)
+            until = min(time.monotonic() + self._options.timeout_s, leased_until)
             for together in _lanes_of(finds):
                 with agent.read(owner, [find.remote for find in together], until) as values:
                     for find, value in zip(together, values, strict=True):
