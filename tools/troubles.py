@@ -468,6 +468,11 @@ TROUBLES: dict[str, list[Trouble]] = {
             REPORT,
         ),
         Trouble(
+            "serving other nodes' reads of this node's memory failed",
+            "NIXL raised an error. Other nodes wait for bytes, give up, and compute.",
+            REPORT,
+        ),
+        Trouble(
             "promise refused request=%s: %s",
             "A request brought a promise of KV for another prompt, model, tenant or version. It "
             "is looked up like any other request.",

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
+from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier, peer
 from kvcore.tiers.remote.peer.messages import Found
 from kvcore.tiers.remote.peer.rpc import MAX_GUESTS
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
@@ -393,6 +394,53 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         while agent._abandoned:  # NIXL says that it has ended: the lane is used again
             assert time.monotonic() < limit
             fetch(reader, A, NBYTES)
+
+
+def test_an_owner_whose_nixl_hangs_is_not_gone(open_store: Open) -> None:
+    """It answers, so its lease is ended, its values are not missing, and they can be had again."""
+    owner, go_on = open_store(), threading.Event()
+    put(owner, {A: value(1, NBYTES)})
+    agent = owner._agent
+    assert agent is not None
+    progress = agent.progress
+
+    def held_up() -> None:
+        go_on.wait()
+        progress()
+
+    agent.progress = held_up  # type: ignore[method-assign]
+    reader = open_store(guests=["127.0.0.1"], timeout_s=20.0)
+    reader._options = reader._options.model_copy(update={"timeout_s": 0.5})
+    into = bytearray(NBYTES)
+    item = Item(A, [memoryview(into)], (owner._options.listen,))
+    try:
+        [error] = reader.get([item])
+    finally:
+        go_on.set()
+    assert isinstance(error, TierUnavailable), "a store tier tries these again"
+    assert owner.lent is not None
+    assert owner.lent.leased == 0
+    reader._options = reader._options.model_copy(update={"timeout_s": PATIENCE_S})
+    assert reader.get([item]) == [None]
+    assert bytes(into) == value(1, NBYTES)
+
+
+def test_a_read_has_its_whole_time_however_long_they_took_to_meet(
+    owner: PeerNode, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
+    for module in (peer.store, peer.agent):
+        monkeypatch.setattr(module, "time", clock)
+    reader = open_store(owner.listen)
+    meet = reader._meet
+
+    def slowly(*arguments: Any) -> None:
+        meet(*arguments)
+        late[0] += PATIENCE_S + 1.0
+
+    reader._meet = slowly  # type: ignore[assignment, method-assign]
+    assert fetch(reader, A, NBYTES) == value(1, NBYTES)
 
 
 def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:

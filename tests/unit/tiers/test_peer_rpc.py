@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +18,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
+from kvcore.tiers.remote.peer import rpc
 from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     HEADER,
@@ -141,6 +144,65 @@ def test_what_is_too_long_or_no_zeromq_at_all_harms_nobody(node: Node, peers: Pe
     assert isinstance(peers.ask({node.address: Meet()})[node.address], Met)
     stranger.close()
     context.term()
+
+
+def test_reads_that_hang_keep_no_message_waiting() -> None:
+    """NIXL may not return for a while. The node is there all the same, and says so."""
+    stuck, go_on, again = threading.Event(), threading.Event(), threading.Event()
+
+    def progress() -> None:
+        if go_on.is_set():
+            again.set()
+        stuck.set()
+        go_on.wait()
+
+    address = f"tcp://127.0.0.1:{free_port()}"
+    lent = LentMemory(memoryview(bytearray(1 << 16)), lease_s=600.0)
+    lent.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    server = PeerServer(address, lent, BASE, lambda: ("me", b"metadata"), progress)
+    peers = Peers([address], 20.0)
+    try:
+        leased = peers.ask({address: Lease(["kvcore/m/a"])})[address]
+        assert isinstance(leased, Leased)
+        assert stuck.wait(60.0)
+        assert isinstance(peers.ask({address: Meet()})[address], Met)
+        assert peers.ask({address: Done(leased.lease)})[address] == Ended(True)
+        go_on.set()
+        assert again.wait(60.0), "a little longer than the lease"
+    finally:
+        go_on.set()
+        peers.close()
+        server.close()
+
+
+def test_reads_are_served_from_a_lease_on_and_whatever_they_raise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rpc, "_LINGER_S", 0.01)
+    calls = threading.Semaphore(0)
+
+    def progress() -> None:
+        calls.release()
+        raise RuntimeError("NIXL")
+
+    address = f"tcp://127.0.0.1:{free_port()}"
+    lent = LentMemory(memoryview(bytearray(1 << 16)), lease_s=600.0)
+    lent.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    server = PeerServer(address, lent, BASE, lambda: ("me", b"metadata"), progress)
+    peers = Peers([address], 60.0)
+    try:
+        assert not calls.acquire(timeout=0.2), "nothing is leased"
+        for _ in range(2):
+            leased = peers.ask({address: Lease(["kvcore/m/a"])})[address]
+            assert isinstance(leased, Leased)
+            for _ in range(3):
+                assert calls.acquire(timeout=60.0)
+            assert peers.ask({address: Done(leased.lease)})[address] == Ended(True)
+    finally:
+        peers.close()
+        server.close()
+    [record] = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert "serving other nodes' reads" in record.getMessage()
 
 
 def test_a_dead_node_costs_its_time_thrice_and_then_nothing(node: Node) -> None:

@@ -62,7 +62,7 @@ class Agent(NixlAgent):
     def progress(self) -> None:
         """Serve reads of ``memory`` by others, if the network card does not do so by itself.
 
-        Does not block.
+        Returns as soon as nothing is left to do.
         """
         with self._lock:
             if self._agent is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore._util.circuit_breaker import Breaker
+from kvcore._util.log_limit import LogLimit
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
 from kvcore.tiers.remote.peer.leases import LentMemory
@@ -57,8 +58,9 @@ class PeerServer:
     """Answers the requests of other nodes about ``lent``, in its own thread.
 
     ``base`` is the address of the first lent byte. ``meet`` returns the name and metadata of the
-    node's NIXL agent. ``progress`` must not block; it is called continuously while anything is
-    leased, and for a short time afterwards.
+    node's NIXL agent. ``progress`` is called continuously while anything is leased to another node,
+    and for a short time afterwards. It runs on a second thread, so that requests are answered, and
+    this node does not look dead, while a read holds ``progress`` up.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class PeerServer:
         self._base = base
         self._meet = meet
         self._progress = progress
+        self._limit = LogLimit()
         self._context = Context()
         self._socket = _bounded(self._context, zmq.ROUTER)
         try:
@@ -85,25 +88,25 @@ class PeerServer:
                 f"cannot listen at {address} for other nodes ({error}): set `listen` to a free port"
             ) from error
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kvcore-peer", daemon=True)
-        self._thread.start()
+        self._leased = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, name="kvcore-peer", daemon=True),
+            threading.Thread(target=self._serve_reads, name="kvcore-peer-reads", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Stop answering. Blocks until the thread has ended. Idempotent."""
+        """Stop answering. Blocks until ``progress`` has returned. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join()
+            self._leased.set()
+            for thread in self._threads:
+                thread.join()
 
     def _serve(self) -> None:
-        read_until = 0.0
         while not self._closed.is_set():
-            now = time.monotonic()
-            if self._lent.leased:
-                read_until = now + _LINGER_S
-            if reading := now < read_until:
-                self._progress()
-                time.sleep(_PAUSE_S)
-            if self._socket.poll(0 if reading else _TICK_MS):
+            if self._socket.poll(_TICK_MS):
                 sender, *parts = self._socket.recv_multipart()
                 try:
                     self._socket.send_multipart([sender, *frames(self._reply(parts))], zmq.NOBLOCK)
@@ -111,6 +114,23 @@ class PeerServer:
                     _log.debug("an answer to another node could not be sent: %s", error)
         self._socket.close()
         self._context.term()
+
+    def _serve_reads(self) -> None:
+        read_until = 0.0
+        while not self._closed.is_set():
+            now = time.monotonic()
+            if self._lent.leased:
+                read_until = now + _LINGER_S
+            if now >= read_until:
+                self._leased.wait()
+                self._leased.clear()
+                continue
+            try:
+                self._progress()
+            except Exception:  # noqa: BLE001 - thread boundary: the next call may work
+                if self._limit.admit("progress") is not None:
+                    _log.exception("serving other nodes' reads of this node's memory failed")
+            time.sleep(_PAUSE_S)
 
     def _reply(self, parts: list[bytes]) -> Reply:
         try:
@@ -141,6 +161,7 @@ class PeerServer:
     def _lease(self, request: Lease) -> Leased:
         agent, _ = self._meet()
         number, spans = self._lent.lease(request.names)
+        self._leased.set()
         places = [span and (self._base + span.start, span.nbytes) for span in spans]
         return Leased(number, self._lent.lease_s, agent, places, self._folders)
 

@@ -448,8 +448,8 @@ class PeerStore(BlockStore):
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
                 leased = _fitting(items, absent, answer, results)
-                until = min(time.monotonic() + self._options.timeout_s, asked_at + answer.seconds)
-                error = self._read(address, answer.agent, items, leased, until)
+                leased_until = asked_at + answer.seconds
+                error = self._read(address, answer.agent, items, leased, leased_until)
                 for one in leased:
                     results[one.position] = error
                 read[address] = [one.position for one in leased]
@@ -463,15 +463,20 @@ class PeerStore(BlockStore):
         owner: str,
         items: Sequence[Item],
         leased: Sequence[_RemoteItem],
-        until: float,
+        leased_until: float,
     ) -> TierUnavailable | None:
-        """Read the items that were found at a node. Returns the error; None on success."""
+        """Read the items that were found at a node. Returns the error; None on success.
+
+        The timeout of the reads begins when this node can read. Starting NIXL and meeting the owner
+        may take long on a busy machine, and have timeouts of their own.
+        """
         try:
             agent = self._started()
             if owner == agent.name:
                 return TierUnavailable("this node reached itself under another address")
             if leased and not agent.knows(owner):
                 self._meet(agent, address, owner)
+            until = min(time.monotonic() + self._options.timeout_s, leased_until)
             for together in _lanes_of(leased):
                 with agent.read(owner, [one.remote for one in together], until) as values:
                     for one, value in zip(together, values, strict=True):
