@@ -14,10 +14,10 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvcore.memory.buffers import Buffers, nbytes_of
+from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import PAGE
 from kvcore.tiers.disk.io import (
     IOV_MAX,
@@ -26,6 +26,7 @@ from kvcore.tiers.disk.io import (
     Outcome,
     Outcomes,
     address_of,
+    is_aligned,
     read_all,
     rest_of,
     write_all,
@@ -107,40 +108,39 @@ class _Context:
 
 
 class AioMover(Mover):
-    """Moves of page-aligned buffers in up to 1024 parts, on files opened for direct I/O.
+    """Moves through the kernel's queue, for files opened for direct I/O.
 
-    Each caller has a context of its own, kept for the next; one that the kernel's limit leaves
-    without uses ``fallback``.
+    The queue takes page-aligned buffers of up to 1024 parts. All other moves go to ``fallback``,
+    after those of the queue. Each call has a context of its own, which is kept for later calls. If
+    the kernel's limit allows no further context, the whole call goes to ``fallback``. Closing the
+    mover closes ``fallback`` too.
     """
 
     def __init__(self, fallback: Mover) -> None:
-        """Raises OSError where asynchronous I/O is not to be had."""
+        """Raise OSError if asynchronous I/O is not available."""
         self._fallback = fallback
         self._lock = threading.Lock()
         self._idle = [_Context()]
-
-    @staticmethod
-    def takes(buffers: Buffers) -> bool:
-        """Whether they are in few enough parts."""
-        return len(buffers) <= IOV_MAX
 
     def move(self, file: int, moves: Iterable[Move], *, write: bool) -> Outcomes:
         context = self._take()
         if context is None:
             yield from self._fallback.move(file, moves, write=write)
             return
-        run = _Run(context, file, moves, write)
+        batch = _Batch(context, file, moves, write)
         try:
-            yield from run.outcomes()
+            yield from batch.outcomes()
         finally:
-            run.drain()
+            batch.drain()
             with self._lock:
                 self._idle.append(context)
+        yield from self._fallback.move(file, batch.left, write=write)
 
     def close(self) -> None:
         for context in self._idle:
             context.close()
         self._idle = []
+        self._fallback.close()
 
     def _take(self) -> _Context | None:
         with self._lock:
@@ -161,13 +161,14 @@ class _Prepared(NamedTuple):
     held: object
 
 
-class _Run:
-    """The moves of one call."""
+class _Batch:
+    """The moves of one call. Those that the kernel's queue cannot take are put into ``left``."""
 
     def __init__(self, context: _Context, file: int, moves: Iterable[Move], write: bool) -> None:
         self._context = context
         self._file = file
-        self._moves = iter(moves)
+        self._moves = self._queueable(moves)
+        self.left: list[Move] = []
         self._write = write
         self._next = 0
         self._under_way: dict[int, tuple[Move, object]] = {}
@@ -186,6 +187,14 @@ class _Run:
         """Wait for what is under way."""
         while self._under_way:
             self._wait()
+
+    def _queueable(self, moves: Iterable[Move]) -> Iterator[Move]:
+        """Yield the moves for the queue, and keep the others for later."""
+        for move in moves:
+            if len(move.buffers) <= IOV_MAX and is_aligned(move.buffers):
+                yield move
+            else:
+                self.left.append(move)
 
     def _wait(self) -> list[tuple[Move, int]]:
         """(move, the kernel's result) of some that have ended. Blocks."""

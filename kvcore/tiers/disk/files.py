@@ -17,7 +17,7 @@ from kvcore.memory.buffers import Buffers
 from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.format import EMPTY_RECORD, Record
-from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover, is_aligned
+from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover
 from kvcore.tiers.geometry import RECORD_NBYTES
 
 _log = logging.getLogger("kvcore.tiers.disk")
@@ -40,8 +40,8 @@ class DataFile:
     """Slot ``i`` lies at ``i * slot_nbytes``, a multiple of 4096. Thread-safe between slots.
 
     ``num_slots`` None opens the file for reading only. Whole pages of memory go to the kernel's
-    queue where that can be had, everything else through ``io_threads`` threads. What is asked of it
-    after `close` fails with EBADF.
+    queue if it is available, and everything else through ``io_threads`` threads (`Mover`). Every
+    call after `close` fails with EBADF.
     """
 
     def __init__(
@@ -62,27 +62,16 @@ class DataFile:
         self._file = Descriptor(number)
         self._size = os.fstat(number).st_size
         self._grow_lock = threading.Lock()
-        self._threads = ThreadMover(io_threads, direct=self.direct, most=slot_nbytes)
-        self._queue = _queue(path, self._threads) if self.direct else None
+        threads = ThreadMover(io_threads, direct=self.direct, most=slot_nbytes)
+        self._mover: Mover = _with_queue(path, threads) if self.direct else threads
 
     def read(self, pieces: Iterable[Piece]) -> Outcomes:
         """Fill the buffers of each piece from its slot."""
-        return self._move((self._place(piece) for piece in pieces), write=False)
+        return self._move(pieces, write=False)
 
     def write(self, pieces: Iterable[Piece]) -> Outcomes:
         """Write the buffers of each piece to its slot, all of them or with an error."""
-        failed: list[tuple[int, Outcome]] = []
-
-        def grown() -> Iterator[Move]:
-            for piece in pieces:
-                error = self._grow((piece.slot + 1) * self._slot_nbytes)
-                if error is None:
-                    yield self._place(piece)
-                else:
-                    failed.append((piece.tag, error))
-
-        yield from self._move(grown(), write=True)
-        yield from failed
+        return self._move(pieces, write=True)
 
     def sync(self) -> None:
         with self._file as number:
@@ -95,54 +84,44 @@ class DataFile:
     def close(self) -> None:
         """Nothing may be under way."""
         self._file.close()
-        self._threads.close()
-        if self._queue is not None:
-            self._queue.close()
+        self._mover.close()
 
-    def _place(self, piece: Piece) -> Move:
-        return Move(piece.tag, piece.buffers, piece.slot * self._slot_nbytes)
+    def _move(self, pieces: Iterable[Piece], *, write: bool) -> Outcomes:
+        """Move all pieces, and hold the file open meanwhile.
 
-    def _move(self, moves: Iterator[Move], *, write: bool) -> Outcomes:
+        ``pieces`` is consumed as the mover has room, so that the first are under way while the
+        caller still prepares the others. That is why `moves` is a generator.
+        """
+        failed: list[tuple[int, Outcome]] = []
+
+        def moves(number: int) -> Iterator[Move]:
+            for tag, slot, buffers in pieces:
+                offset = slot * self._slot_nbytes
+                try:
+                    if write:
+                        self._grow(number, offset + self._slot_nbytes)
+                except OSError as error:
+                    failed.append((tag, error))
+                else:
+                    yield Move(tag, buffers, offset)
+
         with ExitStack() as use:
             try:
                 number = use.enter_context(self._file)
             except OSError as error:
-                yield from [(move.tag, error) for move in moves]
+                yield from [(piece.tag, error) for piece in pieces]
                 return
-            yield from self._move_in(number, moves, write=write)
+            yield from self._mover.move(number, moves(number), write=write)
+        yield from failed
 
-    def _move_in(self, number: int, moves: Iterator[Move], *, write: bool) -> Outcomes:
-        others: list[Move] = []
-
-        def queued() -> Iterator[Move]:
-            for move in moves:
-                if self._can_queue(move.buffers):
-                    yield move
-                else:
-                    others.append(move)
-
-        if self._queue is not None:
-            yield from self._queue.move(number, queued(), write=write)
-            moves = iter(others)
-        yield from self._threads.move(number, moves, write=write)
-
-    def _can_queue(self, buffers: Buffers) -> bool:
-        return self._queue is not None and self._queue.takes(buffers) and is_aligned(buffers)
-
-    def _grow(self, need: int) -> OSError | None:
-        """Make the file ``need`` bytes long, in steps, reserved on the medium where allowed."""
+    def _grow(self, number: int, need: int) -> None:
+        """Make the file ``need`` bytes long, in steps, and reserve them if the medium allows it."""
         if need <= self._size:
-            return None
+            return
         with self._grow_lock:
-            if need <= self._size:
-                return None
-            size = min(max(need, self._size + self._step), self.limit)
-            try:
-                with self._file as number:
-                    self._size = _extend(number, self._size, size, need)
-            except OSError as error:
-                return error
-        return None
+            if need > self._size:
+                size = min(max(need, self._size + self._step), self.limit)
+                self._size = _extend(number, self._size, size, need)
 
 
 class IndexFile:
@@ -235,9 +214,10 @@ def _extend(file: int, size: int, wanted: int, need: int) -> int:
     return wanted
 
 
-def _queue(path: Path, fallback: Mover) -> AioMover | None:
+def _with_queue(path: Path, threads: ThreadMover) -> Mover:
+    """Return a mover through the kernel's queue, or ``threads`` if there is no such queue."""
     try:
-        return AioMover(fallback)
+        return AioMover(threads)
     except OSError as error:
         _log.warning("no asynchronous I/O for %s (%s): threads do it instead", path, error)
-        return None
+        return threads

@@ -181,7 +181,7 @@ def disk(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[DiskTier, Faults]]:
     if request.param == "threads":
-        monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+        monkeypatch.setattr(disk_files, "_with_queue", lambda path, threads: threads)
     faults = Faults(seed=3)
     GEOMETRY.save(tmp_path)
     tier = into_disk(open_disk(tmp_path, 8), faults)

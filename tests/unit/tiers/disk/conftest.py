@@ -13,14 +13,14 @@ from kvcore.tiers.disk import files as disk_files
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the kernel's queue, and as where it cannot be had."""
     if request.param == "threads":
-        monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+        monkeypatch.setattr(disk_files, "_with_queue", lambda path, threads: threads)
     return str(request.param)
 
 
 @pytest.fixture
 def only_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that make os.preadv and os.pwritev fail."""
-    monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+    monkeypatch.setattr(disk_files, "_with_queue", lambda path, threads: threads)
 
 
 @pytest.fixture

@@ -117,6 +117,15 @@ def test_an_empty_batch(queue: AioMover, threads: ThreadMover, file: int) -> Non
         assert all_outcomes(mover, file, [], True) == {}
 
 
+def test_what_the_queue_cannot_take_goes_to_its_fallback(queue: AioMover, file: int) -> None:
+    """Memory at an odd address, between moves of whole pages, in one batch."""
+    expected = random.Random(0).randbytes(FILE_PAGES * PAGE)
+    memory = [Pages(2 * PAGE).view[i % 2 * 3 :][:PAGE] for i in range(8)]
+    moves = [Move(i, [view], i * PAGE) for i, view in enumerate(memory)]
+    assert set(all_outcomes(queue, file, moves, False).values()) == {PAGE}
+    assert b"".join(memory) == expected[: 8 * PAGE]
+
+
 def test_one_bad_move_does_not_fail_the_others(
     queue: AioMover, threads: ThreadMover, file: int
 ) -> None:
@@ -221,7 +230,7 @@ def test_where_the_kernel_refuses_threads_do_it(
     data = files.DataFile(tmp_path / "b", PAGE, num_slots=2)
     with monkeypatch.context() as patch:
         patch.setattr(aio, "_Context", refused)
-        held = data._queue._take() if data._queue is not None else None
+        held = data._mover._take() if isinstance(data._mover, AioMover) else None
         round_trip(data)
     if held is not None:
         held.close()
