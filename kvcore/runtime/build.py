@@ -142,9 +142,8 @@ class LeaderParts:
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
-        """What every worker needs before its first graph: each tier's name, and what its leader's
-        part says to the ranks."""
-        return {found.spec.name: dict(found.prepared.told) for found in self.backings}
+        """The options for the ranks, by tier: every worker needs them before its first graph."""
+        return {found.spec.name: dict(found.prepared.rank_options) for found in self.backings}
 
     @property
     def read_paths(self) -> dict[str, str]:

@@ -161,8 +161,8 @@ class BackingOpener:
         self._share = share
         self._cluster = config.cluster
 
-    def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
-        """Open a tier. Raises TierError if the medium cannot be used."""
+    def __call__(self, name: str, rank_options: Mapping[str, Any]) -> Tier:
+        """Open a tier with the leader's options. Raise TierError if the medium cannot be used."""
         plugin, common, options = self._settings[name]
         context = TierContext(
             name,
@@ -170,7 +170,7 @@ class BackingOpener:
             common.capacity,
             options,
             rank=self._rank,
-            told=told,
+            rank_options=rank_options,
             share=self._share,
             cluster=self._cluster,
         )
