@@ -79,7 +79,7 @@ class PreparedTier:
         foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
         finder: asks a store that other hosts write to which blocks it holds.
         node: names this engine's node to others, if each engine keeps its own part of the store.
-        void: records durably that the blocks of a namespace (None: of all) are cleared. It is for
+        record_clear: records durably that the blocks of a namespace (None: of all) are cleared. It is for
             a tier that outlives the engine, and returns at once. The ranks also erase the blocks,
             but an engine that is killed does not get that far.
     """
@@ -91,7 +91,7 @@ class PreparedTier:
     foreign: bool = False
     finder: Finder | None = None
     node: str = ""
-    void: Callable[[bytes | None], None] | None = None
+    record_clear: Callable[[bytes | None], None] | None = None
 
 
 @dataclass(frozen=True)
