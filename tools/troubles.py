@@ -265,7 +265,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble("the tier %s failed: %s", "Reading or writing failed.", MEDIUM),
         Trouble("the tier %s raised", "A plugin's tier raised an exception.", REPORT),
         Trouble(
-            "a clear is not written down in %s, and may come undone with a restart: %s",
+            "a clear could not be recorded in %s, and a restart may undo it: %s",
             "The clear could not be recorded on disk. If the engine is killed before its ranks "
             "have erased the cleared blocks, these are found again.",
             "Check the disk. To be sure, stop the engine and remove the folder.",

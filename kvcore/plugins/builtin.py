@@ -78,7 +78,7 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
         store.options(),
         release=store.close,
         foreign=True,
-        record_clear=store.debts.add,
+        record_clear=store.tombstones.add,
     )
 
 

@@ -79,9 +79,9 @@ class PreparedTier:
         foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
         finder: asks a store that other hosts write to which blocks it holds.
         node: names this engine's node to others, if each engine keeps its own part of the store.
-        record_clear: records durably that the blocks of a namespace (None: of all) are cleared. It is for
-            a tier that outlives the engine, and returns at once. The ranks also erase the blocks,
-            but an engine that is killed does not get that far.
+        record_clear: records durably that the blocks of a namespace (None: of all) are cleared,
+            and returns at once. It is for a tier that outlives the engine. The ranks also erase
+            the blocks, but an engine that is killed does not get that far.
     """
 
     num_slots: int

@@ -26,7 +26,7 @@ from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
 from kvcore.tiers.disk.format import Table, scan_shard, shard_files
 from kvcore.tiers.disk.tier import STORE_SHIFT
-from kvcore.tiers.disk.tombstones import Debts, pay
+from kvcore.tiers.disk.tombstones import Tombstones, erase_cleared
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
 _log = logging.getLogger("kvcore.tiers.disk")
@@ -40,10 +40,10 @@ _OVERHEAD = 4096  # bytes of store.json, of what is owed and the lock
 
 @dataclass
 class PreparedStore:
-    """A store ready for the workers: they open ``folder`` and the ``foreign`` ones.
+    """A store that is ready for the workers: they open ``folder`` and the ``foreign`` stores.
 
-    ``records`` are the blocks whole in every shard. The locks are held until ``close``. ``debts``
-    takes down what is cleared.
+    ``records`` are the blocks that are whole in every shard. The locks are held until `close`.
+    ``tombstones`` records clears for the next start.
     """
 
     folder: Path
@@ -51,11 +51,11 @@ class PreparedStore:
     records: list[BlockRecord]
     foreign: dict[int, Path] = field(default_factory=dict)
     locks: ExitStack = field(default_factory=ExitStack)
-    debts: Debts = field(init=False)
+    tombstones: Tombstones = field(init=False)
 
     def __post_init__(self) -> None:
         newest = max((record.stamp for record in self.records), default=0)
-        self.debts = Debts([self.folder, *self.foreign.values()], newest)
+        self.tombstones = Tombstones([self.folder, *self.foreign.values()], newest)
 
     def options(self) -> dict[str, Any]:
         """What a worker needs to open the same, as plain data."""
@@ -63,12 +63,12 @@ class PreparedStore:
             "folder": str(self.folder),
             "num_slots": self.num_slots,
             "foreign": {str(number): str(path) for number, path in self.foreign.items()},
-            "clock": self.debts.stamps.told,
+            "clock": self.tombstones.stamps.origin,
         }
 
     def close(self) -> None:
         """Let other engines have the stores. Idempotent."""
-        self.debts.close()
+        self.tombstones.close()
         self.locks.close()
 
 
@@ -329,6 +329,6 @@ def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
 def _scan(folder: Path, geometry: Geometry, first_slot: int = 0) -> list[BlockRecord]:
     """Blocks that every shard holds, their slots counted from ``first_slot``, once what was cleared
     is erased."""
-    pay(folder, geometry)
+    erase_cleared(folder, geometry)
     shards = (scan_shard(folder, geometry, shard) for shard in range(len(geometry.heads)))
     return reduce(Table.also_in, shards).block_records(first_slot)
