@@ -26,13 +26,13 @@ from kvcore.tiers.disk.format import Table, read_table, shard_files, suspect_slo
 from kvcore.tiers.disk.store import exclusive, lock_store, stores_under
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
-__all__ = ["Bad", "State", "StoreReport", "scrub"]
+__all__ = ["BadBlock", "StoreReport", "StoreState", "scrub"]
 
 _AT_ONCE_NBYTES = 64 << 20
 _NAMED = 100  # bad blocks of a store; the others are only counted
 
 
-class State(str, Enum):
+class StoreState(str, Enum):
     """What is to be said of a store."""
 
     WHOLE = "whole"
@@ -41,7 +41,7 @@ class State(str, Enum):
     NOT_READ = "not read"
 
 
-class Bad(NamedTuple):
+class BadBlock(NamedTuple):
     """A block that is not whole, and why."""
 
     shard: int
@@ -57,7 +57,7 @@ class StoreReport:
     The first 100 of ``num_bad`` are in ``bad``. ``nbytes`` were read."""
 
     folder: Path
-    state: State = State.WHOLE
+    state: StoreState = StoreState.WHOLE
     why: str = ""
     blocks: int = 0
     partial: int = 0
@@ -65,7 +65,7 @@ class StoreReport:
     num_bad: int = 0
     erased: int = 0
     nbytes: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadBlock] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -113,17 +113,20 @@ def _scrub_store(
         with exclusive(path):  # an engine that makes room may have removed it meanwhile
             lock = lock_store(folder) if folder.is_dir() else None
         if lock is None:
-            report.state, report.why = State.IN_USE, "an engine uses it: verify it when that ended"
+            report.state, report.why = (
+                StoreState.IN_USE,
+                "an engine uses it: verify it when that ended",
+            )
             return report
         locks.callback(os.close, lock)
         try:
             geometry = Geometry.load(folder)
         except FormatError as error:
-            report.state, report.why = State.NOT_READ, str(error)
+            report.state, report.why = StoreState.NOT_READ, str(error)
             return report
         _Scrub(folder, geometry, erase, report, done).run()
     if report.num_bad or report.torn:
-        report.state = State.DAMAGED
+        report.state = StoreState.DAMAGED
     return report
 
 
@@ -213,7 +216,7 @@ class _Scrub:
         slot, key = int(table.slots[place]), bytes(table.rows[place]["key"])
         self._report.num_bad += 1
         if len(self._report.bad) < _NAMED:
-            self._report.bad.append(Bad(shard, slot, key, why))
+            self._report.bad.append(BadBlock(shard, slot, key, why))
         if sure:
             self._bad_slots.add(slot)
 

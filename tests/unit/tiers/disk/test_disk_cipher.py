@@ -33,7 +33,7 @@ from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
 from kvcore.tiers.disk import tier as disk_tier
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher
 from kvcore.tiers.disk.format import Record
-from kvcore.tiers.disk.scrub import State, scrub
+from kvcore.tiers.disk.scrub import StoreState, scrub
 from kvcore.tiers.geometry import RECORD_NBYTES
 from support import disk as disk_rig
 
@@ -285,7 +285,7 @@ def test_scrub_needs_no_key(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, tier):
         write_blocks(tier, some_blocks(4))
     (report,) = scrub(tmp_path)
-    assert (report.state, report.blocks) == (State.WHOLE, 4)
+    assert (report.state, report.blocks) == (StoreState.WHOLE, 4)
     with (store.folder / "shard-0.data").open("r+b") as data:
         data.seek(SLOT + 9)
         data.write(b"rot")
