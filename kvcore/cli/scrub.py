@@ -66,7 +66,9 @@ def _segments(file: Path, erase: bool) -> Segments:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}; run it as the engine's user") from error
     if counts is None:
-        return Segments(file, StoreState.IN_USE, "an engine uses it: verify it when that ended")
+        return Segments(
+            file, StoreState.IN_USE, "an engine uses it: scrub it when that engine has ended"
+        )
     state = StoreState.DAMAGED if counts.corrupt else StoreState.WHOLE
     return Segments(file, state, "", counts.records, counts.corrupt)
 

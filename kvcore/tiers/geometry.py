@@ -73,7 +73,7 @@ class Geometry:
         """Whether a shard lacks layers."""
         return any(span != (0, self.shape.layers) for span in self.layers)
 
-    def place(self, shard: int) -> bytes:
+    def shard_name(self, shard: int) -> bytes:
         """Return the name of a shard and of its blocks. Encrypted blocks are bound to it."""
         layers = f" {self.layers[shard]}" if self._staged else ""
         return f"{self.base} {self.heads[shard]}{layers}".encode()

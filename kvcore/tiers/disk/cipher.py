@@ -68,13 +68,18 @@ class BlockCipher:
         return f"BlockCipher({self.name})"
 
     def seal(
-        self, source: Buffers, nbytes: int, bound: bytes, into: memoryview, nonce: bytes = b""
+        self,
+        source: Buffers,
+        nbytes: int,
+        associated_data: bytes,
+        into: memoryview,
+        nonce: bytes = b"",
     ) -> Seal:
         """Encrypt the first ``nbytes`` bytes of ``source`` into ``into``, which does not overlap,
         and make what follows zero. ``nonce`` is for tests: a fresh one is drawn."""
         nonce = nonce or os.urandom(NONCE_NBYTES)
         encryptor = self._for(nonce).encryptor()
-        encryptor.authenticate_additional_data(bound)
+        encryptor.authenticate_additional_data(associated_data)
         at = 0
         for part in _first(source, nbytes):
             at += encryptor.update_into(part, into[at : at + part.nbytes])
@@ -82,11 +87,11 @@ class BlockCipher:
         into[at:] = bytes(into.nbytes - at)
         return Seal(nonce, encryptor.tag)
 
-    def unseal(self, seal: Seal, buffers: Buffers, nbytes: int, bound: bytes) -> bool:
+    def unseal(self, seal: Seal, buffers: Buffers, nbytes: int, associated_data: bytes) -> bool:
         """Decrypt the first ``nbytes`` bytes where they are; whether they are what was sealed. If
         not they hold anything, and must not be used."""
         decryptor = self._for(seal.nonce).decryptor()
-        decryptor.authenticate_additional_data(bound)
+        decryptor.authenticate_additional_data(associated_data)
         for part in _first(buffers, nbytes):
             decryptor.update_into(part, part)
         try:

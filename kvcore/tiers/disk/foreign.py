@@ -36,7 +36,7 @@ class _Shard(NamedTuple):
     runs: list[Run]
     blocks: DataFile
     records: IndexFile
-    place: bytes
+    name: bytes
 
 
 class ForeignStore:
@@ -63,9 +63,9 @@ class ForeignStore:
                 shape = geometry.shard_shape(number)
                 size, (data, index) = slot_bytes(shape), shard_files(folder, number)
                 blocks = DataFile(data, size, num_slots=None, direct_io=direct_io)
-                records, place = IndexFile(index), geometry.place(number)
+                records, name = IndexFile(index), geometry.shard_name(number)
                 self._shards.append(
-                    _Shard(number, shape.nbytes, size, taken, blocks, records, place)
+                    _Shard(number, shape.nbytes, size, taken, blocks, records, name)
                 )
         except TierError:
             self.close()
@@ -107,7 +107,7 @@ class ForeignStore:
         ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
         if isinstance(got, OSError):
             raise got
-        if got < shard.nbytes or not is_whole(self._cipher, record, [staging], shard.place):
+        if got < shard.nbytes or not is_whole(self._cipher, record, [staging], shard.name):
             self.erase(slot)
             raise CorruptBlock(
                 f"{where}: the bytes of block {key.hex()} are not those written; it is erased"
@@ -115,7 +115,7 @@ class ForeignStore:
         return staging
 
 
-def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place: bytes) -> bool:
+def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, shard: bytes) -> bool:
     """Whether the bytes are those that were written, of a store that is encrypted, or is not, as
     ``cipher`` says. They are decrypted where they are; if False they hold anything.
 
@@ -128,4 +128,4 @@ def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place
     if not record.nonce:
         return False
     seal = Seal(record.nonce, record.tag)
-    return cipher.unseal(seal, buffers, record.nbytes, record.bound(place))
+    return cipher.unseal(seal, buffers, record.nbytes, record.associated_data(shard))

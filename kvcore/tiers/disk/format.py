@@ -69,9 +69,9 @@ class Record(NamedTuple):
         assert len(pad) == len(_PAD)
         return body + pad + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
-    def bound(self, place: bytes) -> bytes:
-        """What an encrypted block is bound to: all that is known of it before it is encrypted."""
-        return self._replace(nonce=_PAD[:16])._body(bytes(16)) + place
+    def associated_data(self, shard_name: bytes) -> bytes:
+        """Return what an encrypted block is bound to: all that is known before it is encrypted."""
+        return self._replace(nonce=_PAD[:16])._body(bytes(16)) + shard_name
 
     def _body(self, checksum: bytes) -> bytes:
         flags = ENCRYPTED if self.nonce else 0

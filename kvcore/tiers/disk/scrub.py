@@ -115,7 +115,7 @@ def _scrub_store(
         if lock is None:
             report.state, report.why = (
                 StoreState.IN_USE,
-                "an engine uses it: verify it when that ended",
+                "an engine uses it: scrub it when that engine has ended",
             )
             return report
         locks.callback(os.close, lock)

@@ -120,7 +120,7 @@ class DiskTier(Tier):
         self._device_sums = device_sums and cipher is None
         self._region: DeviceRegion | None = None
         self._direct: DirectReader | None = None
-        self._place = geometry.place(shard)
+        self._shard_name = geometry.shard_name(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
         self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
         self._stamps = Stamps.of(clock)
@@ -264,8 +264,8 @@ class DiskTier(Tier):
         record = Record(*request[1:4], bytes(16), self._block_nbytes, next(self._stamps))
         if self._cipher is None or into is None:
             return _Draft(record, request.buffers)
-        bound = record.bound(self._place)
-        seal = self._cipher.seal(request.buffers, self._block_nbytes, bound, into)
+        data = record.associated_data(self._shard_name)
+        seal = self._cipher.seal(request.buffers, self._block_nbytes, data, into)
         return _Draft(record._replace(nonce=seal.nonce, tag=seal.tag), [into])
 
     def _begin_write(self, request: BlockWrite) -> TierError | None:
@@ -349,7 +349,7 @@ class DiskTier(Tier):
         slot, key, buffers = request.slot, request.key, request.buffers
         if isinstance(outcome, OSError):
             return self._unavailable("reading", slot, outcome)
-        if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._place):
+        if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._shard_name):
             return None
         return self._damaged(slot, key)
 

@@ -110,7 +110,7 @@ def test_an_encrypted_record_is_what_the_page_says(record: Record, seal: Any) ->
     if seal is not None:
         packed = record.pack()
         words = packed[:64] + bytes(16) + packed[80:88] + b"base (0, 2)"
-        assert record.bound(b"base (0, 2)") == words
+        assert record.associated_data(b"base (0, 2)") == words
 
 
 def test_the_keys_of_blocks_are_what_the_page_says() -> None:
@@ -192,8 +192,8 @@ def test_store_json_and_the_folders_name_are_what_the_page_says() -> None:
     assert (told["version"], staged.to_json()["version"]) == (1, 2)
     assert "`version` | 1; 2 with `layers`" in section
     assert Geometry.from_json(encrypted.to_json()) == encrypted
-    assert staged.place(1).decode() == f"{staged.base} (0, 2) (1, 2)"
-    assert encrypted.place(0).decode() == f"{encrypted.base} (0, 2)"
+    assert staged.shard_name(1).decode() == f"{staged.base} (0, 2) (1, 2)"
+    assert encrypted.shard_name(0).decode() == f"{encrypted.base} (0, 2)"
     shape_row = next(line for line in section.splitlines() if line.startswith("| `shape`"))
     assert set(re.findall(r"`(\w+)`", shape_row)) - {"shape"} == set(told["shape"])
     text = json.dumps({"shape": shape.to_dict(), "version": 1}, sort_keys=True)

@@ -213,7 +213,7 @@ def test_a_store_of_stages_says_so_and_others_are_as_before() -> None:
     staged = Geometry(SHAPE, b"model", ((0, 4), (0, 4)), layers=((0, 2), (2, 5)))
     assert staged.to_json()["version"] == 2
     assert Geometry.from_json(staged.to_json()) == staged
-    assert staged.place(0) != staged.place(1)
+    assert staged.shard_name(0) != staged.shard_name(1)
     plain = Geometry(SHAPE, b"model", ((0, 2), (2, 4)))
     assert plain.to_json()["version"] == 1
     assert "layers" not in plain.to_json()
