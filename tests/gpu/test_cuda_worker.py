@@ -23,7 +23,7 @@ from kvcore.memory.copy import builtin_ops, select_ops
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
-from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, prepare_store
 from kvcore.transfer.graph import OpReport, UnitTable
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
@@ -89,12 +89,11 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # typ
     worker.open_tier(
         "disk",
         DiskTier(
-            store.folder,
+            store.mounted,
             geometry,
             shard=0,
-            num_slots=store.num_slots,
             slot_nbytes=slot_bytes(SHAPE),
-            device_sums=True,
+            access=DiskAccess(device_sums=True),
         ),
     )
     index = BlockIndex([TierSpec(HOST, 256), TierSpec("disk", store.num_slots, foreign=True)])

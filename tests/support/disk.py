@@ -10,7 +10,14 @@ from typing import Any
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, write_blocks
-from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.disk import (
+    DiskAccess,
+    DiskTier,
+    Geometry,
+    MountedStore,
+    PreparedStore,
+    prepare_store,
+)
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
@@ -22,16 +29,14 @@ def open_tier(
     store: PreparedStore, geometry: Geometry = GEOMETRY, shard: int = 0, **options: Any
 ) -> DiskTier:
     """As a worker opens what its leader prepared."""
-    told = store.options()
+    cipher = options.pop("cipher", None)
     return DiskTier(
-        Path(told["folder"]),
+        MountedStore.from_options(store.mounted.to_options()),
         geometry,
         shard=shard,
-        num_slots=told["num_slots"],
         slot_nbytes=slot_bytes(geometry.shard_shape(shard)),
-        foreign={int(n): Path(p) for n, p in told["foreign"].items()},
-        clock=told["clock"],
-        **options,
+        access=DiskAccess(**options),
+        cipher=cipher,
     )
 
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from kvcore.tiers.disk.mount import STORE_SHIFT, DiskAccess, MountedStore
 from kvcore.tiers.disk.store import PreparedStore, prepare_store
-from kvcore.tiers.disk.tier import STORE_SHIFT, DiskTier
+from kvcore.tiers.disk.tier import DiskTier
 from kvcore.tiers.geometry import Geometry
 
-__all__ = ["STORE_SHIFT", "DiskTier", "Geometry", "PreparedStore", "prepare_store"]
+__all__ = [
+    "STORE_SHIFT",
+    "DiskAccess",
+    "DiskTier",
+    "Geometry",
+    "MountedStore",
+    "PreparedStore",
+    "prepare_store",
+]

@@ -18,14 +18,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
 from kvcore.tiers.disk.format import Table, scan_shard, shard_files
-from kvcore.tiers.disk.tier import STORE_SHIFT
+from kvcore.tiers.disk.mount import STORE_SHIFT, MountedStore
 from kvcore.tiers.disk.tombstones import Tombstones, erase_cleared
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
@@ -57,14 +56,11 @@ class PreparedStore:
         newest = max((record.stamp for record in self.records), default=0)
         self.tombstones = Tombstones([self.folder, *self.foreign.values()], newest)
 
-    def options(self) -> dict[str, Any]:
-        """What a worker needs to open the same, as plain data."""
-        return {
-            "folder": str(self.folder),
-            "num_slots": self.num_slots,
-            "foreign": {str(number): str(path) for number, path in self.foreign.items()},
-            "clock": self.tombstones.stamps.origin,
-        }
+    @property
+    def mounted(self) -> MountedStore:
+        """What a worker needs to open the same stores."""
+        clock = self.tombstones.stamps.origin
+        return MountedStore(self.folder, self.num_slots, self.foreign, clock)
 
     def close(self) -> None:
         """Let other engines have the stores. Idempotent."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore._util.threads import started
 from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierError, TierUnavailable
@@ -43,6 +43,7 @@ from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
 from kvcore.tiers.disk.foreign import ForeignStore, is_whole
 from kvcore.tiers.disk.format import Record, scan_shard, shard_files
 from kvcore.tiers.disk.io import Outcome
+from kvcore.tiers.disk.mount import STORE_SHIFT, DiskAccess, MountedStore
 from kvcore.tiers.disk.tombstones import Stamps
 from kvcore.tiers.geometry import Geometry
 
@@ -52,8 +53,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
-STORE_SHIFT = 40
-"""A slot number is ``store << STORE_SHIFT | slot``; store 0 is the tier's own."""
+_DEFAULT_ACCESS = DiskAccess()
 _HANDED_ON = 256 << 10
 """Bytes of an encrypted block from which on another thread decrypts it while the next ones arrive.
 Handing one over took 9 us of a core, and decrypting half as many bytes, in its cache, 11 us (EPYC
@@ -68,37 +68,29 @@ class _Draft(NamedTuple):
 
 
 class DiskTier(Tier):
-    """Slots of shard ``shard`` of the store in ``folder``, which exists and is this engine's.
+    """Slots of one shard of a store, and of the foreign stores that are mounted with it.
 
-    ``num_slots * slot_nbytes`` is the most the data file grows to. ``foreign`` maps store numbers
-    to folders of stores with the same base geometry, read, never written. ``direct_io`` is "auto",
-    "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it. What was written
-    is flushed to the medium within ``sync_interval_s`` seconds, by a thread of its own; at 0,
-    before a write returns. With a ``cipher``, whose name ``geometry`` has, blocks are encrypted.
-    With ``device_sums`` records tell of new blocks what `read_device` verifies them by.
+    ``store.num_slots * slot_nbytes`` is the most that the data file grows to. With a ``cipher``,
+    which ``geometry`` names, blocks are encrypted, and no block is read straight into device
+    memory.
     """
 
     def __init__(
         self,
-        folder: Path,
+        store: MountedStore,
         geometry: Geometry,
         *,
         shard: int,
-        num_slots: int,
         slot_nbytes: int,
-        direct_io: str = "auto",
-        io_threads: int = 4,
-        sync_interval_s: float = 5.0,
-        foreign: Mapping[int, Path] | None = None,
+        access: DiskAccess = _DEFAULT_ACCESS,
         cipher: BlockCipher | None = None,
-        clock: Mapping[str, Any] | None = None,
-        device_sums: bool = False,
     ) -> None:
-        """``clock`` is that of the leader, as its store tells it.
+        """Raise FormatError if the folder holds other blocks.
 
-        Raises FormatError when the folder holds other blocks, TierUnavailable when it cannot
-        be used."""
-        shape = geometry.shard_shape(shard)
+        Raises TierUnavailable if the folder cannot be used, and CapacityError if ``slot_nbytes`` is
+        not the size of the shard's slots.
+        """
+        folder, shape = store.folder, geometry.shard_shape(shard)
         if slot_nbytes != slot_bytes(shape):
             raise CapacityError(f"slots of {slot_nbytes} bytes; {shape} takes {slot_bytes(shape)}")
         if Geometry.load(folder) != geometry:
@@ -107,28 +99,38 @@ class DiskTier(Tier):
             raise FormatError(
                 f"the store {folder} is of the cipher {geometry.cipher or 'none'}, not {cipher}"
             )
-        self.num_slots = num_slots
+        self.num_slots = store.num_slots
         self.slot_nbytes = slot_nbytes
         self._folder, self._geometry, self._shard = folder, geometry, shard
         self._block_nbytes = shape.nbytes
         data, index = shard_files(folder, shard)
         self._data = DataFile(
-            data, slot_nbytes, num_slots=num_slots, direct_io=direct_io, io_threads=io_threads
+            data,
+            slot_nbytes,
+            num_slots=store.num_slots,
+            direct_io=access.direct_io,
+            io_threads=access.io_threads,
         )
         self._index = IndexFile(index)
         self._cipher = cipher
-        self._device_sums = device_sums and cipher is None
+        self._device_sums = access.device_sums and cipher is None
         self._region: DeviceRegion | None = None
         self._direct: DirectReader | None = None
         self._shard_name = geometry.shard_name(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
-        self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
-        self._stamps = Stamps.of(clock)
-        self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
+        self._foreign = _open_foreign(
+            store.foreign, geometry.parts[shard], access.direct_io, cipher
+        )
+        self._stamps = Stamps.of(store.clock)
+        self._foreign_readers = ThreadPoolExecutor(
+            access.io_threads, thread_name_prefix="kvcore-foreign"
+        )
         self._openers: ThreadPoolExecutor | None = None
         if cipher is not None and slot_nbytes >= _HANDED_ON:
-            self._openers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-open")
-        self._flusher = _Flusher(self._sync, sync_interval_s)
+            self._openers = ThreadPoolExecutor(
+                access.io_threads, thread_name_prefix="kvcore-disk-open"
+            )
+        self._flusher = _Flusher(self._sync, access.sync_interval_s)
         self._closed = False
 
     # -- the contract -----------------------------------------------------------------------

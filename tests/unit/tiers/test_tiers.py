@@ -24,7 +24,7 @@ from kvcore.memory.layout import Arrangement
 from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, TierContract
 from kvcore.tiers.base import BlockRead, BlockRecord, Tier
-from kvcore.tiers.disk import DiskTier, Geometry
+from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore
 from kvcore.tiers.memory import MemoryTier
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -36,7 +36,11 @@ def open_disk(folder: Path, num_slots: int, **options: Any) -> DiskTier:
     if not (folder / "store.json").exists():
         GEOMETRY.save(folder)
     return DiskTier(
-        folder, GEOMETRY, shard=0, num_slots=num_slots, slot_nbytes=slot_bytes(SHAPE), **options
+        MountedStore(folder, num_slots),
+        GEOMETRY,
+        shard=0,
+        slot_nbytes=slot_bytes(SHAPE),
+        access=DiskAccess(**options),
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierUnavailable
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite
-from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, MountedStore, prepare_store
 from kvcore.tiers.disk import files as disk_files
 from support.disk import GEOMETRY, ROOM, SHAPE, SLOT, fill, opened, some_blocks
 
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_be_understood_is_left_alone(
         write_blocks(tier, blocks)
         tier.check_integrity()
     with pytest.raises(FormatError):
-        DiskTier(folder, GEOMETRY, shard=0, num_slots=2, slot_nbytes=SLOT)
+        DiskTier(MountedStore(folder, 2), GEOMETRY, shard=0, slot_nbytes=SLOT)
 
 
 def test_another_model_gets_another_store(path: Path) -> None:
@@ -197,7 +197,7 @@ def test_another_model_gets_another_store(path: Path) -> None:
 def test_slots_of_another_size_than_the_blocks_are_refused(path: Path) -> None:
     folder, _ = fill(path, 1)
     with pytest.raises(CapacityError, match="slots of"):
-        DiskTier(folder, GEOMETRY, shard=0, num_slots=1, slot_nbytes=2 * SLOT)
+        DiskTier(MountedStore(folder, 1), GEOMETRY, shard=0, slot_nbytes=2 * SLOT)
 
 
 # -- flushing -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from kvcore.runtime.tiers import BackingOpener, prepare_backings
 from kvcore.testing.tier_contract import Block, TierContract, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.checksum import checksum
-from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.disk import DiskTier, Geometry, MountedStore, PreparedStore, prepare_store
 from kvcore.tiers.disk import tier as disk_tier
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher
 from kvcore.tiers.disk.format import Record
@@ -110,7 +110,11 @@ class TestEncryptedDiskTier(TierContract):
         if not (folder / "store.json").exists():
             GEOMETRY.save(folder)
         return DiskTier(
-            folder, GEOMETRY, shard=0, num_slots=self.num_slots, slot_nbytes=SLOT, cipher=CIPHER
+            MountedStore(folder, self.num_slots),
+            GEOMETRY,
+            shard=0,
+            slot_nbytes=SLOT,
+            cipher=CIPHER,
         )
 
 
@@ -213,9 +217,9 @@ def test_what_another_key_or_none_wrote_is_never_served(
             read_back(tier, blocks[0])
         write_blocks(tier, blocks)
     with pytest.raises(FormatError, match=r"cipher|another model"):
-        DiskTier(mine.folder, other, shard=0, num_slots=3, slot_nbytes=SLOT, cipher=cipher)
+        DiskTier(mine.mounted, other, shard=0, slot_nbytes=SLOT, cipher=cipher)
     with pytest.raises(FormatError, match="of the cipher"):
-        DiskTier(mine.folder, GEOMETRY, shard=0, num_slots=3, slot_nbytes=SLOT, cipher=cipher)
+        DiskTier(mine.mounted, GEOMETRY, shard=0, slot_nbytes=SLOT, cipher=cipher)
     with opened(tmp_path) as (_, tier):
         assert read_back(tier, blocks[2]) == blocks[2].data
 
@@ -271,10 +275,9 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     other = BlockCipher(OTHER)
     geometry = replace(GEOMETRY, cipher=other.name)
     store = prepare_store(tmp_path, geometry, ROOM, wait_s=0)
-    tier = DiskTier(  # told by a leader of a store that it cannot read
-        store.folder, geometry, shard=0, num_slots=2, slot_nbytes=SLOT, cipher=other,
-        foreign={1: found.foreign[1]},
-    )  # fmt: skip
+    # a leader mounts a store that this key cannot read
+    mounted = MountedStore(store.folder, 2, {1: found.foreign[1]})
+    tier = DiskTier(mounted, geometry, shard=0, slot_nbytes=SLOT, cipher=other)
     (error,) = tier.read([BlockRead(record.slot, key, [into])])
     assert isinstance(error, CorruptBlock)
     tier.close()
