@@ -1,4 +1,4 @@
-"""The disk tier: a preallocated file of blocks a shard, and records that vouch for them."""
+"""The disk tier: for each shard a preallocated file of blocks, and a file of their records."""
 
 from __future__ import annotations
 

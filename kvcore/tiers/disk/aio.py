@@ -1,7 +1,7 @@
-"""The kernel's asynchronous I/O (io_submit and its kin), by its system calls alone.
+"""The kernel's asynchronous I/O (io_submit and related calls), through plain system calls.
 
-A deep queue of whole blocks, fed by one thread, which meanwhile checksums what has arrived. It is
-as fast here as io_uring, needs no library, and container runtimes allow it where they forbid
+One thread keeps a deep queue of whole blocks filled, and checksums what has arrived meanwhile. Here
+it is as fast as io_uring, needs no library, and is allowed by container runtimes that forbid
 io_uring. It is asynchronous for direct I/O only. See io_submit(2) and linux/aio_abi.h.
 """
 
@@ -33,13 +33,14 @@ from kvcore.tiers.disk.io import (
 )
 
 DEPTH = 512
-"""Moves under way in a call: enough that the device has work while this thread waits for a core."""
+"""The most moves under way in a call: enough to keep the device busy while this thread waits for a
+core."""
 _AT_ONCE = 32
-"""Ended moves looked at before the queue is filled up again."""
+"""The most ended moves that are handled before the queue is filled up again."""
 
 
 class _Calls(NamedTuple):
-    """Numbers of the system calls."""
+    """The numbers of the system calls."""
 
     setup: int
     destroy: int
@@ -58,10 +59,10 @@ _EVENT = struct.Struct("=QQqq")  # data, iocb, result, result2
 
 
 class _Context:
-    """A queue of the kernel's, for one thread at a time. ctypes releases the GIL in each call."""
+    """A queue in the kernel, for one thread at a time. ctypes releases the GIL in each call."""
 
     def __init__(self) -> None:
-        """Raises OSError where the kernel, its limits or a sandbox refuse."""
+        """Raise OSError if the kernel, its limits or a sandbox refuse."""
         calls = _CALLS.get(platform.machine())
         if calls is None or not os.uname().sysname == "Linux":
             raise OSError(errno.ENOSYS, f"asynchronous I/O is not known on {platform.machine()}")
@@ -75,8 +76,11 @@ class _Context:
         self._call(calls.setup, DEPTH, ctypes.addressof(self._id))
 
     def submit(self, iocbs: Sequence[bytes]) -> int:
-        """Start up to DEPTH in order; how many were started, at least one. Raises OSError when the
-        first was not. What they point to must live until their events."""
+        """Start up to DEPTH requests in order. Return how many were started, at least one.
+
+        Raises OSError if the first could not be started. What the requests point to must live until
+        their events.
+        """
         start, size = ctypes.addressof(self._iocbs), _IOCB.size
         ctypes.memmove(start, b"".join(iocbs), size * len(iocbs))  # the kernel copies them
         for i in range(len(iocbs)):
@@ -86,7 +90,7 @@ class _Context:
         )
 
     def wait(self) -> list[tuple[int, int]]:
-        """(data, result) of one or more that ended. Blocks."""
+        """Return (data, result) of one or more requests that have ended. Blocks until one has."""
         events = ctypes.addressof(self._events)
         while True:
             try:
@@ -153,7 +157,7 @@ class AioMover(Mover):
 
 
 class _Prepared(NamedTuple):
-    """A move about to start: ``held`` is what ``iocb`` points to besides the buffers."""
+    """A move about to start. ``held`` is what ``iocb`` points to besides the buffers."""
 
     number: int
     iocb: bytes
@@ -172,19 +176,20 @@ class _Batch:
         self._write = write
         self._next = 0
         self._under_way: dict[int, tuple[Move, object]] = {}
-        """By a number of our own: the move, and what the kernel reads of it besides buffers."""
+        """Moves by our own number, with the memory besides their buffers that the kernel reads."""
 
     def outcomes(self) -> Outcomes:
+        """Start the moves as there is room, and yield the outcome of each as it ends."""
         failed = self._fill()
         while self._under_way or failed:
             ended = self._wait() if self._under_way else []
             yield from failed
-            failed = self._fill()  # before the caller looks at what has ended: keep the queue deep
+            failed = self._fill()  # before the caller handles what has ended: keep the queue deep
             for move, result in ended:
                 yield move.tag, self._outcome(move, result)
 
     def drain(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the moves that are under way."""
         while self._under_way:
             self._wait()
 
@@ -197,12 +202,12 @@ class _Batch:
                 self.left.append(move)
 
     def _wait(self) -> list[tuple[Move, int]]:
-        """(move, the kernel's result) of some that have ended. Blocks."""
+        """Return (move, the kernel's result) of some moves that have ended. Blocks."""
         ended = self._context.wait()
         return [(self._under_way.pop(number)[0], result) for number, result in ended]
 
     def _fill(self) -> list[tuple[int, Outcome]]:
-        """Start moves until the queue is full or none is left; those that could not be started."""
+        """Start moves until the queue is full or none is left. Return those that did not start."""
         failed: list[tuple[int, Outcome]] = []
         while len(self._under_way) < DEPTH:
             room = min(_AT_ONCE, DEPTH - len(self._under_way))
@@ -239,12 +244,15 @@ class _Batch:
         return _Prepared(self._next, iocb, move, held)
 
     def _outcome(self, move: Move, result: int) -> Outcome:
-        """What was moved in part is moved to its end, by plain calls: they tell why it stopped."""
+        """Return the outcome of an ended move, after completing it if it moved only a part.
+
+        Plain calls move the rest, because they report why the queue stopped.
+        """
         if result < 0:
             return OSError(-result, os.strerror(-result))
         asked = nbytes_of(move.buffers)
         if result == asked or (result % PAGE and not self._write):
-            return result  # an odd count is where the file ends
+            return result  # a count that is not of whole pages: the file ends there
         rest = rest_of([part.cast("B") for part in move.buffers], result)
         try:
             if self._write:

@@ -1,4 +1,4 @@
-"""The two files of a shard: blocks at their slots, read and written directly; and their records."""
+"""The two files of a shard: the blocks at their slots, with direct I/O; and their records."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _log = logging.getLogger("kvcore.tiers.disk")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ERASED_AT_ONCE = 8192
-_GROW_BYTES = 256 << 20  # at a time, and no more than a sixteenth of the file
+_GROW_BYTES = 256 << 20  # at a time, but at most a sixteenth of the file
 
 
 class Piece(NamedTuple):
-    """A slot and the memory for it. ``tag`` comes back with the outcome."""
+    """A slot to read or write, and the memory for it. ``tag`` comes back with the outcome."""
 
     tag: int
     slot: int
@@ -37,7 +37,9 @@ class Piece(NamedTuple):
 
 
 class DataFile:
-    """Slot ``i`` lies at ``i * slot_nbytes``, a multiple of 4096. Thread-safe between slots.
+    """The blocks of a shard. Slot ``i`` starts at ``i * slot_nbytes``, a multiple of 4096.
+
+    Thread-safe between slots.
 
     ``num_slots`` None opens the file for reading only. Whole pages of memory go to the kernel's
     queue if it is available, and everything else through ``io_threads`` threads (`Mover`). Every
@@ -74,15 +76,16 @@ class DataFile:
         return self._move(pieces, write=True)
 
     def sync(self) -> None:
+        """Flush the blocks to the medium. Raise OSError if that fails. Blocks."""
         with self._file as number:
             os.fdatasync(number)
 
     def descriptor(self) -> Descriptor:
-        """The file, for reads of whole slots by others: ``with`` it, that is its number."""
+        """Return the file, for other readers of whole slots. ``with`` it gives the number."""
         return self._file
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Close the file. No read or write may be under way."""
         self._file.close()
         self._mover.close()
 
@@ -125,41 +128,46 @@ class DataFile:
 
 
 class IndexFile:
-    """Record ``i`` tells what slot ``i`` holds. Goes through the page cache. Thread-safe.
+    """The records of a shard: record ``i`` says what slot ``i`` holds. Thread-safe.
 
-    Every call raises OSError where the medium fails, and (EBADF) after `close`."""
+    The file goes through the page cache. Every call raises OSError if the medium fails, and OSError
+    with EBADF after `close`.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Makes the file when it is missing."""
+        """Open the file. Create it if it is missing."""
         try:
             self._file = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise TierUnavailable(f"cannot open {path}: {error}") from error
 
     def num_records(self) -> int:
-        """Records that the file has room for; slots beyond hold nothing."""
+        """Return how many records the file has room for. Slots beyond them are empty."""
         with self._file as number:
             return -(-os.fstat(number).st_size // RECORD_NBYTES)
 
     def get(self, slot: int) -> Record | None:
+        """Return a slot's record; None if the slot is empty or its record is not valid."""
         with self._file as number:
             return Record.unpack(os.pread(number, RECORD_NBYTES, slot * RECORD_NBYTES))
 
     def put(self, slot: int, record: Record) -> None:
+        """Write a slot's record."""
         self._write(slot, record.pack())
 
     def erase(self, slot: int, count: int = 1) -> None:
-        """``count`` slots from ``slot`` on hold nothing from now on."""
+        """Mark ``count`` slots from ``slot`` on as empty."""
         for first in range(slot, slot + count, _ERASED_AT_ONCE):
             size = min(_ERASED_AT_ONCE, slot + count - first)
             self._write(first, EMPTY_RECORD * size)
 
     def sync(self) -> None:
+        """Flush the records to the medium. Blocks."""
         with self._file as number:
             os.fdatasync(number)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _write(self, slot: int, data: bytes) -> None:
@@ -170,7 +178,7 @@ class IndexFile:
 
 
 def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:
-    """(whether direct, descriptor)"""
+    """Open a data file. Return (True if for direct I/O, the file's number)."""
     if direct_io != "off":
         try:
             return True, _open_direct(path, flags)
@@ -188,7 +196,7 @@ def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """Some file systems refuse direct I/O only when it is done, so do some."""
+    """Open a file for direct I/O, and try it: some file systems refuse it only at a read."""
     file = os.open(path, flags | os.O_DIRECT, 0o600)
     probe = Pages(PAGE, huge=False)
     try:
@@ -202,12 +210,12 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def _extend(file: int, size: int, wanted: int, need: int) -> int:
-    """Length of the file after it was made ``wanted`` bytes long, or on a full disk ``need``."""
+    """Make the file ``wanted`` bytes long, or ``need`` if the disk is full. Return its length."""
     try:
         os.posix_fallocate(file, size, wanted - size)
     except OSError as error:
         if error.errno in FULL:
-            wanted = need  # take what is left, one slot at a time
+            wanted = need  # use what is left, one slot at a time
         elif error.errno not in _CANNOT_RESERVE:
             raise
         os.ftruncate(file, wanted)

@@ -127,14 +127,14 @@ class TestEncryptedDiskTierOfLargeBlocks(TestEncryptedDiskTier):
 
     @pytest.fixture(autouse=True)
     def all_are_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(disk_tier, "_HANDED_ON", 0)
+        monkeypatch.setattr(disk_tier, "_THREADED_DECRYPT_NBYTES", 0)
 
 
 def test_large_blocks_are_decrypted_several_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is wrong with one is told of that one."""
-    monkeypatch.setattr(disk_tier, "_HANDED_ON", 0)
+    monkeypatch.setattr(disk_tier, "_THREADED_DECRYPT_NBYTES", 0)
     blocks = some_blocks(8)
     bad = {1, 6}
     with opened(tmp_path) as (store, tier):
