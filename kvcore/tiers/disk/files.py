@@ -174,7 +174,7 @@ class IndexFile:
         with self._file as number:
             written = os.pwrite(number, data, slot * RECORD_NBYTES)
         if written != len(data):
-            raise OSError(errno.ENOSPC, "a record was written in part")
+            raise OSError(errno.ENOSPC, "a record was written only in part")
 
 
 def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:

@@ -97,7 +97,7 @@ class DiskTier(Tier):
             raise FormatError(f"the store {folder} holds blocks of another model or other shards")
         if geometry.cipher != (cipher.name if cipher else ""):
             raise FormatError(
-                f"the store {folder} is of the cipher {geometry.cipher or 'none'}, not {cipher}"
+                f"the store {folder} uses the cipher {geometry.cipher or 'none'}, not {cipher}"
             )
         self.num_slots = store.num_slots
         self.slot_nbytes = slot_nbytes
@@ -338,7 +338,7 @@ class DiskTier(Tier):
     def _find_direct(self, slot: int, key: bytes) -> Record | TierError:
         """Return the record of a block to read straight into device memory, or an error."""
         if self._direct is None or slot >> STORE_SHIFT:
-            return NotDirect(f"slot {slot} is not of a file that is read into device memory")
+            return NotDirect(f"slot {slot} is in a file that is not read into device memory")
         record = self._find(slot, key, self.slot_nbytes)
         if isinstance(record, Record) and (record.nonce or not record.sum):
             return NotDirect(f"slot {slot} was written without a sum for device memory")

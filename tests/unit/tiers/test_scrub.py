@@ -1,4 +1,4 @@
-"""`kvcore scrub`: what is damaged is found, named and taken out, and nothing else is touched."""
+"""`kvcore scrub`: damaged blocks are found, reported and removed, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
 
 def fill(path: Path, geometry: Geometry, count: int) -> tuple[Path, list[Block]]:
-    """A store with ``count`` blocks in every shard: (its folder, the blocks of shard 0)"""
+    """Fill every shard of a store with ``count`` blocks. Return (its folder, shard 0's blocks)."""
     store = prepare_store(path, geometry, ROOM, wait_s=0)
     shards = []
     for shard in range(len(geometry.heads)):
@@ -106,7 +106,7 @@ def test_damage_in_one_shard_takes_the_block_out_of_all(tmp_path: Path) -> None:
 
 
 def test_a_block_that_one_shard_lacks_is_no_damage(tmp_path: Path) -> None:
-    """As an engine leaves it that was killed between the writes of two ranks."""
+    """An engine that is killed between the writes of two ranks leaves such a block."""
     folder, _ = fill(tmp_path, TWO, 3)
     index = folder / "shard-1.index"
     index.write_bytes(index.read_bytes()[: 2 * RECORD_NBYTES])

@@ -1,4 +1,4 @@
-"""Parts of blocks: whatever sizes wrote, whatever size reads, on disk and in stores.
+"""Parts of blocks: any number of ranks reads what any other wrote, on disk and in stores.
 
 The naive twin is a numpy array of the whole block, [layers, heads, bytes]: a part is a slice of it.
 """
@@ -46,7 +46,7 @@ def block_of(seed: int) -> Block:
 
 
 def taken(block: Block, part: Part) -> bytes:
-    """The naive way to a part."""
+    """Take a part of a block, the naive way."""
     return block[slice(*part.layers), slice(*part.heads)].tobytes()
 
 
@@ -55,7 +55,7 @@ def key_of(seed: int) -> bytes:
 
 
 def spans(size: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
-    """[0, size) cut anywhere."""
+    """Draw a division of [0, size) into spans."""
     inner = st.sets(st.integers(1, size - 1))
     return inner.map(lambda cuts: tuple(pairwise([0, *sorted(cuts), size])))
 
@@ -70,7 +70,7 @@ PARTS = st.builds(Part, anywhere(SHAPE.kv_heads), anywhere(SHAPE.layers))
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    """Ranks that share heads and layers in any way, some of them the same ones."""
+    """Draw ranks that divide heads and layers in any way, some of them holding the same part."""
     cut = draw(spans(SHAPE.kv_heads)), draw(spans(SHAPE.layers))
     places = [(heads, layers) for layers, heads in product(cut[1], cut[0])]
     copies = draw(st.integers(1, 2))
@@ -85,7 +85,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
 def test_what_two_parts_share_is_laid_where_it_belongs(
     held: Part, wanted: Part, cuts: set[int]
 ) -> None:
-    """Into memory in any pieces; what they do not share is let be."""
+    """The memory may be in any pieces. Bytes that the parts do not share stay as they are."""
     block = block_of(0)
     value = taken(block, held)
     size = wanted.shape(SHAPE).nbytes
@@ -209,7 +209,7 @@ def test_any_split_on_disk_is_read_at_any_other(written: Geometry, read: Geometr
 
 
 def test_a_store_of_stages_says_so_and_others_are_as_before() -> None:
-    """A kvcore that knows no stages must not take half the layers for all of them."""
+    """A kvcore that knows no stages must not mistake half of the layers for all."""
     staged = Geometry(SHAPE, b"model", ((0, 4), (0, 4)), layers=((0, 2), (2, 5)))
     assert staged.to_json()["version"] == 2
     assert Geometry.from_json(staged.to_json()) == staged
@@ -250,7 +250,7 @@ def write_to_store(store: MemoryStore, geometry: Geometry, seeds: Sequence[int])
 
 
 def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int) -> bytes:
-    """Twice: the way that was found is the first one then. Raises what the tier says."""
+    """Read twice: the split that was found is tried first then. Raise the tier's error."""
     tier = store_tier(store, geometry, rank)
     size = geometry.shard_shape(rank).nbytes
     intos = [bytearray(size) for _ in range(2)]
@@ -268,7 +268,7 @@ def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int
 
 
 def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
-    """How many blocks, from the first on, its leader is told of."""
+    """Return how many blocks, from the first on, the leader finds."""
     registry = registry_of_store(store, geometry)
     finder = Finder(store, shards_of(geometry), name="far", registry=registry)
     query = finder.ask([key_of(seed) for seed in seeds])
@@ -287,8 +287,7 @@ def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
 def test_any_split_in_a_store_is_read_at_any_other(
     written: Geometry, read: Geometry, gone: int
 ) -> None:
-    """And a block that lacks a value is no block: the leader is not told of it, and a rank that
-    needs the value misses."""
+    """If a block lacks a value, the leader does not find it, and a rank that needs it misses."""
     store = MemoryStore()
     write_to_store(store, written, [1, 2])
     assert found(store, read, [1, 2, 3]) == 2
@@ -327,7 +326,7 @@ def test_a_damaged_part_makes_a_miss_and_is_removed(reads: Geometry) -> None:
 
 
 def test_parts_of_one_size_are_told_apart_by_what_stands_in_their_values() -> None:
-    """Where a store gives one for the other."""
+    """For the case that a store returns one for the other."""
     stages = Geometry(SHAPE, b"model", ((0, 4),) * 2, layers=((0, 2), (2, 4)))
     others = Geometry(SHAPE, b"other", ((0, 4),) * 2, layers=((0, 2), (2, 4)))
     shards = [shard for each in (stages, others, TWO) for shard in shards_of(each)]
@@ -442,8 +441,10 @@ def test_that_they_are_not_known_is_said_once_until_they_are(
 
 
 class Lent(MemoryStore):
-    """What a leader sees of a store of nodes, or a rank, which keeps values. Nodes tell what they
-    hold with an answer."""
+    """A store of nodes as a leader (``rank`` None) or a rank sees it. Only ranks keep values.
+
+    Nodes say what they hold with each answer.
+    """
 
     has_nodes = True
 
@@ -451,25 +452,25 @@ class Lent(MemoryStore):
         super().__init__()
         self.values = shared.values
         self.rank = rank
-        self.told: set[str] = set()
+        self.announced: set[str] = set()
 
     @property
     def folders(self) -> set[str]:
-        return self.told
+        return self.announced
 
-    def _tell(self) -> None:
-        self.told = {name.rpartition("/")[0] for name in self.values}
+    def _announce(self) -> None:
+        self.announced = {name.rpartition("/")[0] for name in self.values}
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
-        self._tell()
+        self._announce()
         return super().get(items)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        self._tell()
+        self._announce()
         return super().exists(names)
 
     def delete(self, names: Sequence[str]) -> None:
-        self._tell()
+        self._announce()
         super().delete(names)
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
@@ -481,7 +482,7 @@ class Lent(MemoryStore):
 def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It keeps no values there."""
+    """Because the leader keeps no values there."""
     shared = MemoryStore()
     kind = StoreKind(StoreOptions, lambda options, rank: Lent(shared, rank))
     leader = prepare(TierContext("far", ONE, 1 << 20), kind)
@@ -498,7 +499,7 @@ def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
 
 @st.composite
 def deployments(draw: st.DrawFn) -> Geometry:
-    """Ranks and stages as engines have them."""
+    """Draw ranks and stages as engines have them."""
     heads = evenly(SHAPE.kv_heads, draw(st.integers(1, SHAPE.kv_heads)))
     places = [(h, layers) for layers in draw(spans(SHAPE.layers)) for h in heads]
     return Geometry(
@@ -511,7 +512,7 @@ def deployments(draw: st.DrawFn) -> Geometry:
 def test_any_size_at_nodes_is_read_at_any_other(
     written: Geometry, read: Geometry, gone: int
 ) -> None:
-    """By what the nodes say they hold; half a block is none."""
+    """The nodes say what they hold. Half a block does not count."""
     shared = MemoryStore()
     write_to_store(Lent(shared), written, [1, 2])
     assert not [name for name in shared.values if "/splits/" in name]
@@ -545,7 +546,7 @@ def test_a_split_is_made_of_parts_that_are_a_block(
 
 
 def test_how_many_splits_are_made_is_bounded_whatever_nodes_say() -> None:
-    """Of pieces that lead nowhere too."""
+    """Also for parts that are in no complete split."""
     deep = SHAPE.with_layers(60)
     dead = {Part((0, 4), (a, b)) for a in range(59) for b in range(a + 1, 60)}
     assert not list(splits_of(dead, deep, PLACES))
@@ -553,7 +554,7 @@ def test_how_many_splits_are_made_is_bounded_whatever_nodes_say() -> None:
     assert len(list(splits_of(every, deep, PLACES))) == PLACES
     store = Lent(MemoryStore())
     folder = shards_of(TWO)[0].folder.rpartition("/")[0]
-    store.told = {
+    store.announced = {
         f"{folder}/{place}"
         for place in ("h0-9.l0-5", "h0-0.l0-5", "h00-4.l0-5", "h0-4.l0-99999999", "x", "h0-2.l0-5")
     } | {"kvcore/other/h0-4.l0-5"}

@@ -32,7 +32,7 @@ GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
 
 
 def open_disk(folder: Path, num_slots: int, **options: Any) -> DiskTier:
-    """The store in ``folder``, made when there is none. Locks are the leader's: not here."""
+    """Open the store in ``folder``, made if it is missing. No lock is taken: a leader does that."""
     if not (folder / "store.json").exists():
         GEOMETRY.save(folder)
     return DiskTier(
@@ -75,7 +75,7 @@ seeds = st.integers(0, 5)  # few, so that keys come back in other slots
 
 
 class TwoTiers(RuleBasedStateMachine):
-    """Whatever is done, the disk tier answers as the dictionary does."""
+    """After any sequence of calls, the disk tier answers like the dictionary."""
 
     @initialize()
     def open(self) -> None:
@@ -345,7 +345,7 @@ def test_more_memory_than_there_are_addresses_is_refused() -> None:
 
 
 def test_pages_are_private_so_that_huge_ones_can_be_had() -> None:
-    """Shared anonymous memory silently ignores the advice on most machines."""
+    """On most machines, shared anonymous memory silently ignores the advice."""
     memory = Pages(4096)
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions = line.split()[:2]
