@@ -142,7 +142,7 @@ class LeaderParts:
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
-        """The options for the ranks, by tier: every worker needs them before its first graph."""
+        """The options that every worker needs before its first graph, by tier name."""
         return {found.spec.name: dict(found.prepared.rank_options) for found in self.backings}
 
     @property

@@ -78,7 +78,7 @@ class PreparedTier:
         release: called once, after the ranks have closed their tiers.
         foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
         finder: asks a store that other hosts write to which blocks it holds.
-        node: names this engine's node to others, if each engine keeps its own part of the store.
+        node: the address at which others find this engine's blocks, if each engine keeps its own.
         record_clear: records durably that the blocks of a namespace (None: of all) are cleared,
             and returns at once. It is for a tier that outlives the engine. The ranks also erase
             the blocks, but an engine that is killed does not get that far.
