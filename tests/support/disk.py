@@ -1,4 +1,4 @@
-"""A disk tier whose store a leader prepares and a worker opens."""
+"""A disk tier, with its store prepared as by a leader and opened as by a worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOM = 1 << 20
 def open_tier(
     store: PreparedStore, geometry: Geometry = GEOMETRY, shard: int = 0, **options: Any
 ) -> DiskTier:
-    """Open a shard as a worker does, with the plain data from its leader."""
+    """Open a tier as a worker does, in the store that its leader prepared."""
     cipher = options.pop("cipher", None)
     return DiskTier(
         MountedStore.from_options(store.mounted.to_options()),
@@ -44,7 +44,7 @@ def open_tier(
 def opened(
     path: Path, geometry: Geometry = GEOMETRY, capacity: int = ROOM, **options: Any
 ) -> Iterator[tuple[PreparedStore, DiskTier]]:
-    """Prepare a store and open its shard 0, as a leader and a worker do after a restart."""
+    """Yield the store and the tier of shard 0, opened as after a restart."""
     store = prepare_store(path, geometry, capacity, wait_s=0)
     tier = open_tier(store, geometry, **options)
     try:
@@ -68,7 +68,7 @@ def some_blocks(count: int, first_seed: int = 0) -> list[Block]:
 
 
 def fill(path: Path, count: int, **options: Any) -> tuple[Path, list[Block]]:
-    """Write ``count`` blocks to a store. Return (its folder, the blocks)."""
+    """Return (folder of a store with ``count`` blocks, the blocks)."""
     blocks = some_blocks(count)
     with opened(path, **options) as (store, tier):
         write_blocks(tier, blocks)
