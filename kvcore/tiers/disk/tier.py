@@ -128,7 +128,7 @@ class DiskTier(Tier):
         self._decryptors: ThreadPoolExecutor | None = None
         if cipher is not None and slot_nbytes >= _THREADED_DECRYPT_NBYTES:
             self._decryptors = ThreadPoolExecutor(
-                access.io_threads, thread_name_prefix="kvcore-disk-open"
+                access.io_threads, thread_name_prefix="kvcore-disk-decrypt"
             )
         self._flusher = _Flusher(self._sync, access.sync_interval_s)
         self._closed = False
