@@ -1,4 +1,4 @@
-"""Background lookups: how much of a prompt does a remote store hold?
+"""Background lookups of how much of a prompt a remote store holds.
 
     leader's thread      ask ──▶ StoreQuery ······ found so far, ended?
                                     ▲
@@ -58,7 +58,7 @@ class Promise(NamedTuple):
 
 
 class StoreQuery:
-    """A query: how many of ``keys``, counted from the first, does the store hold?
+    """A query for how many of ``keys``, counted from the first, the store holds.
 
     ``found`` is the number known so far. ``ended`` says that it will not grow any more. ``failed``
     says that it ended because the store did not answer; ``error`` is the reason. Keys covered by a
