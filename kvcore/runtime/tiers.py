@@ -83,7 +83,7 @@ def prepare_backings(
             settings.options,
             share=share,
             cluster=config.cluster,
-            notes=_notes(config),
+            state_folders=_state_folders(config),
         )
         try:
             prepared = _prepare(plugin, context)
@@ -100,7 +100,7 @@ def prepare_backings(
     return found
 
 
-def _notes(config: Config) -> list[pathlib.Path]:
+def _state_folders(config: Config) -> list[pathlib.Path]:
     """Return the folders for pending deletes: the disk tier's, if any, and one on tmpfs.
 
     The disk tier's folder survives a reboot.

@@ -30,7 +30,7 @@ class TierContext:
         rank_options: those of the leader's `PreparedTier`; empty without a ``prepare``.
         share: how many leaders divide the capacity between them.
         cluster: the settings of `[cluster]`, for tiers that find other nodes through it.
-        notes: folders for what a leader must leave to its successor, the best first.
+        state_folders: folders for what a leader must leave to its successor, the best first.
     """
 
     name: str
@@ -41,7 +41,7 @@ class TierContext:
     rank_options: Mapping[str, Any] = field(default_factory=dict)
     share: int = 1
     cluster: ClusterConfig | None = None
-    notes: Sequence[Path] = ()
+    state_folders: Sequence[Path] = ()
 
     @property
     def slot_nbytes(self) -> int:

@@ -94,7 +94,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         registry=ShardRegistry(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
-        pending_deletes=_pending_deletes(context, options) if context.notes else None,
+        pending_deletes=_pending_deletes(context, options) if context.state_folders else None,
     )
     return PreparedTier(
         max(context.num_slots, 1),
@@ -107,7 +107,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
 def _pending_deletes(context: TierContext, options: StoreOptions) -> PendingDeletes:
     """Return the pending deletes of this model in this store, and in no other."""
     kind = f"{type(options).__module__}.{type(options).__qualname__}"
-    return PendingDeletes(context.notes, kind, context.geometry.base, options.place)
+    return PendingDeletes(context.state_folders, kind, context.geometry.base, options.place)
 
 
 class StoreTier(Tier):
