@@ -50,7 +50,7 @@ class Removals:
         """`KVManager.clear`."""
         gone = self._index.removal.clear(namespace, tier)
         for name, blocks in gone.items():
-            self.count(name, blocks)
+            self._count_cleared(name, blocks)
             if name in self._stores:
                 self._stores[name].delete([block.key for block in blocks])
         for name in self._index.tiers:
@@ -75,24 +75,26 @@ class Removals:
     def discard(self, tier: str, keys: Sequence[bytes]) -> int:
         """Take blocks of a chain out of one tier, from its end on, as far as nothing else needs
         them (`Evictions.evict_blocks`); returns how many."""
-        return self._let_go(tier, self._index.evictions.evict_blocks(tier, keys))
+        return self._remove(tier, self._index.evictions.evict_blocks(tier, keys))
 
     def drop(self, tier: str, keys: Iterable[bytes]) -> int:
         """Take blocks, and all that stand on them, out of one tier; from a store for everyone.
         Returns how many."""
-        return self._let_go(tier, self._index.removal.drop_subtrees(tier, keys))
+        return self._remove(tier, self._index.removal.drop_subtrees(tier, keys))
 
     def set_quota(
         self, tier: str, tenant: str, namespaces: Iterable[bytes], blocks: int | None
     ) -> int:
         """`Admin.set_quota`; returns how many blocks it evicted. A store keeps them."""
         evicted = self._index.admin.set_quota(tier, tenant, namespaces, blocks)
-        self.count(tier, evicted)
+        self.count_evicted(tier, evicted)
         return len(evicted)
 
     def lose(self, tier: str, key: bytes) -> None:
         """A block that could not be had as it was written, and all that stand on it, are gone."""
-        self.count(tier, self._index.removal.drop_subtree(tier, key))
+        lost = self._index.removal.drop_subtree(tier, key)
+        if lost:
+            self._metrics.lost(tier, len(lost))
         if tier in self._stores:
             self._stores[tier].absent(key)
 
@@ -113,15 +115,20 @@ class Removals:
                 self._voids[tier](namespace)  # what was being written may be younger than the clear
             self._transport.forget(tier, slot_runs(reservation.slots[live:]))
 
-    def count(self, tier: str, evicted: Sequence[Evicted]) -> None:
-        """Blocks left the index; their slots were handed on, or nothing else is to be done."""
+    def count_evicted(self, tier: str, evicted: Sequence[Evicted]) -> None:
+        """Count blocks that were evicted for lack of room; a slot needs nothing else."""
         if evicted:
             self._metrics.evicted(tier, len(evicted))
 
-    def _let_go(self, tier: str, evicted: list[Evicted]) -> int:
-        self.count(tier, evicted)
+    def _count_cleared(self, tier: str, blocks: Sequence[Evicted]) -> None:
+        if blocks:
+            self._metrics.cleared(tier, len(blocks))
+
+    def _remove(self, tier: str, blocks: list[Evicted]) -> int:
+        """Count blocks that left the index on request, and remove them from their medium."""
+        self._count_cleared(tier, blocks)
         if tier in self._stores:
-            self._stores[tier].delete([block.key for block in evicted])
-        elif tier != HOST and evicted:
-            self._transport.forget(tier, slot_runs(block.slot for block in evicted))
-        return len(evicted)
+            self._stores[tier].delete([block.key for block in blocks])
+        elif tier != HOST and blocks:
+            self._transport.forget(tier, slot_runs(block.slot for block in blocks))
+        return len(blocks)

@@ -206,7 +206,7 @@ class Loads:
                 reservation = self._index.lifecycle.reserve(
                     HOST, hit.keys, left, right, hit.namespace
                 )
-                self._removals.count(HOST, reservation.evicted)
+                self._removals.count_evicted(HOST, reservation.evicted)
                 if reservation.start != left:  # blocks on their way out stayed: plan around them
                     self._index.lifecycle.abort(reservation)
                     return made

@@ -197,7 +197,7 @@ class KVManager(Manager):
             believed = store.settle(keys, namespace)
             if believed is not None:
                 self._metrics.asked_store(tier, believed.outcome)
-                self.removals.count(tier, believed.evicted)
+                self.removals.count_evicted(tier, believed.evicted)
 
     # -- launching --------------------------------------------------------------------------
 

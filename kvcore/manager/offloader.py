@@ -77,7 +77,7 @@ class Saves:
             self._metrics.save_skipped(SaveSkip.ABORTED, stop - start)
             return None
         reservation = self._index.lifecycle.reserve(HOST, keys, start, stop, namespace)
-        self._removals.count(HOST, reservation.evicted)
+        self._removals.count_evicted(HOST, reservation.evicted)
         if reservation.stop < stop:
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
         if not len(reservation):
@@ -189,7 +189,7 @@ class Saves:
         for left in range(start, stop, self._flights.batch):
             right = min(left + self._flights.batch, stop)
             reservation = self._index.lifecycle.reserve(tier.name, keys, left, right, namespace)
-            self._removals.count(tier.name, reservation.evicted)
+            self._removals.count_evicted(tier.name, reservation.evicted)
             if len(reservation):
                 made.append(reservation)
             if len(reservation) < right - left:
@@ -290,4 +290,4 @@ class Saves:
 
     def _demoted(self, tier: Backing, eviction: Eviction) -> None:
         self._demoting.discard(tier.name)
-        self._removals.count(HOST, self._index.evictions.finish(eviction))
+        self._removals.count_evicted(HOST, self._index.evictions.finish(eviction))

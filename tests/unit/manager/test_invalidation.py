@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from kvcore.index import BlockIndex, Reservation, TierSpec
+from kvcore.manager import HOST
 from kvcore.manager.invalidation import Removals
 from kvcore.telemetry.metrics import Metrics
-from support.manager import NAMESPACE, Media, chain
+from support.manager import NAMESPACE, ManagerRig, Media, chain
 
 KEYS = chain(1, 2, 3, 4)
 
@@ -84,3 +85,58 @@ def test_a_clear_after_all_of_it_was_given_up_reaches_what_is_still_written(
     writing.removals.clear(NAMESPACE)  # the index knows of none of its blocks
     writing.end(writing.second)
     assert writing.lookup.deleted == KEYS[2:]
+
+
+CLEARED = "kvcore_cleared_blocks_total"
+EVICTED = "kvcore_evictions_total"
+LOST = "kvcore_lost_blocks_total"
+
+
+@pytest.mark.parametrize(
+    ("how", "cleared"),
+    [
+        ("clear", {HOST: 4, "disk": 4}),
+        ("clear of a namespace", {HOST: 4, "disk": 4}),
+        ("clear of a tier", {"disk": 4}),
+        ("drop", {HOST: 3}),
+        ("discard", {HOST: 4}),
+    ],
+)
+def test_removal_on_request_counts_as_cleared_and_not_as_evicted(
+    how: str, cleared: dict[str, int]
+) -> None:
+    rig = ManagerRig()
+    rig.save(KEYS)
+    rig.drain()
+    if how == "drop":
+        rig.manager.removals.drop(HOST, KEYS[1:2])
+    elif how == "discard":
+        rig.manager.removals.discard(HOST, KEYS)
+    else:
+        rig.manager.clear(
+            NAMESPACE if how == "clear of a namespace" else None,
+            "disk" if how == "clear of a tier" else None,
+        )
+    counted = rig.metrics.snapshot()
+    assert counted.get(CLEARED) == cleared
+    assert EVICTED not in counted, "an operator would read that the tier is too small"
+
+
+def test_a_lost_block_and_its_descendants_count_as_lost_and_not_as_evicted() -> None:
+    rig = ManagerRig()
+    rig.save(KEYS)
+    rig.drain()
+    rig.manager.removals.lose("disk", KEYS[1])
+    counted = rig.metrics.snapshot()
+    assert counted.get(LOST) == {"disk": 3}
+    assert not {EVICTED, CLEARED} & set(counted)
+
+
+def test_blocks_over_a_lowered_quota_count_as_evicted() -> None:
+    rig = ManagerRig()
+    rig.save(KEYS)
+    rig.drain()
+    rig.manager.removals.set_quota(HOST, "ann", [NAMESPACE], 3)
+    counted = rig.metrics.snapshot()
+    assert counted[EVICTED] == {HOST: 1}
+    assert CLEARED not in counted
