@@ -121,7 +121,7 @@ class Jobs:
                 f"a move from {source} to {command.to}; supported are moves to and from {HOST}: "
                 "make two of it"
             )
-        if source in self._manager.lookups:
+        if source in self._manager.tiers.lookups:
             raise UnsupportedError(
                 f"a move out of {source}, which other hosts read; prefetch it, or clear it"
             )

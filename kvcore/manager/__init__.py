@@ -14,6 +14,7 @@ __all__ = [
     "Manager",
     "Readiness",
     "Spell",
+    "TransferOptions",
     "Transport",
     "WritePolicy",
 ]
@@ -25,6 +26,7 @@ from kvcore.manager.base import (
     Hit,
     Manager,
     Readiness,
+    TransferOptions,
     Transport,
     WritePolicy,
 )

@@ -34,6 +34,7 @@ __all__ = [
     "Readiness",
     "Room",
     "Source",
+    "TransferOptions",
     "Transport",
     "WritePolicy",
 ]
@@ -104,6 +105,28 @@ class Backing:
     def load_path(self) -> Path:
         """The path of reads for a load to the device."""
         return Path.DISK2D if self.to_device else self.read_path
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How a manager plans transfers, and what they may occupy.
+
+    Args:
+        staging_slots: slots of the host arena outside the index, for loads whose blocks cannot be
+            kept in the host tier.
+        device_slots: blocks in every worker's staging on the device, for loads past host memory.
+        batch_blocks: the most blocks of one operation of a backing tier.
+        max_in_flight: the most graphs in flight.
+        sink_saves: whether the graph of a save writes to the first write-through tier too. If not,
+            the save ends in host memory and graphs of their own write to the tiers below: for
+            workers that have no such tiers.
+    """
+
+    staging_slots: Sequence[int] = ()
+    device_slots: int = 0
+    batch_blocks: int = 16
+    max_in_flight: int = 256
+    sink_saves: bool = True
 
 
 class Source(NamedTuple):

@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, Pin, Reservation
-from kvcore.manager.base import HOST, Lane, Room, Transport
+from kvcore.manager.base import HOST, Lane, Room, TransferOptions, Transport
 from kvcore.manager.invalidation import Removals
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
@@ -55,8 +55,7 @@ class Flight:
 class Flights:
     """The graphs of one manager; its thread only. No call waits.
 
-    ``staging_slots``, ``device_slots``, ``batch_blocks``, ``max_in_flight`` and ``ids`` are as
-    `KVManager` has them.
+    ``ids`` numbers them, by default from 1.
     """
 
     def __init__(
@@ -66,11 +65,8 @@ class Flights:
         removals: Removals,
         breakers: TierBreakers,
         metrics: Metrics,
+        options: TransferOptions,
         *,
-        staging_slots: Iterable[int] = (),
-        device_slots: int = 0,
-        batch_blocks: int = 16,
-        max_in_flight: int = 256,
         ids: Iterator[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,16 +75,16 @@ class Flights:
         self._removals = removals
         self._breakers = breakers
         self._metrics = metrics
-        self.staging = list(staging_slots)
+        self.staging = list(options.staging_slots)
         """Those that no flight has."""
-        self.device = list(range(device_slots))
+        self.device = list(range(options.device_slots))
         """Places of the staging on the device that no flight has."""
-        self._share = -(-device_slots // 2)
+        self._share = -(-options.device_slots // 2)
         # A read op must not name one staging slot twice.
-        self.batch = min(batch_blocks, len(self.staging) or batch_blocks)
+        self.batch = min(options.batch_blocks, len(self.staging) or options.batch_blocks)
         """Blocks of one op."""
         self.ids = itertools.count(1) if ids is None else ids
-        self._max_in_flight = max_in_flight
+        self._max_in_flight = options.max_in_flight
         self._clock = clock
         self._last_end = clock()
         self._flights: dict[int, Flight] = {}

@@ -7,12 +7,12 @@ come back from its medium.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvcore.index import BlockIndex, Evicted, Reservation
 from kvcore.index.slots import slot_runs
 from kvcore.manager.base import HOST, Transport
-from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics
 
 __all__ = ["Removals"]
@@ -31,17 +31,15 @@ class Removals:
         self,
         index: BlockIndex,
         transport: Transport,
-        stores: Mapping[str, StoreLookup],
+        tiers: LowerTiers,
         metrics: Metrics,
-        voids: Mapping[str, Callable[[bytes | None], None]],
     ) -> None:
-        """``stores`` are the tiers that other hosts write to; ``voids`` write down what is cleared
-        in a tier, for a restart that comes before it is erased."""
         self._index = index
         self._transport = transport
-        self._stores = stores
+        self._stores = tiers.lookups  # the tiers that other hosts write to
         self._metrics = metrics
-        self._voids = voids
+        bindings = tiers.bindings.values()
+        self._voids = {tier.name: tier.void for tier in bindings if tier.void is not None}
         self._cleared: dict[str, dict[bytes | None, None]] = {}  # namespaces, by tier
         self.not_taken: dict[str, list[int]] = {}
         """By tier: slots of other engines' stores whose blocks did not fit into the index."""

@@ -11,14 +11,14 @@ else it passes through the staging slots. What goes past host memory is not kept
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Reservation
-from kvcore.manager.base import HOST, Backing, Hit, Lane
+from kvcore.manager.base import HOST, Hit, Lane
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Removals
-from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
 
@@ -33,14 +33,13 @@ class Loads:
         index: BlockIndex,
         flights: Flights,
         removals: Removals,
-        backing: Mapping[str, Backing],
-        lookups: Mapping[str, StoreLookup],
+        tiers: LowerTiers,
     ) -> None:
         self._index = index
         self._flights = flights
         self._removals = removals
-        self._backing = backing
-        self._lookups = lookups
+        self._backing = tiers.bindings
+        self._lookups = tiers.lookups
 
     def launch(
         self,

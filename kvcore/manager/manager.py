@@ -19,9 +19,8 @@ transport, everything else returns at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from kvcore._util.circuit_breaker import Breaker, TierBreakers
 from kvcore.index import BlockIndex
 from kvcore.manager.base import (
     HOST,
@@ -34,14 +33,15 @@ from kvcore.manager.base import (
     Readiness,
     Room,
     Source,
+    TransferOptions,
     Transport,
     WritePolicy,
 )
 from kvcore.manager.inflight import Flights
 from kvcore.manager.invalidation import Removals
 from kvcore.manager.loader import Loads
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Saves, Spell
-from kvcore.manager.remote_lookup import StoreLookup
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Span, TransferGraph, UnitTable
 
@@ -60,17 +60,21 @@ __all__ = [
 ]
 
 
+_DEFAULTS = TransferOptions()
+
+
 class KVManager(Manager):
     """Index, slots and plans of one leader.
 
-    ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
-    be kept in the host tier; ``device_slots`` is how many blocks every worker's staging on the
-    device holds, for those that go past it. ``on_event`` is told what each tier begins and ceases
-    to hold, in the middle of calls: it must not call back (see `BlockIndex.watch`). ``spell`` is
-    told the tokens of blocks that are being saved.
-
-    ``ids`` number the graphs. With ``sink_saves`` off a save ends in host memory, and what tiers
-    below get of it is written by graphs of their own: for workers that have no such tiers.
+    Args:
+        index: the blocks of the host tier and of every backing tier, in that order.
+        transport: carries graphs to the workers.
+        backing: the tiers below host memory, nearest first.
+        options: how transfers are planned, and what they may occupy.
+        metrics: where removals, failures and skipped saves are counted; None counts nothing.
+        spell: receives the tokens of blocks that are being saved.
+        ids: numbers the graphs; by default from 1.
+        clock: seconds, monotonic.
     """
 
     index: BlockIndex
@@ -81,63 +85,37 @@ class KVManager(Manager):
         transport: Transport,
         *,
         backing: Sequence[Backing] = (),
-        staging_slots: Iterable[int] = (),
-        device_slots: int = 0,
-        batch_blocks: int = 16,
-        max_in_flight: int = 256,
+        options: TransferOptions = _DEFAULTS,
         metrics: Metrics | None = None,
-        on_event: Callable[[Event], None] | None = None,
         spell: Spell | None = None,
         ids: Iterator[int] | None = None,
-        sink_saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
         self.transport = transport
         self.upkeep: list[Callable[[], object]] = []
         """What `maintain` calls too."""
-        self._backing = tiers = {tier.name: tier for tier in backing}
-        self._metrics = metrics or Metrics(enabled=False)
-        self.breakers = breakers = TierBreakers(tiers, clock=clock)
-        self.lookups = {
-            tier.name: StoreLookup(
-                tier.name,
-                index,
-                Breaker(f"{tier.name} lookups", clock=clock),
-                tier.finder,
-                readable=breakers.reads[tier.name].allows,
-                clock=clock,
-            )
-            for tier in backing
-            if tier.finder is not None
-        }
-        """Of the tiers below the host that other hosts write to."""
-        if on_event is not None:
-            index.watch(on_event)
-        voids = {tier.name: tier.void for tier in backing if tier.void is not None}
-        self.removals = Removals(index, transport, self.lookups, self._metrics, voids)
+        self._metrics = metrics = metrics or Metrics(enabled=False)
+        self.tiers = tiers = LowerTiers.of(backing, index, clock)
+        self.removals = Removals(index, transport, tiers, metrics)
         self.flights = Flights(
             index,
             transport,
             self.removals,
-            breakers,
-            self._metrics,
-            staging_slots=staging_slots,
-            device_slots=device_slots,
-            batch_blocks=batch_blocks,
-            max_in_flight=max_in_flight,
+            tiers.breakers,
+            metrics,
+            options,
             ids=ids,
             clock=clock,
         )
-        self.loads = Loads(index, self.flights, self.removals, tiers, self.lookups)
+        self.loads = Loads(index, self.flights, self.removals, tiers)
         self.saves = Saves(
             index,
             self.flights,
             self.removals,
-            breakers,
-            self._metrics,
             tiers,
-            sink_saves=sink_saves,
+            metrics,
+            sink_saves=options.sink_saves,
             spell=spell,
         )
 
@@ -146,15 +124,15 @@ class KVManager(Manager):
     @property
     def backings(self) -> tuple[Backing, ...]:
         """The tiers below the host arena, nearest first."""
-        return tuple(self._backing.values())
+        return tuple(self.tiers.bindings.values())
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
         """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
         self._settle_stores(keys, namespace)
         match = self.index.match(keys)
         sources, position = [], 0
-        for tier, depth in zip([HOST, *self._backing], match.depths, strict=True):
-            if depth > position and (tier == HOST or self.breakers.reads[tier].allows()):
+        for tier, depth in zip([HOST, *self.tiers.bindings], match.depths, strict=True):
+            if depth > position and (tier == HOST or self.tiers.breakers.reads[tier].allows()):
                 sources.append(Source(tier, position, depth))
                 position = depth
         return Hit(keys, namespace, tuple(sources))
@@ -170,13 +148,13 @@ class KVManager(Manager):
         if max(hit.depth, computed) >= len(hit.keys):
             return False
         asking = [
-            store.ask(hit.keys, promise) for store in self.lookups.values()
+            store.ask(hit.keys, promise) for store in self.tiers.lookups.values()
         ]  # every one of them
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:
         """Block until a store has answered something, at most ``timeout`` seconds."""
-        return any(store.wait(timeout) for store in self.lookups.values())
+        return any(store.wait(timeout) for store in self.tiers.lookups.values())
 
     def put_match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks need no save: the host tier holds or is receiving them."""
@@ -193,7 +171,7 @@ class KVManager(Manager):
         return self.flights.room
 
     def _settle_stores(self, keys: Sequence[bytes], namespace: bytes) -> None:
-        for tier, store in self.lookups.items():
+        for tier, store in self.tiers.lookups.items():
             believed = store.settle(keys, namespace)
             if believed is not None:
                 self._metrics.asked_store(tier, believed.outcome)

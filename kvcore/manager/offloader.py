@@ -8,13 +8,13 @@ device ──▶ host ──▶ a write-through tier, behind the save          l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
 from kvcore.manager.base import HOST, Backing, Lane, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Removals
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
@@ -36,9 +36,8 @@ class Saves:
         index: BlockIndex,
         flights: Flights,
         removals: Removals,
-        breakers: TierBreakers,
+        tiers: LowerTiers,
         metrics: Metrics,
-        backing: Mapping[str, Backing],
         *,
         sink_saves: bool = True,
         spell: Spell | None = None,
@@ -46,9 +45,9 @@ class Saves:
         self._index = index
         self._flights = flights
         self._removals = removals
-        self._breakers = breakers
+        self._backing = tiers.bindings
+        self._breakers = tiers.breakers
         self._metrics = metrics
-        self._backing = backing
         self._sink_saves = sink_saves
         self.spell = spell
         self._demoting: set[str] = set()

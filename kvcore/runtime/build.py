@@ -27,7 +27,7 @@ from kvcore.events import Feed
 from kvcore.events.open import RunningPublisher, endpoints, open_events
 from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
-from kvcore.manager import HOST, KVManager, Manager, Spell, Transport
+from kvcore.manager import HOST, KVManager, Manager, Spell, TransferOptions, Transport
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import select_ops
 from kvcore.memory.layout import DeviceGroup, KVView
@@ -215,9 +215,9 @@ def build_manager(
 ) -> LeaderParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
-    ``ids`` and ``sink_saves`` are as in `KVManager`. ``on_event`` gets what the feed of
-    ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank`` tells the leaders of one
-    engine apart if there are several.
+    ``ids`` is as in `KVManager`, ``sink_saves`` as in `TransferOptions`. ``on_event`` gets what the
+    feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank`` tells the leaders of
+    one engine apart if there are several.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError if host memory does not hold one block.
@@ -234,18 +234,22 @@ def build_manager(
     metrics = Metrics("leader", enabled=config.metrics.enabled)
     events = open_events(config, index, metrics, data_parallel_rank)
     feed = None if events is None else events.feed
+    listener = _both(on_event, feed)
+    if listener is not None:
+        index.watch(listener)
     manager = KVManager(
         index,
         transport,
         backing=[found.backing for found in backings],
-        staging_slots=range(slots.indexed, slots.total),
-        device_slots=device_slots(config, model),
-        batch_blocks=config.transfer.batch_blocks,
+        options=TransferOptions(
+            staging_slots=range(slots.indexed, slots.total),
+            device_slots=device_slots(config, model),
+            batch_blocks=config.transfer.batch_blocks,
+            sink_saves=sink_saves,
+        ),
         metrics=metrics,
-        on_event=_both(on_event, feed),
         spell=_speller(feed, config.block.tokens),
         ids=ids,
-        sink_saves=sink_saves,
     )
     manager.removals.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)

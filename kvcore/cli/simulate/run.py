@@ -22,7 +22,7 @@ from kvcore.cli.simulate.trace import TraceRequest
 from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse
-from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, WritePolicy
+from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, TransferOptions, WritePolicy
 from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, Settings, Source
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
@@ -333,8 +333,7 @@ def _manager(scenario: Scenario, clock: Clock) -> KVManager:
         BlockIndex(specs),
         media,
         backing=backing,
-        staging_slots=staging,
-        batch_blocks=scenario.batch_blocks,
+        options=TransferOptions(staging, batch_blocks=scenario.batch_blocks),
         clock=lambda: clock.now,
     )
     return manager

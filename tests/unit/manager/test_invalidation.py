@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.index import BlockIndex, Reservation, TierSpec
 from kvcore.manager import HOST
 from kvcore.manager.invalidation import Removals
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics
 from support.manager import NAMESPACE, ManagerRig, Media, chain
 
@@ -33,8 +35,8 @@ class Writing:
     def __init__(self) -> None:
         self.index = BlockIndex([TierSpec("host", 4), TierSpec("far", 8)])
         self.lookup = Lookup()
-        stores = {"far": cast(Any, self.lookup)}
-        self.removals = Removals(self.index, Media(), stores, Metrics(), {})
+        tiers = LowerTiers({}, TierBreakers([]), {"far": cast(Any, self.lookup)})
+        self.removals = Removals(self.index, Media(), tiers, Metrics())
         self.first = self.index.lifecycle.reserve("far", KEYS, 0, 2, NAMESPACE)
         self.second = self.index.lifecycle.reserve("far", KEYS, 2, 4, NAMESPACE)
 

@@ -140,7 +140,7 @@ def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) ->
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)
         rig.drain()
-    breaker = rig.manager.breakers.reads["disk"]
+    breaker = rig.manager.tiers.breakers.reads["disk"]
     for _ in range(3):
         breaker.failed()
     rig.now = 6
@@ -220,12 +220,12 @@ def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
         rig.save(saved)
         rig.drain()
     for _ in range(2):
-        rig.manager.breakers.reads["disk"].failed()
+        rig.manager.tiers.breakers.reads["disk"].failed()
     rig.media.fail_next = RowError.MISSING
     rig.load(keys)
     rig.drain()
     assert rig.manager.get_match(keys, NAMESPACE).depth < 4
-    rig.manager.breakers.reads["disk"].failed()
-    assert rig.manager.breakers.reads["disk"].state is BreakerState.CLOSED
+    rig.manager.tiers.breakers.reads["disk"].failed()
+    assert rig.manager.tiers.breakers.reads["disk"].state is BreakerState.CLOSED
     assert "kvcore_corrupt_blocks_total" not in rig.metrics.snapshot()
     rig.manager.check_integrity()
