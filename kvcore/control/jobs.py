@@ -151,7 +151,7 @@ class Jobs:
         if job.to != HOST:
             return self._manager.saves.write(job.to, path, namespace, on_end=ended)
         hit = self._manager.get_match(path, namespace)
-        return self._manager.loads.fetch(hit, deadline_s=self._deadline_s, on_end=ended)
+        return self._manager.loader.prefetch(hit, deadline_s=self._deadline_s, on_end=ended)
 
     def _settle(self, job: Job, path: list[bytes], before: int) -> None:
         """Count what arrived; a move then discards it from the tier it came from."""

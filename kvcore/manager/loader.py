@@ -1,4 +1,4 @@
-"""Loads: what tiers hold of a prompt, up to the device, or to host memory alone.
+"""Loader: what tiers hold of a prompt, up to the device, or to host memory alone.
 
     tiers below ──▶ host slots ──▶ device             launch
     one of them ──▶ staging on the device ──▶ device  launch, where the tier is set up so
@@ -22,10 +22,10 @@ from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
 
-__all__ = ["Loads"]
+__all__ = ["Loader"]
 
 
-class Loads:
+class Loader:
     """Plans loads and sends them off. The manager's thread only; no call does I/O."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Loads:
         self._flights.launch(flight, graph, lane)
         return graph
 
-    def fetch(
+    def prefetch(
         self, hit: Hit, *, deadline_s: float | None = None, on_end: Callable[[], object]
     ) -> bool:
         """Bring into the host tier what the tiers below hold of ``hit``, as far as it has room.

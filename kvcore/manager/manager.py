@@ -39,7 +39,7 @@ from kvcore.manager.base import (
 )
 from kvcore.manager.inflight import Flights
 from kvcore.manager.invalidation import Removals
-from kvcore.manager.loader import Loads
+from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Saves, Spell
 from kvcore.telemetry.metrics import Metrics
@@ -108,7 +108,7 @@ class KVManager(Manager):
             ids=ids,
             clock=clock,
         )
-        self.loads = Loads(index, self.flights, self.removals, tiers)
+        self.loader = Loader(index, self.flights, self.removals, tiers)
         self.saves = Saves(
             index,
             self.flights,
@@ -201,7 +201,7 @@ class KVManager(Manager):
         Raises CapacityError when there are neither, and another KVCoreError when ``hit`` is no
         longer true; nothing is pinned or reserved then.
         """
-        graph = self.loads.launch(
+        graph = self.loader.launch(
             hit,
             Span(start, stop),
             units,

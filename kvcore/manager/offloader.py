@@ -130,7 +130,7 @@ class Saves:
     ) -> bool:
         """Write to a tier below what the host tier holds of ``keys`` and it does not.
 
-        False when nothing began, as for `Loads.fetch`.
+        False when nothing began, as for `Loader.prefetch`.
         """
         if self._flights.full:
             return False

@@ -207,7 +207,7 @@ class ManagerRig:
 
     def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> bool:
         hit = self.manager.get_match(keys, NAMESPACE)
-        return self.manager.loads.fetch(hit, on_end=on_end)
+        return self.manager.loader.prefetch(hit, on_end=on_end)
 
     def load(self, keys: list[bytes], start: int = 0) -> TransferGraph | None:
         hit = self.manager.get_match(keys, NAMESPACE)
