@@ -149,7 +149,7 @@ class Jobs:
         self, job: Job, path: list[bytes], namespace: bytes, ended: Callable[[], object]
     ) -> bool:
         if job.to != HOST:
-            return self._manager.saves.write(job.to, path, namespace, on_end=ended)
+            return self._manager.offloader.write(job.to, path, namespace, on_end=ended)
         hit = self._manager.get_match(path, namespace)
         return self._manager.loader.prefetch(hit, deadline_s=self._deadline_s, on_end=ended)
 

@@ -1,4 +1,4 @@
-"""Loader: what tiers hold of a prompt, up to the device, or to host memory alone.
+"""Loads: what tiers hold of a prompt, up to the device, or to host memory alone.
 
     tiers below ──▶ host slots ──▶ device             launch
     one of them ──▶ staging on the device ──▶ device  launch, where the tier is set up so

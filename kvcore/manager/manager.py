@@ -41,7 +41,7 @@ from kvcore.manager.inflight import Flights
 from kvcore.manager.invalidation import Removals
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
-from kvcore.manager.offloader import Saves, Spell
+from kvcore.manager.offloader import Offloader, Spell
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Span, TransferGraph, UnitTable
 
@@ -109,7 +109,7 @@ class KVManager(Manager):
             clock=clock,
         )
         self.loader = Loader(index, self.flights, self.removals, tiers)
-        self.saves = Saves(
+        self.offloader = Offloader(
             index,
             self.flights,
             self.removals,
@@ -211,7 +211,7 @@ class KVManager(Manager):
             lane=lane,
         )
         self.index.touch(self.index.match(hit.keys[:stop]))
-        self.saves.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
+        self.offloader.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
         return graph
 
     def launch_save(
@@ -232,11 +232,11 @@ class KVManager(Manager):
         that only write to the tiers below are not given to it. Returns None when there is nothing
         to save, or no room.
         """
-        return self.saves.launch(keys, namespace, stop, units_of, tokens, lane)
+        return self.offloader.launch(keys, namespace, stop, units_of, tokens, lane)
 
     @property
     def wants_tokens(self) -> bool:
-        return self.saves.spell is not None
+        return self.offloader.spell is not None
 
     def cancel(self, graph_id: int) -> None:
         """Ask the workers to drop what has not started; ``complete`` still sees every op end."""
@@ -264,7 +264,7 @@ class KVManager(Manager):
 
     def maintain(self) -> None:
         """Keep room in the host tier for write-back tiers; call it once a step."""
-        self.saves.keep_room()
+        self.offloader.keep_room()
         for call in self.upkeep:
             call()
 

@@ -19,13 +19,13 @@ from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
 
-__all__ = ["Saves", "Spell"]
+__all__ = ["Offloader", "Spell"]
 
 Spell = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
 """Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
 
 
-class Saves:
+class Offloader:
     """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
 
     ``sink_saves`` and ``spell`` are as `KVManager` has them.

@@ -55,7 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def write_down(self, names: list[int]) -> None:
         manager = self.rig.manager
         before = manager.in_flight
-        began = manager.saves.write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
+        began = manager.offloader.write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
         assert manager.in_flight == before + began
 
     @rule(names=names, tier=st.sampled_from([HOST, "disk"]), below=st.booleans())
