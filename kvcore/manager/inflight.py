@@ -19,7 +19,7 @@ from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.manager.base import HOST, Lane, Room, TransferOptions, Transport
-from kvcore.manager.invalidation import Removals
+from kvcore.manager.invalidation import Invalidation
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 
@@ -62,7 +62,7 @@ class Flights:
         self,
         index: BlockIndex,
         transport: Transport,
-        removals: Removals,
+        invalidation: Invalidation,
         breakers: TierBreakers,
         metrics: Metrics,
         options: TransferOptions,
@@ -72,7 +72,7 @@ class Flights:
     ) -> None:
         self._index = index
         self._transport = transport
-        self._removals = removals
+        self._invalidation = invalidation
         self._breakers = breakers
         self._metrics = metrics
         self.staging = list(options.staging_slots)
@@ -184,7 +184,7 @@ class Flights:
             self._publish(flight, report)
         for row, error in report.failed.items():
             if error in (RowError.CORRUPT, RowError.MISSING):
-                self._removals.lose(op.tier, flight.graph.keys[row])
+                self._invalidation.lose(op.tier, flight.graph.keys[row])
         if not flight.waiting:
             del self._flights[report.graph_id]
             self.release(flight)
@@ -211,7 +211,7 @@ class Flights:
 
     def _publish(self, flight: Flight, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)
-        self._removals.forget_dropped(reservation)
+        self._invalidation.forget_dropped(reservation)
         failed_from = flight.first_block + min(report.failed) if report.failed else None
         self._index.lifecycle.commit(reservation, failed_from)
 

@@ -15,7 +15,7 @@ from kvcore.manager.base import HOST, Transport
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics
 
-__all__ = ["Removals"]
+__all__ = ["Invalidation"]
 
 _log = logging.getLogger("kvcore.manager")
 
@@ -23,7 +23,7 @@ MAX_CLEARED = 16
 """Namespaces of a tier of which it is known that they were cleared; of more, all were."""
 
 
-class Removals:
+class Invalidation:
     """Takes blocks out of the index, and out of what lies below it. The manager's thread only; no
     call does I/O."""
 

@@ -17,7 +17,7 @@ from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Reservation
 from kvcore.manager.base import HOST, Hit, Lane
 from kvcore.manager.inflight import Flight, Flights
-from kvcore.manager.invalidation import Removals
+from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
@@ -32,12 +32,12 @@ class Loader:
         self,
         index: BlockIndex,
         flights: Flights,
-        removals: Removals,
+        invalidation: Invalidation,
         tiers: LowerTiers,
     ) -> None:
         self._index = index
         self._flights = flights
-        self._removals = removals
+        self._invalidation = invalidation
         self._backing = tiers.bindings
         self._lookups = tiers.lookups
 
@@ -205,7 +205,7 @@ class Loader:
                 reservation = self._index.lifecycle.reserve(
                     HOST, hit.keys, left, right, hit.namespace
                 )
-                self._removals.count_evicted(HOST, reservation.evicted)
+                self._invalidation.count_evicted(HOST, reservation.evicted)
                 if reservation.start != left:  # blocks on their way out stayed: plan around them
                     self._index.lifecycle.abort(reservation)
                     return made

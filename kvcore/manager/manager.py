@@ -7,7 +7,7 @@
 
     KVManager ─┬─ loads      up: to the device, or to host memory alone
                ├─ saves      down: to host memory, and to the tiers below
-               ├─ removals   out: pushed out, cleared, dropped
+               ├─ invalidation   out: pushed out, cleared, dropped
                └─ flights    graphs on their way, what they keep, what becomes of them
 
 Operators reach the same parts (`kvcore.control.operations`).
@@ -38,7 +38,7 @@ from kvcore.manager.base import (
     WritePolicy,
 )
 from kvcore.manager.inflight import Flights
-from kvcore.manager.invalidation import Removals
+from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Offloader, Spell
@@ -97,22 +97,22 @@ class KVManager(Manager):
         """What `maintain` calls too."""
         self._metrics = metrics = metrics or Metrics(enabled=False)
         self.tiers = tiers = LowerTiers.of(backing, index, clock)
-        self.removals = Removals(index, transport, tiers, metrics)
+        self.invalidation = Invalidation(index, transport, tiers, metrics)
         self.flights = Flights(
             index,
             transport,
-            self.removals,
+            self.invalidation,
             tiers.breakers,
             metrics,
             options,
             ids=ids,
             clock=clock,
         )
-        self.loader = Loader(index, self.flights, self.removals, tiers)
+        self.loader = Loader(index, self.flights, self.invalidation, tiers)
         self.offloader = Offloader(
             index,
             self.flights,
-            self.removals,
+            self.invalidation,
             tiers,
             metrics,
             sink_saves=options.sink_saves,
@@ -175,7 +175,7 @@ class KVManager(Manager):
             believed = store.settle(keys, namespace)
             if believed is not None:
                 self._metrics.asked_store(tier, believed.outcome)
-                self.removals.count_evicted(tier, believed.evicted)
+                self.invalidation.count_evicted(tier, believed.evicted)
 
     # -- launching --------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class KVManager(Manager):
         nothing of: nothing comes back with a restart. From a store those blocks are removed, for
         everyone, that this leader knew to be there.
         """
-        return self.removals.clear(namespace, tier)
+        return self.invalidation.clear(namespace, tier)
 
     def check_integrity(self) -> None:
         """Check the index and that nothing is pinned, reserved or staged without a flight."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
 from kvcore.manager.base import HOST, Backing, Lane, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
-from kvcore.manager.invalidation import Removals
+from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
@@ -35,7 +35,7 @@ class Offloader:
         self,
         index: BlockIndex,
         flights: Flights,
-        removals: Removals,
+        invalidation: Invalidation,
         tiers: LowerTiers,
         metrics: Metrics,
         *,
@@ -44,7 +44,7 @@ class Offloader:
     ) -> None:
         self._index = index
         self._flights = flights
-        self._removals = removals
+        self._invalidation = invalidation
         self._backing = tiers.bindings
         self._breakers = tiers.breakers
         self._metrics = metrics
@@ -76,7 +76,7 @@ class Offloader:
             self._metrics.save_skipped(SaveSkip.ABORTED, stop - start)
             return None
         reservation = self._index.lifecycle.reserve(HOST, keys, start, stop, namespace)
-        self._removals.count_evicted(HOST, reservation.evicted)
+        self._invalidation.count_evicted(HOST, reservation.evicted)
         if reservation.stop < stop:
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
         if not len(reservation):
@@ -188,7 +188,7 @@ class Offloader:
         for left in range(start, stop, self._flights.batch):
             right = min(left + self._flights.batch, stop)
             reservation = self._index.lifecycle.reserve(tier.name, keys, left, right, namespace)
-            self._removals.count_evicted(tier.name, reservation.evicted)
+            self._invalidation.count_evicted(tier.name, reservation.evicted)
             if len(reservation):
                 made.append(reservation)
             if len(reservation) < right - left:
@@ -289,4 +289,4 @@ class Offloader:
 
     def _demoted(self, tier: Backing, eviction: Eviction) -> None:
         self._demoting.discard(tier.name)
-        self._removals.count_evicted(HOST, self._index.evictions.finish(eviction))
+        self._invalidation.count_evicted(HOST, self._index.evictions.finish(eviction))

@@ -251,7 +251,7 @@ def build_manager(
         spell=_speller(feed, config.block.tokens),
         ids=ids,
     )
-    manager.removals.not_taken.update(not_taken)
+    manager.invalidation.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
     if feed is not None:
         manager.upkeep.append(feed.tick)

@@ -155,7 +155,7 @@ def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
 
 def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
     rig = ManagerRig()
-    rig.manager.removals.set_quota(HOST, "ann", [NAMESPACE], 3)
+    rig.manager.invalidation.set_quota(HOST, "ann", [NAMESPACE], 3)
     rig.save(chain(1, 2, 3, 4, 5))
     rig.drain()
     assert rig.manager.get_match(chain(1, 2, 3, 4, 5), NAMESPACE).depth == 3
@@ -350,7 +350,7 @@ def on_disk(rig: ManagerRig, keys: list[bytes]) -> None:
     """Blocks that the disk tier alone holds."""
     rig.save(keys)
     rig.drain()
-    rig.manager.removals.discard(HOST, keys)
+    rig.manager.invalidation.discard(HOST, keys)
     assert rig.manager.get_match(keys, NAMESPACE).blocks_by_tier() == {"disk": len(keys)}
 
 
@@ -415,8 +415,8 @@ def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
     on_disk(rig, keys[:2])
     rig.save(keys)
     rig.drain()
-    rig.manager.removals.discard(HOST, keys)
-    rig.manager.removals.discard("disk", keys[2:])
+    rig.manager.invalidation.discard(HOST, keys)
+    rig.manager.invalidation.discard("disk", keys[2:])
     found = rig.manager.get_match(keys, NAMESPACE).blocks_by_tier()
     assert found == {"disk": 2, "far": 2}
     graph = rig.load(keys)

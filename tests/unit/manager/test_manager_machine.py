@@ -62,14 +62,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def take_out(self, names: list[int], tier: str, below: bool) -> None:
         manager, keys = self.rig.manager, chain(*names)
         if below:
-            manager.removals.drop(tier, keys[-1:])
+            manager.invalidation.drop(tier, keys[-1:])
             assert manager.index.held(tier, keys) < len(keys)
         else:
-            manager.removals.discard(tier, keys)
+            manager.invalidation.discard(tier, keys)
 
     @rule(tier=st.sampled_from([HOST, "disk"]), blocks=st.none() | st.integers(0, 10))
     def set_quota(self, tier: str, blocks: int | None) -> None:
-        self.rig.manager.removals.set_quota(tier, "ann", [NAMESPACE], blocks)
+        self.rig.manager.invalidation.set_quota(tier, "ann", [NAMESPACE], blocks)
 
     @rule(pick=st.integers(0, 50), count=st.integers(1, 4))
     def run(self, pick: int, count: int) -> None:
