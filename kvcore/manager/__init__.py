@@ -13,7 +13,7 @@ __all__ = [
     "KVManager",
     "Manager",
     "Readiness",
-    "Spell",
+    "TokenPublisher",
     "TransferOptions",
     "Transport",
     "WritePolicy",
@@ -31,4 +31,4 @@ from kvcore.manager.base import (
     WritePolicy,
 )
 from kvcore.manager.manager import KVManager
-from kvcore.manager.offloader import Spell
+from kvcore.manager.offloader import TokenPublisher

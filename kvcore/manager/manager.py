@@ -41,7 +41,7 @@ from kvcore.manager.inflight import Flights
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
-from kvcore.manager.offloader import Offloader, Spell
+from kvcore.manager.offloader import Offloader, TokenPublisher
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Span, TransferGraph, UnitTable
 
@@ -54,7 +54,7 @@ __all__ = [
     "Manager",
     "Readiness",
     "Source",
-    "Spell",
+    "TokenPublisher",
     "Transport",
     "WritePolicy",
 ]
@@ -72,7 +72,7 @@ class KVManager(Manager):
         backing: the tiers below host memory, nearest first.
         options: how transfers are planned, and what they may occupy.
         metrics: where removals, failures and skipped saves are counted; None counts nothing.
-        spell: receives the tokens of blocks that are being saved.
+        publish_tokens: receives the tokens of blocks that are being saved.
         ids: numbers the graphs; by default from 1.
         clock: seconds, monotonic.
     """
@@ -87,7 +87,7 @@ class KVManager(Manager):
         backing: Sequence[Backing] = (),
         options: TransferOptions = _DEFAULTS,
         metrics: Metrics | None = None,
-        spell: Spell | None = None,
+        publish_tokens: TokenPublisher | None = None,
         ids: Iterator[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,7 +116,7 @@ class KVManager(Manager):
             tiers,
             metrics,
             sink_saves=options.sink_saves,
-            spell=spell,
+            publish_tokens=publish_tokens,
         )
 
     # -- lookup -----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class KVManager(Manager):
 
     @property
     def wants_tokens(self) -> bool:
-        return self.offloader.spell is not None
+        return self.offloader.publish_tokens is not None
 
     def cancel(self, graph_id: int) -> None:
         """Ask the workers to drop what has not started; ``complete`` still sees every op end."""

@@ -19,16 +19,16 @@ from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
 
-__all__ = ["Offloader", "Spell"]
+__all__ = ["Offloader", "TokenPublisher"]
 
-Spell = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
+TokenPublisher = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
 """Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
 
 
 class Offloader:
     """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
 
-    ``sink_saves`` and ``spell`` are as `KVManager` has them.
+    ``sink_saves`` and ``publish_tokens`` are as `KVManager` has them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Offloader:
         metrics: Metrics,
         *,
         sink_saves: bool = True,
-        spell: Spell | None = None,
+        publish_tokens: TokenPublisher | None = None,
     ) -> None:
         self._index = index
         self._flights = flights
@@ -49,7 +49,7 @@ class Offloader:
         self._breakers = tiers.breakers
         self._metrics = metrics
         self._sink_saves = sink_saves
-        self.spell = spell
+        self.publish_tokens = publish_tokens
         self._demoting: set[str] = set()
 
     # -- off the device ---------------------------------------------------------------------
@@ -85,8 +85,8 @@ class Offloader:
         if len(reservation) < stop - start:
             units = units_of(reservation.start, reservation.stop)
             assert units is not None
-        if tokens is not None and self.spell is not None:
-            self.spell(keys, reservation.start, reservation.stop, tokens)
+        if tokens is not None and self.publish_tokens is not None:
+            self.publish_tokens(keys, reservation.start, reservation.stop, tokens)
         return self._save(keys, namespace, reservation, units, lane)
 
     def _save(

@@ -27,7 +27,7 @@ from kvcore.events import Feed
 from kvcore.events.open import RunningPublisher, endpoints, open_events
 from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
-from kvcore.manager import HOST, KVManager, Manager, Spell, TransferOptions, Transport
+from kvcore.manager import HOST, KVManager, Manager, TokenPublisher, TransferOptions, Transport
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import select_ops
 from kvcore.memory.layout import DeviceGroup, KVView
@@ -248,7 +248,7 @@ def build_manager(
             sink_saves=sink_saves,
         ),
         metrics=metrics,
-        spell=_speller(feed, config.block.tokens),
+        publish_tokens=_token_publisher(feed, config.block.tokens),
         ids=ids,
     )
     manager.invalidation.not_taken.update(not_taken)
@@ -270,15 +270,15 @@ def build_manager(
     return LeaderParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
 
 
-def _speller(feed: Feed | None, block_tokens: int) -> Spell | None:
+def _token_publisher(feed: Feed | None, block_tokens: int) -> TokenPublisher | None:
     if feed is None or not feed.wants_tokens:
         return None
     tell = feed.publish_tokens
 
-    def spell(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
+    def publish_tokens(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
         tell(keys[start:stop], pack_tokens(tokens[start * block_tokens : stop * block_tokens]))
 
-    return spell
+    return publish_tokens
 
 
 def _both(
