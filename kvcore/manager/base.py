@@ -117,7 +117,7 @@ class TransferOptions:
         device_slots: blocks in every worker's staging on the device, for loads past host memory.
         batch_blocks: the most blocks of one operation of a backing tier.
         max_in_flight: the most graphs in flight.
-        sink_saves: whether the graph of a save writes to the first write-through tier too. If not,
+        write_through_in_save: whether the graph of a save writes to the first write-through tier too. If not,
             the save ends in host memory and graphs of their own write to the tiers below: for
             workers that have no such tiers.
     """
@@ -126,7 +126,7 @@ class TransferOptions:
     device_slots: int = 0
     batch_blocks: int = 16
     max_in_flight: int = 256
-    sink_saves: bool = True
+    write_through_in_save: bool = True
 
 
 class Source(NamedTuple):

@@ -115,7 +115,7 @@ class KVManager(Manager):
             self.invalidation,
             tiers,
             metrics,
-            sink_saves=options.sink_saves,
+            write_through_in_save=options.write_through_in_save,
             publish_tokens=publish_tokens,
         )
 

@@ -28,7 +28,7 @@ TokenPublisher = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
 class Offloader:
     """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
 
-    ``sink_saves`` and ``publish_tokens`` are as `KVManager` has them.
+    ``write_through_in_save`` and ``publish_tokens`` are as `KVManager` has them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Offloader:
         tiers: LowerTiers,
         metrics: Metrics,
         *,
-        sink_saves: bool = True,
+        write_through_in_save: bool = True,
         publish_tokens: TokenPublisher | None = None,
     ) -> None:
         self._index = index
@@ -48,7 +48,7 @@ class Offloader:
         self._backing = tiers.bindings
         self._breakers = tiers.breakers
         self._metrics = metrics
-        self._sink_saves = sink_saves
+        self._write_through_in_save = write_through_in_save
         self.publish_tokens = publish_tokens
         self._demoting: set[str] = set()
 
@@ -99,7 +99,7 @@ class Offloader:
     ) -> TransferGraph:
         start, stop = reservation.start, reservation.stop
         through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
-        sink_tier = through[0] if through and self._sink_saves else None
+        sink_tier = through[0] if through and self._write_through_in_save else None
         sink: TierRows | None = None
         written: list[Reservation] = []
         if sink_tier is not None and self._breakers.writes[sink_tier.name].allows():

@@ -211,11 +211,11 @@ def build_manager(
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
     ids: Iterator[int] | None = None,
-    sink_saves: bool = True,
+    write_through_in_save: bool = True,
 ) -> LeaderParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
-    ``ids`` is as in `KVManager`, ``sink_saves`` as in `TransferOptions`. ``on_event`` gets what the
+    ``ids`` is as in `KVManager`, ``write_through_in_save`` as in `TransferOptions`. ``on_event`` gets what the
     feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank`` tells the leaders of
     one engine apart if there are several.
 
@@ -245,7 +245,7 @@ def build_manager(
             staging_slots=range(slots.indexed, slots.total),
             device_slots=device_slots(config, model),
             batch_blocks=config.transfer.batch_blocks,
-            sink_saves=sink_saves,
+            write_through_in_save=write_through_in_save,
         ),
         metrics=metrics,
         publish_tokens=_token_publisher(feed, config.block.tokens),

@@ -198,7 +198,7 @@ class ModelCache:
         self._transport = _LocalTransport(self._worker(config, described))
         try:
             parts = build_manager(
-                config, described, self._transport, ids=self._ids, sink_saves=False
+                config, described, self._transport, ids=self._ids, write_through_in_save=False
             )
             if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
