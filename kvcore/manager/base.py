@@ -86,7 +86,7 @@ class WritePolicy(str, Enum):
 class Backing:
     """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
     store that other hosts write to: it is asked what it holds, and the index only believes it.
-    ``node`` is where other engines find what this one has written to it, and ``void`` writes down
+    ``node`` is where other engines find what this one has written to it, and ``record_clear`` writes down
     that it was cleared (`kvcore.plugins.PreparedTier`). With ``to_device`` its loads go past host
     memory (DISK2D) while the staging on the device has room; what is to be kept in host memory
     takes ``read_path``."""
@@ -98,7 +98,7 @@ class Backing:
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
     node: str = ""
-    void: Callable[[bytes | None], None] | None = None
+    record_clear: Callable[[bytes | None], None] | None = None
     to_device: bool = False
 
     @property

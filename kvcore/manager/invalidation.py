@@ -39,7 +39,9 @@ class Invalidation:
         self._stores = tiers.lookups  # the tiers that other hosts write to
         self._metrics = metrics
         bindings = tiers.bindings.values()
-        self._voids = {tier.name: tier.void for tier in bindings if tier.void is not None}
+        self._recorders = {
+            tier.name: tier.record_clear for tier in bindings if tier.record_clear is not None
+        }
         self._cleared: dict[str, dict[bytes | None, None]] = {}  # namespaces, by tier
         self.not_taken: dict[str, list[int]] = {}
         """By tier: slots of other engines' stores whose blocks did not fit into the index."""
@@ -53,8 +55,8 @@ class Invalidation:
                 self._stores[name].delete([block.key for block in blocks])
         for name in self._index.tiers:
             if name != HOST and name not in self._stores and tier in (None, name):
-                if name in self._voids:
-                    self._void(name, namespace)
+                if name in self._recorders:
+                    self._record_clear(name, namespace)
                 slots = [block.slot for block in gone.get(name, ())]
                 slots += self._index.admin.free_slots(name) + self.not_taken.pop(name, [])
                 self._transport.forget(name, slot_runs(slots))
@@ -62,13 +64,13 @@ class Invalidation:
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
 
-    def _void(self, tier: str, namespace: bytes | None) -> None:
+    def _record_clear(self, tier: str, namespace: bytes | None) -> None:
         cleared = self._cleared.setdefault(tier, {})
         if namespace is None or len(cleared) == MAX_CLEARED:
             cleared.clear()
             namespace = None
         cleared[namespace] = None
-        self._voids[tier](namespace)
+        self._recorders[tier](namespace)
 
     def discard(self, tier: str, keys: Sequence[bytes]) -> int:
         """Take blocks of a chain out of one tier, from its end on, as far as nothing else needs
@@ -110,7 +112,9 @@ class Invalidation:
                 self._stores[tier].delete(reservation.keys[live:])
         else:
             for namespace in self._cleared.get(tier, ()):
-                self._voids[tier](namespace)  # what was being written may be younger than the clear
+                self._recorders[tier](
+                    namespace
+                )  # what was being written may be younger than the clear
             self._transport.forget(tier, slot_runs(reservation.slots[live:]))
 
     def count_evicted(self, tier: str, evicted: Sequence[Evicted]) -> None:

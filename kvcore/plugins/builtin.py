@@ -78,7 +78,7 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
         store.options(),
         release=store.close,
         foreign=True,
-        void=store.debts.add,
+        record_clear=store.debts.add,
     )
 
 

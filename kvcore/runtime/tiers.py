@@ -138,7 +138,7 @@ def _backing(
         OnNthUse(common.admit_after) if selective else Always(),
         prepared.finder,
         prepared.node,
-        prepared.void,
+        prepared.record_clear,
         isinstance(common, DiskConfig) and common.to_device == "on",
     )
 

@@ -69,7 +69,7 @@ class PreparedTier:
     data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
     that records may lie in slots beyond ``num_slots``, which are read and never written. A store
     that other hosts write to has a ``finder``, which asks it what it holds, and where each engine
-    keeps its own a ``node``, by which others are told of it. ``void`` writes down, for one that
+    keeps its own a ``node``, by which others are told of it. ``record_clear`` writes down, for one that
     outlives the engine, that what lies there of a namespace (None: all) is cleared; it returns at
     once. The ranks are told to erase it too, which an engine that is killed does not live to do.
     """
@@ -81,7 +81,7 @@ class PreparedTier:
     foreign: bool = False
     finder: Finder | None = None
     node: str = ""
-    void: Callable[[bytes | None], None] | None = None
+    record_clear: Callable[[bytes | None], None] | None = None
 
 
 @dataclass(frozen=True)
