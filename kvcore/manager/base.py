@@ -84,12 +84,21 @@ class WritePolicy(str, Enum):
 
 @dataclass(frozen=True)
 class Backing:
-    """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
-    store that other hosts write to: it is asked what it holds, and the index only believes it.
-    ``node`` is where other engines find what this one has written to it, and ``record_clear`` writes down
-    that it was cleared (`kvcore.plugins.PreparedTier`). With ``to_device`` its loads go past host
-    memory (DISK2D) while the staging on the device has room; what is to be kept in host memory
-    takes ``read_path``."""
+    """How a manager reads and writes a tier below the host arena.
+
+    Args:
+        name: the tier's name in the index.
+        read_path, write_path: the transfer paths from and to host memory.
+        write: when a host block is written to the tier.
+        admission: which blocks a SELECTIVE tier takes.
+        finder: asks a store that other hosts write to what it holds. The index only believes the
+            answer: a block can be gone when it is read.
+        node: the address at which other engines find what this one has written to the tier.
+        record_clear: writes down that a namespace (None: all) was cleared
+            (`kvcore.plugins.PreparedTier`).
+        to_device: loads go past host memory (DISK2D) while the staging on the device has room.
+            Blocks that are to be kept in host memory take ``read_path``.
+    """
 
     name: str
     read_path: Path = Path.DISK2H
@@ -117,9 +126,9 @@ class TransferOptions:
         device_slots: blocks in every worker's staging on the device, for loads past host memory.
         batch_blocks: the most blocks of one operation of a backing tier.
         max_in_flight: the most graphs in flight.
-        write_through_in_save: whether the graph of a save writes to the first write-through tier too. If not,
-            the save ends in host memory and graphs of their own write to the tiers below: for
-            workers that have no such tiers.
+        write_through_in_save: if True, the graph of a save also writes to the first write-through
+            tier. If False, the save ends in host memory, and separate graphs write to the tiers
+            below: for workers that have no such tiers.
     """
 
     staging_slots: Sequence[int] = ()

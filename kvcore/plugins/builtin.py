@@ -86,13 +86,13 @@ def _disk(context: TierContext) -> Any:
     """Open the rank's shard of the store that the leader chose."""
     _, options = _disk_options(context)
     return import_module("kvcore.tiers.disk").DiskTier(
-        Path(context.told["folder"]),
+        Path(context.rank_options["folder"]),
         _disk_geometry(context, options["cipher"]),
         shard=context.rank,
-        num_slots=context.told["num_slots"],
+        num_slots=context.rank_options["num_slots"],
         slot_nbytes=context.slot_nbytes,
-        foreign={int(n): Path(p) for n, p in context.told["foreign"].items()},
-        clock=context.told.get("clock"),
+        foreign={int(n): Path(p) for n, p in context.rank_options["foreign"].items()},
+        clock=context.rank_options.get("clock"),
         **options,
     )
 

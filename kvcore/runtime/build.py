@@ -144,7 +144,7 @@ class LeaderParts:
     def open_tiers(self) -> dict[str, dict[str, Any]]:
         """What every worker needs before its first graph: each tier's name, and what its leader's
         part says to the ranks."""
-        return {found.spec.name: dict(found.prepared.told) for found in self.backings}
+        return {found.spec.name: dict(found.prepared.rank_options) for found in self.backings}
 
     @property
     def read_paths(self) -> dict[str, str]:
@@ -215,9 +215,9 @@ def build_manager(
 ) -> LeaderParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
-    ``ids`` is as in `KVManager`, ``write_through_in_save`` as in `TransferOptions`. ``on_event`` gets what the
-    feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank`` tells the leaders of
-    one engine apart if there are several.
+    ``ids`` is as in `KVManager`, ``write_through_in_save`` as in `TransferOptions`. ``on_event``
+    gets what the feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank``
+    distinguishes the leaders of one engine if there are several.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError if host memory does not hold one block.

@@ -254,7 +254,7 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
     index = BlockIndex([found.spec])
     try:
         tier = BackingOpener(config, geometry, 0, plugins, share)(
-            found.spec.name, found.prepared.told
+            found.spec.name, found.prepared.rank_options
         )
         lost = index.admin.restore(found.spec.name, found.prepared.records)
     except BaseException:

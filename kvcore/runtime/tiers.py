@@ -161,16 +161,19 @@ class BackingOpener:
         self._share = share
         self._cluster = config.cluster
 
-    def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
-        """Open a tier. Raises TierError if the medium cannot be used."""
-        plugin, common, options = self._settings[name]
+    def __call__(self, name: str, options: Mapping[str, Any]) -> Tier:
+        """Open a tier with the options that its leader's part gives every rank.
+
+        Raises TierError if the medium cannot be used.
+        """
+        plugin, common, settings = self._settings[name]
         context = TierContext(
             name,
             self._geometry,
             common.capacity,
-            options,
+            settings,
             rank=self._rank,
-            told=told,
+            rank_options=options,
             share=self._share,
             cluster=self._cluster,
         )

@@ -22,8 +22,9 @@ class TierContext:
 
     ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
     block and each rank's KV heads and layers: stored bytes are readable only where it fits.
-    ``told`` is what the leader's ``prepare`` said, empty without one. ``share`` is among how many
-    leaders the capacity is divided. ``cluster`` is `[cluster]`, for what finds others through it.
+    ``rank_options`` is what the leader's ``prepare`` returned, empty without one. ``share`` is the
+    number of leaders that divide the capacity. ``cluster`` is `[cluster]`, for what finds others
+    through it.
     ``notes`` are folders for what a leader must leave to the next one, the best first.
     """
 
@@ -32,7 +33,7 @@ class TierContext:
     capacity: int
     options: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
-    told: Mapping[str, Any] = field(default_factory=dict)
+    rank_options: Mapping[str, Any] = field(default_factory=dict)
     share: int = 1
     cluster: ClusterConfig | None = None
     notes: Sequence[Path] = ()
@@ -65,18 +66,19 @@ def _nothing() -> None:
 class PreparedTier:
     """What the leader knows of a tier before any rank has opened it.
 
-    ``records`` are the blocks that every rank holds whole. ``told`` goes to each rank and is plain
-    data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
-    that records may lie in slots beyond ``num_slots``, which are read and never written. A store
-    that other hosts write to has a ``finder``, which asks it what it holds, and where each engine
-    keeps its own a ``node``, by which others are told of it. ``record_clear`` writes down, for one that
-    outlives the engine, that what lies there of a namespace (None: all) is cleared; it returns at
-    once. The ranks are told to erase it too, which an engine that is killed does not live to do.
+    ``records`` are the blocks that every rank holds whole. ``rank_options`` is sent to each rank
+    and is plain data (JSON). ``release`` is called once, after the ranks have closed theirs. If
+    ``foreign`` is True, records may lie in slots beyond ``num_slots``, which are read and never
+    written. A store that other hosts write to has a ``finder``, which asks it what it holds. If
+    each engine keeps its own blocks, ``node`` is the address at which others find them. A tier that
+    outlives the engine has ``record_clear``: it writes down that the blocks of a namespace (None:
+    all) are cleared, and returns at once. The ranks erase them too, unless the engine is killed
+    before they do.
     """
 
     num_slots: int
     records: Sequence[BlockRecord] = ()
-    told: Mapping[str, Any] = field(default_factory=dict)
+    rank_options: Mapping[str, Any] = field(default_factory=dict)
     release: Callable[[], None] = _nothing
     foreign: bool = False
     finder: Finder | None = None
