@@ -1,6 +1,6 @@
 """The planner beside an engine's scheduler: what it is told at the start, asked, and taught.
 
-config, model ── Planning ──▶ Planner over the engine's Rates
+config, model ── LoadAdvisor ──▶ Planner over the engine's Rates
 lookup ─────────▶ plan(hit, ...)           once a request and hit
                   ask, otherwise           what was looked up, and what each way would take
 workers' counters ──▶ learn_loads          bytes and seconds by path
@@ -34,8 +34,8 @@ from kvcore.transfer.plan import layer_steps
 
 __all__ = [
     "OTHER_TIER",
-    "Memo",
-    "Planning",
+    "LoadAdvisor",
+    "PlanMemo",
     "guess_compute",
     "guessed_rates",
     "learn_loads",
@@ -95,7 +95,7 @@ def guessed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
 
 
 @dataclass
-class Memo:
+class PlanMemo:
     """The last plan of a request. Engines ask again while they have no room for it."""
 
     plan: Plan | None = None
@@ -108,7 +108,7 @@ class Memo:
         return otherwise if known is None else known
 
 
-class Planning:
+class LoadAdvisor:
     """A planner that speaks of hits. One owner, not thread-safe; it does no I/O.
 
     ``layerwise`` says whether the engine loads layer by layer inside a step, and
@@ -147,7 +147,7 @@ class Planning:
             rates,
         )
 
-    def plan(self, memo: Memo, hit: Hit, tokens: int, computed: int) -> Plan:
+    def plan(self, memo: PlanMemo, hit: Hit, tokens: int, computed: int) -> Plan:
         """What to do with ``hit``, found for a prompt of which the engine holds ``computed``.
 
         Made once for the same hit: ``memo`` is the request's.

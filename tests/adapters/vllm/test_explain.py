@@ -14,7 +14,7 @@ from kvcore.explain.file import read_records
 from kvcore.explain.recorder import Watch
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
-from kvcore.manager.load_advisor import Planning, tier_priors
+from kvcore.manager.load_advisor import LoadAdvisor, tier_priors
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -46,7 +46,7 @@ class Side:
             rates.prefilled([Part(100 * n, 0)], n * 0.01)
             for tier in ("host", "disk"):
                 rates.loaded(tier, n * 1_000_000, n * 1e6 * disk_second_a_byte)
-        planning = Planning(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
+        planning = LoadAdvisor(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
         self.side = SchedulerSide(
             config, MODEL, manager, outbox, metrics, open_tiers={}, on_close=[],
             planning=planning, watch=self.watch,

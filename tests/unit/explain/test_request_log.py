@@ -235,7 +235,7 @@ def test_what_else_it_would_have_taken_is_told_without_a_planner(engine: Referen
 
 
 class Weigher:
-    """As `Planning`: loads take a second, and computing 10 ms a token that they brought."""
+    """As `LoadAdvisor`: loads take a second, and computing 10 ms a token that they brought."""
 
     def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
         return Ask(tokens, computed, (), {})

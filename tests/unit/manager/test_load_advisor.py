@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcore.config import load_config
-from kvcore.manager.load_advisor import Memo  # after the skip
+from kvcore.manager.load_advisor import PlanMemo  # after the skip
 from kvcore.manager.load_policy import Action
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Part, Rates
@@ -150,6 +150,6 @@ def test_an_engine_learns_its_own_rates(engine: ReferenceEngine) -> None:
             engine.settle()
             leader(engine).manager.index.evictions.evict("host", 10_000)
     assert engine.rates.prefill.is_learnt
-    plan = planning(engine).plan(Memo(), leader(engine).manager.get_match([], b""), 100, 0)
+    plan = planning(engine).plan(PlanMemo(), leader(engine).manager.get_match([], b""), 100, 0)
     assert plan.action is Action.RECOMPUTE
     assert engine.rates.tier("disk").is_learnt
