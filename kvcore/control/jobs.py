@@ -95,7 +95,7 @@ class Jobs:
         if job is None:
             return
         for _ in range(CHAINS_A_STEP):
-            if not job.todo or job.open >= GRAPHS or self._manager.room.full:
+            if not job.todo or job.open >= GRAPHS or self._manager.flights.full:
                 break
             self._start_prompt(job, job.todo.popleft())
         if not job.todo and not job.open:

@@ -1,19 +1,21 @@
-"""The leader: decides what is loaded, saved and spilled, and keeps the index true.
+"""The manager of a leader: decides what is loaded, saved and evicted, and keeps the index true.
 
     get_match ─▶ launch_load ─▶ graph ─▶ transport ─▶ workers
-    put_match ─▶ launch_save ─▶ graph ─▶     │
+                 launch_save ─▶ graph ─▶     │
                                              ▼
                  complete(op report) ◀── reports, one an op, once all ranks have ended it
 
-    KVManager ─┬─ loads      up: to the device, or to host memory alone
-               ├─ saves      down: to host memory, and to the tiers below
-               ├─ invalidation   out: pushed out, cleared, dropped
-               └─ flights    graphs on their way, what they keep, what becomes of them
+    KVManager ─┬─ loader        up: to the device, or to host memory alone
+               ├─ offloader     down: to host memory, and to the tiers below
+               ├─ invalidation  out: cleared, dropped, lost; counts evictions
+               ├─ flights       graphs in flight, what they pin, what becomes of their ops
+               └─ tiers         the tiers below: how each is read, its breakers, its lookups
 
-Operators reach the same parts (`kvcore.control.operations`).
+`Manager` is what an engine's leader calls, because a server may answer it. What only operators do
+(`kvcore.control`) has no counterpart there: they call the parts, which are public for that.
 
-One thread owns a manager (the engine's scheduler). No call does I/O; ``wait`` blocks on the
-transport, everything else returns at once.
+One thread owns a manager (the engine's scheduler). No call does I/O. ``wait`` and ``wait_stores``
+block; everything else returns at once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from kvcore.manager.base import (
     Manager,
     Promise,
     Readiness,
-    Room,
     Source,
     TransferOptions,
     Transport,
@@ -64,17 +65,21 @@ _DEFAULTS = TransferOptions()
 
 
 class KVManager(Manager):
-    """Index, slots and plans of one leader.
+    """The manager of one model in the process of its leader.
+
+    It looks blocks up itself, and delegates loads, saves, removal and completion to its parts. The
+    loader and the offloader do not know each other: both launch graphs through ``flights``, and
+    what one implies for the other happens here. `Manager` documents the methods.
 
     Args:
         index: the blocks of the host tier and of every backing tier, in that order.
         transport: carries graphs to the workers.
         backing: the tiers below host memory, nearest first.
         options: how transfers are planned, and what they may occupy.
-        metrics: where removals, failures and skipped saves are counted; None counts nothing.
+        metrics: counts removals, failures and skipped saves; None counts nothing.
         publish_tokens: receives the tokens of blocks that are being saved.
         ids: numbers the graphs; by default from 1.
-        clock: seconds, monotonic.
+        clock: returns seconds, monotonic.
     """
 
     index: BlockIndex
@@ -94,7 +99,7 @@ class KVManager(Manager):
         self.index = index
         self.transport = transport
         self.upkeep: list[Callable[[], object]] = []
-        """What `maintain` calls too."""
+        """Called by every `maintain`."""
         self._metrics = metrics = metrics or Metrics(enabled=False)
         self.tiers = tiers = LowerTiers.of(backing, index, clock)
         self.invalidation = Invalidation(index, transport, tiers, metrics)
@@ -123,11 +128,9 @@ class KVManager(Manager):
 
     @property
     def backings(self) -> tuple[Backing, ...]:
-        """The tiers below the host arena, nearest first."""
         return tuple(self.tiers.bindings.values())
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
-        """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
         self._settle_stores(keys, namespace)
         match = self.index.match(keys)
         sources, position = [], 0
@@ -138,13 +141,6 @@ class KVManager(Manager):
         return Hit(keys, namespace, tuple(sources))
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
-        """Whether a store may hold more of the prompt than ``hit`` and is being asked: look it up
-        again then, instead of computing it.
-
-        ``computed`` leading blocks are there without any tier. An answer is waited for as long as
-        the store's ``lookup_s`` says, one about blocks of a ``promise`` as long as that says; give
-        it with a prompt's first lookup alone. No I/O is done here.
-        """
         if max(hit.depth, computed) >= len(hit.keys):
             return False
         asking = [
@@ -153,22 +149,11 @@ class KVManager(Manager):
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:
-        """Block until a store has answered something, at most ``timeout`` seconds."""
         return any(store.wait(timeout) for store in self.tiers.lookups.values())
 
-    def put_match(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks need no save: the host tier holds or is receiving them."""
-        return self.index.held(HOST, keys)
-
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
-        """Whether ``launch_load`` has slots for these blocks now, or will when others end."""
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
-        return self.room.admits(below)
-
-    @property
-    def room(self) -> Room:
-        """What there is for the next load."""
-        return self.flights.room
+        return self.flights.room.admits(below)
 
     def _settle_stores(self, keys: Sequence[bytes], namespace: bytes) -> None:
         for tier, store in self.tiers.lookups.items():
@@ -191,16 +176,6 @@ class KVManager(Manager):
         on_end: Callable[[], object] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph:
-        """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
-
-        ``units`` has a row for each of the blocks. Blocks that come from a backing tier are kept
-        in the host tier where there is room, else they pass through the staging slots; or they go
-        past host memory, where their tier is set up so. ``on_end`` is called when the graph has
-        ended on all workers. ``lane`` takes the graph in place of the transport's own queue.
-
-        Raises CapacityError when there are neither, and another KVCoreError when ``hit`` is no
-        longer true; nothing is pinned or reserved then.
-        """
         graph = self.loader.launch(
             hit,
             Span(start, stop),
@@ -224,61 +199,42 @@ class KVManager(Manager):
         *,
         lane: Lane | None = None,
     ) -> TransferGraph | None:
-        """Save the blocks of ``keys[:stop]`` that the host tier lacks.
-
-        ``units_of(start, stop)`` gives the device places of blocks [start, stop), or None when the
-        engine no longer has them. ``tokens`` are those of the blocks, from the first on, where
-        events may tell them. ``lane`` takes the graph in place of the transport's own queue; graphs
-        that only write to the tiers below are not given to it. Returns None when there is nothing
-        to save, or no room.
-        """
         return self.offloader.launch(keys, namespace, stop, units_of, tokens, lane)
 
     @property
     def wants_tokens(self) -> bool:
         return self.offloader.publish_tokens is not None
 
-    def cancel(self, graph_id: int) -> None:
-        """Ask the workers to drop what has not started; ``complete`` still sees every op end."""
-        self.flights.cancel(graph_id)
-
-    # -- completion and upkeep ----------------------------------------------------------------
-
-    def complete(self, report: OpReport) -> None:
-        """Take in what became of one op on *all* workers: publish, quarantine, unpin."""
-        self.flights.complete(report)
+    # -- graphs in flight ---------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Graphs launched and not ended."""
         return len(self.flights)
 
     @property
     def reads_in_flight(self) -> dict[str, tuple[int, int]]:
-        """(operations, blocks) being read, or waiting for it, by the tier they come from."""
         return self.flights.reads
 
     def is_in_flight(self, graph_id: int) -> bool:
-        """Whether the graph has not ended."""
         return graph_id in self.flights
 
+    def cancel(self, graph_id: int) -> None:
+        self.flights.cancel(graph_id)
+
+    def complete(self, report: OpReport) -> None:
+        self.flights.complete(report)
+
+    # -- upkeep -------------------------------------------------------------------------------
+
     def maintain(self) -> None:
-        """Keep room in the host tier for write-back tiers; call it once a step."""
         self.offloader.keep_room()
         for call in self.upkeep:
             call()
 
     def clear(self, namespace: bytes | None = None, tier: str | None = None) -> int:
-        """Forget every block (of a namespace, of a tier), in flight or not; returns how many
-        copies.
-
-        Backing tiers are told to forget them too, and what may lie in slots that the index knows
-        nothing of: nothing comes back with a restart. From a store those blocks are removed, for
-        everyone, that this leader knew to be there.
-        """
+        """Remove every block as `Manager.clear` does, if ``tier`` is given from that tier only."""
         return self.invalidation.clear(namespace, tier)
 
     def check_integrity(self) -> None:
-        """Check the index and that nothing is pinned, reserved or staged without a flight."""
         self.index.check_integrity()
         self.flights.check_integrity()

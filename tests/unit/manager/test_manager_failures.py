@@ -184,7 +184,7 @@ def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
         rig.manager.pump()
         rig.manager.index.evictions.evict(HOST, 4)  # what came late is in host memory
     assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 0
-    assert rig.manager.put_match(chain(1, 2, 3, 4)) == 0
+    assert rig.manager.index.held(HOST, chain(1, 2, 3, 4)) == 0
     rig.now = 6  # a probe: in time at last
     assert rig.load(chain(1, 2, 3, 4)) is not None
     rig.drain()
