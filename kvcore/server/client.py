@@ -420,7 +420,9 @@ class RemoteManager(Manager):
     def complete(self, report: OpReport) -> None:
         left = self._left.get(report.graph_id)
         if left is None or report.op_id not in left:
-            _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
+            _log.warning(
+                "ignored the report of an unknown op graph=%d op=%d", report.graph_id, report.op_id
+            )
             return
         left.discard(report.op_id)
         if not report.failed:
