@@ -1,7 +1,9 @@
-"""What leaves a tier: pushed out, cleared, dropped or never finished; it is counted, and is not to
-come back from its medium.
+"""Removal of blocks from a tier: clears, drops, lost blocks and failed writes.
 
     a slot of our own medium ──▶ transport.forget     a key of a store ──▶ deleted, for everyone
+
+Every removal is counted by its cause, and the medium is invalidated, so that a removed block cannot
+reappear after a restart.
 """
 
 from __future__ import annotations
@@ -20,19 +22,17 @@ __all__ = ["Invalidation"]
 _log = logging.getLogger("kvcore.manager")
 
 MAX_CLEARED = 16
-"""Namespaces of a tier of which it is known that they were cleared; of more, all were."""
+"""Cleared namespaces that are remembered for a tier; beyond that, all count as cleared."""
 
 
 class Invalidation:
-    """Takes blocks out of the index, and out of what lies below it. The manager's thread only; no
-    call does I/O."""
+    """Removes blocks from the index and from the media of the tiers.
+
+    The manager's thread only. No call does I/O: the workers and the stores' own threads do it.
+    """
 
     def __init__(
-        self,
-        index: BlockIndex,
-        transport: Transport,
-        tiers: LowerTiers,
-        metrics: Metrics,
+        self, index: BlockIndex, transport: Transport, tiers: LowerTiers, metrics: Metrics
     ) -> None:
         self._index = index
         self._transport = transport
@@ -44,10 +44,10 @@ class Invalidation:
         }
         self._cleared: dict[str, dict[bytes | None, None]] = {}  # namespaces, by tier
         self.not_taken: dict[str, list[int]] = {}
-        """By tier: slots of other engines' stores whose blocks did not fit into the index."""
+        """Slots of other engines' stores whose blocks did not fit into the index, by tier."""
 
     def clear(self, namespace: bytes | None = None, tier: str | None = None) -> int:
-        """`KVManager.clear`."""
+        """Remove every block of a namespace or of a tier, or all blocks; see `Manager.clear`."""
         gone = self._index.removal.clear(namespace, tier)
         for name, blocks in gone.items():
             self._count_cleared(name, blocks)
@@ -73,25 +73,33 @@ class Invalidation:
         self._recorders[tier](namespace)
 
     def discard(self, tier: str, keys: Sequence[bytes]) -> int:
-        """Take blocks of a chain out of one tier, from its end on, as far as nothing else needs
-        them (`Evictions.evict_blocks`); returns how many."""
+        """Remove the blocks of a chain from one tier, its last block first.
+
+        Stops at the first block that something else needs (`Evictions.evict_blocks`). Returns the
+        number of blocks removed.
+        """
         return self._remove(tier, self._index.evictions.evict_blocks(tier, keys))
 
     def drop(self, tier: str, keys: Iterable[bytes]) -> int:
-        """Take blocks, and all that stand on them, out of one tier; from a store for everyone.
-        Returns how many."""
+        """Remove blocks and all their descendants from one tier; from a store, for everyone.
+
+        Returns the number of blocks removed.
+        """
         return self._remove(tier, self._index.removal.drop_subtrees(tier, keys))
 
     def set_quota(
         self, tier: str, tenant: str, namespaces: Iterable[bytes], blocks: int | None
     ) -> int:
-        """`Admin.set_quota`; returns how many blocks it evicted. A store keeps them."""
+        """Limit a tenant to ``blocks`` of a tier, as `Admin.set_quota` does.
+
+        Returns the number of blocks evicted. A store keeps them.
+        """
         evicted = self._index.admin.set_quota(tier, tenant, namespaces, blocks)
         self.count_evicted(tier, evicted)
         return len(evicted)
 
     def lose(self, tier: str, key: bytes) -> None:
-        """A block that could not be had as it was written, and all that stand on it, are gone."""
+        """Remove a block that is corrupt or missing in a tier, and all its descendants."""
         lost = self._index.removal.drop_subtree(tier, key)
         if lost:
             self._metrics.lost(tier, len(lost))
@@ -99,10 +107,10 @@ class Invalidation:
             self._stores[tier].absent(key)
 
     def forget_dropped(self, reservation: Reservation) -> None:
-        """Blocks that were cleared or dropped while they were written have just been written.
+        """Invalidate the blocks of a finished write that were removed while it was in flight.
 
-        A store removes what was cleared alone. What stood on a block that was lost, or that could
-        not be written, is as good as ever there, and serves whoever writes that block again.
+        A store deletes only blocks that were cleared. It keeps descendants of a block that was lost
+        or not written: they are intact, and are found again once somebody writes that block.
         """
         tier, live = reservation.tier, reservation.live
         if tier == HOST or live == len(reservation):
@@ -112,13 +120,15 @@ class Invalidation:
                 self._stores[tier].delete(reservation.keys[live:])
         else:
             for namespace in self._cleared.get(tier, ()):
-                self._recorders[tier](
-                    namespace
-                )  # what was being written may be younger than the clear
+                # The blocks may have been written after the clear that was recorded.
+                self._recorders[tier](namespace)
             self._transport.forget(tier, slot_runs(reservation.slots[live:]))
 
     def count_evicted(self, tier: str, evicted: Sequence[Evicted]) -> None:
-        """Count blocks that were evicted for lack of room; a slot needs nothing else."""
+        """Count blocks that were evicted to make room.
+
+        Their media need nothing: the slots are reused, and a store keeps its own blocks.
+        """
         if evicted:
             self._metrics.evicted(tier, len(evicted))
 

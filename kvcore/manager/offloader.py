@@ -1,9 +1,11 @@
-"""Saves: what the device made, down to host memory, and from there to the tiers below.
+"""Saves of blocks from the device to host memory, and from there to the tiers below.
 
-device ──▶ host ──▶ a write-through tier, behind the save          launch
-           host ──▶ a selective tier, when blocks are used again   offer
-           host ──▶ a write-back tier, before blocks are evicted   keep_room
-           host ──▶ any tier, when it is ordered                   write
+    device ──▶ host ──▶ a write-through tier, after the save           launch
+               host ──▶ a selective tier, when blocks are used again   offer
+               host ──▶ a write-back tier, before blocks are evicted   keep_room
+               host ──▶ any tier, when an operator orders it           write
+
+A write from host memory to a tier below is called a spill.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
 __all__ = ["Offloader", "TokenPublisher"]
 
 TokenPublisher = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
-"""Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
+"""Publishes the tokens of blocks [start, stop) of a chain.
+
+Its arguments are the chain's keys, ``start``, ``stop``, and the chain's tokens from its start.
+"""
 
 
 class Offloader:
-    """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
+    """Plans saves and spills and launches them. The manager's thread only; no call does I/O.
 
-    ``write_through_in_save`` and ``publish_tokens`` are as `KVManager` has them.
+    ``write_through_in_save`` is as in `TransferOptions`, ``publish_tokens`` as in `KVManager`.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Offloader:
         tokens: Sequence[int] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph | None:
-        """`KVManager.launch_save`."""
+        """Save blocks of ``keys[:stop]`` that the host tier lacks; see `Manager.launch_save`."""
         start = self._index.held(HOST, keys[:stop])
         if start >= stop:
             self.offer(keys, namespace, stop)
@@ -81,7 +86,7 @@ class Offloader:
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
         if not len(reservation):
             return None
-        # No room for the last ones, or the first were on their way out and stay after all.
+        # There was no room for the last blocks, or the first were being evicted and were kept.
         if len(reservation) < stop - start:
             units = units_of(reservation.start, reservation.stop)
             assert units is not None
@@ -128,9 +133,9 @@ class Offloader:
     def write(
         self, tier: str, keys: Sequence[bytes], namespace: bytes, *, on_end: Callable[[], object]
     ) -> bool:
-        """Write to a tier below what the host tier holds of ``keys`` and it does not.
+        """Write to a lower tier the blocks of ``keys`` that the host tier holds and it lacks.
 
-        False when nothing began, as for `Loader.prefetch`.
+        Returns False if nothing was launched, as `Loader.prefetch` does.
         """
         if self._flights.full:
             return False
@@ -141,12 +146,12 @@ class Offloader:
         return True
 
     def offer(self, keys: Sequence[bytes], namespace: bytes, stop: int) -> None:
-        """Blocks were used again: selective tiers may take them now."""
+        """Count a use of ``keys[:stop]``, and write to each selective tier what it now admits."""
         for tier in self._backing.values():
             if tier.write is not WritePolicy.SELECTIVE or not stop:
                 continue
             held = self._index.held(tier.name, keys[:stop])
-            # Every block counts its use; what is written must be a prefix.
+            # Every block counts its use, but only a prefix can be written.
             taken = [tier.admission.admit(key) for key in keys[held:stop]]
             admitted = held + (taken.index(False) if False in taken else len(taken))
             if admitted > held:
@@ -155,7 +160,7 @@ class Offloader:
     def _spill(
         self, tier: Backing, keys: Sequence[bytes], namespace: bytes, stop: int
     ) -> TransferGraph | None:
-        """Write to ``tier`` what the host tier holds of ``keys[:stop]`` and it does not."""
+        """Write the blocks of ``keys[:stop]`` that the host tier holds and ``tier`` lacks."""
         start = self._index.held(tier.name, keys[:stop])
         stop = min(stop, self._index.match(keys[:stop]).depths[0])
         if start >= stop or not self._breakers.writes[tier.name].allows():
@@ -206,7 +211,7 @@ class Offloader:
         written: Sequence[Reservation],
         lane: Lane | None = None,
     ) -> None:
-        """Launch it, each of its write ops tied to the reservation that it fills."""
+        """Launch a graph after tying each of its write ops to the reservation that it fills."""
         writes = [op for op in graph.ops if op.path.writes_tier]
         assert len(writes) == len(written), "write ops and reservations differ"
         for op, reservation in zip(writes, written, strict=True):
@@ -216,13 +221,13 @@ class Offloader:
     # -- before host memory is full ---------------------------------------------------------
 
     def keep_room(self) -> None:
-        """Begin to move old blocks of the host tier to write-back tiers, where it runs short."""
+        """Start demoting old host blocks to write-back tiers if the host tier runs short."""
         for tier in self._backing.values():
             if tier.write is WritePolicy.WRITE_BACK and tier.name not in self._demoting:
                 self._demote(tier)
 
     def _demote(self, tier: Backing) -> None:
-        """Start moving the host tier's oldest blocks down when less than an eighth is free."""
+        """Start demoting the host tier's eviction victims if less than an eighth of it is free."""
         total = self._index.num_free(HOST) + self._index.num_used(HOST)
         short = total // 8 - self._index.num_free(HOST)
         if short <= 0 or not self._breakers.writes[tier.name].allows():
@@ -236,7 +241,7 @@ class Offloader:
             self._demoted(tier, eviction)
 
     def _write_back(self, tier: Backing, eviction: Eviction) -> set[int]:
-        """Spill the chains that end in the blocks of ``eviction``; returns the graphs launched."""
+        """Spill the chains that end in blocks of ``eviction``; return the ids of the graphs."""
         leaving = {block.key: block for block in eviction.blocks}
         inner = {block.parent for block in eviction.blocks}
         graphs: set[int] = set()
@@ -255,7 +260,7 @@ class Offloader:
     def _spill_leaving(
         self, tier: Backing, leaving: dict[bytes, Evicted], last: Evicted
     ) -> TransferGraph | None:
-        """Like ``_spill`` for the chain that ends in ``last``: its tail is leaving host memory."""
+        """Spill the chain that ends in ``last``, whose tail is being evicted from host memory."""
         tail, block = [last], last
         while block.parent in leaving:
             block = leaving[block.parent]
