@@ -25,7 +25,7 @@ from kvcore.manager.load_policy import (
     Otherwise,
     Plan,
     Planner,
-    Settings,
+    PlannerSettings,
     Source,
 )
 from kvcore.model.spec import ModelDescription
@@ -142,7 +142,7 @@ class LoadAdvisor:
         self._block_bytes = max(1, model.shape.nbytes // model.world_size)
         in_step = layerwise and model.single_group
         self.planner = Planner(
-            Settings(
+            PlannerSettings(
                 self._block,
                 self._block_bytes,
                 batch_blocks=config.transfer.batch_blocks,

@@ -41,7 +41,7 @@ __all__ = [
     "Estimate",
     "Plan",
     "Planner",
-    "Settings",
+    "PlannerSettings",
     "Source",
     "Ways",
     "Why",
@@ -172,7 +172,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlannerSettings:
     """The parameters of a planner.
 
     Args:
@@ -234,7 +234,7 @@ class Planner:
     """
 
     def __init__(
-        self, settings: Settings, rates: Rates, controller: Controller | None = None
+        self, settings: PlannerSettings, rates: Rates, controller: Controller | None = None
     ) -> None:
         self.settings = settings
         self.rates = rates

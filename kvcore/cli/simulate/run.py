@@ -23,7 +23,7 @@ from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse
 from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, TransferOptions, WritePolicy
-from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, Settings, Source
+from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, PlannerSettings, Source
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
 from kvcore.transfer.graph import Path, UnitTable
@@ -158,7 +158,7 @@ class _Machine:
         tiers = {HOST: scenario.host, DISK: scenario.disk}
         self._rates = Rates(scenario.layers, scenario.compute, tiers)
         self._planner = Planner(
-            Settings(
+            PlannerSettings(
                 self._block,
                 scenario.block_bytes,
                 batch_blocks=scenario.batch_blocks,

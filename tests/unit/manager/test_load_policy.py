@@ -20,7 +20,7 @@ from kvcore.manager.load_policy import (
     Ask,
     Plan,
     Planner,
-    Settings,
+    PlannerSettings,
     Source,
     Why,
 )
@@ -32,7 +32,7 @@ BLOCK_BYTES = 16 * 40_000
 COMPUTE = ComputeRates(once=3e-3, row=1e-6, pair=2e-10)
 HOST, DISK = TierRates(2e-5, 1 / 2e10), TierRates(5e-4, 1 / 2e9)
 TIERS = {"host": HOST, "disk": DISK}
-KNOWN = Settings(BLOCK, BLOCK_BYTES, trusts_priors=True)
+KNOWN = PlannerSettings(BLOCK, BLOCK_BYTES, trusts_priors=True)
 IN_STEP = replace(KNOWN, step_bytes=BLOCK_BYTES * 1000, step_operations=5)
 
 
@@ -40,7 +40,9 @@ def scaled(rates: TierRates, factor: float) -> TierRates:
     return TierRates(*(rate * factor for rate in rates))
 
 
-def planner(made: Settings = KNOWN, compute: ComputeRates = COMPUTE, tiers: Any = None) -> Planner:
+def planner(
+    made: PlannerSettings = KNOWN, compute: ComputeRates = COMPUTE, tiers: Any = None
+) -> Planner:
     return Planner(made, Rates(LAYERS, compute, tiers or TIERS))
 
 
@@ -124,7 +126,7 @@ def test_ways_name_what_was_not_measured() -> None:
 @example(ask(160, 112, 160, ahead=1e6, busy=0.01), 0.01, 30.0, IN_STEP)  # best past host's end
 @example(ask(592, 544, 592), 3.0, 3.0, KNOWN)  # best where disk becomes slower than host
 def test_a_plan_is_as_good_as_every_cut(
-    about: Ask, disk: float, host: float, how: Settings
+    about: Ask, disk: float, host: float, how: PlannerSettings
 ) -> None:
     tiers = {"host": scaled(HOST, host), "disk": scaled(DISK, disk)}
     made = planner(how, tiers=tiers)
@@ -139,7 +141,7 @@ def test_a_plan_is_as_good_as_every_cut(
 @given(asks(), speeds, st.floats(1, 100), st.sampled_from([KNOWN, IN_STEP]))
 @settings(max_examples=100, deadline=None)
 def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
-    about: Ask, disk: float, slower: float, how: Settings
+    about: Ask, disk: float, slower: float, how: PlannerSettings
 ) -> None:
     def seconds(factor: float, about: Ask = about) -> float:
         tiers = {"host": HOST, "disk": scaled(DISK, factor)}
@@ -425,7 +427,7 @@ def test_never_far_from_the_better_of_always_and_never(name: str) -> None:
     for seed in range(3):
         guess = ComputeRates(*(3 * rate for rate in COMPUTE))
         rates = Rates(LAYERS, guess, {"host": scaled(HOST, 3), "disk": scaled(DISK, 2)})
-        made = Planner(Settings(BLOCK, BLOCK_BYTES), rates)
+        made = Planner(PlannerSettings(BLOCK, BLOCK_BYTES), rates)
 
         def by_plan(about: Ask, made: Planner = made) -> tuple[int, float]:
             plan: Plan = made.plan(about)
