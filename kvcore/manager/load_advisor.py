@@ -26,7 +26,7 @@ from kvcore.manager.load_policy import (
     Plan,
     Planner,
     PlannerSettings,
-    Source,
+    TokenSource,
 )
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates
@@ -171,7 +171,7 @@ class LoadAdvisor:
         """Return the planner's input for a lookup, with the reads in flight. Decides nothing."""
         start = computed // self._block
         sources = tuple(
-            Source(source.tier, source.stop * self._block)
+            TokenSource(source.tier, source.stop * self._block)
             for source in hit.sources
             if source.stop > start
         )

@@ -42,7 +42,7 @@ __all__ = [
     "Plan",
     "Planner",
     "PlannerSettings",
-    "Source",
+    "TokenSource",
     "Ways",
     "Why",
 ]
@@ -74,7 +74,7 @@ class Why(str, Enum):
     BLEND = "the fusion controller says so"
 
 
-class Source(NamedTuple):
+class TokenSource(NamedTuple):
     """Tokens up to ``stop`` that are read from ``tier``, from the stop of the source before."""
 
     tier: str
@@ -103,7 +103,7 @@ class Ask:
 
     tokens: int
     computed: int
-    sources: tuple[Source, ...] = ()
+    sources: tuple[TokenSource, ...] = ()
     ahead: Mapping[str, Ahead] = field(default_factory=dict)
     busy: float = 0.0
     blend: BlendCandidate | None = None
@@ -301,7 +301,7 @@ class Planner:
             return self._afford(ask, source, start, best)
         return None
 
-    def _afford(self, ask: Ask, source: Source, start: int, best: Estimate) -> Estimate | None:
+    def _afford(self, ask: Ask, source: TokenSource, start: int, best: Estimate) -> Estimate | None:
         """Return a load of the first blocks of a source after ``start``, if its cost is allowed.
 
         It takes as many blocks as one operation moves, or else the fewest that are worth a load.

@@ -23,7 +23,7 @@ from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse
 from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, TransferOptions, WritePolicy
-from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, PlannerSettings, Source
+from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, PlannerSettings, TokenSource
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
 from kvcore.transfer.graph import Path, UnitTable
@@ -212,7 +212,7 @@ class _Machine:
             tier: Ahead(operations, blocks * size)
             for tier, (operations, blocks) in self.manager.reads_in_flight.items()
         }
-        sources = tuple(Source(s.tier, s.stop * self._block) for s in hit.sources)
+        sources = tuple(TokenSource(s.tier, s.stop * self._block) for s in hit.sources)
         busy = max(0.0, self._free_at - self.clock.now) + self._waiting
         return Ask(request.tokens, 0, sources, ahead, busy)
 

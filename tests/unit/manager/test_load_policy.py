@@ -21,7 +21,7 @@ from kvcore.manager.load_policy import (
     Plan,
     Planner,
     PlannerSettings,
-    Source,
+    TokenSource,
     Why,
 )
 from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs
@@ -55,8 +55,8 @@ def ask(
     busy: float = 0.0,
 ) -> Ask:
     """A prompt whose blocks up to ``host`` are there, and those up to ``disk`` on disk."""
-    sources = [Source("host", host)] if host > computed else []
-    sources += [Source("disk", disk)] if disk > max(host, computed) else []
+    sources = [TokenSource("host", host)] if host > computed else []
+    sources += [TokenSource("disk", disk)] if disk > max(host, computed) else []
     queued = {"disk": Ahead(ahead / 1e7, ahead), "host": Ahead(1, ahead / 10)} if ahead else {}
     return Ask(tokens, computed, tuple(sources), queued, busy)
 
@@ -217,7 +217,7 @@ def test_fewer_than_the_least_are_not_loaded() -> None:
 
 def test_a_tier_without_rates_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no rates for tier 'tape'.*disk, host"):
-        planner().plan(Ask(100, 0, (Source("tape", 64),)))
+        planner().plan(Ask(100, 0, (TokenSource("tape", 64),)))
 
 
 def test_a_tier_that_is_met_later_is_weighed_as_others_are_expected_to_be() -> None:
