@@ -22,7 +22,7 @@ from kvcore.explain.otel import Spans
 from kvcore.explain.request_log import Cause, RequestLog
 from kvcore.manager import Event, Hit, Manager
 from kvcore.manager.load_advisor import LoadAdvisor, guessed_rates, learn_loads
-from kvcore.manager.load_policy import Action, Ask, Plan
+from kvcore.manager.load_policy import Action, Plan, PlanRequest
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics
@@ -45,7 +45,7 @@ class _Savings:
     def __init__(self, weigher: LoadAdvisor, metrics: Metrics) -> None:
         self._weigher = weigher
         self._metrics = metrics
-        self._asks: OrderedDict[str, Ask] = OrderedDict()
+        self._asks: OrderedDict[str, PlanRequest] = OrderedDict()
         self._loaded: dict[str, int] = {}
 
     def looked_up(self, request_id: str, tokens: int, computed: int, hit: Hit) -> None:
@@ -71,7 +71,7 @@ class _Savings:
         if ask is not None and loaded is not None:
             self.count(ask, loaded)
 
-    def count(self, ask: Ask, loaded: int) -> None:
+    def count(self, ask: PlanRequest, loaded: int) -> None:
         """That so many tokens were loaded; nothing where a rate in question is a guess."""
         expected = self._weigher.expected(ask, ask.computed + loaded)
         if expected is not None:

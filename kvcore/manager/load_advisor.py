@@ -21,11 +21,11 @@ from kvcore.manager.base import HOST, Hit, Manager
 from kvcore.manager.load_policy import (
     PREFILL,
     Ahead,
-    Ask,
     Otherwise,
     Plan,
     Planner,
     PlannerSettings,
+    PlanRequest,
     TokenSource,
 )
 from kvcore.model.spec import ModelDescription
@@ -162,12 +162,12 @@ class LoadAdvisor:
         the plan for the same hit is made once.
         """
         if memo.plan is None or memo.made_for != (computed, hit.depth):
-            asked = self.ask(hit, tokens, computed)
-            memo.plan, memo.made_for = self.planner.plan(asked), (computed, hit.depth)
+            request = self.ask(hit, tokens, computed)
+            memo.plan, memo.made_for = self.planner.plan(request), (computed, hit.depth)
             _log.debug("plan tokens=%d computed=%d %s", tokens, computed, memo.plan.reason)
         return memo.plan
 
-    def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
+    def ask(self, hit: Hit, tokens: int, computed: int) -> PlanRequest:
         """Return the planner's input for a lookup, with the reads in flight. Decides nothing."""
         start = computed // self._block
         sources = tuple(
@@ -179,21 +179,21 @@ class LoadAdvisor:
             tier: Ahead(operations, blocks * self._block_bytes)
             for tier, (operations, blocks) in self._manager.reads_in_flight.items()
         }
-        return Ask(tokens, computed, sources, ahead)
+        return PlanRequest(tokens, computed, sources, ahead)
 
-    def expected(self, ask: Ask, stop: int) -> tuple[float, float] | None:
+    def expected(self, request: PlanRequest, stop: int) -> tuple[float, float] | None:
         """Estimate the seconds to the first token with KV up to token ``stop``, and with none.
 
         Returns None if that would be a guess.
         """
-        if self.planner.ways(ask).unmeasured:
+        if self.planner.ways(request).unmeasured:
             return None
-        load = self.planner.weigh(ask, stop).seconds
-        return load, self.planner.weigh(ask, ask.computed).seconds
+        load = self.planner.weigh(request, stop).seconds
+        return load, self.planner.weigh(request, request.computed).seconds
 
-    def otherwise(self, ask: Ask) -> Otherwise:
+    def otherwise(self, request: PlanRequest) -> Otherwise:
         """Estimate what each way takes, from rates measured until now, never from a guess."""
-        ways = self.planner.ways(ask)
+        ways = self.planner.ways(request)
         tiers = sorted(ways.unmeasured - {PREFILL})
         unknown = [self._no_load.format(tier=tier) for tier in tiers]
         prefill = PREFILL not in ways.unmeasured

@@ -37,9 +37,9 @@ from kvcore.telemetry.rates import Rates, TierRates, pipelined
 __all__ = [
     "Action",
     "Ahead",
-    "Ask",
     "Estimate",
     "Plan",
+    "PlanRequest",
     "Planner",
     "PlannerSettings",
     "TokenSource",
@@ -89,7 +89,7 @@ class Ahead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlanRequest:
     """The lookup of one prompt, as input for a plan.
 
     Args:
@@ -246,49 +246,49 @@ class Planner:
 
     # -- deciding -------------------------------------------------------------------------------
 
-    def plan(self, ask: Ask) -> Plan:
+    def plan(self, request: PlanRequest) -> Plan:
         """Return what to do for one prompt.
 
         Raises ConfigError for a tier that the rates do not know.
         """
-        decision = self._ask_controller(ask)
-        nothing = self.weigh(ask, ask.computed)
-        everything = self.weigh(ask, _held(ask))
+        decision = self._decide_blend(request)
+        nothing = self.weigh(request, request.computed)
+        everything = self.weigh(request, _held(request))
         if decision is not None and decision.mode is Mode.BLEND:
-            blend = Estimate(ask.computed, decision.blend_seconds, 0.0, 0.0)
-            return self._made(ask, blend, Why.BLEND, everything, nothing, decision)
-        if everything.stop - ask.computed < max(1, self.settings.least):
-            return self._made(ask, nothing, Why.NOTHING_HELD, nothing, nothing, decision)
-        if not self.settings.trusts_priors and not self.rates.are_learnt(_tiers(ask)):
-            return self._made(ask, everything, Why.UNMEASURED, everything, nothing, decision)
-        chosen, why = self._choose(ask, [nothing, everything, *self._between(ask)])
-        return self._made(ask, chosen, why, everything, nothing, decision)
+            blend = Estimate(request.computed, decision.blend_seconds, 0.0, 0.0)
+            return self._made(request, blend, Why.BLEND, everything, nothing, decision)
+        if everything.stop - request.computed < max(1, self.settings.least):
+            return self._made(request, nothing, Why.NOTHING_HELD, nothing, nothing, decision)
+        if not self.settings.trusts_priors and not self.rates.are_learnt(_tiers(request)):
+            return self._made(request, everything, Why.UNMEASURED, everything, nothing, decision)
+        chosen, why = self._choose(request, [nothing, everything, *self._between(request)])
+        return self._made(request, chosen, why, everything, nothing, decision)
 
-    def _ask_controller(self, ask: Ask) -> Decision | None:
-        if self._controller is None or ask.blend is None:
+    def _decide_blend(self, request: PlanRequest) -> Decision | None:
+        if self._controller is None or request.blend is None:
             return None
-        return self._controller.decide(ask.blend)
+        return self._controller.decide(request.blend)
 
-    def _choose(self, ask: Ask, cuts: list[Estimate]) -> tuple[Estimate, Why]:
+    def _choose(self, request: PlanRequest, cuts: list[Estimate]) -> tuple[Estimate, Why]:
         """Choose the fastest cut, a slightly slower one of the kind chosen before, or a try."""
         best, why = min(cuts, key=lambda cut: cut.seconds), Why.FASTEST
-        size = (ask.tokens - ask.computed).bit_length(), ask.sources[-1].tier
-        before = self._loading.get(size, best.stop > ask.computed)
-        if before is not (best.stop > ask.computed):
-            same = (cut for cut in cuts if (cut.stop > ask.computed) is before)
+        size = (request.tokens - request.computed).bit_length(), request.sources[-1].tier
+        before = self._loading.get(size, best.stop > request.computed)
+        if before is not (best.stop > request.computed):
+            same = (cut for cut in cuts if (cut.stop > request.computed) is before)
             kept = min(same, key=lambda cut: cut.seconds)
             if best.seconds > (1 - self.settings.keep) * kept.seconds:
                 best, why = kept, Why.KEPT
-        self._loading[size] = best.stop > ask.computed
-        tried = self._try(ask, best)
+        self._loading[size] = best.stop > request.computed
+        tried = self._try(request, best)
         return (best, why) if tried is None else (tried, Why.TRIED)
 
-    def _try(self, ask: Ask, best: Estimate) -> Estimate | None:
+    def _try(self, request: PlanRequest, best: Estimate) -> Estimate | None:
         """Return a small load from a tier that was long refused, if its cost is allowed."""
         self._planned = FADE * self._planned + best.seconds
         self._tried *= FADE
-        start = ask.computed
-        for source in ask.sources:
+        start = request.computed
+        for source in request.sources:
             if source.stop <= max(start, best.stop):
                 self._refused.pop(source.tier, None)
                 start = max(start, source.stop)
@@ -298,10 +298,12 @@ class Planner:
             count = self._refused[source.tier] = self._refused.get(source.tier, 0) + 1
             if count < self.settings.retry:
                 return None
-            return self._afford(ask, source, start, best)
+            return self._afford(request, source, start, best)
         return None
 
-    def _afford(self, ask: Ask, source: TokenSource, start: int, best: Estimate) -> Estimate | None:
+    def _afford(
+        self, request: PlanRequest, source: TokenSource, start: int, best: Estimate
+    ) -> Estimate | None:
         """Return a load of the first blocks of a source after ``start``, if its cost is allowed.
 
         It takes as many blocks as one operation moves, or else the fewest that are worth a load.
@@ -310,7 +312,7 @@ class Planner:
         least = start + max(self.settings.least, 1)
         for blocks in (self.settings.batch_blocks, 1):
             stop = max((start // block + blocks) * block, least)
-            probe = self.weigh(ask, min(stop, source.stop, _held(ask)))
+            probe = self.weigh(request, min(stop, source.stop, _held(request)))
             extra = max(0.0, probe.seconds - best.seconds)
             if self._tried + extra <= self.settings.explore * self._planned:
                 self._tried += extra
@@ -320,7 +322,7 @@ class Planner:
 
     def _made(
         self,
-        ask: Ask,
+        request: PlanRequest,
         chosen: Estimate,
         why: Why,
         everything: Estimate,
@@ -330,11 +332,11 @@ class Planner:
         action = Action.MIX
         if why is Why.BLEND:
             action = Action.BLEND
-        elif chosen.stop <= ask.computed:
+        elif chosen.stop <= request.computed:
             action = Action.RECOMPUTE
         elif chosen.stop >= everything.stop:
             action = Action.LOAD
-        known = why not in (Why.UNMEASURED, Why.BLEND) and chosen.stop > ask.computed
+        known = why not in (Why.UNMEASURED, Why.BLEND) and chosen.stop > request.computed
         return Plan(
             action,
             chosen.stop,
@@ -343,7 +345,7 @@ class Planner:
             everything,
             nothing,
             self._deadline(chosen, nothing) if known else None,
-            {tier: self.rates.of_tier(tier) for tier in _tiers(ask)},
+            {tier: self.rates.of_tier(tier) for tier in _tiers(request)},
             decision,
         )
 
@@ -357,40 +359,40 @@ class Planner:
 
     # -- what a cut costs -----------------------------------------------------------------------
 
-    def ways(self, ask: Ask) -> Ways:
+    def ways(self, request: PlanRequest) -> Ways:
         """Estimate loading all and loading nothing. Decides and remembers nothing.
 
         Raises ConfigError for a tier that the rates do not know.
         """
-        held = _held(ask)
-        unmeasured = {tier for tier in _tiers(ask) if not self.rates.tier(tier).is_learnt}
+        held = _held(request)
+        unmeasured = {tier for tier in _tiers(request) if not self.rates.tier(tier).is_learnt}
         if not self.rates.prefill.is_learnt:
             unmeasured.add(PREFILL)
         return Ways(
-            self.weigh(ask, held) if held > ask.computed else None,
-            self.weigh(ask, ask.computed),
+            self.weigh(request, held) if held > request.computed else None,
+            self.weigh(request, request.computed),
             frozenset(unmeasured),
         )
 
-    def weigh(self, ask: Ask, stop: int) -> Estimate:
-        """Estimate the cut at ``stop``: KV of tokens [ask.computed, stop) is loaded."""
-        stop = max(stop, ask.computed)
-        compute = self.rates.prefill_seconds(ask.tokens - stop, stop)
-        if stop == ask.computed:
-            return Estimate(stop, ask.busy + compute, 0.0, compute)
-        loads = list(self._loads(ask, stop))
+    def weigh(self, request: PlanRequest, stop: int) -> Estimate:
+        """Estimate the cut at ``stop``: KV of tokens [request.computed, stop) is loaded."""
+        stop = max(stop, request.computed)
+        compute = self.rates.prefill_seconds(request.tokens - stop, stop)
+        if stop == request.computed:
+            return Estimate(stop, request.busy + compute, 0.0, compute)
+        loads = list(self._loads(request, stop))
         if self._in_step(loads):
-            load = self._loading_seconds(ask, loads, self.settings.step_operations)
+            load = self._loading_seconds(request, loads, self.settings.step_operations)
             layers = self.rates.layers
             both = pipelined(load / layers, (layers, compute / layers))
-            return Estimate(stop, ask.busy + both, load, compute)
-        load = self._loading_seconds(ask, loads, 1)
-        return Estimate(stop, max(ask.busy, load) + compute, load, compute)
+            return Estimate(stop, request.busy + both, load, compute)
+        load = self._loading_seconds(request, loads, 1)
+        return Estimate(stop, max(request.busy, load) + compute, load, compute)
 
-    def _loads(self, ask: Ask, stop: int) -> Iterator[tuple[str, int]]:
+    def _loads(self, request: PlanRequest, stop: int) -> Iterator[tuple[str, int]]:
         """Yield the tier and number of blocks of each read."""
-        block, start = self.settings.block_tokens, ask.computed
-        for source in ask.sources:
+        block, start = self.settings.block_tokens, request.computed
+        for source in request.sources:
             end = min(source.stop, stop)
             if end > start:
                 yield source.tier, -(-end // block) - start // block
@@ -404,17 +406,17 @@ class Planner:
         return blocks * self.settings.block_bytes <= self.settings.step_bytes
 
     def _loading_seconds(
-        self, ask: Ask, loads: list[tuple[str, int]], host_operations: int
+        self, request: PlanRequest, loads: list[tuple[str, int]], host_operations: int
     ) -> float:
         """Return the seconds until the last byte is on the device.
 
         Tiers are read in parallel, and all of it passes through host memory: the last batch of a
         tier once it has been read.
         """
-        return max(self._finished(ask, loads, host_operations).values())
+        return max(self._finished(request, loads, host_operations).values())
 
     def _finished(
-        self, ask: Ask, loads: list[tuple[str, int]], host_operations: int
+        self, request: PlanRequest, loads: list[tuple[str, int]], host_operations: int
     ) -> dict[str, float]:
         """Return when the last byte of each tier, and of host memory, has been read, in seconds."""
         size, batch = self.settings.block_bytes, self.settings.batch_blocks
@@ -427,19 +429,19 @@ class Planner:
             reads = -(-blocks // batch)
             operations += reads
             last = self.rates.load_seconds(HOST, min(blocks, batch) * size, 1)
-            finished[tier] = last + self._queued(ask, tier, blocks * size, reads)
-        finished[HOST] = self._queued(ask, HOST, total * size, operations)
+            finished[tier] = last + self._queued(request, tier, blocks * size, reads)
+        finished[HOST] = self._queued(request, HOST, total * size, operations)
         return finished
 
-    def _queued(self, ask: Ask, tier: str, nbytes: int, operations: int) -> float:
-        ahead = ask.ahead.get(tier)
+    def _queued(self, request: PlanRequest, tier: str, nbytes: int, operations: int) -> float:
+        ahead = request.ahead.get(tier)
         if ahead is None:
             return self.rates.load_seconds(tier, nbytes, operations)
         return self.rates.load_seconds(tier, ahead.nbytes + nbytes, ahead.operations + operations)
 
     # -- cuts worth weighing --------------------------------------------------------------------
 
-    def _between(self, ask: Ask) -> Iterator[Estimate]:
+    def _between(self, request: PlanRequest) -> Iterator[Estimate]:
         """Yield the estimates of cuts that can be the best one, other than both ends.
 
         If computing follows the load, the seconds are concave along a tier, because each further
@@ -452,42 +454,43 @@ class Planner:
         In a step, load and compute overlap, and the best cut is where both take equally long. The
         first cut that is too large for a step gains the time for which the engine is busy.
         """
-        stops = {*self._ends(ask), *self._overtaken(ask)}
-        block, held, before = self.settings.block_tokens, _held(ask), ask.computed
-        if ask.sources[0].tier == HOST and self.settings.step_bytes:
+        stops = {*self._ends(request), *self._overtaken(request)}
+        block, held, before = self.settings.block_tokens, _held(request), request.computed
+        if request.sources[0].tier == HOST and self.settings.step_bytes:
             most = self.settings.step_bytes // self.settings.block_bytes
-            end = min((ask.computed // block + most) * block, ask.sources[0].stop, held)
+            end = min((request.computed // block + most) * block, request.sources[0].stop, held)
             before = min((end // block + 1) * block, held)
             stops |= {end, before}
-            stops |= self._last(ask, ask.computed, end, lambda cut: cut.load <= cut.compute)
-        if ask.busy:
-            stops |= self._last(ask, before, held, lambda cut: cut.load <= ask.busy)
-        least = ask.computed + max(1, self.settings.least)
-        return (self.weigh(ask, stop) for stop in sorted(stops) if least <= stop < held)
+            stops |= self._last(request, request.computed, end, lambda cut: cut.load <= cut.compute)
+        if request.busy:
+            stops |= self._last(request, before, held, lambda cut: cut.load <= request.busy)
+        least = request.computed + max(1, self.settings.least)
+        return (self.weigh(request, stop) for stop in sorted(stops) if least <= stop < held)
 
-    def _ends(self, ask: Ask) -> Iterator[int]:
+    def _ends(self, request: PlanRequest) -> Iterator[int]:
         """Yield the end of each source, and the end of its last full operation."""
-        block, start = self.settings.block_tokens, ask.computed
+        block, start = self.settings.block_tokens, request.computed
         batch = block * self.settings.batch_blocks
-        for source in ask.sources:
-            end, first = min(source.stop, _held(ask)), start // block * block
+        for source in request.sources:
+            end, first = min(source.stop, _held(request)), start // block * block
             if end > start:
                 yield end
                 if source.tier != HOST:
                     yield first + (end - first - 1) // batch * batch
                 start = end
 
-    def _overtaken(self, ask: Ask) -> Iterator[int]:
+    def _overtaken(self, request: PlanRequest) -> Iterator[int]:
         """Yield the block boundaries next to where another of two tiers becomes the slower one.
 
         Along a tier, the seconds of each tier are a line, apart from the starts of operations.
         """
-        block, start = self.settings.block_tokens, ask.computed
-        for source in ask.sources:
-            end, first = min(source.stop, _held(ask)), (start // block + 1) * block
+        block, start = self.settings.block_tokens, request.computed
+        for source in request.sources:
+            end, first = min(source.stop, _held(request)), (start // block + 1) * block
             if start < first < end:
                 near, far = (
-                    self._finished(ask, list(self._loads(ask, at)), 1) for at in (first, end)
+                    self._finished(request, list(self._loads(request, at)), 1)
+                    for at in (first, end)
                 )
                 for one, other in combinations(far, 2):
                     before, after = near[one] - near[other], far[one] - far[other]
@@ -496,39 +499,39 @@ class Planner:
                         yield from (int(at) // block * block, (int(at) // block + 1) * block)
             start = max(start, end)
 
-    def _last(self, ask: Ask, start: int, end: int, holds: Callable[[Estimate], bool]) -> set[int]:
+    def _last(
+        self, request: PlanRequest, start: int, end: int, holds: Callable[[Estimate], bool]
+    ) -> set[int]:
         """Return the last block boundary of [start, end] for which ``holds``, and the next one.
 
         Bisects: ``holds`` must be true up to some boundary and false after it.
         """
         block = self.settings.block_tokens
         low, high = start // block, end // block
-        if holds(self.weigh(ask, end)):
+        if holds(self.weigh(request, end)):
             return {end}
         while low < high:
             middle = (low + high + 1) // 2
-            if holds(self.weigh(ask, middle * block)):
+            if holds(self.weigh(request, middle * block)):
                 low = middle
             else:
                 high = middle - 1
         return {low * block, (low + 1) * block} if end > start else set()
 
 
-def _held(ask: Ask) -> int:
+def _held(request: PlanRequest) -> int:
     """Return how many leading tokens can be loaded.
 
     The last token is always computed, because its logits are needed.
     """
-    return (
-        max(ask.computed, min(ask.sources[-1].stop, ask.tokens - 1))
-        if ask.sources
-        else (ask.computed)
-    )
+    if not request.sources:
+        return request.computed
+    return max(request.computed, min(request.sources[-1].stop, request.tokens - 1))
 
 
-def _tiers(ask: Ask) -> list[str]:
+def _tiers(request: PlanRequest) -> list[str]:
     """Return the tiers that a load would use; all of it passes through host memory."""
-    tiers = dict.fromkeys((source.tier for source in ask.sources), None)
+    tiers = dict.fromkeys((source.tier for source in request.sources), None)
     return [HOST, *(tier for tier in tiers if tier != HOST)] if tiers else []
 
 

@@ -23,7 +23,14 @@ from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse
 from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, TransferOptions, WritePolicy
-from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, PlannerSettings, TokenSource
+from kvcore.manager.load_policy import (
+    Action,
+    Ahead,
+    Planner,
+    PlannerSettings,
+    PlanRequest,
+    TokenSource,
+)
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
 from kvcore.transfer.graph import Path, UnitTable
@@ -206,7 +213,7 @@ class _Machine:
             return 0
         return stop
 
-    def _ask(self, request: TraceRequest, hit: Hit) -> Ask:
+    def _ask(self, request: TraceRequest, hit: Hit) -> PlanRequest:
         size = self._scenario.block_bytes
         ahead = {
             tier: Ahead(operations, blocks * size)
@@ -214,7 +221,7 @@ class _Machine:
         }
         sources = tuple(TokenSource(s.tier, s.stop * self._block) for s in hit.sources)
         busy = max(0.0, self._free_at - self.clock.now) + self._waiting
-        return Ask(request.tokens, 0, sources, ahead, busy)
+        return PlanRequest(request.tokens, 0, sources, ahead, busy)
 
     def _missed(self, reason: MissReason) -> None:
         misses = self.outcome.misses

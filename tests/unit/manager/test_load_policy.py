@@ -17,10 +17,10 @@ from kvcore.manager.load_policy import (
     PREFILL,
     Action,
     Ahead,
-    Ask,
     Plan,
     Planner,
     PlannerSettings,
+    PlanRequest,
     TokenSource,
     Why,
 )
@@ -53,16 +53,16 @@ def ask(
     computed: int = 0,
     ahead: float = 0.0,
     busy: float = 0.0,
-) -> Ask:
+) -> PlanRequest:
     """A prompt whose blocks up to ``host`` are there, and those up to ``disk`` on disk."""
     sources = [TokenSource("host", host)] if host > computed else []
     sources += [TokenSource("disk", disk)] if disk > max(host, computed) else []
     queued = {"disk": Ahead(ahead / 1e7, ahead), "host": Ahead(1, ahead / 10)} if ahead else {}
-    return Ask(tokens, computed, tuple(sources), queued, busy)
+    return PlanRequest(tokens, computed, tuple(sources), queued, busy)
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> Ask:
+def asks(draw: st.DrawFn) -> PlanRequest:
     tokens = draw(st.integers(2, 6000))
     blocks = tokens // BLOCK
     marks = sorted(draw(st.tuples(*[st.integers(0, blocks)] * 3)))
@@ -78,7 +78,7 @@ SMALL_S = 5e-4
 """Not worth a cut more: a prompt of a few hundred tokens has few, and takes milliseconds."""
 
 
-def exhaustive(made: Planner, about: Ask) -> float:
+def exhaustive(made: Planner, about: PlanRequest) -> float:
     """The naive twin: the fewest seconds over every block boundary."""
     held = min(about.sources[-1].stop, about.tokens - 1) if about.sources else about.computed
     stops = {about.computed, max(held, about.computed)}
@@ -92,7 +92,7 @@ def exhaustive(made: Planner, about: Ask) -> float:
 @given(asks(), speeds, speeds)
 @settings(max_examples=100, deadline=None)
 def test_ways_are_what_the_ends_weigh_and_decide_nothing(
-    about: Ask, disk: float, compute: float
+    about: PlanRequest, disk: float, compute: float
 ) -> None:
     tiers = {"host": HOST, "disk": scaled(DISK, disk)}
     rates = ComputeRates(*(rate * compute for rate in COMPUTE))
@@ -126,7 +126,7 @@ def test_ways_name_what_was_not_measured() -> None:
 @example(ask(160, 112, 160, ahead=1e6, busy=0.01), 0.01, 30.0, IN_STEP)  # best past host's end
 @example(ask(592, 544, 592), 3.0, 3.0, KNOWN)  # best where disk becomes slower than host
 def test_a_plan_is_as_good_as_every_cut(
-    about: Ask, disk: float, host: float, how: PlannerSettings
+    about: PlanRequest, disk: float, host: float, how: PlannerSettings
 ) -> None:
     tiers = {"host": scaled(HOST, host), "disk": scaled(DISK, disk)}
     made = planner(how, tiers=tiers)
@@ -141,9 +141,9 @@ def test_a_plan_is_as_good_as_every_cut(
 @given(asks(), speeds, st.floats(1, 100), st.sampled_from([KNOWN, IN_STEP]))
 @settings(max_examples=100, deadline=None)
 def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
-    about: Ask, disk: float, slower: float, how: PlannerSettings
+    about: PlanRequest, disk: float, slower: float, how: PlannerSettings
 ) -> None:
-    def seconds(factor: float, about: Ask = about) -> float:
+    def seconds(factor: float, about: PlanRequest = about) -> float:
         tiers = {"host": HOST, "disk": scaled(DISK, factor)}
         return planner(how, tiers=tiers).plan(about).load_all.seconds
 
@@ -154,7 +154,9 @@ def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
 
 @given(asks(), speeds, st.floats(1, 100))
 @settings(max_examples=100, deadline=None)
-def test_no_more_is_loaded_from_a_slower_disk(about: Ask, disk: float, slower: float) -> None:
+def test_no_more_is_loaded_from_a_slower_disk(
+    about: PlanRequest, disk: float, slower: float
+) -> None:
     about = replace(about, busy=0.0)
 
     def stop(factor: float) -> int:
@@ -199,7 +201,7 @@ def test_a_busy_engine_hides_a_load() -> None:
 
 
 @pytest.mark.parametrize("about", [ask(), ask(1, 0, 16), ask(100, 32, computed=32)])
-def test_nothing_held_is_nothing_to_load(about: Ask) -> None:
+def test_nothing_held_is_nothing_to_load(about: PlanRequest) -> None:
     plan = planner().plan(about)
     assert (plan.action, plan.why, plan.stop) == (
         Action.RECOMPUTE,
@@ -217,7 +219,7 @@ def test_fewer_than_the_least_are_not_loaded() -> None:
 
 def test_a_tier_without_rates_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no rates for tier 'tape'.*disk, host"):
-        planner().plan(Ask(100, 0, (TokenSource("tape", 64),)))
+        planner().plan(PlanRequest(100, 0, (TokenSource("tape", 64),)))
 
 
 def test_a_tier_that_is_met_later_is_weighed_as_others_are_expected_to_be() -> None:
@@ -393,7 +395,7 @@ class Truth:
         return {"disk": Ahead(sum(a for a, _ in loads), sum(b for _, b in loads))} if loads else {}
 
 
-Decide = Callable[[Ask], tuple[int, float]]
+Decide = Callable[[PlanRequest], tuple[int, float]]
 
 
 def seconds_of(world: World, seed: int, decide: Decide, rates: Rates | None = None) -> list[float]:
@@ -429,7 +431,7 @@ def test_never_far_from_the_better_of_always_and_never(name: str) -> None:
         rates = Rates(LAYERS, guess, {"host": scaled(HOST, 3), "disk": scaled(DISK, 2)})
         made = Planner(PlannerSettings(BLOCK, BLOCK_BYTES), rates)
 
-        def by_plan(about: Ask, made: Planner = made) -> tuple[int, float]:
+        def by_plan(about: PlanRequest, made: Planner = made) -> tuple[int, float]:
             plan: Plan = made.plan(about)
             return plan.stop, 30.0 if plan.deadline_s is None else plan.deadline_s
 
