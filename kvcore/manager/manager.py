@@ -143,9 +143,8 @@ class KVManager(Manager):
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
         if max(hit.depth, computed) >= len(hit.keys):
             return False
-        asking = [
-            store.ask(hit.keys, promise) for store in self.tiers.lookups.values()
-        ]  # every one of them
+        # A list, because every store is to be asked: `any` stops at the first that is.
+        asking = [store.ask(hit.keys, promise) for store in self.tiers.lookups.values()]
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:

@@ -71,7 +71,7 @@ class StoreLookup:
         self._readable = readable
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
-        self._absent: dict[bytes, float] = {}  # key -> until when
+        self._absent: dict[bytes, float] = {}  # key -> time until which it is not asked for
         self._nodes: dict[bytes, str] = {}  # key -> node that promised and holds it
 
     def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What a store is told to remove of blocks that went while they were written to it."""
+"""What a store deletes if blocks are removed while they are written, and how removals count."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Lookup:
         self.deleted += keys
 
     def absent(self, key: bytes) -> None:
-        """It is asked no more for a while."""
+        """Do nothing: no test here looks the block up again."""
 
 
 class Writing:
-    """Four blocks of a prompt on their way to a store, in two graphs."""
+    """Four blocks of a prompt that are being written to a store by two graphs."""
 
     def __init__(self) -> None:
         self.index = BlockIndex([TierSpec("host", 4), TierSpec("far", 8)])

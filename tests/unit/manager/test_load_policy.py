@@ -1,4 +1,4 @@
-"""The planner: the fewest seconds of all cuts, and never far from the better fixed way."""
+"""The planner chooses the fastest of all cuts, and is never far from the better fixed way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ask(
     ahead: float = 0.0,
     busy: float = 0.0,
 ) -> PlanRequest:
-    """A prompt whose blocks up to ``host`` are there, and those up to ``disk`` on disk."""
+    """Return a prompt with blocks up to ``host`` in host memory and up to ``disk`` on disk."""
     sources = [TokenSource("host", host)] if host > computed else []
     sources += [TokenSource("disk", disk)] if disk > max(host, computed) else []
     queued = {"disk": Ahead(ahead / 1e7, ahead), "host": Ahead(1, ahead / 10)} if ahead else {}
@@ -75,11 +75,11 @@ speeds = st.sampled_from([0.01, 0.1, 0.5, 1.0, 3.0, 30.0])
 
 
 SMALL_S = 5e-4
-"""Not worth a cut more: a prompt of a few hundred tokens has few, and takes milliseconds."""
+"""Fewer seconds are not worth another cut: a prompt of a few hundred tokens has few cuts."""
 
 
 def exhaustive(made: Planner, about: PlanRequest) -> float:
-    """The naive twin: the fewest seconds over every block boundary."""
+    """The naive reference: the fewest seconds over every block boundary."""
     held = min(about.sources[-1].stop, about.tokens - 1) if about.sources else about.computed
     stops = {about.computed, max(held, about.computed)}
     stops |= set(range(-(-about.computed // BLOCK) * BLOCK, held, BLOCK))
@@ -181,7 +181,7 @@ def test_what_is_in_host_memory_is_loaded_and_the_slow_rest_computed() -> None:
 
 
 def test_in_a_step_as_much_is_loaded_as_computing_hides() -> None:
-    """Loading a token and computing it take about as long: the cut is in the middle."""
+    """Loading a token takes about as long as computing it, so the cut is in the middle."""
     tiers = {"host": scaled(HOST, 30), "disk": DISK}
     plan = planner(IN_STEP, tiers=tiers).plan(ask(4000, 3984))
     assert plan.action is Action.MIX
@@ -223,7 +223,7 @@ def test_a_tier_without_rates_is_named() -> None:
 
 
 def test_a_tier_that_is_met_later_is_weighed_as_others_are_expected_to_be() -> None:
-    """A server's client hears of its tiers when it joins, which may be long after the start."""
+    """A server's client learns its tiers when it joins, which may be long after the start."""
     later = Rates(LAYERS, COMPUTE, {}, otherwise=TierRates(1e-3, 1e-9))
     assert later.load_seconds("tape", 1e6, 2) == pytest.approx(3e-3)
     for _ in range(8):
@@ -279,7 +279,7 @@ def test_deadlines_come_from_the_plan() -> None:
 
 
 def test_a_way_is_kept_until_another_saves_enough() -> None:
-    """A disk a little slower, a little faster: without a margin the plan would go to and fro."""
+    """The disk is now slower, now faster: without a margin the plan would alternate."""
     about = ask(2000, 0, 1984)
     rates = Rates(LAYERS, COMPUTE, TIERS)
     made = Planner(replace(KNOWN, keep=0.1), rates)
@@ -346,12 +346,12 @@ def test_blends_are_the_controllers_decision() -> None:
 
 
 class World(NamedTuple):
-    """How fast the disk is, as a multiple of the one everybody expects, at the n-th request."""
+    """The speed of the disk at the n-th request, as a multiple of the expected speed."""
 
     disk: Callable[[int], float]
     lengths: tuple[int, int]
     gap: float
-    """Mean seconds between requests: loads queue behind each other where it is short."""
+    """Mean seconds between requests; if it is short, loads queue behind each other."""
 
 
 WORLDS = {
@@ -368,7 +368,7 @@ REQUESTS = 600
 
 
 class Truth:
-    """What really happens: a disk that serves one load after another, and a noisy machine."""
+    """The simulated truth: a disk that serves one load after another, and a noisy machine."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -381,7 +381,7 @@ class Truth:
         return seconds * slip * self._noise.lognormvariate(0, 0.15)
 
     def load(self, n: int, now: float, nbytes: int) -> tuple[float, float]:
-        """(seconds from now until it is there, seconds that the disk worked)."""
+        """Return the seconds until a load has ended, and the seconds that the disk worked."""
         operations = -(-nbytes // (16 * BLOCK_BYTES))
         factor = self._world.disk(n)
         works = self.noisy(factor * (DISK.latency * operations + DISK.byte * nbytes))
@@ -399,8 +399,10 @@ Decide = Callable[[PlanRequest], tuple[int, float]]
 
 
 def seconds_of(world: World, seed: int, decide: Decide, rates: Rates | None = None) -> list[float]:
-    """Seconds to the first token of each request, all of it on disk, where ``decide`` gives how
-    much is loaded and for how long that is waited for."""
+    """Return the seconds to the first token of each request; all blocks are on disk.
+
+    ``decide`` returns how much is loaded, and how long the request waits for it.
+    """
     truth, picks, now, took = Truth(world, seed), random.Random(seed), 0.0, []
     for n in range(REQUESTS):
         now += picks.expovariate(1 / world.gap)

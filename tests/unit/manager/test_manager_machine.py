@@ -21,7 +21,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     write = WritePolicy.WRITE_THROUGH
     device = 0
-    """Places of the staging on the device; with some, loads from disk go past host memory."""
+    """Places in the staging on the device; if there are any, disk loads go past host memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(names=names)
     def fetch(self, names: list[int]) -> None:
-        """Into host memory and no further."""
+        """Prefetch into host memory only."""
         manager, ended = self.rig.manager, []
         before = manager.in_flight
         began = self.rig.fetch(chain(*names), lambda: ended.append(1))
