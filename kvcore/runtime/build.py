@@ -164,11 +164,11 @@ def enter_directory(
     Returns ``parts`` with a release that leaves the directory, or unchanged if there is no
     directory. If it raises ConfigError, ``parts`` have been released.
     """
-    told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
+    entry = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
     if parts.events is not None:
-        told |= endpoints(config, data_parallel_rank)
+        entry |= endpoints(config, data_parallel_rank)
     try:
-        directory = register(config, kind, told, data_parallel_rank)
+        directory = register(config, kind, entry, data_parallel_rank)
     except ConfigError:
         for release in parts.releases:
             release()
