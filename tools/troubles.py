@@ -239,7 +239,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Raise `transfer.queue_depth`.",
         ),
         Trouble(
-            "report of an unknown op graph=%d op=%d",
+            "ignored the report of an unknown op graph=%d op=%d",
             "A worker reported work that its leader does not know.",
             "Report it, unless the cache was cleared at that time.",
         ),
@@ -307,7 +307,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble("closing tier %s: %s", "Closing the tier failed.", MEDIUM),
         Trouble(
-            "a stored page is bad and dropped: %s",
+            "a stored page is corrupt and was dropped: %s",
             "The bytes that were read are not those that were written. SGLang computes the page.",
             "If it happens again, check the medium; for a disk run `kvcore scrub`.",
         ),

@@ -26,7 +26,7 @@ from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Selector
 from kvcore.index import Event
 from kvcore.manager import Transport
-from kvcore.manager.load_advisor import Planning
+from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
@@ -135,9 +135,9 @@ def build_planner(
     *,
     min_load_tokens: int,
     layerwise: bool,
-) -> Planning | None:
+) -> LoadAdvisor | None:
     """Have ``watch`` estimate by ``rates``; return what plans by them, None if planning is off."""
-    planning = Planning(
+    planning = LoadAdvisor(
         config,
         model,
         parts.manager,

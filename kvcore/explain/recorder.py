@@ -21,8 +21,8 @@ from kvcore.explain.file import RecordFile
 from kvcore.explain.otel import Spans
 from kvcore.explain.request_log import Cause, RequestLog
 from kvcore.manager import Event, Hit, Manager
-from kvcore.manager.load_advisor import Planning, guessed_rates, learn_loads
-from kvcore.manager.load_policy import Action, Ask, Plan
+from kvcore.manager.load_advisor import LoadAdvisor, guessed_rates, learn_loads
+from kvcore.manager.load_policy import Action, Plan, PlanRequest
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics
@@ -42,10 +42,10 @@ class _Savings:
     ``_PENDING`` at most, for an engine may forget to speak of one's end.
     """
 
-    def __init__(self, weigher: Planning, metrics: Metrics) -> None:
+    def __init__(self, weigher: LoadAdvisor, metrics: Metrics) -> None:
         self._weigher = weigher
         self._metrics = metrics
-        self._asks: OrderedDict[str, Ask] = OrderedDict()
+        self._asks: OrderedDict[str, PlanRequest] = OrderedDict()
         self._loaded: dict[str, int] = {}
 
     def looked_up(self, request_id: str, tokens: int, computed: int, hit: Hit) -> None:
@@ -71,7 +71,7 @@ class _Savings:
         if ask is not None and loaded is not None:
             self.count(ask, loaded)
 
-    def count(self, ask: Ask, loaded: int) -> None:
+    def count(self, ask: PlanRequest, loaded: int) -> None:
         """That so many tokens were loaded; nothing where a rate in question is a guess."""
         expected = self._weigher.expected(ask, ask.computed + loaded)
         if expected is not None:
@@ -95,7 +95,7 @@ class Watch:
         self.journal = journal
         self._file = file
         self._spans = spans
-        self._weigher: Planning | None = None
+        self._weigher: LoadAdvisor | None = None
         self._savings: _Savings | None = None
         self._paths: Mapping[str, str] = {}
 
@@ -130,7 +130,7 @@ class Watch:
 
     def weigh_with(
         self,
-        weigher: Planning,
+        weigher: LoadAdvisor,
         metrics: Metrics | None = None,
         paths: Mapping[str, str] | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class Watch:
         and nothing can be counted.
         """
         if self.is_on or (times_forwards and config.metrics.enabled):
-            weigher = Planning(
+            weigher = LoadAdvisor(
                 config,
                 model,
                 manager,

@@ -1,14 +1,14 @@
-"""What the leader believes of a store: asked for in the background, never known for sure.
+"""What the leader believes a shared store to hold. It asks in the background and never knows.
 
     get_match ─▶ settle ─── an answer has come: its blocks enter the index
-    ask_stores ─▶ ask ───── something is worth asking: look up again ──▶ Finder's thread
+    ask_stores ─▶ ask ───── worth asking: look up again ──▶ Finder's thread
 
-A store is shared. A block that another host wrote is found by asking; one that the store has
-dropped is found missing when it is read, and then believed no more. What is believed keeps the
-index's rule: a block only with all before it.
+Other hosts write to the store. A block that one of them wrote is found by asking. A block that the
+store has dropped is found missing when it is read, and leaves the index then. Beliefs obey the
+index's rule: it holds a block only with all blocks before it.
 
-A query ends at its deadline whatever the store does, and the block after the last one found is
-not asked for again for a while, so no prompt waits for a store twice in a row.
+A query ends at its deadline whatever the store does. The block after the last one found is not
+asked for again for a while, so that no prompt waits for a store twice in a row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from kvcore.index import BlockIndex, Evicted
 from kvcore.tiers.remote.lookup import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
-"""Keys remembered as absent, the oldest forgotten first."""
+"""The most keys remembered as absent; the oldest are forgotten first."""
 PROMISED_KEPT = 65536
-"""Keys of which it is remembered which node promised them, the oldest forgotten first."""
+"""The most keys remembered with the node that promised them; the oldest are forgotten first."""
 
 
 class Believed(NamedTuple):
-    """Blocks [start, stop) of a prompt have entered the index; ``evicted`` made room for them.
-    ``outcome`` is "found", "absent", "late" or "failed"."""
+    """Blocks [start, stop) of a prompt that have entered the index after an answer.
+
+    ``evicted`` made room for them. ``outcome`` is "found", "absent", "late" or "failed".
+    """
 
     start: int
     stop: int
@@ -44,11 +46,12 @@ class _Asked(NamedTuple):
 
 
 class StoreLookup:
-    """Beliefs about one store. Leader thread only; nothing blocks but `wait`.
+    """The leader's beliefs about one store. Leader thread only; only `wait` blocks.
 
-    ``breaker`` is that of its queries. It is not asked while it is not ``readable`` either. What
-    a node has promised is asked of that node whatever the breaker says, and tells it nothing: a
-    node that is away says nothing of the store, which leaves it alone by itself.
+    ``breaker`` guards the queries. The store is not asked either while it is not ``readable``.
+    Blocks that a node has promised are asked for at that node, whatever the breaker's state, and
+    the outcome does not change that state: a node that does not answer tells nothing about the
+    store, and the store itself stops asking such a node.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class StoreLookup:
         self._readable = readable
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
-        self._absent: dict[bytes, float] = {}  # key -> until when
-        self._nodes: dict[bytes, str] = {}  # key -> who promised it, and was found to hold it
+        self._absent: dict[bytes, float] = {}  # key -> time until which it is not asked for
+        self._nodes: dict[bytes, str] = {}  # key -> node that promised and holds it
 
     def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> bool:
-        """Whether an answer about this prompt is on its way; asks where that is worth it. What is
-        promised is asked for though it was not there a moment ago."""
+        """Return True if an answer about this prompt is pending; send a query if it is worth one.
+
+        Promised blocks are asked for even if they were absent a moment ago.
+        """
         if not keys:
             return False
         if keys[-1] in self._asked:
@@ -94,7 +99,7 @@ class StoreLookup:
         return True
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
-        """Take in the answer about this prompt, if it has come or its time is over."""
+        """Apply the answer about this prompt, if it has come or is late; else return None."""
         asked = self._asked.get(keys[-1]) if keys else None
         if asked is None or not (asked.query.ended or self._is_late(asked)):
             return None
@@ -115,7 +120,7 @@ class StoreLookup:
         return Believed(start, stop, evicted, outcome)
 
     def nodes(self, keys: Sequence[bytes]) -> set[str]:
-        """Who promised these blocks, where that was found to be so."""
+        """Return the nodes that promised these blocks and were found to hold them."""
         return {self._nodes[key] for key in keys if key in self._nodes}
 
     def _remember(self, keys: Sequence[bytes], node: str) -> None:
@@ -126,7 +131,7 @@ class StoreLookup:
             del self._nodes[next(iter(self._nodes))]
 
     def absent(self, key: bytes) -> None:
-        """The store does not hold this block: do not ask for it for a while."""
+        """Note that the store lacks this block, and do not ask for it for a while."""
         now = self._clock()
         self._absent.pop(key, None)
         self._absent[key] = now + self._finder.absent_s
@@ -143,7 +148,7 @@ class StoreLookup:
         return self._finder.wait(timeout)
 
     def _judge(self, asked: _Asked) -> str:
-        """Tell the breaker how the store did, and say it in a word."""
+        """Tell the breaker whether the store answered; return the outcome in one word."""
         query = asked.query
         if late := not query.ended:
             self._finder.drop(query)
@@ -162,9 +167,11 @@ class StoreLookup:
         return until is not None and self._clock() < until
 
     def _may_ask(self, node_only: bool) -> bool:
-        """Whether the breaker lets a query through, if it is not ``node_only``. Requests may
-        have gone without settling theirs: what became of those is taken in first, where it could
-        stand in the way."""
+        """Return True if a query may be sent; only one of the store itself needs the breaker.
+
+        Requests may have ended without settling their queries. Late ones are judged first if they
+        could stand in the way.
+        """
         if len(self._asked) >= MAX_OPEN or not (node_only or self._breaker.allows()):
             for key in [key for key, asked in self._asked.items() if self._is_late(asked)]:
                 self._judge(self._asked.pop(key))

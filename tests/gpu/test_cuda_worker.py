@@ -16,7 +16,7 @@ import torch
 
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.slots import SlotRun
-from kvcore.manager import HOST, Backing, KVManager
+from kvcore.manager import HOST, Backing, KVManager, TransferOptions
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.checksums import naive_sum
 from kvcore.memory.copy import builtin_ops, select_ops
@@ -102,8 +102,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # typ
         index,
         local,
         backing=[Backing("disk", to_device=to_device)],
-        staging_slots=range(256, 288),
-        device_slots=64 if to_device else 0,
+        options=TransferOptions(range(256, 288), device_slots=64 if to_device else 0),
     )
     yield pages, manager
     assert worker.close()

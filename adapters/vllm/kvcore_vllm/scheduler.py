@@ -31,7 +31,7 @@ from kvcore.explain import Cause
 from kvcore.explain.recorder import Watch
 from kvcore.manager import HOST, Event, Hit, Manager, Readiness
 from kvcore.manager.base import Lane
-from kvcore.manager.load_advisor import Memo, Planning
+from kvcore.manager.load_advisor import LoadAdvisor, PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.identity import Namespaces, lora_identity
 from kvcore.model.keys import Extra, KeyChain, Namespace
@@ -71,7 +71,7 @@ class SchedulerSide:
         on_close: Sequence[Callable[[], None]],
         fusion: VllmFusionScheduler | None = None,
         policy: FusionPolicy | None = None,
-        planning: Planning | None = None,
+        planning: LoadAdvisor | None = None,
         watch: Watch | None = None,
         handover: Handover | None = None,
     ) -> None:
@@ -446,7 +446,7 @@ class SchedulerSide:
         # What was corrupt has left the index: one more lookup may find a shorter prefix or
         # another tier. After that the request is computed.
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
-        tracked.reused, tracked.hit, tracked.memo = {}, None, Memo()
+        tracked.reused, tracked.hit, tracked.memo = {}, None, PlanMemo()
         self._metrics.looked_up({}, tracked.matched_tokens, MissReason.LOAD_FAILED)
         self._watch.failed(request_id)
         _log.warning(

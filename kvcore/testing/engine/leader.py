@@ -29,7 +29,7 @@ from kvcore.explain import Cause
 from kvcore.explain.recorder import Watch
 from kvcore.manager import HOST, Hit, Manager, Readiness
 from kvcore.manager.base import Promise
-from kvcore.manager.load_advisor import Memo, Planning
+from kvcore.manager.load_advisor import LoadAdvisor, PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.identity import Namespaces, lora_identity
 from kvcore.model.keys import KeyChain, Namespace
@@ -78,7 +78,7 @@ class _Tracked:
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
     give_up_at: float = 0.0
-    memo: Memo = field(default_factory=Memo)
+    memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
 
 
@@ -107,7 +107,7 @@ class Leader:
         promise_s: float,
         fusion: ReferenceFusionScheduler | None,
         watch: Watch,
-        planning: Planning | None = None,
+        planning: LoadAdvisor | None = None,
         on_close: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.manager = manager
@@ -389,7 +389,7 @@ class Leader:
         """A load or a blend of the request failed: it is tried once more, then computed."""
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
-            tracked.memo = Memo()  # what is in its way by now is weighed afresh
+            tracked.memo = PlanMemo()  # what is in its way by now is weighed afresh
             self.watch.failed(str(request.request_id))
 
     def save(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from kvcore.explain.file import read_records
 from kvcore.explain.recorder import Watch
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
-from kvcore.manager.load_advisor import Planning, tier_priors
+from kvcore.manager.load_advisor import LoadAdvisor, tier_priors
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -36,20 +36,17 @@ class Side:
         config = load_config(overrides=settings, env={})
         self.watch = Watch.of(config)
         index = BlockIndex([TierSpec("host", 64), TierSpec("disk", 64)])
+        listener = self.watch.listener(None)
+        assert listener is not None
+        index.watch(listener)
         outbox, metrics = Outbox(1), Metrics("leader")
-        manager = KVManager(
-            index,
-            outbox,
-            backing=[Backing("disk")],
-            metrics=metrics,
-            on_event=self.watch.listener(None),
-        )
+        manager = KVManager(index, outbox, backing=[Backing("disk")], metrics=metrics)
         rates = Rates(LAYERS, ComputeRates(1e-3, 1e-6, 1e-10), tier_priors(["host", "disk"]))
         for n in (1, 2, 3, 4):
             rates.prefilled([Part(100 * n, 0)], n * 0.01)
             for tier in ("host", "disk"):
                 rates.loaded(tier, n * 1_000_000, n * 1e6 * disk_second_a_byte)
-        planning = Planning(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
+        planning = LoadAdvisor(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
         self.side = SchedulerSide(
             config, MODEL, manager, outbox, metrics, open_tiers={}, on_close=[],
             planning=planning, watch=self.watch,

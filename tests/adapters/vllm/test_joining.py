@@ -14,7 +14,7 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import Backing, KVManager
+from kvcore.manager import Backing, KVManager, TransferOptions
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -49,7 +49,10 @@ class JoiningRig:
         self.outbox = Outbox(1)
         self.config = load_config(None, {})
         self.manager = KVManager(
-            self.index, self.outbox, backing=[Backing("disk")], staging_slots=range(100, 104)
+            self.index,
+            self.outbox,
+            backing=[Backing("disk")],
+            options=TransferOptions(range(100, 104)),
         )
         self.side = SchedulerSide(
             self.config, MODEL, self.manager, self.outbox, Metrics(), open_tiers={}, on_close=[]

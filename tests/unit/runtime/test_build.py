@@ -1,4 +1,4 @@
-"""Leader and worker put together from a config, and the room they agree on."""
+"""Leader and worker built from a config, and the number of slots on which they agree."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def pages() -> KVView:
 
 
 class Halves:
-    """A leader and its only rank, which speak to each other at once."""
+    """A leader and its only rank, which exchange messages without delay."""
 
     def __init__(self, config: Config, view: KVView) -> None:
         self.events: list[Event] = []
@@ -162,7 +162,7 @@ def save(halves: Halves, table: list[int]) -> None:
 
 
 def load(halves: Halves, table: list[int]) -> dict[str, int]:
-    """Load what is held into ``table``; blocks by tier."""
+    """Load what is held into ``table``; return the blocks by tier."""
     manager = halves.leader.manager
     hit = manager.get_match(keys(), DIGEST)
     graph = manager.launch_load(hit, 0, hit.depth, PAGING.units([table], 0, hit.depth))
@@ -171,7 +171,7 @@ def load(halves: Halves, table: list[int]) -> dict[str, int]:
 
 
 def kv(view: KVView, table: list[int]) -> list[torch.Tensor]:
-    """KV of the tokens in ``table``, a layer each: ``[heads, tokens, K|V]``."""
+    """Return the KV of the tokens in ``table``, for each layer: ``[heads, tokens, K|V]``."""
     return [
         torch.cat([tensor[page] for page in table], dim=1)[:, :TOKENS].clone()
         for tensor in view.tensors
@@ -228,7 +228,7 @@ def test_a_rank_holds_its_own_heads_only() -> None:
 
 
 def test_a_worker_that_cannot_be_had_leaves_no_memory_behind() -> None:
-    """A thread that asks for memory ahead of its use keeps it."""
+    """A thread that touches memory ahead of its use keeps that memory alive."""
     host = {"capacity": "16MiB", "prefault": "1MiB"}
     with pytest.raises(ConfigError, match="nobody"):
         build_worker(settings(host=host, ops={"backend": "nobody"}), model(), 0, [pages()])

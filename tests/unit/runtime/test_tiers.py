@@ -1,4 +1,4 @@
-"""Backing tiers: prepared by the leader, opened by each rank, all by the plugins' one door."""
+"""Backing tiers: prepared by the leader, opened by each rank, all through the plugin hook."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_tier_that_cannot_be_used_is_left_out_by_name(
 
 
 def test_the_disk_tier_takes_the_same_way(tmp_path: pathlib.Path) -> None:
-    """As `[disk]` and as a tier of the plugin: both keep blocks over a restart."""
+    """`[disk]` and a tier of the disk plugin both keep blocks over a restart."""
     manager = PluginManager(entry_points=[])
     folder, other = tmp_path / "a", tmp_path / "b"
     config = load_config(
