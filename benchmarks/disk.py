@@ -34,7 +34,7 @@ from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead
-from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore, prepare_store
 from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import shard_files
 
@@ -196,14 +196,12 @@ def tier(
     grows.
     """
     disk = DiskTier(
-        setting.store,
+        MountedStore(setting.store, setting.arena.num_slots),
         geometry,
         shard=0,
-        num_slots=setting.arena.num_slots,
         slot_nbytes=setting.arena.slot_nbytes,
-        io_threads=io_threads,
+        access=DiskAccess(io_threads=io_threads, device_sums=region is not None),
         cipher=cipher,
-        device_sums=region is not None,
     )
     if region is not None:
         disk.attach_device(region)

@@ -173,8 +173,8 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble(
             "%s: kvcore stands aside until the engine restarts",
-            "A worker cannot move KV (`a worker refused its work`), or something unexpected happened, "
-            "which the line names. kvcore reports no more hits to the engine.",
+            "A worker cannot move KV (`a worker refused its work`), or something unexpected "
+            "happened, which the line names. kvcore reports no more hits to the engine.",
             "Look for the worker's own line before it, and restart the engine. Report an error.",
         ),
         Trouble(
@@ -234,7 +234,7 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Raise `transfer.queue_depth`.",
         ),
         Trouble(
-            "report of an unknown op graph=%d op=%d",
+            "ignored the report of an unknown op graph=%d op=%d",
             "A worker reported work that its leader does not know.",
             "Report it, unless the cache was cleared at that time.",
         ),
@@ -260,7 +260,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         Trouble("the tier %s failed: %s", "Reading or writing failed.", MEDIUM),
         Trouble("the tier %s raised", "A plugin's tier raised an exception.", REPORT),
         Trouble(
-            "a clear is not written down in %s, and may come undone with a restart: %s",
+            "a clear could not be recorded in %s, and a restart may undo it: %s",
             "The clear could not be recorded on disk. If the engine is killed before its ranks "
             "have erased the cleared blocks, these are found again.",
             "Check the disk. To be sure, stop the engine and remove the folder.",
@@ -283,14 +283,14 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing: KV is computed and stored again as it is needed.",
         ),
         Trouble(
-            "%d blocks to be removed from a store are not written down, and stay there if this "
-            "engine ends before it is done: %s",
+            "%d pending deletes cannot be recorded; if this engine ends first, their blocks stay "
+            "in the store: %s",
             "The blocks that a store still has to delete could not be recorded in `disk.path` or "
             "in `server.folder`.",
             "Check those folders. If the engine ended before the store was back, empty the store.",
         ),
         Trouble(
-            "what a store is still to remove cannot be read in %s: %s",
+            "the pending deletes in %s cannot be read: %s",
             "An earlier engine left a record of blocks to delete from a store, and it cannot be "
             "read.",
             "Check that folder. To be sure, empty the store.",
@@ -302,7 +302,7 @@ TROUBLES: dict[str, list[Trouble]] = {
         ),
         Trouble("closing tier %s: %s", "Closing the tier failed.", MEDIUM),
         Trouble(
-            "a stored page is bad and dropped: %s",
+            "a stored page is corrupt and was dropped: %s",
             "The bytes that were read are not those that were written. SGLang computes the page.",
             "If it happens again, check the medium; for a disk run `kvcore scrub`.",
         ),
@@ -382,45 +382,53 @@ TROUBLES: dict[str, list[Trouble]] = {
     ],
     "Remote stores": [
         Trouble(
-            "store %s does not tell what it holds: %s",
+            "looking up blocks in store %s failed: %s",
             "Lookups in the store failed and count as misses.",
             "Check the store and the network.",
         ),
-        Trouble("asking store %s failed", "An error in the client of the store.", REPORT),
         Trouble(
-            "store %s still answers nothing at shutdown: it is left behind",
+            "a lookup in store %s failed unexpectedly",
+            "An error in the client of the store.",
+            REPORT,
+        ),
+        Trouble(
+            "store %s does not answer at shutdown: its threads are abandoned",
             "A request to the store hangs.",
             "Check the store and the network.",
         ),
         Trouble(
-            "store %s keeps %d blocks: %s",
+            "deleting %d blocks from store %s failed: %s",
             "Blocks that were cleared could not be deleted from the store. This engine does not "
             "find them. It deletes them when the store is back; if it ends first, the next engine "
             "does.",
             "Check the store. If the blocks must be gone sooner, delete them with the store's own "
             "tools.",
         ),
-        Trouble("removing from store %s failed", "An error in the client of the store.", REPORT),
         Trouble(
-            "%s is let go: nobody has used its store for long",
+            "deleting from store %s failed unexpectedly",
+            "An error in the client of the store.",
+            REPORT,
+        ),
+        Trouble(
+            "%s is removed: nobody has used its store for long",
             "A list of blocks to delete from a store is dropped, because nobody has used the store "
             "for 30 days.",
             "Nothing if the store no longer exists. Otherwise repeat the clear.",
         ),
         Trouble(
-            "at which sizes others write is not known: %s",
+            "the splits of other engines cannot be read: %s",
             "A store did not say how other engines share blocks over their ranks and stages. "
             "kvcore continues with what it knew before.",
             "Nothing: kvcore asks again. If it persists, check the store.",
         ),
         Trouble(
-            "what this engine writes is found by engines of its size only: %s",
+            "only engines with as many ranks and stages find what this one stores: %s",
             "Engines with too many different numbers of ranks or stages use the store with this "
             "model, or one has too many ranks.",
             "Set `prefix` to another value on all of them, or use fewer sizes.",
         ),
         Trouble(
-            "%d bad values stay in the store: %s",
+            "%d corrupt values could not be deleted: %s",
             "Damaged values could not be deleted. They are not used.",
             "Check the store.",
         ),
@@ -431,27 +439,32 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Nothing before the first prompts. Afterwards, compare the two names and the settings.",
         ),
         Trouble(
-            "a promise names %s, which is not asked: no peer, nor of `guests`",
+            "a promise names %s, which is neither a peer nor in `guests`",
             "A request brought a promise of KV at a node that the settings do not admit. Its "
             "blocks are looked for at the peers instead. Logged once per node.",
             "If the node is yours, add its host or network to `guests`. Otherwise find out who "
             "sends these requests.",
         ),
         Trouble(
-            "a promise names no node: %s",
+            "a promise names an invalid node: %s",
             "The node in a request's promise is not HOST:PORT or HOST:FIRST-LAST.",
             "Use the same version of kvcore on both sides. Proxies must pass promises on "
             "unchanged.",
         ),
         Trouble(
-            "another node's message is refused: %s",
+            "a request of another node is refused: %s",
             "A `peer` node received something that is not a message of this version, or from a "
             "sender with too many leases. The other nodes are served.",
             "Use the same version of kvcore on all nodes. Find out who connects to `listen`.",
         ),
         Trouble(
-            "a message of another node could not be answered",
+            "a request of another node could not be answered",
             "An internal error on this node. The other node computes.",
+            REPORT,
+        ),
+        Trouble(
+            "serving other nodes' reads of this node's memory failed",
+            "NIXL raised an error. Other nodes wait for bytes, give up, and compute.",
             REPORT,
         ),
         Trouble(
@@ -699,33 +712,33 @@ TROUBLES: dict[str, list[Trouble]] = {
             "Give each engine an endpoint or a topic of its own.",
         ),
         Trouble(
-            "an entry in etcd is passed over: %s",
+            "an entry in etcd is ignored: %s",
             "An entry under `cluster.prefix` is not kvcore's, or has another version.",
             "Remove it, or use another prefix.",
         ),
         Trouble(
-            "the lease %x is lost; what was entered is entered anew",
+            "the lease %x is lost; its entries are registered again under a new one",
             "The process was stopped, or cut off from etcd, for longer than `cluster.ttl_s`.",
             "If it happens often, raise `cluster.ttl_s`.",
         ),
         Trouble(
-            "looking up nodes failed, those known stay",
+            "looking up peer nodes failed unexpectedly, those known stay",
             "An internal error of kvcore, logged with the line. The lookup is repeated.",
             "Report it.",
         ),
         Trouble(
-            "keeping a lease in etcd failed; it is tried again",
+            "renewing the lease in etcd failed; it is tried again",
             "An internal error of kvcore, logged with the line. If the lease is not renewed in "
             "time, it ends and a new one is taken.",
             "Report it.",
         ),
         Trouble(
-            "nodes cannot be looked up, those known stay: %s",
+            "peer nodes cannot be looked up, those known stay: %s",
             "etcd does not answer a `peer` node. The node continues with the nodes it knew last.",
             "Check etcd. When it answers, the lookup is repeated by itself.",
         ),
         Trouble(
-            "a node of the cluster is passed over: its address is %r",
+            "a node of the cluster is ignored: its address is %r",
             "The `peer` of a worker's entry in etcd is not tcp://HOST:PORT.",
             "Correct the entry, or remove it.",
         ),

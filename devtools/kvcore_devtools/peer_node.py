@@ -129,8 +129,8 @@ class _Child:
         return hashlib.sha256(fetch(self._store, name, nbytes)).hexdigest()
 
     def leased(self) -> int:
-        assert self._store.lending is not None
-        return self._store.lending.leased
+        assert self._store.lent is not None
+        return self._store.lent.leased
 
     def lease(self, name: str, of: str) -> list[Any]:
         """Take a lease of another node's value, and never use it."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvcore.cli.server import status
 from kvcore.config import Config, load_config
@@ -121,17 +123,36 @@ def _is_idle(status: dict[str, Any]) -> bool:
 @contextmanager
 def server_process(*given: str) -> Iterator[subprocess.Popen[str]]:
     """`kvcore server` with these settings (``TABLE.NAME=VALUE``), ready for clients; killed at the
-    end."""
-    command = [sys.executable, "-c", "from kvcore.cli import main; main()", "server"]
+    end. If the test fails, the server first prints where each of its threads is.
+
+    What it and its libraries print goes to the test's own output.
+    """
+    command = [sys.executable, "-X", "faulthandler", "-c"]
+    command += ["from kvcore.cli import main; main()", "server"]
     for setting in given:
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        printed = threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True)
         try:
-            assert process.stdout is not None
             assert "listens on" in process.stdout.readline(), "the server does not start"
+            printed.start()
             yield process
+        except BaseException:
+            process.send_signal(signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+            raise
         finally:
             process.kill()
+            if printed.ident is not None:
+                printed.join()
+
+
+def _pass_on(lines: IO[str]) -> None:
+    """Pass on what is printed, because a full pipe would stop the process that prints."""
+    for line in lines:
+        os.write(2, line.encode())
 
 
 def serve(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[list[int], dict[str, int]]:

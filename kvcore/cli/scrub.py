@@ -17,7 +17,7 @@ from kvcore.config import format_size
 from kvcore.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
-    from kvcore.tiers.disk.scrub import State, StoreReport
+    from kvcore.tiers.disk.scrub import StoreReport, StoreState
 
 __all__ = ["Found", "as_json", "as_table", "exit_code", "run"]
 
@@ -28,7 +28,7 @@ class Segments(NamedTuple):
     """A segment file, with its counts of whole and corrupt records."""
 
     file: Path
-    state: State
+    state: StoreState
     why: str = ""
     records: int = 0
     corrupt: int = 0
@@ -57,28 +57,30 @@ def run(path: Path, erase: bool, done: Callable[[int], object]) -> Found:
 
 def _segments(file: Path, erase: bool) -> Segments:
     from kvcore.fusion import _segment_file
-    from kvcore.tiers.disk.scrub import State
+    from kvcore.tiers.disk.scrub import StoreState
 
     try:
         counts = _segment_file.verify(file, repair=erase)
     except FormatError as error:
-        return Segments(file, State.NOT_READ, str(error))
+        return Segments(file, StoreState.NOT_READ, str(error))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}; run it as the engine's user") from error
     if counts is None:
-        return Segments(file, State.IN_USE, "an engine uses it: verify it when that ended")
-    state = State.DAMAGED if counts.corrupt else State.WHOLE
+        return Segments(
+            file, StoreState.IN_USE, "an engine uses it: scrub it when that engine has ended"
+        )
+    state = StoreState.DAMAGED if counts.corrupt else StoreState.WHOLE
     return Segments(file, state, "", counts.records, counts.corrupt)
 
 
 def exit_code(found: Found) -> int:
     """Return 0 if all is whole, 1 if anything was damaged, 3 if not all could be verified."""
-    from kvcore.tiers.disk.scrub import State
+    from kvcore.tiers.disk.scrub import StoreState
 
     states = {store.state for store in found.stores} | {each.state for each in found.segments}
-    if State.DAMAGED in states:
+    if StoreState.DAMAGED in states:
         return DAMAGE
-    return NOT_ALL if states & {State.IN_USE, State.NOT_READ} else CLEAN
+    return NOT_ALL if states & {StoreState.IN_USE, StoreState.NOT_READ} else CLEAN
 
 
 def as_json(found: Found) -> str:

@@ -1,7 +1,7 @@
-"""Registration, discovery and leadership: in etcd under leases, or from a list in the settings."""
+"""Registration, discovery and leader election: in etcd under leases, or a list in the settings."""
 
 from kvcore.cluster.base import Candidacy, Directory, Leadership, Member, Membership
-from kvcore.cluster.open import enter, open_directory
+from kvcore.cluster.open import open_directory, register
 
 __all__ = [
     "Candidacy",
@@ -9,6 +9,6 @@ __all__ = [
     "Leadership",
     "Member",
     "Membership",
-    "enter",
     "open_directory",
+    "register",
 ]

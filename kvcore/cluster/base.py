@@ -1,12 +1,12 @@
-"""Who is there, and who leads: the contract of a directory, whatever keeps it.
+"""The contract of a directory: which processes are registered, and which one leads.
 
     leaders, workers, servers ── join ──▶ Directory ◀── members, leader ── routers, tools, others
     candidates ── campaign ─────────────▶    │
-                                             └─ a lease: what is not renewed is gone
+                                             └─ a lease: an entry that is not renewed expires
 
-What a process has promised holds as long as its lease. The holder counts the time itself, from
-before it asked for more, and gives up a while before the directory does: it may know too early
-that a lease is lost, never too late.
+An entry and a term are valid as long as the lease of their process. The holder measures that time
+itself, starting before it sends the renewal, and stops relying on the lease a while before the
+directory expires it. It may conclude too early that a lease is lost, but never too late.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*")
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the cluster. Its ``name`` is its own among those of its kind.
+    """A process of the cluster. Its ``name`` is unique among the members of its ``kind``.
 
-    ``address`` is where it is reached, ``details`` what else others need (the endpoints of its
-    events, say). ``model`` is what it serves, ``group`` the nodes it works with.
+    ``address`` is where other processes reach it. ``details`` hold what else they need, such as
+    the endpoint of its events. ``model`` is the model it serves, ``group`` the group of nodes it
+    belongs to. Raises ConfigError if a field cannot be part of a key.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        """Raises FormatError for what `to_json` has not made."""
+        """Return the member that `to_json` wrote. Raises FormatError for any other text."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (TypeError, ValueError, RecursionError) as error:  # of JSON, names and fields
@@ -62,74 +63,86 @@ class Member:
 
 
 def check_name(text: str) -> None:
-    """Raises ConfigError for what cannot be part of a key."""
+    """Raise ConfigError if ``text`` cannot be part of a key."""
     if not _NAME.fullmatch(text):
         raise ConfigError(
-            f"given the name {text!r}; supported are letters, digits and . _ : @ -, the first a "
-            "letter or digit"
+            f"given the name {text!r}; supported are letters, digits and . _ : @ -, starting with "
+            "a letter or digit"
         )
 
 
 class Leadership(NamedTuple):
-    """Who leads. ``term`` grows with every change: what bears a lower one is of the past."""
+    """The current leader.
+
+    ``term`` grows with every change of leader. Anything that carries a lower term is outdated.
+    """
 
     name: str
     term: int
 
 
 class Membership(Protocol):
-    """A member's entry."""
+    """The entry of one member."""
 
     @property
     def held(self) -> bool:
-        """Whether others can rely on it. O(1), no I/O."""
+        """True while other processes can rely on the entry. O(1), no I/O."""
 
     def leave(self) -> None:
-        """Take it out. Does I/O."""
+        """Remove the entry. Does I/O."""
 
 
 class Candidacy(Protocol):
-    """A candidate's part in the election for one model and group."""
+    """A candidate in the election for one model and group."""
 
     @property
     def term(self) -> int | None:
-        """The term it leads in, None while another does, or nobody. O(1), no I/O."""
+        """The term in which this candidate leads; None while it does not. O(1), no I/O."""
 
     def record(self, key: str, value: str) -> bool:
-        """Write for the model and group, if it leads at the moment of writing. Does I/O."""
+        """Store a value for the model and group if this candidate leads at the moment of writing.
+
+        Returns True if the value was written. Does I/O.
+        """
 
     def resign(self) -> None:
-        """Stand no longer. Does I/O."""
+        """Withdraw from the election, and give up leadership if it was won. Does I/O."""
 
 
 class Directory(Protocol):
-    """Thread-safe. Calls that do I/O raise ClusterError where the directory cannot be reached."""
+    """Members, leaders and their records. Thread-safe.
+
+    Calls that do I/O raise ClusterError if the directory cannot be reached.
+    """
 
     def join(self, member: Member) -> Membership:
-        """Enter a member, and keep it entered."""
+        """Register a member, and keep it registered until it leaves or the directory closes."""
 
     def members(
         self, kind: str | None = None, *, model: str | None = None, group: str | None = None
     ) -> Sequence[Member]:
-        """Who is there now, by name. Does I/O."""
+        """Return the registered members that match, sorted by kind and name. Does I/O."""
 
     def campaign(self, model: str, group: str, name: str) -> Candidacy:
-        """Stand for leadership of a model in a group until `Candidacy.resign`."""
+        """Be a candidate for the leadership of a model and group until `Candidacy.resign`."""
 
     def leader(self, model: str, group: str) -> Leadership | None:
-        """Who leads now. Does I/O."""
+        """Return the current leader; None if there is none. Does I/O."""
 
     def record(self, model: str, group: str, key: str) -> str | None:
-        """What a leader has written last. Does I/O."""
+        """Return the value that a leader stored last under ``key``, or None. Does I/O."""
 
     def close(self) -> None:
-        """Take out everything that was entered here."""
+        """Remove every entry and candidacy made through this object."""
 
 
-def chosen(
+def select_members(
     members: Sequence[Member], kind: str | None, model: str | None, group: str | None
 ) -> list[Member]:
-    """Those that are asked for, by kind and name."""
+    """Return the members that match every given criterion, sorted by kind and name.
+
+    None matches any value.
+    """
     wanted = (kind, model, group)
     return sorted(
         (

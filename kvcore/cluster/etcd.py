@@ -1,12 +1,13 @@
-"""The directory in etcd, through its JSON gateway (etcd3gw): one lease a process.
+"""A directory in etcd, through its JSON gateway (etcd3gw), with one lease per process.
 
     PREFIX/members/KIND/NAME         a member, under the lease
     PREFIX/elections/MODEL/GROUP     the leader, under its lease; the term is the revision at which
-                                     this key was made, and etcd's revisions only grow
-    PREFIX/records/MODEL/GROUP/KEY   what leaders wrote, each write only while that key is theirs
+                                     this key was created, and etcd's revisions only grow
+    PREFIX/records/MODEL/GROUP/KEY   values of leaders; a write succeeds only while its writer holds
+                                     the election key
 
-A thread renews the lease every third of its time, stands for election where nobody leads, and
-enters everything anew under another lease when one was lost.
+A thread renews the lease three times per TTL and claims the leadership where it is vacant. If the
+lease is lost, the thread takes a new one and registers every entry again under it.
 """
 
 from __future__ import annotations
@@ -24,41 +25,43 @@ from etcd3gw.client import Etcd3Client
 from etcd3gw.exceptions import Etcd3Exception
 from etcd3gw.lease import Lease
 
-from kvcore.cluster.base import Leadership, Member, check_name, chosen
+from kvcore.cluster.base import Leadership, Member, check_name, select_members
 from kvcore.errors import ClusterError, ConfigError, FormatError
 
 __all__ = ["EtcdDirectory"]
 
 _log = logging.getLogger("kvcore.cluster")
 
-_PARTS = 3
-"""Renewals in the time of a lease."""
+_RENEWALS = 3
+"""Renewals per TTL."""
 
-_PAUSE = 0.1
-"""Share of the time between renewals in which others may have the lock, however late one is."""
+_FREE_SHARE = 0.1
+"""Share of the renewal interval during which the lock stays free, however late a renewal is."""
 
 _MARGIN = 0.1
-"""Share of a lease's time that its holder gives up: clocks do not run alike."""
+"""Share of the TTL that the holder does not rely on, because clocks run at different rates."""
 
 _FAILURES = (
     Etcd3Exception,
     requests.RequestException,
-    *(ValueError, TypeError, LookupError, AttributeError),  # an answer that is not etcd's
+    *(ValueError, TypeError, LookupError, AttributeError),  # the answer does not come from etcd
 )
 
 T = TypeVar("T")
 
 
-class _Held(NamedTuple):
-    """A lease, and until when it is sure."""
+class _HeldLease(NamedTuple):
+    """A lease, and the time until which it is certainly valid."""
 
     lease: int
     until: float
 
 
-class _Found(NamedTuple):
-    """What is at a key (as etcd's gateway writes it), at which revision that was made, and at
-    which it was last changed."""
+class _StoredValue(NamedTuple):
+    """The value at a key, and the revisions at which the key was created and last changed.
+
+    ``key`` is encoded as etcd's gateway sends it.
+    """
 
     key: str
     value: bytes
@@ -67,7 +70,7 @@ class _Found(NamedTuple):
 
 
 class _Tls(NamedTuple):
-    """Files of the authority, of the client's certificate and of its key."""
+    """Paths of the CA certificate, the client certificate and the client key."""
 
     ca_cert: str | None
     cert: str | None
@@ -75,7 +78,10 @@ class _Tls(NamedTuple):
 
 
 class EtcdDirectory:
-    """``endpoints`` are tried in turn: "http://host:2379". Waits for none when it is made."""
+    """A directory in etcd. The constructor does not wait for a server.
+
+    ``endpoints`` such as "http://host:2379" are tried in turn.
+    """
 
     def __init__(
         self,
@@ -88,20 +94,25 @@ class EtcdDirectory:
         key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``ttl_s`` is after how long a process that is gone is seen to be. Raises ConfigError for
-        an endpoint that is none."""
+        """Start the renewal thread. Raises ConfigError for an invalid endpoint or TTL.
+
+        ``ttl_s`` is the time, in seconds, after which a process that died is considered gone.
+        """
         if ttl_s < 1 or not endpoints:
-            raise ConfigError(f"given ttl_s={ttl_s} and {list(endpoints)}; supported are 1 or more")
+            raise ConfigError(
+                f"given ttl_s={ttl_s} and the endpoints {list(endpoints)}; supported are a TTL of "
+                "at least 1 s and at least one endpoint"
+            )
         tls = _Tls(ca_cert, cert, key)
-        self._clients = [_client(endpoint, ttl_s / _PARTS, tls) for endpoint in endpoints]
+        self._clients = [_client(endpoint, ttl_s / _RENEWALS, tls) for endpoint in endpoints]
         self._prefix = prefix.rstrip("/")
         self._ttl = ttl_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._held: _Held | None = None
+        self._held: _HeldLease | None = None
         self._entries: list[_Entry] = []
         self._candidacies: list[_EtcdCandidacy] = []
-        self._strange: dict[str, int] = {}  # entries of which it was said, as they were then
+        self._unreadable: dict[str, int] = {}  # key of a logged entry -> its revision then
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcore-etcd", daemon=True)
         self._thread.start()
@@ -109,26 +120,26 @@ class EtcdDirectory:
     # -- directory --------------------------------------------------------------------------
 
     def join(self, member: Member) -> _Entry:
-        """Enters it now, or as soon as etcd is there: see `Membership.held`."""
+        """Register a member now or, if etcd is down, later: `Membership.held` tells."""
         entry = _Entry(self, member)
         with self._lock:
             self._entries.append(entry)
-            self._attempt(lambda: self._enter(entry))
+            self._attempt(lambda: self._register(entry))
         return entry
 
     def members(
         self, kind: str | None = None, *, model: str | None = None, group: str | None = None
     ) -> Sequence[Member]:
-        found, strange = [], {}
+        found, unreadable = [], {}
         for entry in self._range(self._key("members", ""), below=True):
             try:
                 found.append(Member.from_json(entry.value))
-            except FormatError as error:  # noqa: PERF203  of another version
-                strange[entry.key] = entry.changed
-                if self._strange.get(entry.key) != entry.changed:
-                    _log.warning("an entry in etcd is passed over: %s", error)
-        self._strange = strange
-        return chosen(found, kind, model, group)
+            except FormatError as error:  # noqa: PERF203  written by another version
+                unreadable[entry.key] = entry.changed
+                if self._unreadable.get(entry.key) != entry.changed:
+                    _log.warning("an entry in etcd is ignored: %s", error)
+        self._unreadable = unreadable
+        return select_members(found, kind, model, group)
 
     def campaign(self, model: str, group: str, name: str) -> _EtcdCandidacy:
         for text in (model, group, name):
@@ -136,7 +147,7 @@ class EtcdDirectory:
         candidacy = _EtcdCandidacy(self, model, group, name)
         with self._lock:
             self._candidacies.append(candidacy)
-            self._attempt(lambda: self._stand(candidacy))
+            self._attempt(lambda: self._claim(candidacy))
         return candidacy
 
     def leader(self, model: str, group: str) -> Leadership | None:
@@ -159,72 +170,83 @@ class EtcdDirectory:
 
     # -- lease ------------------------------------------------------------------------------
 
-    def sure(self, lease: int) -> bool:
-        """Whether this lease is held for certain. O(1)."""
+    def holds(self, lease: int) -> bool:
+        """Return True if this lease is certainly valid. O(1)."""
         held = self._held
         return held is not None and held.lease == lease and self._clock() < held.until
 
     def _run(self) -> None:
-        """Renew every third of a lease, counted from when a renewal began: after one that etcd did
-        not answer there is time for another."""
-        every, wait = self._ttl / _PARTS, self._ttl / _PARTS
+        """Renew the lease three times per TTL.
+
+        The interval counts from the start of a renewal. If etcd does not answer one, there is time
+        for another before the lease expires.
+        """
+        every, wait = self._ttl / _RENEWALS, self._ttl / _RENEWALS
         while not self._stop.wait(wait):
             began = self._clock()
             with self._lock:
                 if not self._stop.is_set():
                     self._attempt(self._renew)
             took = self._clock() - began
-            wait = max(every - took, every * _PAUSE)
+            wait = max(every - took, every * _FREE_SHARE)
 
     def _renew(self) -> None:
-        """Keep the lease, or begin anew with another; then stand where nobody leads."""
+        """Renew the lease, or replace it if it is lost.
+
+        Then register the entries that the lease lacks, and claim vacant leaderships.
+        """
         held = self._held
         if held is not None and not self._refreshed(held):
-            self._revoke(held.lease)  # what it promised goes at once, if it is still there
+            self._revoke(held.lease)  # its entries, if any are left, go at once
             self._lose(held)
         self._need_lease()
         for entry in self._entries:
             if not entry.held:
-                self._enter(entry)
+                self._register(entry)
         for candidacy in self._candidacies:
-            self._stand(candidacy)
+            self._claim(candidacy)
 
-    def _refreshed(self, held: _Held) -> bool:
-        """Whether it goes on. Not when that is heard after its end: whoever has looked meanwhile
-        was told that it is lost, and its terms are over."""
+    def _refreshed(self, held: _HeldLease) -> bool:
+        """Renew the lease, and return True if it is still held.
+
+        An answer that comes after the lease has ended counts as lost: callers may have seen in
+        the meantime that the lease is not held, so its terms are over.
+        """
         began = self._clock()
         if began >= held.until:
             return False
         left = self._call(lambda client: Lease(held.lease, client).refresh())
         if left <= 0 or self._clock() >= held.until:
             return False
-        self._held = _Held(held.lease, self._until(began))
+        self._held = _HeldLease(held.lease, self._until(began))
         return True
 
-    def _lose(self, held: _Held) -> None:
-        _log.warning("the lease %x is lost; what was entered is entered anew", held.lease)
+    def _lose(self, held: _HeldLease) -> None:
+        _log.warning(
+            "the lease %x is lost; its entries are registered again under a new one", held.lease
+        )
         self._held = None
 
     def _need_lease(self) -> int:
         if self._held is None:
             began = self._clock()
             lease = self._call(lambda client: client.lease(self._ttl))
-            self._held = _Held(lease.id, self._until(began))
+            self._held = _HeldLease(lease.id, self._until(began))
         return self._held.lease
 
     def _until(self, began: float) -> float:
-        """A lease runs from when etcd takes the request: later than ``began``."""
+        """Return the end of a lease requested at ``began``; etcd's own count starts later."""
         return began + self._ttl * (1 - _MARGIN)
 
     def _revoke(self, lease: int) -> None:
         try:
             self._call(lambda client: Lease(lease, client).revoke())
         except ClusterError as error:
-            _log.debug("lease %x is not revoked: %s", lease, error)
+            _log.debug("lease %x could not be revoked: %s", lease, error)
 
     # -- entries and elections --------------------------------------------------------------
 
-    def _enter(self, entry: _Entry) -> None:
+    def _register(self, entry: _Entry) -> None:
         lease = self._need_lease()
         member = entry.member
         key = self._key("members", member.kind, member.name)
@@ -238,8 +260,11 @@ class EtcdDirectory:
             key = self._key("members", entry.member.kind, entry.member.name)
             self._call(lambda client: client.delete(key))
 
-    def _stand(self, candidacy: _EtcdCandidacy) -> None:
-        """Make the election's key if there is none; it is made, or found, by one candidate."""
+    def _claim(self, candidacy: _EtcdCandidacy) -> None:
+        """Create the election key if it does not exist, in one atomic transaction.
+
+        Afterwards the candidate knows whether it leads, and in which term.
+        """
         lease = self._need_lease()
         key = self._key("elections", candidacy.model, candidacy.group)
         put = {"key": _b64(key), "value": _b64(candidacy.name), "lease": lease}
@@ -273,17 +298,19 @@ class EtcdDirectory:
     def _key(self, *parts: str) -> str:
         return "/".join((self._prefix, *parts))
 
-    def _range(self, key: str, *, below: bool = False) -> list[_Found]:
-        """What is at a key, or at all ``below`` it. A value may be empty: the gateway then says
-        nothing of it, which its client takes for a fault of etcd."""
+    def _range(self, key: str, *, below: bool = False) -> list[_StoredValue]:
+        """Return what is stored at a key, or at all keys that start with it if ``below``.
+
+        The gateway omits an empty value, which etcd3gw's own ``get`` mistakes for an etcd error.
+        """
         request = {"key": _b64(key)}
         if below:
             request["range_end"] = _b64(key[:-1] + chr(ord(key[-1]) + 1))
 
-        def ask(client: Etcd3Client) -> list[_Found]:
+        def ask(client: Etcd3Client) -> list[_StoredValue]:
             answer = client.post(client.get_url("/kv/range"), json=request)
             return [
-                _Found(
+                _StoredValue(
                     kv["key"],
                     base64.b64decode(kv.get("value", "")),
                     int(kv["create_revision"]),
@@ -306,34 +333,36 @@ class EtcdDirectory:
         return self._call(lambda client: read(client.transaction(request)))
 
     def _attempt(self, work: Callable[[], object]) -> None:
-        """What does not work now is tried again at the next renewal."""
+        """Run ``work``; a failure is logged, and the next renewal tries again."""
         try:
             work()
         except ClusterError as error:
             _log.debug("%s", error)
-        except Exception:  # noqa: BLE001 - thread boundary: what is promised hangs on renewals
-            _log.exception("keeping a lease in etcd failed; it is tried again")
+        except Exception:  # noqa: BLE001 - thread boundary: renewals must go on
+            _log.exception("renewing the lease in etcd failed; it is tried again")
 
     def _call(self, ask: Callable[[Etcd3Client], T]) -> T:
-        """The answer of the first endpoint that gives one, the last good one first. What cannot be
-        read is none."""
+        """Return the answer of the first endpoint that gives a readable one.
+
+        The endpoint that answered last is tried first. Raises ClusterError if none answers.
+        """
         failed: Exception | None = None
         for client in list(self._clients):
             try:
                 return ask(client)
-            except _FAILURES as error:  # noqa: PERF203  another endpoint may do
+            except _FAILURES as error:  # noqa: PERF203  another endpoint may answer
                 failed = error
                 with self._lock:
                     self._clients.remove(client)
                     self._clients.append(client)
         places = ", ".join(client.base_url for client in self._clients)
         raise ClusterError(
-            f"etcd at {places} does not do what it is asked: {type(failed).__name__}: {failed}"
+            f"etcd at {places} failed to answer a request: {type(failed).__name__}: {failed}"
         ) from failed
 
 
 class _Entry:
-    """A member under the directory's lease."""
+    """A member registered under the directory's lease."""
 
     def __init__(self, directory: EtcdDirectory, member: Member) -> None:
         self.member = member
@@ -342,14 +371,14 @@ class _Entry:
 
     @property
     def held(self) -> bool:
-        return self.lease is not None and self._directory.sure(self.lease)
+        return self.lease is not None and self._directory.holds(self.lease)
 
     def leave(self) -> None:
         self._directory._withdraw(self)
 
 
 class _EtcdCandidacy:
-    """``won`` is the lease and the term it leads under."""
+    """A candidacy in etcd. ``won`` is the lease and the term in which it leads, or None."""
 
     def __init__(self, directory: EtcdDirectory, model: str, group: str, name: str) -> None:
         self.model = model
@@ -361,7 +390,7 @@ class _EtcdCandidacy:
     @property
     def term(self) -> int | None:
         won = self.won
-        return won[1] if won is not None and self._directory.sure(won[0]) else None
+        return won[1] if won is not None and self._directory.holds(won[0]) else None
 
     def record(self, key: str, value: str) -> bool:
         term = self.term
@@ -381,8 +410,11 @@ def _is_term(election: str, term: int) -> dict[str, Any]:
 
 
 def _term(answer: Any, lease: int, name: str) -> int | None:
-    """The term that a candidate leads in, by what became of its attempt to make the election's
-    key: one that was made by a request whose answer was lost is this candidate's too."""
+    """Return the term in which a candidate leads after its attempt to create the election key.
+
+    None if another candidate leads. A key that an earlier request of this candidate created, and
+    whose answer was lost, counts as its own.
+    """
     if _succeeded(answer):
         return int(answer["header"]["revision"])
     for kv in answer["responses"][0]["response_range"].get("kvs", []):
@@ -396,7 +428,7 @@ def _succeeded(answer: Any) -> bool:
 
 
 def _text(value: bytes) -> str:
-    """Whatever somebody wrote there."""
+    """Decode a value that any client may have written."""
     return value.decode(errors="replace")
 
 

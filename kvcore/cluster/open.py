@@ -1,4 +1,4 @@
-"""The directory that `[cluster]` asks for."""
+"""Opens the directory that `[cluster]` describes, and registers this process in it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvcore.config import Config
 from kvcore.config.schema_cluster import ClusterConfig
 from kvcore.errors import ConfigError
 
-__all__ = ["directory_of", "enter", "open_directory"]
+__all__ = ["directory_of", "open_directory", "register"]
 
 
 def open_directory(config: Config) -> Directory | None:
-    """None where neither etcd nor members are set. Waits for no server.
+    """Return the configured directory; None if neither etcd nor members are set.
 
-    Raises ConfigError where both are set, where names do not fit, or where etcd's client is not
-    installed.
+    Does not wait for a server. Raises ConfigError if both are set, if a name is not allowed, or if
+    the etcd client is not installed.
     """
     return directory_of(config.cluster)
 
 
 def directory_of(cluster: ClusterConfig) -> Directory | None:
-    """As `open_directory`."""
+    """Do what `open_directory` does, for the ``[cluster]`` section alone."""
     if cluster.etcd and cluster.members:
         raise ConfigError("cluster.etcd and cluster.members are both set: choose one")
     if cluster.members:
@@ -50,14 +50,16 @@ def directory_of(cluster: ClusterConfig) -> Directory | None:
     )
 
 
-def enter(
+def register(
     config: Config, kind: str, details: Mapping[str, str], data_parallel_rank: int | None = None
 ) -> Directory | None:
-    """A directory in which this process is as a ``kind``, "leader" or "server", or will be once
-    etcd is there; close it to take it out. None where none is set.
+    """Register this process in the configured directory as a ``kind``: "leader" or "server".
 
-    ``details`` are what others need to know of it; ``*`` in an address becomes this host's name.
-    Raises ConfigError where it is not listed.
+    Returns the directory; closing it removes the entry. None if no directory is configured. If
+    etcd cannot be reached, the process is registered as soon as it can be.
+
+    ``details`` are what other processes need to know; ``*`` as the host of an address is replaced
+    by this host's name. Raises ConfigError if a static list lacks this process.
     """
     directory = open_directory(config)
     if directory is None:
@@ -66,16 +68,16 @@ def enter(
     name = config.cluster.name or f"{host}-{os.getpid()}"
     if data_parallel_rank is not None:
         name = f"{name}-dp{data_parallel_rank}"
-    if kind == "server":  # it has a member for each of its models
+    if kind == "server":  # a server registers one member for each of its models
         name = f"{name}-{details['fingerprint'][:8]}"
-    told = {key: value.replace("//*", f"//{host}") for key, value in details.items()}
+    resolved = {key: value.replace("//*", f"//{host}") for key, value in details.items()}
     member = Member(
         kind,
         name,
-        told.get("events", ""),
+        resolved.get("events", ""),
         config.cluster.model,
         config.cluster.group,
-        told,
+        resolved,
     )
     try:
         directory.join(member)

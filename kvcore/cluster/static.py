@@ -1,14 +1,14 @@
-"""A directory that is a list: who is in the settings is there, always.
+"""A directory that is a fixed list: the members in the settings are always registered.
 
-The leader of a model in a group is the first by name of those listed as its leaders. Nobody
-notices when a process of the list dies: that needs leases, and so etcd.
+The leader of a model and group is the first, by name, of the members listed as its leaders. The
+death of a listed process is not detected: that needs leases, and therefore etcd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.cluster.base import Leadership, Member, check_name, chosen
+from kvcore.cluster.base import Leadership, Member, check_name, select_members
 from kvcore.errors import ConfigError
 
 __all__ = ["StaticDirectory"]
@@ -17,17 +17,17 @@ TERM = 1
 
 
 class StaticDirectory:
-    """What a leader records is known in this process alone."""
+    """A fixed list of members. What a leader records is visible in this process only."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """Raises ConfigError where two members of a kind have one name."""
+        """Raise ConfigError if two members of one kind have the same name."""
         self._members = {(member.kind, member.name): member for member in members}
         if len(self._members) != len(members):
-            raise ConfigError("two members of a kind have one name: give each its own")
+            raise ConfigError("two members of a kind have one name: give each a name of its own")
         self._records: dict[tuple[str, str, str], str] = {}
 
     def join(self, member: Member) -> _Listed:
-        """Raises ConfigError for a member that is not in the list as it is."""
+        """Return the entry of a listed member. Raises ConfigError if the list lacks it."""
         listed = self._members.get((member.kind, member.name))
         if listed is None or (listed.model, listed.group) != (member.model, member.group):
             raise ConfigError(
@@ -39,7 +39,7 @@ class StaticDirectory:
     def members(
         self, kind: str | None = None, *, model: str | None = None, group: str | None = None
     ) -> Sequence[Member]:
-        return chosen(list(self._members.values()), kind, model, group)
+        return select_members(list(self._members.values()), kind, model, group)
 
     def campaign(self, model: str, group: str, name: str) -> _Fixed:
         for text in (model, group, name):
@@ -58,16 +58,16 @@ class StaticDirectory:
 
 
 class _Listed:
-    """An entry of the list."""
+    """The entry of a listed member."""
 
     held = True
 
     def leave(self) -> None:
-        """The list stays as it is."""
+        """Do nothing: the list is fixed."""
 
 
 class _Fixed:
-    """The outcome is in the list."""
+    """A candidacy whose outcome the list decides."""
 
     def __init__(self, directory: StaticDirectory, model: str, group: str, name: str) -> None:
         self._directory = directory

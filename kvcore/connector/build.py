@@ -28,7 +28,7 @@ from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Selector
 from kvcore.index import Event
 from kvcore.manager import Transport
-from kvcore.manager.load_advisor import Planning
+from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
@@ -94,7 +94,7 @@ def scheduler_parts(
     transport: Transport,
     recorder: RequestRecorder,
     fusion: F | None = None,
-    planning: Planning | None = None,
+    planning: LoadAdvisor | None = None,
 ) -> SchedulerParts[F]:
     """Put together what an engine's `SchedulerCore` works with; it releases ``parts`` as it
     closes."""
@@ -165,10 +165,10 @@ def build_planner(
     *,
     min_load_tokens: int,
     layerwise: bool,
-) -> Planning | None:
+) -> LoadAdvisor | None:
     """Have ``recorder`` estimate by ``rates``. Return what plans by them, None if planning is
     off."""
-    planning = Planning(
+    planning = LoadAdvisor(
         config,
         model,
         parts.manager,

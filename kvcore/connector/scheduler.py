@@ -13,7 +13,7 @@ promised, and which pages and hooks the engine has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from kvcore.connector.page_table import PageTables, PageUsers, Paging, Place, of
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.manager import HOST, Hit, Manager, Transport
 from kvcore.manager.base import Lane
-from kvcore.manager.load_advisor import Planning
+from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
 from kvcore.model.spec import ModelDescription
@@ -80,7 +80,7 @@ class SchedulerParts(Generic[F]):
     metrics: Metrics
     recorder: RequestRecorder
     fusion: F | None = None
-    planning: Planning | None = None
+    planning: LoadAdvisor | None = None
     releases: Sequence[Callable[[], None]] = ()
 
 
@@ -139,10 +139,11 @@ class SchedulerCore(Generic[F]):
                 found[source.tier] = stop - first
         return found
 
-    def _by_first_tier(self, blocks: Mapping[str, int], tokens: int) -> dict[str, int]:
+    def _by_first_tier(self, blocks: dict[str, int], tokens: int) -> dict[str, int]:
         """Return ``tokens`` that are loaded from host memory by the tier that held them when the
         request first asked; ``blocks`` are those of each tier then, the fastest tier first."""
-        found, left = {}, tokens
+        found: dict[str, int] = {}
+        left = tokens
         for tier, count in reversed(blocks.items()):
             if tier != HOST and (came := min(left, count * self._block)):
                 found[tier] = came

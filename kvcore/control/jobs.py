@@ -95,7 +95,7 @@ class Jobs:
         if job is None:
             return
         for _ in range(CHAINS_A_STEP):
-            if not job.todo or job.open >= GRAPHS or self._manager.room.full:
+            if not job.todo or job.open >= GRAPHS or self._manager.flights.full:
                 break
             self._start_prompt(job, job.todo.popleft())
         if not job.todo and not job.open:
@@ -121,7 +121,7 @@ class Jobs:
                 f"a move from {source} to {command.to}; supported are moves to and from {HOST}: "
                 "make two of it"
             )
-        if source in self._manager.lookups:
+        if source in self._manager.tiers.lookups:
             raise UnsupportedError(
                 f"a move out of {source}, which other hosts read; prefetch it, or clear it"
             )
@@ -149,9 +149,9 @@ class Jobs:
         self, job: Job, path: list[bytes], namespace: bytes, ended: Callable[[], object]
     ) -> bool:
         if job.to != HOST:
-            return self._manager.saves.write(job.to, path, namespace, on_end=ended)
+            return self._manager.offloader.write(job.to, path, namespace, on_end=ended)
         hit = self._manager.get_match(path, namespace)
-        return self._manager.loads.fetch(hit, deadline_s=self._deadline_s, on_end=ended)
+        return self._manager.loader.prefetch(hit, deadline_s=self._deadline_s, on_end=ended)
 
     def _settle(self, job: Job, path: list[bytes], before: int) -> None:
         """Count what arrived; a move then discards it from the tier it came from."""
@@ -161,7 +161,7 @@ class Jobs:
         if isinstance(job.command, MoveBlocks) and job.source is not None:
             held = self._depth(job.source, path)
             # A prompt that arrived in part stays whole: the missing blocks need those before them.
-            job.kept += held - self._manager.removals.discard(job.source, path[:there])
+            job.kept += held - self._manager.invalidation.discard(job.source, path[:there])
 
     def _depth(self, tier: str, path: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt a tier holds and publishes."""

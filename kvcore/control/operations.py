@@ -144,12 +144,12 @@ class Control:
 
     def _clear_some(self, selection: Selection, tier: str) -> int:
         if selection.chains is None:
-            return self._manager.removals.drop(tier, self._every_block(selection, tier))
+            return self._manager.invalidation.drop(tier, self._every_block(selection, tier))
         ends = self._selections.ends(selection, tier)[0]
-        blocks = self._manager.removals.drop(tier, ends)
+        blocks = self._manager.invalidation.drop(tier, ends)
         self._pins.release_dropped()
         return blocks + sum(
-            self._manager.removals.discard(tier, chain) for chain in selection.chains
+            self._manager.invalidation.discard(tier, chain) for chain in selection.chains
         )
 
     def _every_block(self, selection: Selection, tier: str) -> list[bytes]:
@@ -171,7 +171,7 @@ class Control:
             self.tenants.add(command.tenant, command.salt)
         spaces = [space.digest for space in self.tenants.spaces(command.tenant)]
         limit = self.tenants.limit(blocks)
-        evicted = self._manager.removals.set_quota(command.tier, command.tenant, spaces, limit)
+        evicted = self._manager.invalidation.set_quota(command.tier, command.tenant, spaces, limit)
         return {"evicted": evicted, **self._queries.quotas()}
 
     # -- jobs -----------------------------------------------------------------------------------

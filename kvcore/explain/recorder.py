@@ -21,8 +21,8 @@ from kvcore.explain.file import RecordFile
 from kvcore.explain.otel import Spans
 from kvcore.explain.request_log import Cause, RequestLog
 from kvcore.manager import Event, Hit, Manager
-from kvcore.manager.load_advisor import Planning, guessed_rates, learn_loads
-from kvcore.manager.load_policy import Action, Ask, Plan
+from kvcore.manager.load_advisor import LoadAdvisor, guessed_rates, learn_loads
+from kvcore.manager.load_policy import Action, Plan, PlanRequest
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
@@ -49,10 +49,10 @@ class _Savings:
     kept, because an engine may not report the end of every request.
     """
 
-    def __init__(self, weigher: Planning, metrics: Metrics) -> None:
+    def __init__(self, weigher: LoadAdvisor, metrics: Metrics) -> None:
         self._weigher = weigher
         self._metrics = metrics
-        self._asks: OrderedDict[str, Ask] = OrderedDict()
+        self._asks: OrderedDict[str, PlanRequest] = OrderedDict()
         self._loaded: dict[str, int] = {}
 
     def looked_up(self, request_id: str, tokens: int, computed: int, hit: Hit) -> None:
@@ -78,7 +78,7 @@ class _Savings:
         if ask is not None and loaded is not None:
             self.count(ask, loaded)
 
-    def count(self, ask: Ask, loaded: int) -> None:
+    def count(self, ask: PlanRequest, loaded: int) -> None:
         """Count a load of ``loaded`` tokens, unless one of its rates is only a guess."""
         expected = self._weigher.expected(ask, ask.computed + loaded)
         if expected is not None:
@@ -106,7 +106,7 @@ class RequestRecorder:
         self._file = file
         self._spans = spans
         self._metrics: Metrics | None = None
-        self._weigher: Planning | None = None
+        self._weigher: LoadAdvisor | None = None
         self._savings: _Savings | None = None
         self._paths: Mapping[str, str] = {}
 
@@ -145,7 +145,7 @@ class RequestRecorder:
         """True if `looked_up` does anything: there are records, or what loads save is counted."""
         return self.journal is not None or self._savings is not None
 
-    def weigh_with(self, weigher: Planning, paths: Mapping[str, str] | None = None) -> None:
+    def weigh_with(self, weigher: LoadAdvisor, paths: Mapping[str, str] | None = None) -> None:
         """Estimate with ``weigher`` what each request would have taken otherwise, and count what
         loads saved.
 
@@ -172,7 +172,7 @@ class RequestRecorder:
         records and nothing could be counted.
         """
         if self.records or (times_forwards and config.metrics.enabled):
-            weigher = Planning(
+            weigher = LoadAdvisor(
                 config,
                 model,
                 manager,

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from kvcore.manager import Event, Hit
-from kvcore.manager.load_policy import Ask, Otherwise, Plan
+from kvcore.manager.load_policy import Otherwise, Plan, PlanRequest
 from kvcore.model.keys import Namespace
 
 __all__ = ["Cause", "Miss", "RequestLog", "RequestRecord"]
@@ -72,7 +72,7 @@ class RequestRecord:
     matched: list[tuple[str, int, int]] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     plan: Plan | None = None
-    ask: Ask | None = None
+    ask: PlanRequest | None = None
     otherwise: Otherwise | None = None
     loaded: dict[str, int] = field(default_factory=dict)
     failures: int = 0

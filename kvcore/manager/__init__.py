@@ -13,7 +13,8 @@ __all__ = [
     "KVManager",
     "Manager",
     "Readiness",
-    "Spell",
+    "TokenPublisher",
+    "TransferOptions",
     "Transport",
     "WritePolicy",
 ]
@@ -25,8 +26,9 @@ from kvcore.manager.base import (
     Hit,
     Manager,
     Readiness,
+    TransferOptions,
     Transport,
     WritePolicy,
 )
 from kvcore.manager.manager import KVManager
-from kvcore.manager.offloader import Spell
+from kvcore.manager.offloader import TokenPublisher

@@ -1,6 +1,6 @@
-"""What a leader asks of a manager, and the values that the two exchange.
+"""The interface between a leader and its manager, and the values that the two exchange.
 
-The manager is in the leader's process, or behind a server: the leader does not care which.
+The manager runs in the leader's process or behind a server. A leader treats both alike.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "Readiness",
     "Room",
     "Source",
+    "TransferOptions",
     "Transport",
     "WritePolicy",
 ]
@@ -42,18 +43,23 @@ HOST = "host"
 
 
 class Readiness(Enum):
-    """Whether there are slots for a load."""
+    """When there are slots for a load."""
 
     READY = "ready"
+    """There are slots now."""
     LATER = "later"
-    """When loads in flight have ended."""
+    """There are slots when loads in flight have ended."""
     NEVER = "never"
-    """Or too late: what has the slots hangs."""
+    """There are no slots, or their owners hang and free them too late."""
 
 
 class Room(NamedTuple):
-    """What there is for the next load: whether too many graphs are in flight, free host slots,
-    whether there are staging slots here or lent to others, and whether any graph gets on."""
+    """The room for the next load.
+
+    ``full`` tells that too many graphs are in flight. ``free`` counts free host slots. ``staging``
+    tells that staging slots are free, ``lent`` that loads in flight will give some back.
+    ``moving`` tells that some graph in flight makes progress.
+    """
 
     full: bool
     free: int
@@ -62,7 +68,7 @@ class Room(NamedTuple):
     moving: bool = True
 
     def admits(self, below: int) -> Readiness:
-        """Whether a load with ``below`` blocks from beneath the host tier can be launched."""
+        """Return when a load can be launched that reads ``below`` blocks from lower tiers."""
         if self.full:
             return Readiness.LATER if self.moving else Readiness.NEVER
         if not below or self.staging or self.free >= below:
@@ -74,21 +80,30 @@ class WritePolicy(str, Enum):
     """When a host block is written to a backing tier."""
 
     WRITE_THROUGH = "write_through"
-    """At once, behind the save."""
+    """At once, after the save."""
     SELECTIVE = "selective"
     """When the admission filter takes it: on its n-th use."""
     WRITE_BACK = "write_back"
-    """When the host tier runs short, before the block is evicted from it."""
+    """When the host tier runs short of room, before the block is evicted from it."""
 
 
 @dataclass(frozen=True)
 class Backing:
-    """A tier below the host arena, nearest first in the manager's list. One with a ``finder`` is a
-    store that other hosts write to: it is asked what it holds, and the index only believes it.
-    ``node`` is where other engines find what this one has written to it, and ``void`` writes down
-    that it was cleared (`kvcore.plugins.PreparedTier`). With ``to_device`` its loads go past host
-    memory (DISK2D) while the staging on the device has room; what is to be kept in host memory
-    takes ``read_path``."""
+    """How a manager reads and writes a tier below the host arena.
+
+    Args:
+        name: the tier's name in the index.
+        read_path, write_path: the transfer paths from and to host memory.
+        write: when a host block is written to the tier.
+        admission: which blocks a SELECTIVE tier takes.
+        finder: asks a store that other hosts write to what it holds. The index only believes the
+            answer: a block can be gone when it is read.
+        node: the address at which other engines find what this one has written to the tier.
+        record_clear: writes down that a namespace (None: all) was cleared
+            (`kvcore.plugins.PreparedTier`).
+        to_device: loads go past host memory (DISK2D) while the staging on the device has room.
+            Blocks that are to be kept in host memory take ``read_path``.
+    """
 
     name: str
     read_path: Path = Path.DISK2H
@@ -97,13 +112,35 @@ class Backing:
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
     node: str = ""
-    void: Callable[[bytes | None], None] | None = None
+    record_clear: Callable[[bytes | None], None] | None = None
     to_device: bool = False
 
     @property
     def load_path(self) -> Path:
         """The path of reads for a load to the device."""
         return Path.DISK2D if self.to_device else self.read_path
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How a manager plans transfers, and what they may occupy.
+
+    Args:
+        staging_slots: slots of the host arena outside the index, for loads whose blocks cannot be
+            kept in the host tier.
+        device_slots: blocks in every worker's staging on the device, for loads past host memory.
+        batch_blocks: the most blocks of one operation of a backing tier.
+        max_in_flight: the most graphs in flight.
+        write_through_in_save: if True, the graph of a save also writes to the first write-through
+            tier. If False, the save ends in host memory, and separate graphs write to the tiers
+            below: for workers that have no such tiers.
+    """
+
+    staging_slots: Sequence[int] = ()
+    device_slots: int = 0
+    batch_blocks: int = 16
+    max_in_flight: int = 256
+    write_through_in_save: bool = True
 
 
 class Source(NamedTuple):
@@ -116,7 +153,10 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """What is held of a chain: ``sources`` are adjacent, host first, and cover [0, depth)."""
+    """The leading blocks of a chain that the tiers hold together.
+
+    ``sources`` are adjacent, host first, and cover blocks [0, depth).
+    """
 
     keys: Sequence[bytes]
     namespace: bytes
@@ -124,16 +164,16 @@ class Hit:
 
     @property
     def depth(self) -> int:
-        """Blocks held, from the start of the chain."""
+        """The number of leading blocks that are held."""
         return self.sources[-1].stop if self.sources else 0
 
     @property
     def in_host(self) -> int:
-        """Leading blocks that lie in host memory."""
+        """The number of leading blocks that are in host memory."""
         return next((source.stop for source in self.sources if source.tier == HOST), 0)
 
     def blocks_by_tier(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
-        """How many of the blocks [start, stop) each tier answers."""
+        """Count the blocks of [start, stop) by tier; ``stop`` defaults to the depth."""
         end = self.depth if stop is None else stop
         counts = {s.tier: min(s.stop, end) - max(s.start, start) for s in self.sources}
         return {tier: count for tier, count in counts.items() if count > 0}
@@ -141,9 +181,11 @@ class Hit:
 
 @dataclass(frozen=True)
 class PreparedLoad:
-    """A load out of host memory that was promised, and whose places are not known yet. Its blocks
-    stay there until it is launched or dropped: by a ``pin`` of the leader's own index, or by the
-    ``graph`` that a server planned."""
+    """A load from host memory that was promised before its places on the device are known.
+
+    Its blocks stay in host memory until it is launched or dropped. They are kept by a ``pin`` in
+    the leader's own index, or by the ``graph`` that a server has planned.
+    """
 
     hit: Hit
     start: int
@@ -154,28 +196,35 @@ class PreparedLoad:
 
 
 Lane = Callable[[TransferGraph], object]
-"""Takes a graph that was launched, in place of its transport's own queue: an adapter decides at the
-launch which part of its next message carries the graph."""
+"""A queue that takes a launched graph instead of the transport's own.
+
+With it, an adapter decides at the launch which part of its next message carries the graph.
+"""
 
 
 class Transport(Protocol):
-    """Carries graphs to every worker of the engine and their reports back."""
+    """Carries graphs to every worker of the engine, and their reports back."""
 
     def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
         """Send a graph to every worker, or hand it to ``lane``, whose owner then sends it."""
 
-    def cancel(self, graph_id: int) -> None: ...
+    def cancel(self, graph_id: int) -> None:
+        """Ask every worker to drop what it has not started of a graph."""
 
     def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        """Make slots of a backing tier unreadable, before any graph submitted later runs."""
+        """Make slots of a backing tier unreadable before any later graph runs."""
 
-    def wait_report(self, timeout: float) -> bool: ...
+    def wait_report(self, timeout: float) -> bool:
+        """Block until a report has come, at most ``timeout`` seconds; return False if none has."""
+        ...
 
-    def poll(self) -> Sequence[OpReport]: ...
+    def poll(self) -> Sequence[OpReport]:
+        """Return the reports of ops that have ended on all workers since the last call."""
+        ...
 
 
 class IndexView(Protocol):
-    """What an adapter may ask of the index. `kvcore.index.BlockIndex` says what each means."""
+    """The part of the index that adapters use; `kvcore.index.BlockIndex` documents it."""
 
     @property
     def tiers(self) -> tuple[str, ...]: ...
@@ -198,30 +247,44 @@ class IndexView(Protocol):
 
 
 class Manager(ABC):
-    """What a leader asks: answered in its own process by `kvcore.manager.KVManager`, whose methods
-    say what each means, or by a server (`kvcore.server.client.RemoteManager`).
+    """The control plane of one model, as a leader uses it.
 
-    One thread owns it. No call does I/O but `wait` and `wait_stores`; with a server every call is
-    bounded by its deadline.
+    `kvcore.manager.KVManager` implements it in the leader's process, and
+    `kvcore.server.client.RemoteManager` asks a server. The methods are documented here for both.
+
+    One thread owns a manager. In the leader's process only `wait` and `wait_stores` block, and no
+    call does I/O. With a server, every call may wait for its answer until the call's deadline.
     """
 
     index: IndexView
     transport: Transport
     segments: SegmentBook | None = None
-    """The server's tokens of stored blocks; None where the leader is to have its own."""
+    """The server's tokens of stored blocks; None if the leader is to keep its own."""
 
     @property
     @abstractmethod
-    def backings(self) -> tuple[Backing, ...]: ...
+    def backings(self) -> tuple[Backing, ...]:
+        """The tiers below the host arena, nearest first."""
 
     @property
     def node(self) -> str:
-        """Where other engines find what this one, or its server, writes; "" where all look in one
-        place, and while there is no server."""
+        """The address at which other engines find what this one, or its server, writes.
+
+        Empty if all engines look in one place, or there is no server now.
+        """
         return next((tier.node for tier in self.backings if tier.node), "")
 
+    # -- lookup ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
+        """Return the longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
+
     def expected(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks that a tier holds or is receiving; 0 where a server does not answer."""
+        """Count the leading blocks that a tier holds or is receiving.
+
+        0 if a server does not answer.
+        """
         most = 0
         for tier in (HOST, *(tier.name for tier in self.backings)):
             if most < len(keys):
@@ -229,35 +292,36 @@ class Manager(ABC):
         return most
 
     def coming(self, hit: Hit, stop: int) -> bool:
-        """Whether of the first ``stop`` blocks of ``hit`` some that host memory lacks are on their
-        way there, for whomever. What fails to come, or is given up, is not coming any more."""
+        """Return True if blocks that are missing from host memory are being loaded there.
+
+        Only the first ``stop`` blocks of ``hit`` count, whichever request loads them. Failed and
+        cancelled loads do not count.
+        """
         here = hit.in_host
         return here < stop and self.index.held(HOST, hit.keys[:stop]) > here
 
-    @property
     @abstractmethod
-    def in_flight(self) -> int: ...
+    def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
+        """Return True if a store may hold more of the prompt than ``hit`` and is being asked.
 
-    @property
-    def reads_in_flight(self) -> Mapping[str, tuple[int, int]]:
-        """(operations, blocks) being read, or waiting for it, by the tier they come from, as far
-        as they are known here."""
-        return {}
-
-    @abstractmethod
-    def is_in_flight(self, graph_id: int) -> bool: ...
+        Then look the prompt up again instead of computing it. ``computed`` leading blocks need no
+        tier. An answer is waited for as long as the store's ``lookup_s`` says, and an answer about
+        blocks of a ``promise`` as long as the promise says. Pass a promise with a prompt's first
+        lookup only. The stores are asked in the background.
+        """
 
     @abstractmethod
-    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit: ...
+    def wait_stores(self, timeout: float) -> bool:
+        """Block until a store has answered, at most ``timeout`` seconds.
+
+        Returns False if none has.
+        """
 
     @abstractmethod
-    def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool: ...
+    def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
+        """Return when `launch_load` has slots for blocks [start, stop) of ``hit``."""
 
-    @abstractmethod
-    def wait_stores(self, timeout: float) -> bool: ...
-
-    @abstractmethod
-    def can_load(self, hit: Hit, start: int, stop: int) -> Readiness: ...
+    # -- loads ----------------------------------------------------------------------------------
 
     @abstractmethod
     def launch_load(
@@ -271,20 +335,30 @@ class Manager(ABC):
         deadline_s: float | None = None,
         on_end: Callable[[], object] | None = None,
         lane: Lane | None = None,
-    ) -> TransferGraph: ...
+    ) -> TransferGraph:
+        """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
+
+        ``units`` has a row for each of the blocks. Blocks from a backing tier are kept in the host
+        tier while it has room; otherwise they pass through the staging slots. If their tier is set
+        up for it, they go past host memory instead. ``on_end`` is called when the graph has ended
+        on all workers. ``lane`` takes the graph instead of the transport's own queue.
+
+        Raises CapacityError if there are neither host nor staging slots, and another KVCoreError
+        if ``hit`` is no longer true. Nothing is pinned or reserved then.
+        """
 
     @property
     def certain(self) -> bool:
-        """Whether a load out of host memory, once prepared, can be had by every worker."""
+        """True if every worker can carry out a load from host memory once it is prepared."""
         return True
 
     def prepare_load(
         self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
     ) -> PreparedLoad:
-        """Keep blocks [start, stop) of ``hit`` in host memory until `launch_prepared` or
-        `drop_prepared`, of which one must be called once.
+        """Keep blocks [start, stop) of ``hit`` in host memory for a later load.
 
-        Raises a KVCoreError where they are not there (any more); nothing is kept then.
+        Call either `launch_prepared` or `drop_prepared` exactly once afterwards. Raises a
+        KVCoreError if the blocks are not in host memory (any more); nothing is kept then.
         """
         pin = self.index.pin(HOST, hit.keys[stop - 1])
         return PreparedLoad(hit, start, stop, tuple(layers), pin=pin)
@@ -297,8 +371,11 @@ class Manager(ABC):
         on_end: Callable[[], object] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph:
-        """The load, to the device places in ``units``; raises as `launch_load` does. From then on
-        its flight keeps the blocks; where it raises, nothing does."""
+        """Launch a prepared load to the device places in ``units``.
+
+        From then on the graph in flight keeps the blocks. Raises as `launch_load` does; nothing
+        keeps the blocks then.
+        """
         assert prepared.pin is not None
         try:
             return self.launch_load(
@@ -314,9 +391,11 @@ class Manager(ABC):
             self.index.unpin(prepared.pin)
 
     def drop_prepared(self, prepared: PreparedLoad) -> None:
-        """It will not be launched."""
+        """Release the blocks of a prepared load that will not be launched."""
         assert prepared.pin is not None
         self.index.unpin(prepared.pin)
+
+    # -- saves ----------------------------------------------------------------------------------
 
     @abstractmethod
     def launch_save(
@@ -328,30 +407,52 @@ class Manager(ABC):
         tokens: Sequence[int] | None = None,
         *,
         lane: Lane | None = None,
-    ) -> TransferGraph | None: ...
+    ) -> TransferGraph | None:
+        """Save the blocks of ``keys[:stop]`` that the host tier lacks.
+
+        ``units_of(start, stop)`` returns the device places of blocks [start, stop), or None if the
+        engine no longer has them. It is a callback because only the manager knows which blocks are
+        missing and how many of them find room. ``tokens`` are the tokens of the chain from the
+        first block on, if events may publish them. ``lane`` takes the graph instead of the
+        transport's own queue; graphs that only write to lower tiers are not given to it.
+
+        Returns None if there is nothing to save, or no room.
+        """
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether ``tokens`` of a save are told to anybody."""
+        """True if the ``tokens`` of a save are published."""
         return False
 
+    # -- graphs in flight -----------------------------------------------------------------------
+
+    @property
     @abstractmethod
-    def cancel(self, graph_id: int) -> None: ...
+    def in_flight(self) -> int:
+        """The number of graphs that were launched and have not ended."""
+
+    @property
+    def reads_in_flight(self) -> Mapping[str, tuple[int, int]]:
+        """(operations, blocks) that are read or queued, by the tier that they come from.
+
+        Empty behind a server, which does not report them.
+        """
+        return {}
 
     @abstractmethod
-    def complete(self, report: OpReport) -> None: ...
+    def is_in_flight(self, graph_id: int) -> bool:
+        """Return True if the graph has not ended."""
 
     @abstractmethod
-    def maintain(self) -> None: ...
+    def cancel(self, graph_id: int) -> None:
+        """Ask the workers to drop what has not started; `complete` still sees every op end."""
 
     @abstractmethod
-    def clear(self, namespace: bytes | None = None) -> int: ...
-
-    @abstractmethod
-    def check_integrity(self) -> None: ...
+    def complete(self, report: OpReport) -> None:
+        """Apply the outcome of one op on *all* workers: publish, quarantine, unpin."""
 
     def pump(self) -> None:
-        """Take in every report the transport has. Does not block."""
+        """Apply every report that the transport has. Does not block."""
         for report in self.transport.poll():
             self.complete(report)
 
@@ -366,3 +467,23 @@ class Manager(ABC):
             self.transport.wait_report(min(left, 1.0))
             self.pump()
         return True
+
+    # -- upkeep ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def maintain(self) -> None:
+        """Do periodic work, such as keeping room in the host tier. Call once a step."""
+
+    @abstractmethod
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Remove every block of a namespace, or all blocks, from every tier.
+
+        Blocks in flight are removed too. Returns the number of copies that were removed.
+
+        Backing tiers also invalidate slots that the index does not know of, so nothing comes back
+        with a restart. From a store, the blocks that this leader knew of are removed for everyone.
+        """
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Assert that the books are consistent; for tests."""

@@ -1,9 +1,9 @@
-"""The graphs on their way: what they keep from being handed out, and what becomes of their ops.
+"""The graphs in flight: which blocks and slots they keep, and what becomes of their ops.
 
     launch ──▶ transport ──▶ workers ──report, one an op──▶ complete ──all ops──▶ release
       sources pinned, targets reserved                       published             unpinned
 
-While a graph is in flight its source blocks are pinned and its targets are reserved. A target is
+While a graph is in flight, its source blocks are pinned and its targets are reserved. A target is
 published when the op that fills it is reported, never before.
 """
 
@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, Pin, Reservation
-from kvcore.manager.base import HOST, Lane, Room, Transport
-from kvcore.manager.invalidation import Removals
+from kvcore.manager.base import HOST, Lane, Room, TransferOptions, Transport
+from kvcore.manager.invalidation import Invalidation
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 
@@ -28,16 +28,28 @@ __all__ = ["STALLED_S", "Flight", "Flights"]
 _log = logging.getLogger("kvcore.manager")
 
 STALLED_S = 1.0
-"""Seconds without any op's end after which nothing is waited for that others must end first."""
+"""Seconds without the end of any op after which no load waits for others to end."""
 _GIVEN_UP = frozenset({RowError.CANCELLED, RowError.DEADLINE})
 _EMPTY = TransferGraph(0, 0, b"", b"", (), (), (), (), ())  # type: ignore[arg-type]
 
 
 @dataclass
 class Flight:
-    """A graph on its way, or being planned. ``first_block`` is the chain position of row 0;
-    ``targets`` are by the op that fills them. ``given_up``: cancelled, or past its deadline; what
-    of it is still running may take for ever."""
+    """A graph in flight or being planned, with what it keeps until it ends.
+
+    Args:
+        keys: the chain of its prompt, from the first block.
+        first_block: the position in the chain of row 0.
+        targets: reservations to publish, by the op that fills them.
+        pins: pins on its source blocks.
+        holds: reservations whose slots other ops of the graph read after they are published.
+        staging: staging slots in host memory that it has.
+        staged: places in the staging on the device that it has.
+        waiting: ops that have not been reported.
+        given_up: why it was given up: cancelled, or past its deadline. Ops that still run may
+            never end.
+        on_end: called when it has ended.
+    """
 
     keys: Sequence[bytes]
     first_block: int
@@ -53,42 +65,38 @@ class Flight:
 
 
 class Flights:
-    """The graphs of one manager; its thread only. No call waits.
+    """The graphs in flight of one manager. The manager's thread only; no call blocks.
 
-    ``staging_slots``, ``device_slots``, ``batch_blocks``, ``max_in_flight`` and ``ids`` are as
-    `KVManager` has them.
+    ``ids`` numbers the graphs, by default from 1. It is shared with whoever plans them.
     """
 
     def __init__(
         self,
         index: BlockIndex,
         transport: Transport,
-        removals: Removals,
+        invalidation: Invalidation,
         breakers: TierBreakers,
         metrics: Metrics,
+        options: TransferOptions,
         *,
-        staging_slots: Iterable[int] = (),
-        device_slots: int = 0,
-        batch_blocks: int = 16,
-        max_in_flight: int = 256,
         ids: Iterator[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = index
         self._transport = transport
-        self._removals = removals
+        self._invalidation = invalidation
         self._breakers = breakers
         self._metrics = metrics
-        self.staging = list(staging_slots)
-        """Those that no flight has."""
-        self.device = list(range(device_slots))
-        """Places of the staging on the device that no flight has."""
-        self._share = -(-device_slots // 2)
-        # A read op must not name one staging slot twice.
-        self.batch = min(batch_blocks, len(self.staging) or batch_blocks)
-        """Blocks of one op."""
+        self.staging = list(options.staging_slots)
+        """Staging slots in host memory that are free."""
+        self.device = list(range(options.device_slots))
+        """Places in the staging on the device that are free."""
+        self._share = -(-options.device_slots // 2)
+        # A read op must not name a staging slot twice.
+        self.batch = min(options.batch_blocks, len(self.staging) or options.batch_blocks)
+        """The most blocks of one op."""
         self.ids = itertools.count(1) if ids is None else ids
-        self._max_in_flight = max_in_flight
+        self._max_in_flight = options.max_in_flight
         self._clock = clock
         self._last_end = clock()
         self._flights: dict[int, Flight] = {}
@@ -102,28 +110,31 @@ class Flights:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is to be launched now."""
+        """True if no more graphs may be launched now."""
         return len(self._flights) >= self._max_in_flight
 
     @property
     def room(self) -> Room:
-        """What there is for the next load. A read that hangs keeps its staging slots for as long as
-        it likes: those of a load that was given up are not counted on."""
+        """The room for the next load.
+
+        Staging slots of a load that was given up do not count as lent: a read that hangs may keep
+        them forever.
+        """
         lent = any(flight.staging and flight.given_up is None for flight in self._flights.values())
         moving = self._clock() - self._last_end < STALLED_S
         return Room(self.full, self._index.num_free(HOST), bool(self.staging), lent, moving)
 
     @property
     def reads(self) -> dict[str, tuple[int, int]]:
-        """(operations, blocks) being read, or waiting for it, by the tier they come from."""
+        """(operations, blocks) that are read or queued, by the tier that they come from."""
         return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}
 
-    # -- on their way -----------------------------------------------------------------------
+    # -- staging ----------------------------------------------------------------------------
 
     def stage(self, flight: Flight, rows: int) -> list[int]:
-        """Host slots for rows that cannot be kept: the staging slots, in a ring, until it ends.
+        """Give a flight all free staging slots; return one for each row, reused in a ring.
 
-        Raises CapacityError when another flight has them.
+        For rows that the host tier cannot keep. Raises CapacityError if no staging slot is free.
         """
         if not self.staging:
             raise CapacityError(
@@ -134,28 +145,38 @@ class Flights:
         return [slot for slot, _ in zip(itertools.cycle(flight.staging), range(rows), strict=False)]
 
     def stage_on_device(self, flight: Flight, rows: int) -> list[int]:
-        """Places on the device for rows that go past host memory, in a ring, until it ends; none
-        where there are none. A flight has half of them at most, so that another finds some."""
+        """Give a flight places in the staging on the device; return one for each row, in a ring.
+
+        For rows that go past host memory. A flight gets at most half of all places, so that another
+        flight finds some. Returns an empty list if none is free.
+        """
         count = min(rows, self._share, len(self.device))
         flight.staged, self.device = self.device[:count], self.device[count:]
         return [slot for slot, _ in zip(itertools.cycle(flight.staged), range(rows), strict=False)]
 
     def staged_batch(self, flight: Flight, rows: int) -> int:
-        """Blocks of one op of a flight of ``rows`` that has places on the device: fewer where it
-        uses them again, so that it reads into some while it copies out of others."""
+        """Return the most blocks of one op of a flight of ``rows`` with places on the device.
+
+        If the flight reuses its places, an op takes half of them at most: the flight then reads
+        into some while it copies out of others.
+        """
         places = len(flight.staged)
         return max(1, min(self.batch, places if rows <= places else places // 2))
 
+    # -- from launch to end -----------------------------------------------------------------
+
     def launch(self, flight: Flight, graph: TransferGraph, lane: Lane | None = None) -> None:
-        """Send a graph off, by ``lane`` if there is one. From here on the flight owns its
-        reservations and pins."""
+        """Send a graph to the workers, or to ``lane`` if it is given.
+
+        From here on the flight owns its reservations and pins.
+        """
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
         if not self._flights:
-            self._last_end = self._clock()  # nothing could end before
+            self._last_end = self._clock()  # no graph was in flight that could have ended
         self._flights[graph.graph_id] = flight
         for reservation in flight.targets.values():
-            if reservation.tier == HOST and len(graph.ops) > 1:  # what it fills is read on
+            if reservation.tier == HOST and len(graph.ops) > 1:  # later ops read these slots
                 self._index.lifecycle.hold(reservation)
                 flight.holds.append(reservation)
         for op in graph.ops:
@@ -165,19 +186,21 @@ class Flights:
         self._transport.submit(graph, lane)
 
     def when_ended(self, graph_id: int, call: Callable[[], object]) -> None:
-        """Call ``call`` when a graph in flight has ended on all workers."""
+        """Have ``call`` called when a graph in flight has ended on all workers."""
         self._flights[graph_id].on_end.append(call)
 
     def cancel(self, graph_id: int) -> None:
-        """`KVManager.cancel`."""
+        """Ask the workers to drop what they have not started of a graph; see `Manager.cancel`."""
         if graph_id in self._flights:
             self._transport.cancel(graph_id)
 
     def complete(self, report: OpReport) -> None:
-        """Take in what became of one op on *all* workers: publish, quarantine, unpin."""
+        """Apply the outcome of one op on *all* workers; see `Manager.complete`."""
         flight = self._flights.get(report.graph_id)
         if flight is None or report.op_id not in flight.waiting:
-            _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
+            _log.warning(
+                "ignored the report of an unknown op graph=%d op=%d", report.graph_id, report.op_id
+            )
             return
         flight.waiting.discard(report.op_id)
         self._last_end = self._clock()
@@ -188,13 +211,13 @@ class Flights:
             self._publish(flight, report)
         for row, error in report.failed.items():
             if error in (RowError.CORRUPT, RowError.MISSING):
-                self._removals.lose(op.tier, flight.graph.keys[row])
+                self._invalidation.lose(op.tier, flight.graph.keys[row])
         if not flight.waiting:
             del self._flights[report.graph_id]
             self.release(flight)
 
     def release(self, flight: Flight) -> None:
-        """It has ended, or was never launched: give back what it kept."""
+        """Give back what a flight keeps, once it has ended or will not be launched."""
         for pin in flight.pins:
             self._index.unpin(pin)
         for reservation in flight.holds:
@@ -207,7 +230,7 @@ class Flights:
             call()
 
     def check_integrity(self) -> None:
-        """Check that every flight waits for something, and that no read is counted without one."""
+        """Assert that every flight waits for an op, and that no read counts without a flight."""
         for flight in self._flights.values():
             assert flight.waiting, f"graph {flight.graph.graph_id} waits for nothing"
         if not self._flights:
@@ -215,20 +238,24 @@ class Flights:
 
     def _publish(self, flight: Flight, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)
-        self._removals.forget_dropped(reservation)
+        self._invalidation.forget_dropped(reservation)
         failed_from = flight.first_block + min(report.failed) if report.failed else None
         self._index.lifecycle.commit(reservation, failed_from)
 
     def _count_read(self, op: TransferOp, sign: int) -> None:
-        """Blocks of a load by layers count once, with its first layers."""
+        """Add an op's read to the counts, or subtract it.
+
+        A load in steps of layers counts its blocks once, with its first layers.
+        """
         if op.path is Path.H2D or op.path.reads_tier:
             reads = self._reads.setdefault(op.tier or HOST, [0, 0])
             reads[0] += sign
             reads[1] += sign * op.rows.size if op.layers is None or not op.layers[0] else 0
 
-    # -- what the media are worth -------------------------------------------------------------
+    # -- health of the tiers ------------------------------------------------------------------
 
     def _judge_tier(self, flight: Flight, op: TransferOp, report: OpReport) -> None:
+        """Count an op's failures, and tell the tier's circuit breaker about its outcome."""
         for error in set(report.failed.values()):
             blocks = sum(1 for e in report.failed.values() if e is error)
             self._metrics.failed(op.path.value, error.value, blocks)
@@ -242,14 +269,17 @@ class Flights:
         if errors & {RowError.IO, RowError.DEADLINE}:
             breaker.failed()
         elif flight.given_up is RowError.DEADLINE:
-            breaker.undecided()  # it was too slow, and that is counted
+            breaker.undecided()  # it was too slow, which `_judge_late` has counted
         elif errors <= {RowError.CORRUPT, RowError.MISSING}:
-            breaker.succeeded()  # the medium works, whatever lies there
+            breaker.succeeded()  # the medium answers, even if its blocks are bad
         else:
             breaker.undecided()
 
     def _judge_late(self, flight: Flight, op: TransferOp, errors: set[RowError]) -> None:
-        """A load is given up: reads that were running then are to blame, whenever they end."""
+        """Note that a load was given up, and blame the tiers whose reads were still running.
+
+        They are blamed now, because a read that hangs may never end.
+        """
         why = errors & _GIVEN_UP
         if flight.given_up is not None or not why or not op.path.touches_device:
             return

@@ -1,11 +1,11 @@
-"""The planner beside an engine's scheduler: what it is told at the start, asked, and taught.
+"""The load planner of one engine: bound to its config, its manager and its measured rates.
 
-config, model ── Planning ──▶ Planner over the engine's Rates
-lookup ─────────▶ plan(hit, ...)           once a request and hit
-                  ask, otherwise           what was looked up, and what each way would take
-workers' counters ──▶ learn_loads          bytes and seconds by path
+    config, model ── LoadAdvisor ──▶ Planner over the engine's Rates
+    lookup ─────────▶ plan(hit, ...)           once a request and hit
+                      ask, otherwise           a lookup for the planner; estimates of each way
+    workers' counters ──▶ learn_loads          bytes and seconds by path
 
-Where nothing is planned, the same arithmetic says what would have happened otherwise.
+If nothing is planned, the same arithmetic estimates what would have happened otherwise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvcore.manager.base import HOST, Hit, Manager
 from kvcore.manager.load_policy import (
     PREFILL,
     Ahead,
-    Ask,
     Otherwise,
     Plan,
     Planner,
-    Settings,
-    Source,
+    PlannerSettings,
+    PlanRequest,
+    TokenSource,
 )
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates
@@ -34,8 +34,8 @@ from kvcore.transfer.plan import layer_steps
 
 __all__ = [
     "OTHER_TIER",
-    "Memo",
-    "Planning",
+    "LoadAdvisor",
+    "PlanMemo",
     "guess_compute",
     "guessed_rates",
     "learn_loads",
@@ -46,29 +46,32 @@ _log = logging.getLogger("kvcore.manager.load_advisor")
 
 _RATES = {HOST: TierRates(2e-5, 1 / 8e9), "disk": TierRates(5e-4, 1 / 1e9)}
 OTHER_TIER = TierRates(2e-3, 1 / 5e8)
-"""What to expect of a tier that nothing is known of: a server's may be there only later."""
+"""Expected rates of an unknown tier, such as a tier that a server adds later."""
 
 DEADLINE_LEAST_S = 0.25
-"""A load is never given up before: a scheduler may stand still that long."""
+"""No load is given up earlier than this, because a scheduler may pause that long."""
 
 NO_PREFILL = "prefill was not measured often enough yet"
 NOT_TIMED = "prefill: this engine's forwards are not timed"
 NO_LOADS = "loads from {tier} were not measured often enough yet"
 NOT_COUNTED = "loads from {tier} are not measured: metrics.enabled is off"
 NOTHING_FOUND = "nothing was found to load"
-"""Why an estimate is not made."""
+"""Reasons why there is no estimate."""
 
 _FLOPS = {"cpu": 5e10}
 _GPU_FLOPS = 1e14
 
 
 def tier_priors(tiers: Iterable[str]) -> dict[str, TierRates]:
-    """What to expect of tiers that were not measured."""
+    """Return the expected rates of tiers that were not measured."""
     return {tier: _RATES.get(tier, OTHER_TIER) for tier in tiers}
 
 
 def guess_compute(hidden: int, layers: int, ranks: int, device: str) -> ComputeRates:
-    """What to expect of a model's prefill that was not measured; ``hidden`` is its width."""
+    """Return the expected prefill rates of a model that was not measured.
+
+    ``hidden`` is the model's width.
+    """
     flops = ranks * _FLOPS.get(device, _GPU_FLOPS)
     return ComputeRates.guess(12 * hidden * hidden * layers, hidden, layers, flops)
 
@@ -76,8 +79,11 @@ def guess_compute(hidden: int, layers: int, ranks: int, device: str) -> ComputeR
 def learn_loads(
     rates: Rates | Controller, paths: Mapping[str, str], counted: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Take in what workers counted since the last call
-    (`kvcore.telemetry.metrics.Metrics.delta`)."""
+    """Update ``rates`` with what workers counted since the last call.
+
+    ``counted`` comes from `kvcore.telemetry.metrics.Metrics.delta`, ``paths`` is the transfer path
+    of each tier's reads.
+    """
     moved = counted.get("kvcore_transfer_bytes_total", {})
     took = counted.get("kvcore_transfer_seconds", {})
     for tier, path in paths.items():
@@ -87,33 +93,35 @@ def learn_loads(
 
 
 def guessed_rates(model: ModelDescription, tiers: Iterable[str]) -> Rates:
-    """Rates of an engine of whose compute nothing is known: its prefill is a guess until forwards
-    or layers are timed, and no estimate is made of it."""
+    """Return the rates of an engine whose compute was not measured.
+
+    Its prefill is a guess until forwards or layers are timed. No estimate is made from a guess.
+    """
     shape = model.shape
     compute = guess_compute(shape.kv_heads * shape.head_dim, shape.layers, model.world_size, "cuda")
     return Rates(shape.layers, compute, tier_priors(tiers), otherwise=OTHER_TIER)
 
 
 @dataclass
-class Memo:
-    """The last plan of a request. Engines ask again while they have no room for it."""
+class PlanMemo:
+    """The last plan of a request, because engines ask again while they have no room for it."""
 
     plan: Plan | None = None
     made_for: tuple[int, int] | None = None
-    """Tokens that the engine held itself, and blocks found."""
+    """The number of tokens that the engine held itself, and of blocks found."""
 
     def deadline_s(self, otherwise: float) -> float:
-        """Seconds after which its load is given up; ``otherwise`` where nothing was planned."""
+        """Return the seconds after which the load is given up; ``otherwise`` if not planned."""
         known = None if self.plan is None else self.plan.deadline_s
         return otherwise if known is None else known
 
 
-class Planning:
-    """A planner that speaks of hits. One owner, not thread-safe; it does no I/O.
+class LoadAdvisor:
+    """A planner whose input is a hit. One owner, not thread-safe; it does no I/O.
 
-    ``layerwise`` says whether the engine loads layer by layer inside a step, and
-    ``min_load_tokens`` the fewest tokens worth a load. ``times_forwards`` is False where the engine
-    gives no way to know what prefill takes.
+    ``layerwise`` tells whether the engine loads layer by layer inside a step. ``min_load_tokens``
+    is the fewest tokens that are worth a load. ``times_forwards`` is False if the engine gives no
+    way to measure prefill.
     """
 
     def __init__(
@@ -134,7 +142,7 @@ class Planning:
         self._block_bytes = max(1, model.shape.nbytes // model.world_size)
         in_step = layerwise and model.single_group
         self.planner = Planner(
-            Settings(
+            PlannerSettings(
                 self._block,
                 self._block_bytes,
                 batch_blocks=config.transfer.batch_blocks,
@@ -147,22 +155,23 @@ class Planning:
             rates,
         )
 
-    def plan(self, memo: Memo, hit: Hit, tokens: int, computed: int) -> Plan:
-        """What to do with ``hit``, found for a prompt of which the engine holds ``computed``.
+    def plan(self, memo: PlanMemo, hit: Hit, tokens: int, computed: int) -> Plan:
+        """Return what to do with ``hit`` for a prompt of ``tokens`` tokens.
 
-        Made once for the same hit: ``memo`` is the request's.
+        The engine holds the KV of the first ``computed`` tokens itself. ``memo`` is the request's:
+        the plan for the same hit is made once.
         """
         if memo.plan is None or memo.made_for != (computed, hit.depth):
-            asked = self.ask(hit, tokens, computed)
-            memo.plan, memo.made_for = self.planner.plan(asked), (computed, hit.depth)
+            request = self.ask(hit, tokens, computed)
+            memo.plan, memo.made_for = self.planner.plan(request), (computed, hit.depth)
             _log.debug("plan tokens=%d computed=%d %s", tokens, computed, memo.plan.reason)
         return memo.plan
 
-    def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
-        """The lookup as the planner is asked, with what is being read now. Decides nothing."""
+    def ask(self, hit: Hit, tokens: int, computed: int) -> PlanRequest:
+        """Return the planner's input for a lookup, with the reads in flight. Decides nothing."""
         start = computed // self._block
         sources = tuple(
-            Source(source.tier, source.stop * self._block)
+            TokenSource(source.tier, source.stop * self._block)
             for source in hit.sources
             if source.stop > start
         )
@@ -170,19 +179,21 @@ class Planning:
             tier: Ahead(operations, blocks * self._block_bytes)
             for tier, (operations, blocks) in self._manager.reads_in_flight.items()
         }
-        return Ask(tokens, computed, sources, ahead)
+        return PlanRequest(tokens, computed, sources, ahead)
 
-    def expected(self, ask: Ask, stop: int) -> tuple[float, float] | None:
-        """Seconds to the first token with KV up to token ``stop`` loaded, and with none; None
-        where that would be a guess."""
-        if self.planner.ways(ask).unmeasured:
+    def expected(self, request: PlanRequest, stop: int) -> tuple[float, float] | None:
+        """Estimate the seconds to the first token with KV up to token ``stop``, and with none.
+
+        Returns None if that would be a guess.
+        """
+        if self.planner.ways(request).unmeasured:
             return None
-        load = self.planner.weigh(ask, stop).seconds
-        return load, self.planner.weigh(ask, ask.computed).seconds
+        load = self.planner.weigh(request, stop).seconds
+        return load, self.planner.weigh(request, request.computed).seconds
 
-    def otherwise(self, ask: Ask) -> Otherwise:
-        """What each way is estimated to take, by what was measured until now; never by a guess."""
-        ways = self.planner.ways(ask)
+    def otherwise(self, request: PlanRequest) -> Otherwise:
+        """Estimate what each way takes, from rates measured until now, never from a guess."""
+        ways = self.planner.ways(request)
         tiers = sorted(ways.unmeasured - {PREFILL})
         unknown = [self._no_load.format(tier=tier) for tier in tiers]
         prefill = PREFILL not in ways.unmeasured

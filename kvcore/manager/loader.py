@@ -1,46 +1,46 @@
-"""Loads: what tiers hold of a prompt, up to the device, or to host memory alone.
+"""Loads of blocks from the tiers to the device, and prefetches to host memory alone.
 
     tiers below ──▶ host slots ──▶ device             launch
-    one of them ──▶ staging on the device ──▶ device  launch, where the tier is set up so
-    tiers below ──▶ host slots                        fetch
+    one of them ──▶ staging on the device ──▶ device  launch, if the tier is set up for it
+    tiers below ──▶ host slots                        prefetch
 
-A block from below is kept in the host tier where there is room and it continues what is there;
-else it passes through the staging slots. What goes past host memory is not kept there.
+A block from a lower tier is kept in the host tier if there is room and the block continues the
+prefix that is there. Otherwise it passes through the staging slots. Blocks that go past host memory
+are not kept there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Reservation
-from kvcore.manager.base import HOST, Backing, Hit, Lane
+from kvcore.manager.base import HOST, Hit, Lane
 from kvcore.manager.inflight import Flight, Flights
-from kvcore.manager.invalidation import Removals
-from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.manager.invalidation import Invalidation
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
 
-__all__ = ["Loads"]
+__all__ = ["Loader"]
 
 
-class Loads:
-    """Plans loads and sends them off. The manager's thread only; no call does I/O."""
+class Loader:
+    """Plans loads and launches them. The manager's thread only; no call does I/O."""
 
     def __init__(
         self,
         index: BlockIndex,
         flights: Flights,
-        removals: Removals,
-        backing: Mapping[str, Backing],
-        lookups: Mapping[str, StoreLookup],
+        invalidation: Invalidation,
+        tiers: LowerTiers,
     ) -> None:
         self._index = index
         self._flights = flights
-        self._removals = removals
-        self._backing = backing
-        self._lookups = lookups
+        self._invalidation = invalidation
+        self._backing = tiers.bindings
+        self._lookups = tiers.lookups
 
     def launch(
         self,
@@ -53,7 +53,7 @@ class Loads:
         on_end: Callable[[], object] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph:
-        """`KVManager.launch_load`."""
+        """Load ``blocks`` of ``hit`` to the device; see `Manager.launch_load`."""
         flight = Flight(hit.keys, blocks.start)
         if on_end is not None:
             flight.on_end.append(on_end)
@@ -65,13 +65,13 @@ class Loads:
         self._flights.launch(flight, graph, lane)
         return graph
 
-    def fetch(
+    def prefetch(
         self, hit: Hit, *, deadline_s: float | None = None, on_end: Callable[[], object]
     ) -> bool:
-        """Bring into the host tier what the tiers below hold of ``hit``, as far as it has room.
+        """Load what lower tiers hold of ``hit`` into the host tier, as far as it has room.
 
-        False when nothing began: it is there, is nowhere, or there is no room; ``on_end`` is then
-        never called.
+        Returns False if nothing was launched: the blocks are in the host tier already or in no
+        tier, or there is no room. ``on_end`` is then never called.
         """
         start = self._index.held(HOST, hit.keys)
         if start >= hit.depth or self._flights.full:
@@ -158,11 +158,14 @@ class Loads:
     def _past_host(
         self, flight: Flight, rows: Sequence[TierRows], units: Sequence[UnitTable]
     ) -> list[int]:
-        """Places on the device for ``rows``; none where they go through host memory.
+        """Return places on the device for ``rows``; an empty list if they go through host memory.
 
-        That is the way of what comes from several tiers, for a remote one's blocks are worth
-        keeping; of what another engine's store holds; of rows without a place in the engine's
-        pages, which are loaded to be kept; and of all when other loads have the places.
+        Rows go through host memory in these cases:
+
+        - They come from several tiers: a remote tier's blocks are worth keeping.
+        - They lie in another engine's store.
+        - They have no place in the engine's pages, and are loaded to be kept.
+        - Other loads have all the places.
         """
         if len(rows) != 1:
             return []
@@ -177,7 +180,7 @@ class Loads:
         return self._flights.stage_on_device(flight, source.rows.size)
 
     def _nodes(self, hit: Hit, blocks: Span) -> tuple[str, ...]:
-        """Who promised what a load reads of stores."""
+        """Return the names of the nodes that promised the remote blocks of this load."""
         found: set[str] = set()
         for tier, first, last in hit.sources:
             a, b = max(first, blocks.start), min(last, blocks.stop)
@@ -186,15 +189,15 @@ class Loads:
         return tuple(sorted(found))
 
     def _rows(self, hit: Hit, tier: str, blocks: Span, first: int) -> TierRows:
-        """Blocks of a tier below as rows of a graph whose row 0 is block ``first``."""
+        """Return blocks of a lower tier as rows of a graph whose row 0 is block ``first``."""
         slots = self._index.slots(tier, hit.keys, blocks.start, blocks.stop).tolist()
         rows = Span(blocks.start - first, blocks.stop - first)
         return TierRows(tier, self._backing[tier].read_path, rows, slots)
 
     def _promote(self, hit: Hit, start: int, stop: int) -> list[Reservation]:
-        """Reserve host slots for blocks that come from below, one reservation a read op.
+        """Reserve host slots for blocks from lower tiers, one reservation a read op.
 
-        Only what continues the host tier's own prefix can be kept there.
+        Only blocks that continue the host tier's own prefix can be kept there.
         """
         made: list[Reservation] = []
         if self._index.held(HOST, hit.keys[:stop]) != start:
@@ -206,8 +209,8 @@ class Loads:
                 reservation = self._index.lifecycle.reserve(
                     HOST, hit.keys, left, right, hit.namespace
                 )
-                self._removals.count(HOST, reservation.evicted)
-                if reservation.start != left:  # blocks on their way out stayed: plan around them
+                self._invalidation.count_evicted(HOST, reservation.evicted)
+                if reservation.start != left:  # it kept blocks that were being evicted: stop here
                     self._index.lifecycle.abort(reservation)
                     return made
                 if len(reservation):
@@ -235,7 +238,7 @@ def _assign(flight: Flight, graph: TransferGraph, promoted: Sequence[Reservation
 
 
 def _split_rows(rows: Sequence[TierRows], edges: Iterable[int]) -> list[TierRows]:
-    """Cut tier rows where a reservation ends, so that every read op fills one reservation."""
+    """Split tier rows where a reservation ends, so that every read op fills one reservation."""
     cuts = sorted(set(edges))
     parts: list[TierRows] = []
     for source in rows:

@@ -1,27 +1,28 @@
-"""The leader: decides what is loaded, saved and spilled, and keeps the index true.
+"""The manager of a leader: decides what is loaded, saved and evicted, and keeps the index true.
 
     get_match ─▶ launch_load ─▶ graph ─▶ transport ─▶ workers
-    put_match ─▶ launch_save ─▶ graph ─▶     │
+                 launch_save ─▶ graph ─▶     │
                                              ▼
                  complete(op report) ◀── reports, one an op, once all ranks have ended it
 
-    KVManager ─┬─ loads      up: to the device, or to host memory alone
-               ├─ saves      down: to host memory, and to the tiers below
-               ├─ removals   out: pushed out, cleared, dropped
-               └─ flights    graphs on their way, what they keep, what becomes of them
+    KVManager ─┬─ loader        up: to the device, or to host memory alone
+               ├─ offloader     down: to host memory, and to the tiers below
+               ├─ invalidation  out: cleared, dropped, lost; counts evictions
+               ├─ flights       graphs in flight, what they pin, what becomes of their ops
+               └─ tiers         the tiers below: how each is read, its breakers, its lookups
 
-Operators reach the same parts (`kvcore.control.operations`).
+`Manager` is what an engine's leader calls, because a server may answer it. What only operators do
+(`kvcore.control`) has no counterpart there: they call the parts, which are public for that.
 
-One thread owns a manager (the engine's scheduler). No call does I/O; ``wait`` blocks on the
-transport, everything else returns at once.
+One thread owns a manager (the engine's scheduler). No call does I/O. ``wait`` and ``wait_stores``
+block; everything else returns at once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from kvcore._util.circuit_breaker import Breaker, TierBreakers
 from kvcore.index import BlockIndex
 from kvcore.manager.base import (
     HOST,
@@ -32,16 +33,16 @@ from kvcore.manager.base import (
     Manager,
     Promise,
     Readiness,
-    Room,
     Source,
+    TransferOptions,
     Transport,
     WritePolicy,
 )
 from kvcore.manager.inflight import Flights
-from kvcore.manager.invalidation import Removals
-from kvcore.manager.loader import Loads
-from kvcore.manager.offloader import Saves, Spell
-from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.manager.invalidation import Invalidation
+from kvcore.manager.loader import Loader
+from kvcore.manager.lower_tiers import LowerTiers
+from kvcore.manager.offloader import Offloader, TokenPublisher
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Span, TransferGraph, UnitTable
 
@@ -54,23 +55,31 @@ __all__ = [
     "Manager",
     "Readiness",
     "Source",
-    "Spell",
+    "TokenPublisher",
     "Transport",
     "WritePolicy",
 ]
 
 
+_DEFAULTS = TransferOptions()
+
+
 class KVManager(Manager):
-    """Index, slots and plans of one leader.
+    """The manager of one model in the process of its leader.
 
-    ``staging_slots`` are slots of the host arena outside the index, for loads whose blocks cannot
-    be kept in the host tier; ``device_slots`` is how many blocks every worker's staging on the
-    device holds, for those that go past it. ``on_event`` is told what each tier begins and ceases
-    to hold, in the middle of calls: it must not call back (see `BlockIndex.watch`). ``spell`` is
-    told the tokens of blocks that are being saved.
+    It looks blocks up itself, and delegates loads, saves, removal and completion to its parts. The
+    loader and the offloader do not know each other: both launch graphs through ``flights``, and
+    what one implies for the other happens here. `Manager` documents the methods.
 
-    ``ids`` number the graphs. With ``sink_saves`` off a save ends in host memory, and what tiers
-    below get of it is written by graphs of their own: for workers that have no such tiers.
+    Args:
+        index: the blocks of the host tier and of every backing tier, in that order.
+        transport: carries graphs to the workers.
+        backing: the tiers below host memory, nearest first.
+        options: how transfers are planned, and what they may occupy.
+        metrics: counts removals, failures and skipped saves; None counts nothing.
+        publish_tokens: receives the tokens of blocks that are being saved.
+        ids: numbers the graphs; by default from 1.
+        clock: returns seconds, monotonic.
     """
 
     index: BlockIndex
@@ -81,123 +90,76 @@ class KVManager(Manager):
         transport: Transport,
         *,
         backing: Sequence[Backing] = (),
-        staging_slots: Iterable[int] = (),
-        device_slots: int = 0,
-        batch_blocks: int = 16,
-        max_in_flight: int = 256,
+        options: TransferOptions = _DEFAULTS,
         metrics: Metrics | None = None,
-        on_event: Callable[[Event], None] | None = None,
-        spell: Spell | None = None,
+        publish_tokens: TokenPublisher | None = None,
         ids: Iterator[int] | None = None,
-        sink_saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
         self.transport = transport
         self.upkeep: list[Callable[[], object]] = []
-        """What `maintain` calls too."""
-        self._backing = tiers = {tier.name: tier for tier in backing}
-        self._metrics = metrics or Metrics(enabled=False)
-        self.breakers = breakers = TierBreakers(tiers, clock=clock)
-        self.lookups = {
-            tier.name: StoreLookup(
-                tier.name,
-                index,
-                Breaker(f"{tier.name} lookups", clock=clock),
-                tier.finder,
-                readable=breakers.reads[tier.name].allows,
-                clock=clock,
-            )
-            for tier in backing
-            if tier.finder is not None
-        }
-        """Of the tiers below the host that other hosts write to."""
-        if on_event is not None:
-            index.watch(on_event)
-        voids = {tier.name: tier.void for tier in backing if tier.void is not None}
-        self.removals = Removals(index, transport, self.lookups, self._metrics, voids)
+        """Called by every `maintain`."""
+        self._metrics = metrics = metrics or Metrics(enabled=False)
+        self.tiers = tiers = LowerTiers.of(backing, index, clock)
+        self.invalidation = Invalidation(index, transport, tiers, metrics)
         self.flights = Flights(
             index,
             transport,
-            self.removals,
-            breakers,
-            self._metrics,
-            staging_slots=staging_slots,
-            device_slots=device_slots,
-            batch_blocks=batch_blocks,
-            max_in_flight=max_in_flight,
+            self.invalidation,
+            tiers.breakers,
+            metrics,
+            options,
             ids=ids,
             clock=clock,
         )
-        self.loads = Loads(index, self.flights, self.removals, tiers, self.lookups)
-        self.saves = Saves(
+        self.loader = Loader(index, self.flights, self.invalidation, tiers)
+        self.offloader = Offloader(
             index,
             self.flights,
-            self.removals,
-            breakers,
-            self._metrics,
+            self.invalidation,
             tiers,
-            sink_saves=sink_saves,
-            spell=spell,
+            metrics,
+            write_through_in_save=options.write_through_in_save,
+            publish_tokens=publish_tokens,
         )
 
     # -- lookup -----------------------------------------------------------------------------
 
     @property
     def backings(self) -> tuple[Backing, ...]:
-        """The tiers below the host arena, nearest first."""
-        return tuple(self._backing.values())
+        return tuple(self.tiers.bindings.values())
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
-        """The longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
         self._settle_stores(keys, namespace)
         match = self.index.match(keys)
         sources, position = [], 0
-        for tier, depth in zip([HOST, *self._backing], match.depths, strict=True):
-            if depth > position and (tier == HOST or self.breakers.reads[tier].allows()):
+        for tier, depth in zip([HOST, *self.tiers.bindings], match.depths, strict=True):
+            if depth > position and (tier == HOST or self.tiers.breakers.reads[tier].allows()):
                 sources.append(Source(tier, position, depth))
                 position = depth
         return Hit(keys, namespace, tuple(sources))
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
-        """Whether a store may hold more of the prompt than ``hit`` and is being asked: look it up
-        again then, instead of computing it.
-
-        ``computed`` leading blocks are there without any tier. An answer is waited for as long as
-        the store's ``lookup_s`` says, one about blocks of a ``promise`` as long as that says; give
-        it with a prompt's first lookup alone. No I/O is done here.
-        """
         if max(hit.depth, computed) >= len(hit.keys):
             return False
-        asking = [
-            store.ask(hit.keys, promise) for store in self.lookups.values()
-        ]  # every one of them
+        # A list, because every store is to be asked: `any` stops at the first that is.
+        asking = [store.ask(hit.keys, promise) for store in self.tiers.lookups.values()]
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:
-        """Block until a store has answered something, at most ``timeout`` seconds."""
-        return any(store.wait(timeout) for store in self.lookups.values())
-
-    def put_match(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks need no save: the host tier holds or is receiving them."""
-        return self.index.held(HOST, keys)
+        return any(store.wait(timeout) for store in self.tiers.lookups.values())
 
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
-        """Whether ``launch_load`` has slots for these blocks now, or will when others end."""
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)
-        return self.room.admits(below)
-
-    @property
-    def room(self) -> Room:
-        """What there is for the next load."""
-        return self.flights.room
+        return self.flights.room.admits(below)
 
     def _settle_stores(self, keys: Sequence[bytes], namespace: bytes) -> None:
-        for tier, store in self.lookups.items():
+        for tier, store in self.tiers.lookups.items():
             believed = store.settle(keys, namespace)
             if believed is not None:
                 self._metrics.asked_store(tier, believed.outcome)
-                self.removals.count(tier, believed.evicted)
+                self.invalidation.count_evicted(tier, believed.evicted)
 
     # -- launching --------------------------------------------------------------------------
 
@@ -213,17 +175,7 @@ class KVManager(Manager):
         on_end: Callable[[], object] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph:
-        """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
-
-        ``units`` has a row for each of the blocks. Blocks that come from a backing tier are kept
-        in the host tier where there is room, else they pass through the staging slots; or they go
-        past host memory, where their tier is set up so. ``on_end`` is called when the graph has
-        ended on all workers. ``lane`` takes the graph in place of the transport's own queue.
-
-        Raises CapacityError when there are neither, and another KVCoreError when ``hit`` is no
-        longer true; nothing is pinned or reserved then.
-        """
-        graph = self.loads.launch(
+        graph = self.loader.launch(
             hit,
             Span(start, stop),
             units,
@@ -233,7 +185,7 @@ class KVManager(Manager):
             lane=lane,
         )
         self.index.touch(self.index.match(hit.keys[:stop]))
-        self.saves.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
+        self.offloader.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
         return graph
 
     def launch_save(
@@ -246,61 +198,42 @@ class KVManager(Manager):
         *,
         lane: Lane | None = None,
     ) -> TransferGraph | None:
-        """Save the blocks of ``keys[:stop]`` that the host tier lacks.
-
-        ``units_of(start, stop)`` gives the device places of blocks [start, stop), or None when the
-        engine no longer has them. ``tokens`` are those of the blocks, from the first on, where
-        events may tell them. ``lane`` takes the graph in place of the transport's own queue; graphs
-        that only write to the tiers below are not given to it. Returns None when there is nothing
-        to save, or no room.
-        """
-        return self.saves.launch(keys, namespace, stop, units_of, tokens, lane)
+        return self.offloader.launch(keys, namespace, stop, units_of, tokens, lane)
 
     @property
     def wants_tokens(self) -> bool:
-        return self.saves.spell is not None
+        return self.offloader.publish_tokens is not None
 
-    def cancel(self, graph_id: int) -> None:
-        """Ask the workers to drop what has not started; ``complete`` still sees every op end."""
-        self.flights.cancel(graph_id)
-
-    # -- completion and upkeep ----------------------------------------------------------------
-
-    def complete(self, report: OpReport) -> None:
-        """Take in what became of one op on *all* workers: publish, quarantine, unpin."""
-        self.flights.complete(report)
+    # -- graphs in flight ---------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Graphs launched and not ended."""
         return len(self.flights)
 
     @property
     def reads_in_flight(self) -> dict[str, tuple[int, int]]:
-        """(operations, blocks) being read, or waiting for it, by the tier they come from."""
         return self.flights.reads
 
     def is_in_flight(self, graph_id: int) -> bool:
-        """Whether the graph has not ended."""
         return graph_id in self.flights
 
+    def cancel(self, graph_id: int) -> None:
+        self.flights.cancel(graph_id)
+
+    def complete(self, report: OpReport) -> None:
+        self.flights.complete(report)
+
+    # -- upkeep -------------------------------------------------------------------------------
+
     def maintain(self) -> None:
-        """Keep room in the host tier for write-back tiers; call it once a step."""
-        self.saves.keep_room()
+        self.offloader.keep_room()
         for call in self.upkeep:
             call()
 
     def clear(self, namespace: bytes | None = None, tier: str | None = None) -> int:
-        """Forget every block (of a namespace, of a tier), in flight or not; returns how many
-        copies.
-
-        Backing tiers are told to forget them too, and what may lie in slots that the index knows
-        nothing of: nothing comes back with a restart. From a store those blocks are removed, for
-        everyone, that this leader knew to be there.
-        """
-        return self.removals.clear(namespace, tier)
+        """Remove every block as `Manager.clear` does, if ``tier`` is given from that tier only."""
+        return self.invalidation.clear(namespace, tier)
 
     def check_integrity(self) -> None:
-        """Check the index and that nothing is pinned, reserved or staged without a flight."""
         self.index.check_integrity()
         self.flights.check_integrity()

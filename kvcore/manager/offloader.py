@@ -1,56 +1,60 @@
-"""Saves: what the device made, down to host memory, and from there to the tiers below.
+"""Saves of blocks from the device to host memory, and from there to the tiers below.
 
-device ──▶ host ──▶ a write-through tier, behind the save          launch
-           host ──▶ a selective tier, when blocks are used again   offer
-           host ──▶ a write-back tier, before blocks are evicted   keep_room
-           host ──▶ any tier, when it is ordered                   write
+    device ──▶ host ──▶ a write-through tier, after the save           launch
+               host ──▶ a selective tier, when blocks are used again   offer
+               host ──▶ a write-back tier, before blocks are evicted   keep_room
+               host ──▶ any tier, when an operator orders it           write
+
+A write from host memory to a tier below is called a spill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
 from kvcore.manager.base import HOST, Backing, Lane, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
-from kvcore.manager.invalidation import Removals
+from kvcore.manager.invalidation import Invalidation
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
 
-__all__ = ["Saves", "Spell"]
+__all__ = ["Offloader", "TokenPublisher"]
 
-Spell = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
-"""Tells the tokens of blocks [start, stop) of a chain: its keys, both ends, its tokens."""
+TokenPublisher = Callable[[Sequence[bytes], int, int, Sequence[int]], None]
+"""Publishes the tokens of blocks [start, stop) of a chain.
+
+Its arguments are the chain's keys, ``start``, ``stop``, and the chain's tokens from its start.
+"""
 
 
-class Saves:
-    """Plans saves and spills and sends them off. The manager's thread only; no call does I/O.
+class Offloader:
+    """Plans saves and spills and launches them. The manager's thread only; no call does I/O.
 
-    ``sink_saves`` and ``spell`` are as `KVManager` has them.
+    ``write_through_in_save`` is as in `TransferOptions`, ``publish_tokens`` as in `KVManager`.
     """
 
     def __init__(
         self,
         index: BlockIndex,
         flights: Flights,
-        removals: Removals,
-        breakers: TierBreakers,
+        invalidation: Invalidation,
+        tiers: LowerTiers,
         metrics: Metrics,
-        backing: Mapping[str, Backing],
         *,
-        sink_saves: bool = True,
-        spell: Spell | None = None,
+        write_through_in_save: bool = True,
+        publish_tokens: TokenPublisher | None = None,
     ) -> None:
         self._index = index
         self._flights = flights
-        self._removals = removals
-        self._breakers = breakers
+        self._invalidation = invalidation
+        self._backing = tiers.bindings
+        self._breakers = tiers.breakers
         self._metrics = metrics
-        self._backing = backing
-        self._sink_saves = sink_saves
-        self.spell = spell
+        self._write_through_in_save = write_through_in_save
+        self.publish_tokens = publish_tokens
         self._demoting: set[str] = set()
 
     # -- off the device ---------------------------------------------------------------------
@@ -64,7 +68,7 @@ class Saves:
         tokens: Sequence[int] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph | None:
-        """`KVManager.launch_save`."""
+        """Save blocks of ``keys[:stop]`` that the host tier lacks; see `Manager.launch_save`."""
         start = self._index.held(HOST, keys[:stop])
         if start >= stop:
             self.offer(keys, namespace, stop)
@@ -77,17 +81,17 @@ class Saves:
             self._metrics.save_skipped(SaveSkip.ABORTED, stop - start)
             return None
         reservation = self._index.lifecycle.reserve(HOST, keys, start, stop, namespace)
-        self._removals.count(HOST, reservation.evicted)
+        self._invalidation.count_evicted(HOST, reservation.evicted)
         if reservation.stop < stop:
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
         if not len(reservation):
             return None
-        # No room for the last ones, or the first were on their way out and stay after all.
+        # There was no room for the last blocks, or the first were being evicted and were kept.
         if len(reservation) < stop - start:
             units = units_of(reservation.start, reservation.stop)
             assert units is not None
-        if tokens is not None and self.spell is not None:
-            self.spell(keys, reservation.start, reservation.stop, tokens)
+        if tokens is not None and self.publish_tokens is not None:
+            self.publish_tokens(keys, reservation.start, reservation.stop, tokens)
         return self._save(keys, namespace, reservation, units, lane)
 
     def _save(
@@ -100,7 +104,7 @@ class Saves:
     ) -> TransferGraph:
         start, stop = reservation.start, reservation.stop
         through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
-        sink_tier = through[0] if through and self._sink_saves else None
+        sink_tier = through[0] if through and self._write_through_in_save else None
         sink: TierRows | None = None
         written: list[Reservation] = []
         if sink_tier is not None and self._breakers.writes[sink_tier.name].allows():
@@ -129,9 +133,9 @@ class Saves:
     def write(
         self, tier: str, keys: Sequence[bytes], namespace: bytes, *, on_end: Callable[[], object]
     ) -> bool:
-        """Write to a tier below what the host tier holds of ``keys`` and it does not.
+        """Write to a lower tier the blocks of ``keys`` that the host tier holds and it lacks.
 
-        False when nothing began, as for `Loads.fetch`.
+        Returns False if nothing was launched, as `Loader.prefetch` does.
         """
         if self._flights.full:
             return False
@@ -142,12 +146,12 @@ class Saves:
         return True
 
     def offer(self, keys: Sequence[bytes], namespace: bytes, stop: int) -> None:
-        """Blocks were used again: selective tiers may take them now."""
+        """Count a use of ``keys[:stop]``, and write to each selective tier what it now admits."""
         for tier in self._backing.values():
             if tier.write is not WritePolicy.SELECTIVE or not stop:
                 continue
             held = self._index.held(tier.name, keys[:stop])
-            # Every block counts its use; what is written must be a prefix.
+            # Every block counts its use, but only a prefix can be written.
             taken = [tier.admission.admit(key) for key in keys[held:stop]]
             admitted = held + (taken.index(False) if False in taken else len(taken))
             if admitted > held:
@@ -156,7 +160,7 @@ class Saves:
     def _spill(
         self, tier: Backing, keys: Sequence[bytes], namespace: bytes, stop: int
     ) -> TransferGraph | None:
-        """Write to ``tier`` what the host tier holds of ``keys[:stop]`` and it does not."""
+        """Write the blocks of ``keys[:stop]`` that the host tier holds and ``tier`` lacks."""
         start = self._index.held(tier.name, keys[:stop])
         stop = min(stop, self._index.match(keys[:stop]).depths[0])
         if start >= stop or not self._breakers.writes[tier.name].allows():
@@ -189,7 +193,7 @@ class Saves:
         for left in range(start, stop, self._flights.batch):
             right = min(left + self._flights.batch, stop)
             reservation = self._index.lifecycle.reserve(tier.name, keys, left, right, namespace)
-            self._removals.count(tier.name, reservation.evicted)
+            self._invalidation.count_evicted(tier.name, reservation.evicted)
             if len(reservation):
                 made.append(reservation)
             if len(reservation) < right - left:
@@ -207,7 +211,7 @@ class Saves:
         written: Sequence[Reservation],
         lane: Lane | None = None,
     ) -> None:
-        """Launch it, each of its write ops tied to the reservation that it fills."""
+        """Launch a graph after tying each of its write ops to the reservation that it fills."""
         writes = [op for op in graph.ops if op.path.writes_tier]
         assert len(writes) == len(written), "write ops and reservations differ"
         for op, reservation in zip(writes, written, strict=True):
@@ -217,13 +221,13 @@ class Saves:
     # -- before host memory is full ---------------------------------------------------------
 
     def keep_room(self) -> None:
-        """Begin to move old blocks of the host tier to write-back tiers, where it runs short."""
+        """Start demoting old host blocks to write-back tiers if the host tier runs short."""
         for tier in self._backing.values():
             if tier.write is WritePolicy.WRITE_BACK and tier.name not in self._demoting:
                 self._demote(tier)
 
     def _demote(self, tier: Backing) -> None:
-        """Start moving the host tier's oldest blocks down when less than an eighth is free."""
+        """Start demoting the host tier's eviction victims if less than an eighth of it is free."""
         total = self._index.num_free(HOST) + self._index.num_used(HOST)
         short = total // 8 - self._index.num_free(HOST)
         if short <= 0 or not self._breakers.writes[tier.name].allows():
@@ -237,7 +241,7 @@ class Saves:
             self._demoted(tier, eviction)
 
     def _write_back(self, tier: Backing, eviction: Eviction) -> set[int]:
-        """Spill the chains that end in the blocks of ``eviction``; returns the graphs launched."""
+        """Spill the chains that end in blocks of ``eviction``; return the ids of the graphs."""
         leaving = {block.key: block for block in eviction.blocks}
         inner = {block.parent for block in eviction.blocks}
         graphs: set[int] = set()
@@ -256,7 +260,7 @@ class Saves:
     def _spill_leaving(
         self, tier: Backing, leaving: dict[bytes, Evicted], last: Evicted
     ) -> TransferGraph | None:
-        """Like ``_spill`` for the chain that ends in ``last``: its tail is leaving host memory."""
+        """Spill the chain that ends in ``last``, whose tail is being evicted from host memory."""
         tail, block = [last], last
         while block.parent in leaving:
             block = leaving[block.parent]
@@ -290,4 +294,4 @@ class Saves:
 
     def _demoted(self, tier: Backing, eviction: Eviction) -> None:
         self._demoting.discard(tier.name)
-        self._removals.count(HOST, self._index.evictions.finish(eviction))
+        self._invalidation.count_evicted(HOST, self._index.evictions.finish(eviction))

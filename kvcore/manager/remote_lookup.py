@@ -1,14 +1,14 @@
-"""What the leader believes of a store: asked for in the background, never known for sure.
+"""What the leader believes a shared store to hold. It asks in the background and never knows.
 
     get_match ─▶ settle ─── an answer has come: its blocks enter the index
-    ask_stores ─▶ ask ───── something is worth asking: look up again ──▶ Finder's thread
+    ask_stores ─▶ ask ───── worth asking: look up again ──▶ Finder's thread
 
-A store is shared. A block that another host wrote is found by asking; one that the store has
-dropped is found missing when it is read, and then believed no more. What is believed keeps the
-index's rule: a block only with all before it.
+Other hosts write to the store. A block that one of them wrote is found by asking. A block that the
+store has dropped is found missing when it is read, and leaves the index then. Beliefs obey the
+index's rule: it holds a block only with all blocks before it.
 
-A question ends at its deadline whatever the store does, and the block after the last one found is
-not asked for again for a while, so no prompt waits for a store twice in a row.
+A query ends at its deadline whatever the store does. The block after the last one found is not
+asked for again for a while, so that no prompt waits for a store twice in a row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.tiers.remote.lookup import MAX_OPEN, Finder, Promise, Question
+from kvcore.tiers.remote.lookup import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
-"""Keys remembered as absent, the oldest forgotten first."""
+"""The most keys remembered as absent; the oldest are forgotten first."""
 PROMISED_KEPT = 65536
-"""Keys of which it is remembered which node promised them, the oldest forgotten first."""
+"""The most keys remembered with the node that promised them; the oldest are forgotten first."""
 
 
 class Believed(NamedTuple):
-    """Blocks [start, stop) of a prompt have entered the index; ``evicted`` made room for them.
-    ``outcome`` is "found", "absent", "late" or "failed"."""
+    """Blocks [start, stop) of a prompt that have entered the index after an answer.
+
+    ``evicted`` made room for them. ``outcome`` is "found", "absent", "late" or "failed".
+    """
 
     start: int
     stop: int
@@ -38,17 +40,18 @@ class Believed(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    question: Question
+    query: StoreQuery
     start: int
     limit: float
 
 
 class StoreLookup:
-    """Beliefs about one store. Leader thread only; nothing blocks but `wait`.
+    """The leader's beliefs about one store. Leader thread only; only `wait` blocks.
 
-    ``breaker`` is that of its questions. It is not asked while it is not ``readable`` either. What
-    a node has promised is asked of that node whatever the breaker says, and tells it nothing: a
-    node that is away says nothing of the store, which leaves it alone by itself.
+    ``breaker`` guards the queries. The store is not asked either while it is not ``readable``.
+    Blocks that a node has promised are asked for at that node, whatever the breaker's state, and
+    the outcome does not change that state: a node that does not answer tells nothing about the
+    store, and the store itself stops asking such a node.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class StoreLookup:
         self._readable = readable
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
-        self._absent: dict[bytes, float] = {}  # key -> until when
-        self._nodes: dict[bytes, str] = {}  # key -> who promised it, and was found to hold it
+        self._absent: dict[bytes, float] = {}  # key -> time until which it is not asked for
+        self._nodes: dict[bytes, str] = {}  # key -> node that promised and holds it
 
     def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> bool:
-        """Whether an answer about this prompt is on its way; asks where that is worth it. What is
-        promised is asked for though it was not there a moment ago."""
+        """Return True if an answer about this prompt is pending; send a query if it is worth one.
+
+        Promised blocks are asked for even if they were absent a moment ago.
+        """
         if not keys:
             return False
         if keys[-1] in self._asked:
@@ -81,41 +86,41 @@ class StoreLookup:
         start = self._index.held(self._tier, keys)
         promise = promise and promise.beyond(start)
         absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
-        apart = self._finder.is_apart(promise)
-        if absent or not self._may_ask(apart):
+        node_only = self._finder.is_node_only(promise)
+        if absent or not self._may_ask(node_only):
             return False
-        question = self._finder.ask(keys[start:], promise)
-        if question is None:
+        query = self._finder.ask(keys[start:], promise)
+        if query is None:
             return False
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
-        if not apart:
+        if not node_only:
             self._breaker.started()
-        self._asked[keys[-1]] = _Asked(question, start, self._clock() + patience)
+        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience)
         return True
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
-        """Take in the answer about this prompt, if it has come or its time is over."""
+        """Apply the answer about this prompt, if it has come or is late; else return None."""
         asked = self._asked.get(keys[-1]) if keys else None
-        if asked is None or not (asked.question.ended or self._is_late(asked)):
+        if asked is None or not (asked.query.ended or self._is_late(asked)):
             return None
         del self._asked[keys[-1]]
         outcome = self._judge(asked)
         start = self._index.held(self._tier, keys)
-        found = min(asked.start + asked.question.found, len(keys))
+        found = min(asked.start + asked.query.found, len(keys))
         evicted: list[Evicted] = []
         if asked.start <= start < found:
             reservation = self._index.lifecycle.reserve(self._tier, keys, start, found, namespace)
             evicted = reservation.evicted
             self._index.lifecycle.commit(reservation)
-            if asked.question.node:
-                self._remember(keys[start:found], asked.question.node)
+            if asked.query.node:
+                self._remember(keys[start:found], asked.query.node)
         stop = self._index.held(self._tier, keys)
         if stop < len(keys):
             self.absent(keys[stop])
         return Believed(start, stop, evicted, outcome)
 
     def nodes(self, keys: Sequence[bytes]) -> set[str]:
-        """Who promised these blocks, where that was found to be so."""
+        """Return the nodes that promised these blocks and were found to hold them."""
         return {self._nodes[key] for key in keys if key in self._nodes}
 
     def _remember(self, keys: Sequence[bytes], node: str) -> None:
@@ -126,7 +131,7 @@ class StoreLookup:
             del self._nodes[next(iter(self._nodes))]
 
     def absent(self, key: bytes) -> None:
-        """The store does not hold this block: do not ask for it for a while."""
+        """Note that the store lacks this block, and do not ask for it for a while."""
         now = self._clock()
         self._absent.pop(key, None)
         self._absent[key] = now + self._finder.absent_s
@@ -143,16 +148,16 @@ class StoreLookup:
         return self._finder.wait(timeout)
 
     def _judge(self, asked: _Asked) -> str:
-        """Tell the breaker how the store did, and say it in a word."""
-        question = asked.question
-        if late := not question.ended:
-            self._finder.drop(question)
-        failed = question.failed or (late and not question.found)  # else slow, not dead
-        if not question.apart:
+        """Tell the breaker whether the store answered; return the outcome in one word."""
+        query = asked.query
+        if late := not query.ended:
+            self._finder.drop(query)
+        failed = query.failed or (late and not query.found)  # else slow, not dead
+        if not query.node_only:
             (self._breaker.failed if failed else self._breaker.succeeded)()
         if late or failed:
             return "late" if late else "failed"
-        return "found" if question.found else "absent"
+        return "found" if query.found else "absent"
 
     def _is_late(self, asked: _Asked) -> bool:
         return self._clock() >= asked.limit
@@ -161,12 +166,14 @@ class StoreLookup:
         until = self._absent.get(key)
         return until is not None and self._clock() < until
 
-    def _may_ask(self, apart: bool) -> bool:
-        """Whether the breaker lets a question through, if it is not one ``apart``. Requests may
-        have gone without settling theirs: what became of those is taken in first, where it could
-        stand in the way."""
-        if len(self._asked) >= MAX_OPEN or not (apart or self._breaker.allows()):
+    def _may_ask(self, node_only: bool) -> bool:
+        """Return True if a query may be sent; only one of the store itself needs the breaker.
+
+        Requests may have ended without settling their queries. Late ones are judged first if they
+        could stand in the way.
+        """
+        if len(self._asked) >= MAX_OPEN or not (node_only or self._breaker.allows()):
             for key in [key for key, asked in self._asked.items() if self._is_late(asked)]:
                 self._judge(self._asked.pop(key))
-        allowed = apart or self._breaker.allows()
+        allowed = node_only or self._breaker.allows()
         return len(self._asked) < MAX_OPEN and allowed and self._readable()

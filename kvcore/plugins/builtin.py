@@ -69,36 +69,35 @@ def _policy(name: str) -> Callable[[], Any]:
 def _prepare_disk(context: TierContext) -> PreparedTier:
     """Choose, lock and scan a store in the folder ``options["path"]``."""
     disk = import_module("kvcore.tiers.disk")
-    path, options = _disk_options(context)
-    geometry = _disk_geometry(context, options["cipher"])
+    path, cipher, _ = _disk_options(context)
+    geometry = _disk_geometry(context, cipher)
     store = disk.prepare_store(path, geometry, context.capacity, share=context.share)
     return PreparedTier(
         store.num_slots,
         store.records,
-        store.options(),
+        store.mounted.to_options(),
         release=store.close,
         foreign=True,
-        void=store.debts.add,
+        record_clear=store.tombstones.add,
     )
 
 
 def _disk(context: TierContext) -> Any:
     """Open the rank's shard of the store that the leader chose."""
-    _, options = _disk_options(context)
-    return import_module("kvcore.tiers.disk").DiskTier(
-        Path(context.told["folder"]),
-        _disk_geometry(context, options["cipher"]),
+    disk = import_module("kvcore.tiers.disk")
+    _, cipher, access = _disk_options(context)
+    return disk.DiskTier(
+        disk.MountedStore.from_options(context.rank_options),
+        _disk_geometry(context, cipher),
         shard=context.rank,
-        num_slots=context.told["num_slots"],
         slot_nbytes=context.slot_nbytes,
-        foreign={int(n): Path(p) for n, p in context.told["foreign"].items()},
-        clock=context.told.get("clock"),
-        **options,
+        access=disk.DiskAccess(**access),
+        cipher=cipher,
     )
 
 
-def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
-    """Return the folder, and the keywords of `DiskTier`."""
+def _disk_options(context: TierContext) -> tuple[Path, Any, dict[str, Any]]:
+    """Return the folder, the cipher if there is a key, and the arguments of `DiskAccess`."""
     options = dict(context.options)
     path = options.pop("path", None)
     keys = [options.pop(name, None) for name in ("key_env", "key_file")]
@@ -109,7 +108,7 @@ def _disk_options(context: TierContext) -> tuple[Path, dict[str, Any]]:
             "to use, is needed, and direct_io, io_threads and sync_interval_s, and key_env or "
             "key_file, may be given"
         )
-    return Path(path).expanduser(), {**options, "cipher": _disk_cipher(*keys)}
+    return Path(path).expanduser(), _disk_cipher(*keys), options
 
 
 def _disk_cipher(variable: str | None, file: str | None) -> Any:

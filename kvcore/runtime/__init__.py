@@ -1,4 +1,4 @@
-"""The composition root: the manager, workers and tiers of a process, built from its settings.
+"""The composition root: builds the manager, workers and tiers of a process from its settings.
 
 build        the manager and the workers
 tiers        backing tiers

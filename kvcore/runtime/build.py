@@ -1,13 +1,12 @@
-"""The parts of one process, composed from a config: an index over tiers with its manager, and the
-worker of a rank.
+"""Composition of one process from a config: a leader's manager, or the worker of a rank.
 
     config + model ── build_manager ──▶ LeaderParts   index, lower tiers, manager
     config + model ── build_worker ───▶ WorkerParts   arena, copies, tiers to open     (each rank)
              pages ──┘
 
 Both compute the size of the arena from the same numbers, so that a slot of the index is a slot of
-every rank. An engine's adapter uses `kvcore.connector.build`, where a server may take the place of
-the manager.
+every rank. An engine's adapter uses `kvcore.connector.build`, in which a server may take the place
+of the manager.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from kvcore.cluster import Directory, enter
+from kvcore.cluster import Directory, register
 from kvcore.config import Config
 from kvcore.control.audit import AuditLog
 from kvcore.control.open import make_control, open_endpoint
@@ -27,7 +26,7 @@ from kvcore.events import Feed
 from kvcore.events.open import RunningPublisher, endpoints, open_events
 from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
-from kvcore.manager import HOST, KVManager, Manager, Spell, Transport
+from kvcore.manager import HOST, KVManager, Manager, TokenPublisher, TransferOptions, Transport
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import select_ops
 from kvcore.memory.layout import DeviceGroup, KVView
@@ -62,7 +61,7 @@ _log = logging.getLogger("kvcore.connector")
 
 
 class HostSlots(NamedTuple):
-    """Slots of every rank's arena: ``indexed`` ones, and behind them those for ``staging``."""
+    """Slots of every rank's arena: first those of the index, then those for staging."""
 
     indexed: int
     staging: int
@@ -73,10 +72,10 @@ class HostSlots(NamedTuple):
 
 
 def host_slots(config: Config, model: ModelDescription) -> HostSlots:
-    """Return how many slots every rank's arena has; all ranks together stay below
-    ``host.capacity``.
+    """Return how many slots every rank's arena has.
 
-    Raises UnsupportedError if not one block fits.
+    All ranks together stay below ``host.capacity``. Raises UnsupportedError if it does not hold one
+    block.
     """
     per_slot = sum(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
     total = config.host.capacity // per_slot
@@ -89,8 +88,10 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
 
 
 def device_slots(config: Config, model: ModelDescription) -> int:
-    """Return how many blocks every rank's staging on the device holds; 0 if no tier is read to the
-    device directly."""
+    """Return how many blocks every rank's staging on the device holds.
+
+    0 if no tier is read directly to the device.
+    """
     disk = config.disk
     if disk.path is None or disk.to_device == "off" or config.server.address is not None:
         return 0
@@ -107,8 +108,7 @@ def device_slots(config: Config, model: ModelDescription) -> int:
 
 
 def geometry(model: ModelDescription) -> Geometry:
-    """Return what a stored block of the model is, and which of its heads and layers each rank
-    holds."""
+    """Return what a stored block of the model is, and which heads and layers each rank holds."""
     ranks = range(model.world_size)
     heads = tuple(model.head_range(rank) for rank in ranks)
     layers = tuple(model.layer_range(rank) for rank in ranks)
@@ -125,7 +125,7 @@ def load_plugins(config: Config) -> PluginManager:
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """A leader's manager and what belongs to it.
+    """A leader's manager, and the parts that live as long as it.
 
     ``backings`` are its own lower tiers, restored; a server's client has none. The owner calls each
     of ``releases`` once, after the workers have closed.
@@ -142,9 +142,8 @@ class LeaderParts:
 
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
-        """What every worker needs before its first graph: each tier's name, and what its leader's
-        part says to the ranks."""
-        return {found.spec.name: dict(found.prepared.told) for found in self.backings}
+        """The options that every worker needs before its first graph, by tier name."""
+        return {found.spec.name: dict(found.prepared.rank_options) for found in self.backings}
 
     @property
     def read_paths(self) -> dict[str, str]:
@@ -160,16 +159,16 @@ def enter_directory(
     kind: str,
     data_parallel_rank: int | None = None,
 ) -> LeaderParts:
-    """Enter this process in the directory of ``[cluster]``, if there is one, together with the
-    endpoints of its events. Return ``parts`` with what leaves the directory again.
+    """Register this process and the endpoints of its events in the directory of ``[cluster]``.
 
-    Raises ConfigError after releasing ``parts``.
+    Returns ``parts`` with a release that leaves the directory, or unchanged if there is no
+    directory. If it raises ConfigError, ``parts`` have been released.
     """
-    told = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
+    entry = {"fingerprint": model.fingerprint.hex(), "block_tokens": str(config.block.tokens)}
     if parts.events is not None:
-        told |= endpoints(config, data_parallel_rank)
+        entry |= endpoints(config, data_parallel_rank)
     try:
-        directory = enter(config, kind, told, data_parallel_rank)
+        directory = register(config, kind, entry, data_parallel_rank)
     except ConfigError:
         for release in parts.releases:
             release()
@@ -211,13 +210,13 @@ def build_manager(
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
     ids: Iterator[int] | None = None,
-    sink_saves: bool = True,
+    write_through_in_save: bool = True,
 ) -> LeaderParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
-    ``ids`` and ``sink_saves`` are as in `KVManager`. ``on_event`` gets what the feed of
-    ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank`` tells the leaders of one
-    engine apart if there are several.
+    ``ids`` is as in `KVManager`, ``write_through_in_save`` as in `TransferOptions`. ``on_event``
+    gets what the feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank``
+    distinguishes the leaders of one engine if there are several.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError if host memory does not hold one block.
@@ -234,20 +233,24 @@ def build_manager(
     metrics = Metrics("leader", enabled=config.metrics.enabled)
     events = open_events(config, index, metrics, data_parallel_rank)
     feed = None if events is None else events.feed
+    listener = _both(on_event, feed)
+    if listener is not None:
+        index.watch(listener)
     manager = KVManager(
         index,
         transport,
         backing=[found.backing for found in backings],
-        staging_slots=range(slots.indexed, slots.total),
-        device_slots=device_slots(config, model),
-        batch_blocks=config.transfer.batch_blocks,
+        options=TransferOptions(
+            staging_slots=range(slots.indexed, slots.total),
+            device_slots=device_slots(config, model),
+            batch_blocks=config.transfer.batch_blocks,
+            write_through_in_save=write_through_in_save,
+        ),
         metrics=metrics,
-        on_event=_both(on_event, feed),
-        spell=_speller(feed, config.block.tokens),
+        publish_tokens=_token_publisher(feed, config.block.tokens),
         ids=ids,
-        sink_saves=sink_saves,
     )
-    manager.removals.not_taken.update(not_taken)
+    manager.invalidation.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
     if feed is not None:
         manager.upkeep.append(feed.tick)
@@ -266,15 +269,15 @@ def build_manager(
     return LeaderParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
 
 
-def _speller(feed: Feed | None, block_tokens: int) -> Spell | None:
+def _token_publisher(feed: Feed | None, block_tokens: int) -> TokenPublisher | None:
     if feed is None or not feed.wants_tokens:
         return None
     tell = feed.publish_tokens
 
-    def spell(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
+    def publish_tokens(keys: Sequence[bytes], start: int, stop: int, tokens: Sequence[int]) -> None:
         tell(keys[start:stop], pack_tokens(tokens[start * block_tokens : stop * block_tokens]))
 
-    return spell
+    return publish_tokens
 
 
 def _both(
@@ -292,8 +295,10 @@ def _both(
 
 
 def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
-    """Put what a lower tier still holds into the index. Return the slots of lost records that lie
-    beyond the tier's present size."""
+    """Add the blocks that a lower tier still holds to the index.
+
+    Returns the slots of dropped records that lie beyond the tier's present size.
+    """
     lost = index.admin.restore(found.spec.name, found.prepared.records)
     _log.info(
         "tier restored name=%s blocks=%d dropped=%d slots=%d",
@@ -306,9 +311,11 @@ def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
 
 
 def build_segments(config: Config, model: ModelDescription) -> Segments:
-    """Build the book of the stored blocks' tokens. Beside a disk tier it is a file, and outlives
-    the engine as the tier's blocks do. If those are encrypted it stays in memory: tokens are the
-    user's text."""
+    """Build the book of the stored blocks' tokens.
+
+    With a disk tier it is a file in the tier's folder, which outlives the engine as the blocks do.
+    If the blocks are encrypted, the book stays in memory, because tokens are the user's text.
+    """
     path = None
     if config.disk.path is not None and config.disk.path.is_dir() and not config.disk.encrypted:
         name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
@@ -317,7 +324,7 @@ def build_segments(config: Config, model: ModelDescription) -> Segments:
 
 
 def segments_of(config: Config, model: ModelDescription, manager: Manager) -> SegmentBook:
-    """Return where a leader finds chunks: the server's book of tokens, or one of its own."""
+    """Return the book in which a leader finds chunks: the server's, or one of its own."""
     return manager.segments or build_segments(config, model)
 
 
@@ -326,7 +333,7 @@ def segments_of(config: Config, model: ModelDescription, manager: Manager) -> Se
 
 @dataclass(frozen=True)
 class WorkerParts(RankParts):
-    """The parts of a rank that takes work, with the plugins that its blends ask."""
+    """The parts of a rank that executes graphs, with the plugins that its blends use."""
 
     worker: KVWorker
     plugins: PluginManager
@@ -339,14 +346,14 @@ def build_worker(
     views: Sequence[KVView],
     served: Callable[..., KVWorker] | None = None,
 ) -> WorkerParts:
-    """Build the worker of ``rank``; ``views`` are its pages: one view for each of the model's
-    groups that has layers on this rank, and no others.
+    """Build the worker of ``rank`` and allocate its arena.
 
-    Allocates the arena. ``served`` makes a worker that copies to and from another process's memory
+    ``views`` are the rank's pages: one view for each of the model's groups that has layers on this
+    rank, and no others. ``served`` makes a worker that copies to and from another process's memory
     instead; its own arena then has one slot.
 
-    Raises UnsupportedError or LayoutError if KV cannot be moved right. Nothing is left open then,
-    and the caller must store nothing.
+    Raises UnsupportedError or LayoutError if KV cannot be moved correctly. Nothing is left open
+    then, and the caller must store nothing.
     """
     device = views[0].tensors[0].device
     own = served is None
@@ -400,7 +407,10 @@ def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list
 
 
 def _tracer(config: Config, rank: int) -> Tracer:
-    """Return where this rank's spans go: nowhere if no folder is set or it cannot be written."""
+    """Open this rank's trace file.
+
+    Returns a tracer that discards its spans if no folder is set or it cannot be written.
+    """
     if config.trace.path is None:
         return Tracer()
     try:

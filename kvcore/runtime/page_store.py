@@ -1,8 +1,8 @@
 """An engine's own pages, under keys of its own, in one backing tier.
 
-For an engine that has tiers of its own and wants only storage from kvcore. What a page is and what
-a key is depends on the engine. Unlike in `KVManager` there are no chains and there is no host
-memory: every page stands for itself, and reads and writes are done when the call returns.
+For an engine that has tiers of its own and uses kvcore only for storage. The engine defines what a
+page is and what a key is. Unlike in `KVManager`, there are no chains and there is no host memory:
+every page is independent, and reads and writes are done when the call returns.
 
     put   reserve ──▶ tier.write ──▶ publish       a page is found only when it is whole
     get   pin ──▶ tier.read, checked ──▶ unpin     a bad page is dropped, and not found again
@@ -47,7 +47,8 @@ class PageStore:
 
     Args:
         index: of one tier, with the blocks that the medium holds already.
-        identity: all that makes two pages of equal keys comparable, and a secret if there is one.
+        identity: everything that must be equal for pages of equal keys to be the same page, and a
+            secret if there is one.
         release: called once, when the store has closed.
     """
 
@@ -214,7 +215,7 @@ class PageStore:
         return {i: self._index.pin(self._name, blocks[i]) for i in self._use(blocks)}
 
     def _drop(self, block: bytes, error: CorruptBlock) -> None:
-        _log.warning("a stored page is bad and dropped: %s", error)
+        _log.warning("a stored page is corrupt and was dropped: %s", error)
         self._corrupt += 1
         self._index.removal.drop_subtree(self._name, block)
 
@@ -254,7 +255,7 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
     index = BlockIndex([found.spec])
     try:
         tier = BackingOpener(config, geometry, 0, plugins, share)(
-            found.spec.name, found.prepared.told
+            found.spec.name, found.prepared.rank_options
         )
         lost = index.admin.restore(found.spec.name, found.prepared.records)
     except BaseException:

@@ -83,7 +83,7 @@ def prepare_backings(
             settings.options,
             share=share,
             cluster=config.cluster,
-            notes=_notes(config),
+            state_folders=_state_folders(config),
         )
         try:
             prepared = _prepare(plugin, context)
@@ -100,7 +100,7 @@ def prepare_backings(
     return found
 
 
-def _notes(config: Config) -> list[pathlib.Path]:
+def _state_folders(config: Config) -> list[pathlib.Path]:
     """Return the folders for pending deletes: the disk tier's, if any, and one on tmpfs.
 
     The disk tier's folder survives a reboot.
@@ -138,7 +138,7 @@ def _backing(
         OnNthUse(common.admit_after) if selective else Always(),
         prepared.finder,
         prepared.node,
-        prepared.void,
+        prepared.record_clear,
         isinstance(common, DiskConfig) and common.to_device == "on",
     )
 
@@ -161,16 +161,19 @@ class BackingOpener:
         self._share = share
         self._cluster = config.cluster
 
-    def __call__(self, name: str, told: Mapping[str, Any]) -> Tier:
-        """Open a tier. Raises TierError if the medium cannot be used."""
-        plugin, common, options = self._settings[name]
+    def __call__(self, name: str, options: Mapping[str, Any]) -> Tier:
+        """Open a tier with the options that its leader's part gives every rank.
+
+        Raises TierError if the medium cannot be used.
+        """
+        plugin, common, settings = self._settings[name]
         context = TierContext(
             name,
             self._geometry,
             common.capacity,
-            options,
+            settings,
             rank=self._rank,
-            told=told,
+            rank_options=options,
             share=self._share,
             cluster=self._cluster,
         )

@@ -150,7 +150,7 @@ class RemoteManager(Manager):
         return reply if isinstance(reply, MatchReply) else None
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
-        """Ask the server's stores for more of a prompt, as `KVManager.ask_stores` does.
+        """Ask the server's stores for more of a prompt, as `Manager.ask_stores` does.
 
         Call it after `get_match` for the same prompt. Promised blocks may come to the server's
         stores, or to its host memory from another of its engines.
@@ -223,7 +223,7 @@ class RemoteManager(Manager):
         on_end: Callable[[], object] | None = None,
         lane: Lane | None = None,
     ) -> TransferGraph:
-        """Launch a load as `KVManager.launch_load` does.
+        """Launch a load as `Manager.launch_load` does.
 
         A load that the server does not plan is one that fails. Raises CapacityError if the server
         has no slots for it.
@@ -324,7 +324,7 @@ class RemoteManager(Manager):
         *,
         lane: Lane | None = None,
     ) -> TransferGraph | None:
-        """Launch a save as `KVManager.launch_save` does.
+        """Launch a save as `Manager.launch_save` does.
 
         Nothing is saved while the server does not answer. Blocks that a load in flight reads from
         host memory need no save. The server is then not asked, so that a request that waits for its
@@ -420,7 +420,9 @@ class RemoteManager(Manager):
     def complete(self, report: OpReport) -> None:
         left = self._left.get(report.graph_id)
         if left is None or report.op_id not in left:
-            _log.warning("report of an unknown op graph=%d op=%d", report.graph_id, report.op_id)
+            _log.warning(
+                "ignored the report of an unknown op graph=%d op=%d", report.graph_id, report.op_id
+            )
             return
         left.discard(report.op_id)
         if not report.failed:

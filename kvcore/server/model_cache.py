@@ -25,7 +25,7 @@ from kvcore.control.audit import AuditLog
 from kvcore.control.open import make_control
 from kvcore.errors import BlockMissing, FormatError, LayoutError
 from kvcore.index.slots import SlotRun
-from kvcore.manager import KVManager
+from kvcore.manager import HOST, KVManager
 from kvcore.manager.base import Hit, Lane, Promise, Source
 from kvcore.memory.arena import HostArena, arena_bytes
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
@@ -198,7 +198,7 @@ class ModelCache:
         self._transport = _LocalTransport(self._worker(config, described))
         try:
             parts = build_manager(
-                config, described, self._transport, ids=self._ids, sink_saves=False
+                config, described, self._transport, ids=self._ids, write_through_in_save=False
             )
             if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
@@ -286,7 +286,7 @@ class ModelCache:
         asking = asked.ask and self._ask_stores(hit, asked)
         asking |= self._pending.coming(hit.keys, max(hit.depth, asked.computed))
         places = [(source.tier, source.start, source.stop) for source in hit.sources]
-        return MatchReply(asked.ref, places, asking, *self.manager.room)
+        return MatchReply(asked.ref, places, asking, *self.manager.flights.room)
 
     def _ask_stores(self, hit: Hit, asked: MatchRequest) -> bool:
         """Ask the stores for more blocks; return True if some may come.
@@ -407,7 +407,7 @@ class ModelCache:
     def save(self, asked: SaveRequest, ranks: int) -> LaunchReply:
         """Plan a save of a session. Raises FormatError if the keys are not a chain."""
         keys = split(asked.keys)
-        held = self.manager.put_match(keys)
+        held = self.manager.index.held(HOST, keys)
         if held < len(keys):
             self._check_chain(keys, held, asked.namespace)
         first = 0

@@ -134,7 +134,24 @@ SPECS = (
         ("kind",),
     ),
     MetricSpec("kvcore_queue_depth", Kind.GAUGE, "Transfer operations in flight", ("path",)),
-    MetricSpec("kvcore_evictions_total", Kind.COUNTER, "Blocks evicted", ("tier",)),
+    MetricSpec(
+        "kvcore_evictions_total",
+        Kind.COUNTER,
+        "Blocks evicted because a tier or a tenant's quota was full",
+        ("tier",),
+    ),
+    MetricSpec(
+        "kvcore_cleared_blocks_total",
+        Kind.COUNTER,
+        "Blocks removed because an engine or an operator asked for it",
+        ("tier",),
+    ),
+    MetricSpec(
+        "kvcore_lost_blocks_total",
+        Kind.COUNTER,
+        "Blocks removed because they, or a block before them, were corrupt or missing",
+        ("tier",),
+    ),
     MetricSpec(
         "kvcore_corrupt_blocks_total",
         Kind.COUNTER,
@@ -268,8 +285,16 @@ class Metrics:
         self._set("kvcore_queue_depth", depth, path)
 
     def evicted(self, tier: str, blocks: int = 1) -> None:
-        """Count blocks evicted from a tier."""
+        """Count blocks evicted from a tier for lack of room."""
         self._add("kvcore_evictions_total", blocks, tier)
+
+    def cleared(self, tier: str, blocks: int = 1) -> None:
+        """Count blocks removed from a tier on request."""
+        self._add("kvcore_cleared_blocks_total", blocks, tier)
+
+    def lost(self, tier: str, blocks: int = 1) -> None:
+        """Count blocks removed from a tier because their chain is corrupt or incomplete."""
+        self._add("kvcore_lost_blocks_total", blocks, tier)
 
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         """Count blocks whose bytes were not those written."""

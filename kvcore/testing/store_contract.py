@@ -25,7 +25,7 @@ from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import BlockStore, Item, Shard, Splits, StoreOptions, StoreTier
+from kvcore.tiers.remote import BlockStore, Item, Shard, ShardRegistry, StoreOptions, StoreTier
 
 __all__ = ["StoreContract", "fetch", "value"]
 
@@ -76,9 +76,9 @@ def _taken(block: bytes, part: Part) -> bytes:
 def _tier(store: BlockStore, geometry: Geometry, rank: int, prefix: str) -> StoreTier:
     """Return the tier of a rank. It starts no thread, so it need not be closed."""
     shards = Shard.all_of(geometry, prefix)
-    splits = Splits(store, shards, every_s=60)
+    registry = ShardRegistry(store, shards, every_s=60)
     return StoreTier(
-        store, Shard.of(geometry, rank, prefix), StoreOptions(parallel=1), splits=splits
+        store, Shard.of(geometry, rank, prefix), StoreOptions(parallel=1), registry=registry
     )
 
 
@@ -245,7 +245,7 @@ class StoreContract:
         """Values of any rank and stage count can be read with any other rank and stage count."""
         prefix, key = f"contract-{uuid.uuid4().hex[:8]}", uuid.uuid4().bytes
         block = value(1, SHAPE.nbytes)
-        Splits(store, Shard.all_of(written, prefix), every_s=60, announces=True).refresh()
+        ShardRegistry(store, Shard.all_of(written, prefix), every_s=60, announces=True).refresh()
         for rank, part in enumerate(written.parts):
             data = memoryview(_taken(block, part))
             tier = _tier(store, written, rank, prefix)

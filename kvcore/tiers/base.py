@@ -1,7 +1,7 @@
 """The contract of a tier below the host arena: numbered slots for blocks.
 
-The leader decides which slot holds which block; a tier, in each worker, moves the bytes. The key
-travels with every read, so that a tier can tell that what it reads is what was asked for.
+The leader decides which slot holds which block. A tier, in each worker, moves the bytes. Every read
+carries the block's key, so that the tier can check that it reads the block that was asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BlockWrite(NamedTuple):
-    """Write ``buffers`` to ``slot`` as the block ``key``. The buffers are only read."""
+    """A request to write ``buffers``, which are only read, to ``slot`` as the block ``key``."""
 
     slot: int
     key: bytes
@@ -28,8 +28,10 @@ class BlockWrite(NamedTuple):
 
 
 class BlockRead(NamedTuple):
-    """Read ``slot`` into ``buffers``; what is there must be the block ``key``. ``nodes`` have been
-    promised to hold it (`kvcore.tiers.remote.base.Item`)."""
+    """A request to read ``slot``, which must hold the block ``key``, into ``buffers``.
+
+    ``nodes`` announced that they hold the block (`kvcore.tiers.remote.base.Item`).
+    """
 
     slot: int
     key: bytes
@@ -38,8 +40,10 @@ class BlockRead(NamedTuple):
 
 
 class DeviceRead(NamedTuple):
-    """Read ``slot`` into slot ``place`` of the region on the device; what is there must be the
-    block ``key``."""
+    """A request to read ``slot``, which must hold the block ``key``, into device memory.
+
+    ``place`` is the slot of the region on the device.
+    """
 
     slot: int
     key: bytes
@@ -47,11 +51,11 @@ class DeviceRead(NamedTuple):
 
 
 class NotDirect(TierError):
-    """This block does not go straight to the device: read it into host memory."""
+    """The block cannot be read straight into device memory. Read it into host memory."""
 
 
 class BlockRecord(NamedTuple):
-    """What a tier knows of a slot after a restart. A later ``stamp`` was written later."""
+    """What a tier knows of a slot after a restart. A greater ``stamp`` was written later."""
 
     slot: int
     key: bytes
@@ -61,67 +65,82 @@ class BlockRecord(NamedTuple):
 
 
 class SlotError(TierError, CapacityError):
-    """No such slot, or a block of another size than its slots are for."""
+    """The tier has no such slot, or its slots are for blocks of another size."""
 
 
 class Tier(ABC):
-    """Thread-safe: several ops may be in flight, on different slots.
+    """Storage below the host arena. Thread-safe: several ops may be in flight, on different slots.
 
-    A slot is not read while it is written, nor written twice at once: the leader sees to that. A
-    batch names a slot once. What a failed write leaves in a slot must not be readable as the new
-    block, nor as a mix of two. One bad request does not fail the others of its batch.
+    The leader makes sure that no slot is read while it is written, or written twice at once. A
+    batch names a slot only once. After a failed write, a slot must not be readable as the new
+    block, or as a mix of two blocks. One bad request does not fail the others of its batch.
 
-    A remote store (`kvcore.tiers.remote`) finds blocks by key and takes no note of slots: what was
-    written under one is read from any, until the store drops it.
+    A remote store (`kvcore.tiers.remote`) finds blocks by key and ignores slots: a block that was
+    written under one slot can be read under any, until the store evicts it.
 
-    `kvcore.testing.tier_contract` tests all of this, for a third party's tier as for ours.
+    `kvcore.testing.tier_contract` tests all of this, for third-party tiers too.
     """
 
     slot_nbytes: int
-    """Bytes of a slot: a block, rounded up where the medium wants it."""
+    """Bytes of a slot: a block, rounded up if the medium requires it."""
 
     def attach(self, memory: memoryview) -> None:  # noqa: B027 - few media care
-        """Buffers will lie in ``memory``, the host arena, which outlives the tier. Called once, or
-        never, before the first operation."""
+        """Prepare for buffers in ``memory``, the host arena, which outlives the tier.
+
+        Called at most once, before the first operation.
+        """
 
     def attach_device(self, region: DeviceRegion) -> str:
-        """`read_device` will be asked for blocks in ``region``, which outlives the tier. Called
-        once, or never, before it. Returns by what, or nothing where this tier reads none so."""
+        """Prepare for `read_device` into ``region``, which outlives the tier.
+
+        Called at most once, before the first `read_device`. Returns the name of the means that will
+        be used, or an empty string if this tier cannot read into device memory.
+        """
         return ""
 
     def read_device(self, requests: Sequence[DeviceRead]) -> list[TierError | None]:
-        """`read` into the region, past host memory: None for each block whose bytes *there* were
-        verified. NotDirect for those that are to be read the other way, whatever the reason.
-        Blocks until all have ended, also those that failed: nothing writes to the region then."""
+        """Read blocks into the region, past host memory.
+
+        Returns None for each block whose bytes *in the region* were verified, and NotDirect for
+        each that must be read into host memory instead, whatever the reason. Blocks until all have
+        ended, including those that failed: after that nothing writes to the region.
+        """
         return [NotDirect("this tier reads into host memory")] * len(requests)
 
     @abstractmethod
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
-        """Write blocks; None for each that is stored. Blocks until all have ended."""
+        """Write blocks. Return None for each that is stored. Blocks until all have ended."""
 
     @abstractmethod
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
-        """Read blocks; None for each that is whole and the one asked for. Blocks until all have
-        ended. The buffers of a failed read hold anything. CorruptBlock: the slot holds no block,
-        or another one, or one that is not whole; SlotError: there is no such slot, or the buffers
-        are not of a block's size; TierUnavailable: the medium failed; BlockMissing, of a store
-        alone: it holds no such block."""
+        """Read blocks. Return None for each that is whole and the one that was asked for.
+
+        Blocks until all have ended. The content of the buffers of a failed read is undefined. The
+        errors are:
+
+        - CorruptBlock: the slot holds no block, another one, or one that is not whole.
+        - SlotError: there is no such slot, or the buffers do not have a block's size.
+        - TierUnavailable: the medium failed.
+        - BlockMissing (remote stores only): the store holds no such block.
+        """
 
     @abstractmethod
     def invalidate(self, slots: Iterable[int]) -> None:
-        """Make slots unreadable, now and after a restart. Slots that hold nothing are let be.
-        Raises TierUnavailable when that cannot be made so."""
+        """Make slots unreadable, now and after a restart. Empty slots are ignored.
+
+        Raises TierUnavailable if the medium fails.
+        """
 
     @abstractmethod
     def scan(self) -> list[BlockRecord]:
-        """The blocks that can be read, in any order. Reads no payload."""
+        """Return the blocks that can be read, in any order. Reads no payload."""
 
     def sync(self) -> None:  # noqa: B027 - a medium may have nothing to flush
-        """Block until what was written survives a loss of power, where that can be promised."""
+        """Block until all writes survive a loss of power, if the medium can promise that."""
 
     def close(self) -> None:  # noqa: B027 - a medium may hold nothing
-        """Flush and give everything back. Nothing may be in flight. Idempotent."""
+        """Flush, and release all resources. Nothing may be in flight. Idempotent."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Read and verify every block; raises CorruptBlock naming the first that is not whole."""
+        """Read and verify every block. Raise CorruptBlock, naming the first that is not whole."""

@@ -1,4 +1,4 @@
-"""What a stored block is: the model, the block shape, and the part of each rank."""
+"""What a stored block is: its model, its shape, and the part that each rank holds."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from kvcore.model.shape import BlockShape
 __all__ = ["RECORD_NBYTES", "STAGED_VERSION", "VERSION", "Geometry"]
 
 VERSION = 1
-
-
 STAGED_VERSION = 2
 """The version of a ``store.json`` whose shards hold ranges of layers. An older kvcore skips it."""
-
-
 RECORD_NBYTES = 128
+"""Bytes of a record in a shard's index file."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What makes the blocks of two stores comparable, and how one store cuts them into shards.
+    """What blocks a store holds, and how it splits them into shards.
 
-    ``shape`` is the whole model's block, ``model`` its fingerprint, ``heads`` the KV heads
-    [start, stop) of each shard. ``cipher`` is the name of what its blocks are encrypted with.
-    ``layers`` are the layers [start, stop) of each shard, given only where not all have all.
+    Two stores with the same `base` hold comparable blocks, however they split them.
+
+    Args:
+        shape: the block of the whole model.
+        model: the model's fingerprint.
+        heads: the KV heads [start, stop) of each shard.
+        cipher: names the cipher and key that encrypt the blocks; empty if they are not encrypted.
+        layers: the layers [start, stop) of each shard. Empty: every shard holds all layers.
     """
 
     shape: BlockShape
@@ -54,12 +56,12 @@ class Geometry:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What each shard holds of a block."""
+        """The part of a block that each shard holds."""
         return tuple(map(Part, self.heads, self.layers))
 
     @property
     def base(self) -> str:
-        """Name of the folder that stores of comparable blocks share, however they are cut."""
+        """Name of the folder that stores with comparable blocks share, however they split them."""
         cut = {"version": VERSION, "shape": self.shape.to_dict()}
         data = json.dumps(cut | self._cipher, sort_keys=True)
         return xxhash.xxh3_128_hexdigest(data.encode() + self.model)
@@ -70,17 +72,17 @@ class Geometry:
 
     @property
     def _staged(self) -> bool:
-        """Whether a shard lacks layers."""
+        """True if some shard does not hold all layers."""
         return any(span != (0, self.shape.layers) for span in self.layers)
 
-    def place(self, shard: int) -> bytes:
-        """Return the name of a shard and of its blocks. Encrypted blocks are bound to it."""
+    def shard_name(self, shard: int) -> bytes:
+        """Return a name for a shard's part of the blocks. Encrypted blocks are bound to it."""
         layers = f" {self.layers[shard]}" if self._staged else ""
         return f"{self.base} {self.heads[shard]}{layers}".encode()
 
     @property
     def per_slot(self) -> int:
-        """Bytes on disk of one slot in all shards, records included."""
+        """Bytes on disk of one slot in all shards together, including its records."""
         shards = range(len(self.heads))
         return sum(slot_bytes(self.shard_shape(i)) + RECORD_NBYTES for i in shards)
 
@@ -100,7 +102,10 @@ class Geometry:
 
     @classmethod
     def from_json(cls, data: Any) -> Geometry:
-        """Raises FormatError when ``data`` is not a store.json of a version that is known."""
+        """Return the geometry in the decoded store.json ``data``.
+
+        Raises FormatError if the file is damaged, or its version is not known.
+        """
         if not isinstance(data, dict) or data.get("format") != "kvcore disk tier":
             raise FormatError("not a store.json of kvcore's disk tier")
         version = data.get("version")
@@ -119,7 +124,7 @@ class Geometry:
             raise FormatError(f"a damaged store.json: {error!r}") from error
 
     def save(self, folder: Path) -> None:
-        """Write store.json whole or not at all."""
+        """Write store.json, whole or not at all."""
         draft = folder / "store.json.new"
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(self.to_json(), file, indent=1)
@@ -129,7 +134,7 @@ class Geometry:
 
     @classmethod
     def load(cls, folder: Path) -> Geometry:
-        """Raises FormatError saying what is wrong with the folder's store.json."""
+        """Read the folder's store.json. Raise FormatError if it cannot be used."""
         try:
             data = json.loads((folder / "store.json").read_text())
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The naive tier: a dictionary of bytes. The oracle of the contract suite, and a tier for tests."""
+"""The naive tier, a dictionary of bytes: the contract suite's oracle, and a tier for tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tie
 
 
 class MemoryTier(Tier):
-    """``num_slots`` slots of ``slot_nbytes`` bytes, in the process's own memory; a shorter block is
-    padded with zeros."""
+    """A tier of ``num_slots`` slots of ``slot_nbytes`` bytes in the process's own memory.
+
+    Shorter blocks are padded with zeros.
+    """
 
     def __init__(self, num_slots: int, slot_nbytes: int) -> None:
         self.num_slots = num_slots

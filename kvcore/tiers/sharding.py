@@ -1,14 +1,14 @@
-"""Parts of a block: what a rank keeps of it, and any part out of those that others kept.
+"""Parts of a block: any rank count reads what any other rank count wrote.
 
-            heads  0     2     4      two tensor-parallel ranks in each of two pipeline
+            heads  0     2     4      Two tensor-parallel ranks in each of two pipeline
     layers  0      ┌─────┬─────┐      stages wrote A, B, C and D. A rank that holds heads
                    │  A ┌┼────┐│      1..4 of layers 1..4 reads the overlap of each with
-            2      ├────┼┼────┼┤      its own part, and lays it where it belongs.
+            2      ├────┼┼────┼┤      its own part, and puts the bytes where they belong.
                    │  C └┼────┘│
             4      └─────┴─────┘
 
-A part's bytes are a block's, of its heads and layers: in canonical order a range of heads is one
-run of bytes in each layer. Disk and remote stores take this one way.
+A part is stored as a block of its own heads and layers. In the canonical order of bytes, a range of
+heads is one run of bytes in each layer. Disk and remote stores both use this module.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ __all__ = ["Run", "cover", "is_tiling", "places", "runs", "splits_of"]
 
 
 class Run(NamedTuple):
-    """``nbytes`` bytes at ``source`` in a part that is held, which belong at ``target`` in the part
-    that is wanted."""
+    """A run of bytes: at offset ``source`` in the stored part, ``target`` in the wanted part."""
 
     source: int
     target: int
@@ -36,10 +35,10 @@ class Run(NamedTuple):
 
 
 def cover(parts: Sequence[Part], wanted: Part) -> list[int]:
-    """Which of ``parts``, by number, together hold each element of ``wanted`` once.
+    """Return the numbers of the ``parts`` that together hold each element of ``wanted`` once.
 
-    Equal parts (ranks with the same heads) count as one, the first. Raises SlotError where the
-    others overlap, or leave something of ``wanted`` out.
+    Of equal parts (ranks with the same heads) only the first counts. Raises SlotError if the others
+    overlap, or do not hold all of ``wanted``.
     """
     first = {part: number for number, part in reversed(list(enumerate(parts)))}
     chosen = {number: part.overlap(wanted) for part, number in first.items()}
@@ -53,14 +52,17 @@ def cover(parts: Sequence[Part], wanted: Part) -> list[int]:
 
 
 def is_tiling(parts: Sequence[Part], shape: BlockShape) -> bool:
-    """Whether ``parts`` hold each element of a block of ``shape`` once."""
+    """Return True if ``parts`` hold each element of a block of ``shape`` exactly once."""
     whole = shape.layers * shape.kv_heads
     return all(part.within(shape) for part in parts) and _tile(parts, whole)
 
 
 def splits_of(parts: Iterable[Part], shape: BlockShape, most: int) -> Iterator[tuple[Part, ...]]:
-    """How deployments may share blocks of ``shape`` that keep ``parts`` of them: stages one behind
-    the other, whose ranks have the heads `evenly`. Those of few ranks first, ``most`` at most."""
+    """Yield the ways in which a deployment may have split blocks of ``shape`` into ``parts``.
+
+    A way is a sequence of pipeline stages, in each of which the ranks divide the heads `evenly`.
+    Ways with few ranks come first. At most ``most`` ways are yielded.
+    """
     there = set(parts)
     stages = sorted({part.layers for part in there}, key=lambda layers: -layers[1])
 
@@ -75,24 +77,27 @@ def splits_of(parts: Iterable[Part], shape: BlockShape, most: int) -> Iterator[t
 
 
 def _chains(pieces: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Every way to put [0, size) together from ``pieces``. No way is begun that has no end."""
-    led = {size}  # from these one comes to the end
+    """Yield every chain of ``pieces`` that covers [0, size) without gap or overlap.
+
+    Pieces from which the end cannot be reached are never tried.
+    """
+    reaching = {size}  # the starts from which the end can be reached
     for start, stop in sorted(pieces, reverse=True):
-        if start < stop and stop in led:
-            led.add(start)
+        if start < stop and stop in reaching:
+            reaching.add(start)
 
     def onwards(at: int) -> Iterator[tuple[tuple[int, int], ...]]:
         if at == size:
             yield ()
         for start, stop in pieces:
-            if start == at and start < stop and stop in led:
+            if start == at and start < stop and stop in reaching:
                 yield from (((start, stop), *rest) for rest in onwards(stop))
 
     return onwards(0)
 
 
 def _tile(parts: Sequence[Part], size: int) -> bool:
-    """Whether parts of something with ``size`` elements are apart and have all of them."""
+    """Return True if ``parts`` do not overlap, and have ``size`` elements together."""
     apart = all(
         one.overlap(other) is None for i, one in enumerate(parts) for other in parts[i + 1 :]
     )
@@ -100,7 +105,7 @@ def _tile(parts: Sequence[Part], size: int) -> bool:
 
 
 def runs(held: Part, wanted: Part, head_nbytes: int) -> list[Run]:
-    """Where the bytes that ``held`` and ``wanted`` share lie in each, longest runs, in order."""
+    """Return the bytes that ``held`` and ``wanted`` share, as the longest runs, in order."""
     common = held.overlap(wanted)
     if common is None:
         return []
@@ -121,7 +126,7 @@ def runs(held: Part, wanted: Part, head_nbytes: int) -> list[Run]:
 
 
 def _offset(part: Part, layer: int, head: int) -> int:
-    """How many heads, of all layers, lie before this one."""
+    """Return the number of heads, over all layers, that are stored before this one."""
     (first, last), (top, _) = part
     return (layer - top) * (last - first) + head - first
 
@@ -132,10 +137,10 @@ def _follows(before: Run, run: Run) -> bool:
 
 
 def places(runs: Sequence[Run], buffers: Buffers) -> Iterator[tuple[int, memoryview]]:
-    """(Offset in the part that is held, the memory for the bytes from there on), in order.
+    """Yield (offset in the stored part, the memory for the bytes from there on), in order.
 
-    ``buffers`` are of the part that is wanted, and may be longer. Where a run goes on from one
-    buffer to the next it is cut.
+    ``buffers`` hold the wanted part, and may be longer. A run that crosses from one buffer into the
+    next is split.
     """
     flat = [buffer.cast("B") for buffer in buffers]
     starts = [0, *accumulate(len(buffer) for buffer in flat)]

@@ -13,18 +13,24 @@ if TYPE_CHECKING:
     from kvcore.tiers.geometry import Geometry
     from kvcore.tiers.remote.lookup import Finder
 
-__all__ = ["PreparedTier", "TierContext", "TierPlugin", "_nothing"]
+__all__ = ["PreparedTier", "TierContext", "TierPlugin"]
 
 
 @dataclass(frozen=True)
 class TierContext:
     """What a backing tier is made from.
 
-    ``capacity`` is in bytes, the total over all ranks. ``geometry`` tells the model, the shape of a
-    block and each rank's KV heads and layers: stored bytes are readable only where it fits.
-    ``told`` is what the leader's ``prepare`` said, empty without one. ``share`` is among how many
-    leaders the capacity is divided. ``cluster`` is `[cluster]`, for what finds others through it.
-    ``notes`` are folders for what a leader must leave to the next one, the best first.
+    Args:
+        name: of the tier, as the settings have it.
+        geometry: the model, the shape of a block, and each rank's KV heads and layers. Stored bytes
+            can be read only if they fit it.
+        capacity: in bytes, the total over all ranks.
+        options: the tier's own settings.
+        rank: which rank opens the tier.
+        rank_options: those of the leader's `PreparedTier`; empty without a ``prepare``.
+        share: how many leaders divide the capacity between them.
+        cluster: the settings of `[cluster]`, for tiers that find other nodes through it.
+        state_folders: folders for what a leader must leave to its successor, the best first.
     """
 
     name: str
@@ -32,19 +38,19 @@ class TierContext:
     capacity: int
     options: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
-    told: Mapping[str, Any] = field(default_factory=dict)
+    rank_options: Mapping[str, Any] = field(default_factory=dict)
     share: int = 1
     cluster: ClusterConfig | None = None
-    notes: Sequence[Path] = ()
+    state_folders: Sequence[Path] = ()
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of a slot of this rank, a multiple of 4096: its part of one block."""
+        """Bytes of a slot of this rank: its part of one block, rounded up to 4096."""
         return self._slot_nbytes(self.rank)
 
     @property
     def num_slots(self) -> int:
-        """Blocks that fit into this leader's part of ``capacity``, over all ranks."""
+        """Blocks that fit into this leader's share of ``capacity``, over all ranks."""
         return (
             self.capacity
             // self.share
@@ -65,32 +71,37 @@ def _nothing() -> None:
 class PreparedTier:
     """What the leader knows of a tier before any rank has opened it.
 
-    ``records`` are the blocks that every rank holds whole. ``told`` goes to each rank and is plain
-    data (JSON). ``release`` is called once, after the ranks have closed theirs. ``foreign`` tells
-    that records may lie in slots beyond ``num_slots``, which are read and never written. A store
-    that other hosts write to has a ``finder``, which asks it what it holds, and where each engine
-    keeps its own a ``node``, by which others are told of it. ``void`` writes down, for one that
-    outlives the engine, that what lies there of a namespace (None: all) is cleared; it returns at
-    once. The ranks are told to erase it too, which an engine that is killed does not live to do.
+    Args:
+        num_slots: blocks that the tier has room for.
+        records: the blocks that every rank holds whole.
+        rank_options: plain data (JSON) that goes to each rank.
+        release: called once, after the ranks have closed their tiers.
+        foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
+        finder: asks a store that other hosts write to which blocks it holds.
+        node: the address at which others find this engine's blocks, if each engine keeps its own.
+        record_clear: records durably that the blocks of a namespace (None: of all) are cleared,
+            and returns at once. It is for a tier that outlives the engine. The ranks also erase
+            the blocks, but an engine that is killed does not get that far.
     """
 
     num_slots: int
     records: Sequence[BlockRecord] = ()
-    told: Mapping[str, Any] = field(default_factory=dict)
+    rank_options: Mapping[str, Any] = field(default_factory=dict)
     release: Callable[[], None] = _nothing
     foreign: bool = False
     finder: Finder | None = None
     node: str = ""
-    void: Callable[[bytes | None], None] | None = None
+    record_clear: Callable[[bytes | None], None] | None = None
 
 
 @dataclass(frozen=True)
 class TierPlugin:
-    """A kind of backing tier: ``medium`` is "disk", "remote" or "memory".
+    """A kind of backing tier. ``medium`` is "disk", "remote" or "memory".
 
-    ``factory`` opens it, once in each rank. ``prepare``, for a tier that outlives the engine or is
-    shared, runs once before that, in the leader; without it the tier starts empty. Both raise
-    TierUnavailable when the medium cannot be used, ConfigError when the options do not fit.
+    ``factory`` opens the tier, once in each rank. ``prepare`` is for a tier that outlives the
+    engine or is shared. It runs once in the leader, before any rank opens the tier; without it the
+    tier starts empty. Both raise TierUnavailable if the medium cannot be used, and ConfigError if
+    the options do not fit.
     """
 
     name: str

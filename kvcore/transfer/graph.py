@@ -167,6 +167,10 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
 
         Ops may depend only on ops listed before them. This makes cycles impossible, and any order
         of execution that respects ``deps`` valid.
+
+        A graph is checked twice on purpose. The planner checks it because the unit tables come from
+        an adapter: the adapter's call then fails, and nothing is sent. Each worker's engine checks
+        it because the graph came from another process, and a bad slot would overwrite memory.
         """
         rows = self.num_rows
         if not (len(self.host_slots) == len(self.tier_slots) == rows):

@@ -100,7 +100,10 @@ class _Ops:
         nodes: tuple[str, ...] = (),
         staged: Sequence[int] = (),
     ) -> TransferGraph:
-        """Return a checked graph of the ops so far."""
+        """Return a graph of the ops so far, checked before it is launched.
+
+        See `TransferGraph.check` for why each worker checks it again.
+        """
         graph = TransferGraph(
             graph_id,
             priority,

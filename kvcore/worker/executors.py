@@ -168,16 +168,16 @@ def _errors(
 ) -> dict[int, RowError]:
     """Return the rows that failed, and log why.
 
-    A medium that fails, such as a full disk, fails every block: its line is limited. Corrupt and
-    missing blocks are logged one by one.
+    A medium that fails, such as a full disk, fails every block, and a node that is gone takes all
+    its blocks along: those lines are limited. Corrupt blocks are logged one by one.
     """
     failed: dict[int, RowError] = {}
     for row, error in zip(rows, results, strict=True):
         if error is None:
             continue
         failed[row] = _row_error(error)
-        by_medium = failed[row] is RowError.IO
-        left_out = limit.admit((op.path, op.tier, type(error))) if by_medium else 0
+        limited = failed[row] is not RowError.CORRUPT
+        left_out = limit.admit((op.path, op.tier, type(error))) if limited else 0
         if left_out is not None:
             more = f" ({left_out} more failed since the last line)" if left_out else ""
             _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, f"{error}{more}")

@@ -35,7 +35,7 @@ def refusing_parts() -> RankParts:
     return RankParts(RefusingWorker(), Metrics(), refuse_tier)
 
 
-def refuse_tier(name: str, told: Mapping[str, Any]) -> Tier:
+def refuse_tier(name: str, rank_options: Mapping[str, Any]) -> Tier:
     """Refuse to open a tier: the `TierOpener` of a rank that takes no work."""
     raise UnsupportedError(f"tier {name!r} is not opened: this worker stores nothing")
 
@@ -43,13 +43,13 @@ def refuse_tier(name: str, told: Mapping[str, Any]) -> Tier:
 def open_tiers(
     worker: KVWorker | RefusingWorker,
     opener: TierOpener,
-    told: Mapping[str, dict[str, Any]],
+    tiers: Mapping[str, dict[str, Any]],
 ) -> None:
     """Open tiers with the options that the leader sent. Does I/O.
 
     A tier that cannot be opened is logged, and fails every read and write.
     """
-    for name, options in told.items():
+    for name, options in tiers.items():
         try:
             tier = opener(name, options)
         except KVCoreError as error:

@@ -330,7 +330,7 @@ def test_hicache_finds_after_a_restart_what_it_stored(model: Path, tmp_path: Pat
     with engine(model, None, **args) as process:
         got = answers(process, prompts)
         same(got, expected)
-        assert "a stored page is bad and dropped" in process.log.read_text()
+        assert "a stored page is corrupt and was dropped" in process.log.read_text()
         assert sum(g.cached_tokens for g in got) < sum(w.cached_tokens for w in warm)
 
 

@@ -16,14 +16,14 @@ import torch
 
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.slots import SlotRun
-from kvcore.manager import HOST, Backing, KVManager
+from kvcore.manager import HOST, Backing, KVManager, TransferOptions
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.checksums import naive_sum
 from kvcore.memory.copy import builtin_ops, select_ops
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
-from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, prepare_store
 from kvcore.transfer.graph import OpReport, UnitTable
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
@@ -89,12 +89,11 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # typ
     worker.open_tier(
         "disk",
         DiskTier(
-            store.folder,
+            store.mounted,
             geometry,
             shard=0,
-            num_slots=store.num_slots,
             slot_nbytes=slot_bytes(SHAPE),
-            device_sums=True,
+            access=DiskAccess(device_sums=True),
         ),
     )
     index = BlockIndex([TierSpec(HOST, 256), TierSpec("disk", store.num_slots, foreign=True)])
@@ -103,8 +102,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # typ
         index,
         local,
         backing=[Backing("disk", to_device=to_device)],
-        staging_slots=range(256, 288),
-        device_slots=64 if to_device else 0,
+        options=TransferOptions(range(256, 288), device_slots=64 if to_device else 0),
     )
     yield pages, manager
     assert worker.close()

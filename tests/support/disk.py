@@ -1,4 +1,4 @@
-"""A disk tier as a leader prepares its store and a worker opens it."""
+"""A disk tier, with its store prepared as by a leader and opened as by a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import Any
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, write_blocks
-from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.disk import (
+    DiskAccess,
+    DiskTier,
+    Geometry,
+    MountedStore,
+    PreparedStore,
+    prepare_store,
+)
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
@@ -21,17 +28,15 @@ ROOM = 1 << 20
 def open_tier(
     store: PreparedStore, geometry: Geometry = GEOMETRY, shard: int = 0, **options: Any
 ) -> DiskTier:
-    """As a worker opens what its leader prepared."""
-    told = store.options()
+    """Open a tier as a worker does, in the store that its leader prepared."""
+    cipher = options.pop("cipher", None)
     return DiskTier(
-        Path(told["folder"]),
+        MountedStore.from_options(store.mounted.to_options()),
         geometry,
         shard=shard,
-        num_slots=told["num_slots"],
         slot_nbytes=slot_bytes(geometry.shard_shape(shard)),
-        foreign={int(n): Path(p) for n, p in told["foreign"].items()},
-        clock=told["clock"],
-        **options,
+        access=DiskAccess(**options),
+        cipher=cipher,
     )
 
 
@@ -39,7 +44,7 @@ def open_tier(
 def opened(
     path: Path, geometry: Geometry = GEOMETRY, capacity: int = ROOM, **options: Any
 ) -> Iterator[tuple[PreparedStore, DiskTier]]:
-    """Leader and one worker, of shard 0, as after a restart."""
+    """Yield the store and the tier of shard 0, opened as after a restart."""
     store = prepare_store(path, geometry, capacity, wait_s=0)
     tier = open_tier(store, geometry, **options)
     try:
@@ -50,7 +55,7 @@ def opened(
 
 
 def flip(file: Path, offset: int, mask: int = 0x10) -> None:
-    """Change bits of one byte."""
+    """Flip bits of one byte."""
     with file.open("r+b") as data:
         data.seek(offset)
         (byte,) = data.read(1)
@@ -63,7 +68,7 @@ def some_blocks(count: int, first_seed: int = 0) -> list[Block]:
 
 
 def fill(path: Path, count: int, **options: Any) -> tuple[Path, list[Block]]:
-    """(The folder of a store with ``count`` blocks, the blocks)"""
+    """Return (folder of a store with ``count`` blocks, the blocks)."""
     blocks = some_blocks(count)
     with opened(path, **options) as (store, tier):
         write_blocks(tier, blocks)

@@ -15,7 +15,15 @@ import numpy as np
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy.admission import OnNthUse
 from kvcore.index.slots import SlotRun
-from kvcore.manager import HOST, Backing, Event, KVManager, Readiness, WritePolicy
+from kvcore.manager import (
+    HOST,
+    Backing,
+    Event,
+    KVManager,
+    Readiness,
+    TransferOptions,
+    WritePolicy,
+)
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import (
     SKIP,
@@ -169,15 +177,16 @@ class ManagerRig:
         if far:
             specs.append(TierSpec("far", far))
             backing.append(Backing("far", Path.REMOTE2H, Path.H2REMOTE, WritePolicy.WRITE_THROUGH))
+        index = BlockIndex(specs)
+        index.watch(self.events.append)
         self.manager = KVManager(
-            BlockIndex(specs),
+            index,
             self.media,
             backing=backing,
-            staging_slots=range(host, host + staging),
-            device_slots=device,
-            batch_blocks=batch,
+            options=TransferOptions(
+                range(host, host + staging), device_slots=device, batch_blocks=batch
+            ),
             metrics=self.metrics,
-            on_event=self.events.append,
             clock=lambda: self.now,
         )
         self._unit = 0
@@ -198,7 +207,7 @@ class ManagerRig:
 
     def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> bool:
         hit = self.manager.get_match(keys, NAMESPACE)
-        return self.manager.loads.fetch(hit, on_end=on_end)
+        return self.manager.loader.prefetch(hit, on_end=on_end)
 
     def load(self, keys: list[bytes], start: int = 0) -> TransferGraph | None:
         hit = self.manager.get_match(keys, NAMESPACE)

@@ -29,7 +29,7 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Event, Hit, Readiness
 from kvcore.manager.base import Lane
-from kvcore.manager.load_advisor import Memo
+from kvcore.manager.load_advisor import PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.identity import lora_identity
 from kvcore.model.keys import Extra, KeyChain, Namespace
@@ -379,7 +379,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         # another tier. After that the request is computed.
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
         self.recorder.failed(request_id, tracked.load_tokens)
-        tracked.reused, tracked.hit, tracked.memo = {}, None, Memo()
+        tracked.reused, tracked.hit, tracked.memo = {}, None, PlanMemo()
         _log.warning(
             "load failed, computing instead request=%s attempt=%d retry=%s",
             request_id,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcore.manager import Hit
-from kvcore.manager.load_advisor import Memo
+from kvcore.manager.load_advisor import PlanMemo
 from kvcore.model.keys import Extra, KeyChain
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 
@@ -41,7 +41,7 @@ class Tracked:
     reused: dict[str, int] = field(default_factory=dict)
     saved_blocks: int = 0
     fusing: VllmFusionRequest | None = None
-    memo: Memo = field(default_factory=Memo)
+    memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
     join_until: float | None = None
 

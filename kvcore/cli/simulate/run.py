@@ -22,8 +22,15 @@ from kvcore.cli.simulate.trace import TraceRequest
 from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse
-from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, WritePolicy
-from kvcore.manager.load_policy import Action, Ahead, Ask, Planner, Settings, Source
+from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, TransferOptions, WritePolicy
+from kvcore.manager.load_policy import (
+    Action,
+    Ahead,
+    Planner,
+    PlannerSettings,
+    PlanRequest,
+    TokenSource,
+)
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
 from kvcore.transfer.graph import Path, UnitTable
@@ -158,7 +165,7 @@ class _Machine:
         tiers = {HOST: scenario.host, DISK: scenario.disk}
         self._rates = Rates(scenario.layers, scenario.compute, tiers)
         self._planner = Planner(
-            Settings(
+            PlannerSettings(
                 self._block,
                 scenario.block_bytes,
                 batch_blocks=scenario.batch_blocks,
@@ -206,15 +213,15 @@ class _Machine:
             return 0
         return stop
 
-    def _ask(self, request: TraceRequest, hit: Hit) -> Ask:
+    def _ask(self, request: TraceRequest, hit: Hit) -> PlanRequest:
         size = self._scenario.block_bytes
         ahead = {
             tier: Ahead(operations, blocks * size)
             for tier, (operations, blocks) in self.manager.reads_in_flight.items()
         }
-        sources = tuple(Source(s.tier, s.stop * self._block) for s in hit.sources)
+        sources = tuple(TokenSource(s.tier, s.stop * self._block) for s in hit.sources)
         busy = max(0.0, self._free_at - self.clock.now) + self._waiting
-        return Ask(request.tokens, 0, sources, ahead, busy)
+        return PlanRequest(request.tokens, 0, sources, ahead, busy)
 
     def _missed(self, reason: MissReason) -> None:
         misses = self.outcome.misses
@@ -333,8 +340,7 @@ def _manager(scenario: Scenario, clock: Clock) -> KVManager:
         BlockIndex(specs),
         media,
         backing=backing,
-        staging_slots=staging,
-        batch_blocks=scenario.batch_blocks,
+        options=TransferOptions(staging, batch_blocks=scenario.batch_blocks),
         clock=lambda: clock.now,
     )
     return manager

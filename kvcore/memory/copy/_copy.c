@@ -4,24 +4,26 @@
  * one plane (K or V of one layer), for a run of units. A step moves tiles of tokens x dim elements:
  *
  *   rows        both sides keep a token's dims together: runs of bytes
- *   to rows     source keeps tokens together (column-major K), destination dims: a transpose
+ *   to rows     the source keeps tokens together (column-major K), the destination keeps dims
+ *               together: a transpose
  *   to columns  the reverse
  *   elements    anything else, one by one
  *
- * Order:  layer > run of units > piece of their tokens > head > k/v.  So K and V that lie side by
- * side are read while both are in the cache, and so are all heads of a token where a page keeps
- * those together (a piece is a few tokens then; else it is the whole unit). Slots and pages come in
- * any order, which no hardware prefetcher follows: a scout walks the same steps some KiB ahead and
- * prefetches. Large copies write whole cache lines around the cache (streaming stores), for the
- * destination is not read soon, and a normal store would first read the line it overwrites.
+ * Order:  layer > run of units > piece of their tokens > head > k/v.  K and V that are adjacent are
+ * therefore read while both are in the cache. So are all heads of a token if a page keeps them
+ * together: a piece is then a few tokens, otherwise the whole unit. Slots and pages come in any
+ * order, which no hardware prefetcher follows. A scout therefore walks the same steps, some KiB
+ * ahead, and prefetches. Large copies write whole cache lines around the cache (streaming stores),
+ * because the destination is not read soon, and a normal store would first read the line it
+ * overwrites.
  *
- * C11 with GNU attributes, no Python; built by build.py.
+ * C11 with GNU attributes, no Python. build_native.py compiles it.
  */
 #include <stdint.h>
 #include <string.h>
 
 #ifndef KVCORE_SIMD
-/* At most: 0 none, 1 SSE2, 2 AVX2, 3 AVX-512, these two where the CPU has them; tests set it. */
+/* The most: 0 none, 1 SSE2, 2 AVX2, 3 AVX-512 (2 and 3 if the CPU has them). Tests set it. */
 #define KVCORE_SIMD 3
 #endif
 
@@ -40,15 +42,15 @@
 #define LINE 64
 #define TILE_BYTES (16 * 1024)   /* of a transpose: half of an L1 cache of 32 KiB */
 #define PIECE_BYTES (16 * 1024)  /* of all heads of some tokens, where pages keep them together */
-#define AHEAD_BYTES (48 * 1024)  /* from the scout to the worker. Also the most a run in columns
-                                    holds, which the scout leaves before the worker enters it */
-#define CHUNK_BYTES 512          /* copied between two looks ahead */
+#define AHEAD_BYTES (48 * 1024)  /* from the scout to the worker. Also the most that a run in
+                                    columns holds: the scout leaves it before the worker enters */
+#define CHUNK_BYTES 512          /* copied between two calls of look_ahead */
 
 _Static_assert(sizeof(void *) == 8, "the caller passes addresses as int64");
 
 typedef struct {
     char *base;              /* address of element (page 0, head 0, token 0, dim 0) */
-    int64_t page, head;      /* strides in elements, as all below */
+    int64_t page, head;      /* strides in elements, like all below */
     int64_t token, token_inner, token_inner_stride;
     int64_t dim, dim_inner, dim_inner_stride;
     int64_t head_dim;
@@ -57,16 +59,16 @@ typedef struct {
 typedef struct {
     const plane_t *src, *dst;                /* [layers][kv_factor] */
     int64_t layers, kv_factor;
-    const int64_t *src_units, *dst_units;    /* negative: left out */
+    const int64_t *src_units, *dst_units;    /* negative: skipped */
     int64_t units, tokens, src_per_page, dst_per_page, heads, size;
-    int64_t stream;                          /* whether to write around the cache */
+    int64_t stream;                          /* 1: write around the cache */
 } request_t;
 
 typedef enum { ROWS, TO_ROWS, TO_COLUMNS, ELEMENTS } kind_t;
 
 typedef struct {
     request_t r;
-    const int64_t *side_units;   /* a run is side by side on this side */
+    const int64_t *side_units;   /* the units of a run are adjacent on this side */
     int64_t side_per_page, run_units, piece;
     int avx2;
 } job_t;
@@ -86,7 +88,7 @@ static int in_rows(const plane_t *p) { return plain(p) && p->dim == 1; }
 static int in_columns(const plane_t *p) { return plain(p) && p->token == 1 && p->dim != 1; }
 static int token_major(const plane_t *p) { return in_rows(p) && p->token > p->head; }
 
-/* Whether a token's K and V are side by side in plane i's layer. */
+/* Returns 1 if a token's K and V are adjacent in plane i's layer. */
 static int kv_together(const request_t *r, const plane_t *planes, int64_t i) {
     const plane_t *p = planes + i / r->kv_factor * r->kv_factor;
     if (r->kv_factor != 2 || !in_rows(p) || !in_rows(p + 1)) return 0;
@@ -117,7 +119,7 @@ static int left_out(const job_t *j, int64_t i) {
     return j->r.src_units[i] < 0 || j->r.dst_units[i] < 0;
 }
 
-/* Moves `s` to the first run at or after s->unit; whether there is one. */
+/* Moves `s` to the first run at or after s->unit. Returns 0 if there is none. */
 static int find_run(const job_t *j, step_t *s) {
     while (s->unit < j->r.units && left_out(j, s->unit)) s->unit++;
     if (s->unit == j->r.units) return 0;
@@ -143,7 +145,7 @@ static int next_step(const job_t *j, step_t *s) {
     return ++s->layer < j->r.layers && find_run(j, s);
 }
 
-/* Address of a step's first element in the k-th unit of its run; plain planes only. */
+/* Address of a step's first element in `unit`. For plain planes only. */
 static char *tile_at(const plane_t *p, int64_t unit, int64_t per_page, const job_t *j,
                      const step_t *s) {
     int64_t token = unit % per_page * j->r.tokens + s->first;
@@ -160,7 +162,7 @@ static char *dst_tile(const job_t *j, const step_t *s, int64_t k) {
  *
  * It prefetches to the L2 only, and between writes only. Measured on AMD EPYC (Zen 3), pieces of
  * 4 KiB in random order, memcpy = 1: no prefetch 0.55, to the L1 0.6, to the L2 0.9; in bursts of
- * 64 lines instead of 8, 0.7. Where the source is packed it prefetches in vain, which does no harm.
+ * 64 lines instead of 8, 0.7. If the source is packed the prefetches are useless, but harmless.
  */
 
 /* Walks the source of all steps, row by row. */
@@ -196,7 +198,7 @@ static void scout_tile(scout_t *c) {
     if (c->alive) scout_step(c);
 }
 
-/* Prefetches, to the L2, as many bytes as the worker has just copied. */
+/* Prefetches as many bytes to the L2 as the worker has just copied. */
 static void look_ahead(scout_t *c, int64_t bytes) {
     c->credit += bytes;
     while (c->credit > 0 && c->alive) {
@@ -212,7 +214,7 @@ static void look_ahead(scout_t *c, int64_t bytes) {
 
 /* ---- moving ---- */
 
-/* Writes whole lines around the cache, where that is possible. */
+/* Writes whole lines, around the cache if the CPU can. */
 static inline void stream_lines(char *dst, const char *src, int64_t n) {
 #if HAVE_SSE2
     for (int64_t i = 0; i < n; i += LINE) {
@@ -230,7 +232,7 @@ static inline void stream_lines(char *dst, const char *src, int64_t n) {
 #endif
 }
 
-/* Copies n bytes; with `stream`, the destination's whole lines go around the cache. */
+/* Copies n bytes. With `stream`, the whole lines of the destination go around the cache. */
 static void put(char *dst, const char *src, int64_t n, int64_t stream) {
     int64_t before = -(uintptr_t)dst & (LINE - 1), lines = (n - before) / LINE * LINE;
     if (!stream || lines <= 0) {
@@ -242,10 +244,10 @@ static void put(char *dst, const char *src, int64_t n, int64_t stream) {
     memcpy(dst + before + lines, src + before + lines, (size_t)(n - before - lines));
 }
 
-/* Copies rows of n bytes, `ds` and `ss` bytes apart, and lets the scout look ahead meanwhile. */
+/* Copies rows of n bytes, `ds` and `ss` bytes apart, while the scout looks ahead. */
 static void put_rows(char *dst, int64_t ds, const char *src, int64_t ss, int64_t rows, int64_t n,
                      int64_t stream, scout_t *scout) {
-    if (ss == n && ds == n) {    /* one run of bytes: cut it as suits the scout */
+    if (ss == n && ds == n) {    /* one run of bytes: split it for the scout */
         int64_t whole = rows * n;
         n = ss = ds = least(whole, CHUNK_BYTES);
         rows = whole / n;
@@ -362,7 +364,7 @@ static void transpose_4(uint32_t *dst, int64_t dst_row, const uint32_t *src, int
         for (int64_t c = 0; c < cols; c++) dst[c * dst_row + r] = src[r * src_row + c];
 }
 
-/* Elements of 2 or 4 bytes; both sides are aligned to them. */
+/* For elements of 2 or 4 bytes. Both sides are aligned to the element. */
 static void transpose(const job_t *j, char *dst, int64_t dst_row, const char *src, int64_t src_row,
                       int64_t rows, int64_t cols) {
     if (j->r.size == 2)
@@ -379,7 +381,7 @@ static void step_rows(const job_t *j, const step_t *s, scout_t *scout) {
                  scout);
 }
 
-/* The run's units lie side by side in the source: rows of run * tokens elements. */
+/* The run's units are adjacent in the source: rows of run * tokens elements. */
 static void step_to_rows(const job_t *j, const step_t *s, char *tile, scout_t *scout) {
     const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
     int64_t dim = sp->head_dim, tokens = step_tokens(j, s), width = s->run * tokens;
@@ -399,7 +401,7 @@ static void step_to_rows(const job_t *j, const step_t *s, char *tile, scout_t *s
     }
 }
 
-/* The run's units lie side by side in the destination: rows of run * tokens elements. */
+/* The run's units are adjacent in the destination: rows of run * tokens elements. */
 static void step_to_columns(const job_t *j, const step_t *s, char *tile, scout_t *scout) {
     const plane_t *sp = src_plane(j, s), *dp = dst_plane(j, s);
     int64_t dim = sp->head_dim, tokens = step_tokens(j, s), width = s->run * tokens;
@@ -435,13 +437,13 @@ static void step_elements(const job_t *j, const step_t *s) {
     }
 }
 
-/* Tokens of one run in columns: at most what a tile, or the scout's lead, holds; whole lines. */
+/* Tokens of one run in columns: as many whole lines as a tile, or the scout's lead, holds. */
 static int64_t most_in_columns(kind_t kind, int64_t head_dim, int64_t size) {
     int64_t bytes = kind == TO_ROWS ? AHEAD_BYTES : TILE_BYTES;
     return bytes / head_dim / LINE * LINE / size;
 }
 
-/* How to cut the copy, so that every plane can be copied that way. */
+/* Decides how to split the copy, so that every plane can be copied in that way. */
 static job_t plan(const request_t *r) {
     job_t j = {*r, r->src_units, r->src_per_page, r->units, r->tokens, 0};
 #if HAVE_SSE2
@@ -457,7 +459,7 @@ static job_t plan(const request_t *r) {
             j.piece = least(j.piece, most);
             j.run_units = least(j.run_units, most / r->tokens);
         }
-        int64_t together = 1;    /* rows of one token that lie together on one side */
+        int64_t together = 1;    /* rows of one token that are adjacent on one side */
         if (token_major(sp) || token_major(dp)) together = r->heads * r->kv_factor;
         else if (kv_together(r, r->src, i) || kv_together(r, r->dst, i)) together = r->kv_factor;
         if (together > 1) {
@@ -474,7 +476,7 @@ static job_t plan(const request_t *r) {
     return j;
 }
 
-/* Copies as `r` says. Source and destination must not overlap; nothing is checked here. */
+/* Copies as `r` says. Source and destination must not overlap. Nothing is checked here. */
 void kvcore_copy(const request_t *r) {
     char tile[TILE_BYTES] __attribute__((aligned(LINE)));
     if (!r->layers || !r->heads) return;
@@ -503,7 +505,8 @@ static inline uint64_t mixed_word(uint64_t x, uint64_t number) {
     return x ^ x >> 29;
 }
 
-/* Of whole words, the first of which has this number: inlined into a function a width of vectors. */
+/* The sum of whole words, the first of which has this number. Inlined into one function for each
+ * width of vectors. */
 static inline __attribute__((always_inline)) uint64_t words_sum(const char *data, int64_t words,
                                                                 uint64_t number) {
     uint64_t total = 0;
@@ -524,14 +527,15 @@ AVX2 static uint64_t words_sum_avx2(const char *data, int64_t words, uint64_t nu
     return words_sum(data, words, number);
 }
 
-/* It multiplies words of 64 bits, which AVX2 does in three steps. */
+/* AVX-512 multiplies words of 64 bits in one step, AVX2 in three. */
 __attribute__((target("avx512f,avx512dq,prefer-vector-width=512"))) static uint64_t
 words_sum_avx512(const char *data, int64_t words, uint64_t number) {
     return words_sum(data, words, number);
 }
 #endif
 
-/* The sum of sums.py over n bytes, the first of which begin word `first` of the block. */
+/* The sum that kvcore/memory/checksums.py specifies, over n bytes that begin at word `first` of the
+ * block. */
 uint64_t kvcore_sum(const char *data, int64_t n, int64_t first) {
     uint64_t (*sum)(const char *, int64_t, uint64_t) = words_sum_any;
     const int64_t words = n / 8;
@@ -546,6 +550,5 @@ uint64_t kvcore_sum(const char *data, int64_t n, int64_t first) {
     return total + mixed_word(last, number + (uint64_t)words);
 }
 
-/* The version of the functions and structures above, so that the caller can check that it knows
- * them. */
+/* The version of the functions and structures above, for the caller to check. */
 int64_t kvcore_copy_abi(void) { return ABI; }

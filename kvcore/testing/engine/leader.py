@@ -27,7 +27,7 @@ from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerT
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Promise
-from kvcore.manager.load_advisor import Memo
+from kvcore.manager.load_advisor import PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.identity import lora_identity
 from kvcore.model.keys import KeyChain, Namespace
@@ -78,7 +78,7 @@ class _Tracked:
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
     give_up_at: float = 0.0
-    memo: Memo = field(default_factory=Memo)
+    memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
     is_current: bool = True
 
@@ -340,7 +340,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         """A load or a blend of the request failed: it is tried once more, then computed."""
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
-            tracked.memo = Memo()  # what is in its way by now is weighed afresh
+            tracked.memo = PlanMemo()  # what is in its way by now is weighed afresh
             self.recorder.failed(str(request.request_id), sum(request.reused.values()))
 
     def save(self, request: Request) -> None:

@@ -15,7 +15,6 @@ from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.testing.faults.plan import Fault, Faults, Seam, Strike, die
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, DeviceRead, Tier
 from kvcore.tiers.disk import DiskTier
-from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.files import IndexFile
 from kvcore.tiers.disk.gds import DirectReader, Pick
 from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, write_all
@@ -158,9 +157,7 @@ def into_disk(tier: DiskTier, faults: Faults) -> DiskTier:
     Its own files alone, not those of foreign stores. Nothing may be in flight. Returns the tier.
     """
     data = tier._data
-    data._threads = _FaultyMover(data._threads, faults)  # type: ignore[assignment]
-    if data._queue is not None:
-        data._queue = _FaultyQueue(data._queue, faults)  # type: ignore[assignment]
+    data._mover = _FaultyMover(data._mover, faults)
     if tier._direct is not None:
         tier._direct = _FaultyDirect(tier._direct, faults)
     sync = data.sync
@@ -203,12 +200,6 @@ class _FaultyMover(Mover):
 
     def close(self) -> None:
         self._inner.close()
-
-
-class _FaultyQueue(_FaultyMover):
-    def __init__(self, inner: AioMover, faults: Faults) -> None:
-        super().__init__(inner, faults)
-        self.takes = inner.takes
 
 
 class _FaultyDirect(DirectReader):

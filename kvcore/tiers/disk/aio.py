@@ -1,7 +1,7 @@
-"""The kernel's asynchronous I/O (io_submit and its kin), by its system calls alone.
+"""The kernel's asynchronous I/O (io_submit and related calls), through plain system calls.
 
-A deep queue of whole blocks, fed by one thread, which meanwhile checksums what has arrived. It is
-as fast here as io_uring, needs no library, and container runtimes allow it where they forbid
+One thread keeps a deep queue of whole blocks filled, and checksums what has arrived meanwhile. Here
+it is as fast as io_uring, needs no library, and is allowed by container runtimes that forbid
 io_uring. It is asynchronous for direct I/O only. See io_submit(2) and linux/aio_abi.h.
 """
 
@@ -14,10 +14,10 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvcore.memory.buffers import Buffers, nbytes_of
+from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import PAGE
 from kvcore.tiers.disk.io import (
     IOV_MAX,
@@ -26,19 +26,21 @@ from kvcore.tiers.disk.io import (
     Outcome,
     Outcomes,
     address_of,
+    is_aligned,
     read_all,
     rest_of,
     write_all,
 )
 
 DEPTH = 512
-"""Moves under way in a call: enough that the device has work while this thread waits for a core."""
+"""The most moves under way in a call: enough to keep the device busy while this thread waits for a
+core."""
 _AT_ONCE = 32
-"""Ended moves looked at before the queue is filled up again."""
+"""The most ended moves that are handled before the queue is filled up again."""
 
 
 class _Calls(NamedTuple):
-    """Numbers of the system calls."""
+    """The numbers of the system calls."""
 
     setup: int
     destroy: int
@@ -57,10 +59,10 @@ _EVENT = struct.Struct("=QQqq")  # data, iocb, result, result2
 
 
 class _Context:
-    """A queue of the kernel's, for one thread at a time. ctypes releases the GIL in each call."""
+    """A queue in the kernel, for one thread at a time. ctypes releases the GIL in each call."""
 
     def __init__(self) -> None:
-        """Raises OSError where the kernel, its limits or a sandbox refuse."""
+        """Raise OSError if the kernel, its limits or a sandbox refuse."""
         calls = _CALLS.get(platform.machine())
         if calls is None or not os.uname().sysname == "Linux":
             raise OSError(errno.ENOSYS, f"asynchronous I/O is not known on {platform.machine()}")
@@ -74,8 +76,11 @@ class _Context:
         self._call(calls.setup, DEPTH, ctypes.addressof(self._id))
 
     def submit(self, iocbs: Sequence[bytes]) -> int:
-        """Start up to DEPTH in order; how many were started, at least one. Raises OSError when the
-        first was not. What they point to must live until their events."""
+        """Start up to DEPTH requests in order. Return how many were started, at least one.
+
+        Raises OSError if the first could not be started. What the requests point to must live until
+        their events.
+        """
         start, size = ctypes.addressof(self._iocbs), _IOCB.size
         ctypes.memmove(start, b"".join(iocbs), size * len(iocbs))  # the kernel copies them
         for i in range(len(iocbs)):
@@ -85,7 +90,7 @@ class _Context:
         )
 
     def wait(self) -> list[tuple[int, int]]:
-        """(data, result) of one or more that ended. Blocks."""
+        """Return (data, result) of one or more requests that have ended. Blocks until one has."""
         events = ctypes.addressof(self._events)
         while True:
             try:
@@ -107,40 +112,39 @@ class _Context:
 
 
 class AioMover(Mover):
-    """Moves of page-aligned buffers in up to 1024 parts, on files opened for direct I/O.
+    """Moves through the kernel's queue, for files opened for direct I/O.
 
-    Each caller has a context of its own, kept for the next; one that the kernel's limit leaves
-    without uses ``fallback``.
+    The queue takes page-aligned buffers of up to 1024 parts. All other moves go to ``fallback``,
+    after those of the queue. Each call has a context of its own, which is kept for later calls. If
+    the kernel's limit allows no further context, the whole call goes to ``fallback``. Closing the
+    mover closes ``fallback`` too.
     """
 
     def __init__(self, fallback: Mover) -> None:
-        """Raises OSError where asynchronous I/O is not to be had."""
+        """Raise OSError if asynchronous I/O is not available."""
         self._fallback = fallback
         self._lock = threading.Lock()
         self._idle = [_Context()]
-
-    @staticmethod
-    def takes(buffers: Buffers) -> bool:
-        """Whether they are in few enough parts."""
-        return len(buffers) <= IOV_MAX
 
     def move(self, file: int, moves: Iterable[Move], *, write: bool) -> Outcomes:
         context = self._take()
         if context is None:
             yield from self._fallback.move(file, moves, write=write)
             return
-        run = _Run(context, file, moves, write)
+        batch = _Batch(context, file, moves, write)
         try:
-            yield from run.outcomes()
+            yield from batch.outcomes()
         finally:
-            run.drain()
+            batch.drain()
             with self._lock:
                 self._idle.append(context)
+        yield from self._fallback.move(file, batch.left, write=write)
 
     def close(self) -> None:
         for context in self._idle:
             context.close()
         self._idle = []
+        self._fallback.close()
 
     def _take(self) -> _Context | None:
         with self._lock:
@@ -153,7 +157,7 @@ class AioMover(Mover):
 
 
 class _Prepared(NamedTuple):
-    """A move about to start: ``held`` is what ``iocb`` points to besides the buffers."""
+    """A move about to start. ``held`` is what ``iocb`` points to besides the buffers."""
 
     number: int
     iocb: bytes
@@ -161,39 +165,49 @@ class _Prepared(NamedTuple):
     held: object
 
 
-class _Run:
-    """The moves of one call."""
+class _Batch:
+    """The moves of one call. Those that the kernel's queue cannot take are put into ``left``."""
 
     def __init__(self, context: _Context, file: int, moves: Iterable[Move], write: bool) -> None:
         self._context = context
         self._file = file
-        self._moves = iter(moves)
+        self._moves = self._queueable(moves)
+        self.left: list[Move] = []
         self._write = write
         self._next = 0
         self._under_way: dict[int, tuple[Move, object]] = {}
-        """By a number of our own: the move, and what the kernel reads of it besides buffers."""
+        """Moves by our own number, with the memory besides their buffers that the kernel reads."""
 
     def outcomes(self) -> Outcomes:
+        """Start the moves as there is room, and yield the outcome of each as it ends."""
         failed = self._fill()
         while self._under_way or failed:
             ended = self._wait() if self._under_way else []
             yield from failed
-            failed = self._fill()  # before the caller looks at what has ended: keep the queue deep
+            failed = self._fill()  # before the caller handles what has ended: keep the queue deep
             for move, result in ended:
                 yield move.tag, self._outcome(move, result)
 
     def drain(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the moves that are under way."""
         while self._under_way:
             self._wait()
 
+    def _queueable(self, moves: Iterable[Move]) -> Iterator[Move]:
+        """Yield the moves for the queue, and keep the others for later."""
+        for move in moves:
+            if len(move.buffers) <= IOV_MAX and is_aligned(move.buffers):
+                yield move
+            else:
+                self.left.append(move)
+
     def _wait(self) -> list[tuple[Move, int]]:
-        """(move, the kernel's result) of some that have ended. Blocks."""
+        """Return (move, the kernel's result) of some moves that have ended. Blocks."""
         ended = self._context.wait()
         return [(self._under_way.pop(number)[0], result) for number, result in ended]
 
     def _fill(self) -> list[tuple[int, Outcome]]:
-        """Start moves until the queue is full or none is left; those that could not be started."""
+        """Start moves until the queue is full or none is left. Return those that did not start."""
         failed: list[tuple[int, Outcome]] = []
         while len(self._under_way) < DEPTH:
             room = min(_AT_ONCE, DEPTH - len(self._under_way))
@@ -230,12 +244,15 @@ class _Run:
         return _Prepared(self._next, iocb, move, held)
 
     def _outcome(self, move: Move, result: int) -> Outcome:
-        """What was moved in part is moved to its end, by plain calls: they tell why it stopped."""
+        """Return the outcome of an ended move, after completing it if it moved only a part.
+
+        Plain calls move the rest, because they report why the queue stopped.
+        """
         if result < 0:
             return OSError(-result, os.strerror(-result))
         asked = nbytes_of(move.buffers)
         if result == asked or (result % PAGE and not self._write):
-            return result  # an odd count is where the file ends
+            return result  # a count that is not of whole pages: the file ends there
         rest = rest_of([part.cast("B") for part in move.buffers], result)
         try:
             if self._write:

@@ -1,13 +1,15 @@
-"""Encryption at rest: AES-256-GCM of every block, under a key of its own drawn from the user's.
+"""Encryption at rest: AES-256-GCM of each block, under a key of its own, derived from the user's.
 
-    nonce       16 random bytes for each write
-    block key   HMAC-SHA256(user's key, "kvcore-disk-1 block" | nonce), 32 bytes
-    IV          the first 12 bytes of the nonce
-    bound       what the record says, the store's base folder and the shard's KV heads: a block does
-                not decrypt as another one, in another place, model, layout, namespace or shard
+    nonce             16 random bytes for each write
+    block key         HMAC-SHA256(user's key, "kvcore-disk-1 block" | nonce), 32 bytes
+    IV                the first 12 bytes of the nonce
+    associated data   what the record says, the store's base folder and the shard's KV heads: a
+                      block does not decrypt as another block, or in another model, layout,
+                      namespace or shard
 
-A block key serves one write, so that no count of writes wears the user's key out. Keys of blocks,
-their parents' and namespaces, digests all of them, stay readable in the records.
+A block key serves only one write, so the number of writes under the user's key is not limited. The
+keys of blocks, of their parents and of namespaces stay readable in the records. All of them are
+digests.
 """
 
 from __future__ import annotations
@@ -31,23 +33,24 @@ TAG_NBYTES = 16
 _IV_NBYTES = 12
 _LABEL = b"kvcore-disk-1 "
 AT_ONCE = 8
-"""Blocks of a write that are encrypted and under way together."""
+"""Blocks of a write that are encrypted ahead and under way together."""
 
 
 class Seal(NamedTuple):
-    """What a record keeps of a block's encryption."""
+    """What a record stores of a block's encryption."""
 
     nonce: bytes
     tag: bytes
 
 
 class BlockCipher:
-    """Thread-safe. ``name`` tells which key it is without telling the key.
+    """Encrypts and decrypts blocks with the user's key. Thread-safe.
 
-    Raises ConfigError for a key that is not 32 bytes, UnsupportedError without `cryptography`.
+    ``name`` identifies the key without revealing it.
     """
 
     def __init__(self, key: bytes) -> None:
+        """Raise ConfigError if the key is not 32 bytes, UnsupportedError without `cryptography`."""
         if len(key) != KEY_NBYTES:
             raise ConfigError(f"a key of {len(key)} bytes; AES-256-GCM takes {KEY_NBYTES}")
         try:
@@ -68,13 +71,20 @@ class BlockCipher:
         return f"BlockCipher({self.name})"
 
     def seal(
-        self, source: Buffers, nbytes: int, bound: bytes, into: memoryview, nonce: bytes = b""
+        self,
+        source: Buffers,
+        nbytes: int,
+        associated_data: bytes,
+        into: memoryview,
+        nonce: bytes = b"",
     ) -> Seal:
-        """Encrypt the first ``nbytes`` bytes of ``source`` into ``into``, which does not overlap,
-        and make what follows zero. ``nonce`` is for tests: a fresh one is drawn."""
+        """Encrypt the first ``nbytes`` bytes of ``source`` into ``into``, and zero the rest of it.
+
+        ``source`` and ``into`` must not overlap. ``nonce`` is for tests; by default it is random.
+        """
         nonce = nonce or os.urandom(NONCE_NBYTES)
         encryptor = self._for(nonce).encryptor()
-        encryptor.authenticate_additional_data(bound)
+        encryptor.authenticate_additional_data(associated_data)
         at = 0
         for part in _first(source, nbytes):
             at += encryptor.update_into(part, into[at : at + part.nbytes])
@@ -82,11 +92,13 @@ class BlockCipher:
         into[at:] = bytes(into.nbytes - at)
         return Seal(nonce, encryptor.tag)
 
-    def unseal(self, seal: Seal, buffers: Buffers, nbytes: int, bound: bytes) -> bool:
-        """Decrypt the first ``nbytes`` bytes where they are; whether they are what was sealed. If
-        not they hold anything, and must not be used."""
+    def unseal(self, seal: Seal, buffers: Buffers, nbytes: int, associated_data: bytes) -> bool:
+        """Decrypt the first ``nbytes`` bytes in place. Return True if they are what was sealed.
+
+        If not, the content of the buffers is undefined and must not be used.
+        """
         decryptor = self._for(seal.nonce).decryptor()
-        decryptor.authenticate_additional_data(bound)
+        decryptor.authenticate_additional_data(associated_data)
         for part in _first(buffers, nbytes):
             decryptor.update_into(part, part)
         try:
@@ -96,13 +108,13 @@ class BlockCipher:
         return True
 
     def _for(self, nonce: bytes) -> Any:
-        """Cryptography's cipher of one write."""
+        """Return the cipher (of `cryptography`) for one write."""
         key = hmac.digest(self._key, _LABEL + b"block" + nonce, "sha256")
         return self._make(key, nonce[:_IV_NBYTES])
 
 
 def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
-    """The first ``nbytes`` bytes, part by part."""
+    """Yield the first ``nbytes`` bytes, part by part."""
     for part in buffers:
         if nbytes <= 0:
             return
@@ -112,8 +124,10 @@ def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
 
 
 class Scratch:
-    """Memory that blocks are encrypted into on their way to disk: what is written must not change
-    the host arena. Thread-safe; each writer has its own, of ``AT_ONCE`` slots."""
+    """Memory that blocks are encrypted into on their way to disk. Thread-safe.
+
+    Encryption must not change the host arena. Each writer leases memory of ``AT_ONCE`` slots.
+    """
 
     def __init__(self, slot_nbytes: int) -> None:
         self._slot_nbytes = slot_nbytes
@@ -122,7 +136,7 @@ class Scratch:
 
     @contextmanager
     def lease(self) -> Iterator[Sequence[memoryview]]:
-        """``AT_ONCE`` slots for as long as nothing is under way in them any more."""
+        """Lend ``AT_ONCE`` slots. No write from them may be under way when the context ends."""
         with self._lock:
             pages = self._idle.pop() if self._idle else None
         if pages is None:

@@ -1,4 +1,4 @@
-"""The two files of a shard: blocks at their slots, read and written directly; and their records."""
+"""The two files of a shard: the blocks at their slots, with direct I/O; and their records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcore.memory.buffers import Buffers
 from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.format import EMPTY_RECORD, Record
-from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover, is_aligned
+from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover
 from kvcore.tiers.geometry import RECORD_NBYTES
 
 _log = logging.getLogger("kvcore.tiers.disk")
@@ -25,11 +25,11 @@ _log = logging.getLogger("kvcore.tiers.disk")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ERASED_AT_ONCE = 8192
-_GROW_BYTES = 256 << 20  # at a time, and no more than a sixteenth of the file
+_GROW_BYTES = 256 << 20  # at a time, but at most a sixteenth of the file
 
 
 class Piece(NamedTuple):
-    """A slot and the memory for it. ``tag`` comes back with the outcome."""
+    """A slot to read or write, and the memory for it. ``tag`` comes back with the outcome."""
 
     tag: int
     slot: int
@@ -37,11 +37,13 @@ class Piece(NamedTuple):
 
 
 class DataFile:
-    """Slot ``i`` lies at ``i * slot_nbytes``, a multiple of 4096. Thread-safe between slots.
+    """The blocks of a shard. Slot ``i`` starts at ``i * slot_nbytes``, a multiple of 4096.
+
+    Thread-safe between slots.
 
     ``num_slots`` None opens the file for reading only. Whole pages of memory go to the kernel's
-    queue where that can be had, everything else through ``io_threads`` threads. What is asked of it
-    after `close` fails with EBADF.
+    queue if it is available, and everything else through ``io_threads`` threads (`Mover`). Every
+    call after `close` fails with EBADF.
     """
 
     def __init__(
@@ -62,136 +64,121 @@ class DataFile:
         self._file = Descriptor(number)
         self._size = os.fstat(number).st_size
         self._grow_lock = threading.Lock()
-        self._threads = ThreadMover(io_threads, direct=self.direct, most=slot_nbytes)
-        self._queue = _queue(path, self._threads) if self.direct else None
+        threads = ThreadMover(io_threads, direct=self.direct, most=slot_nbytes)
+        self._mover: Mover = _with_queue(path, threads) if self.direct else threads
 
     def read(self, pieces: Iterable[Piece]) -> Outcomes:
         """Fill the buffers of each piece from its slot."""
-        return self._move((self._place(piece) for piece in pieces), write=False)
+        return self._move(pieces, write=False)
 
     def write(self, pieces: Iterable[Piece]) -> Outcomes:
         """Write the buffers of each piece to its slot, all of them or with an error."""
-        failed: list[tuple[int, Outcome]] = []
-
-        def grown() -> Iterator[Move]:
-            for piece in pieces:
-                error = self._grow((piece.slot + 1) * self._slot_nbytes)
-                if error is None:
-                    yield self._place(piece)
-                else:
-                    failed.append((piece.tag, error))
-
-        yield from self._move(grown(), write=True)
-        yield from failed
+        return self._move(pieces, write=True)
 
     def sync(self) -> None:
+        """Flush the blocks to the medium. Raise OSError if that fails. Blocks."""
         with self._file as number:
             os.fdatasync(number)
 
     def descriptor(self) -> Descriptor:
-        """The file, for reads of whole slots by others: ``with`` it, that is its number."""
+        """Return the file, for other readers of whole slots. ``with`` it gives the number."""
         return self._file
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Close the file. No read or write may be under way."""
         self._file.close()
-        self._threads.close()
-        if self._queue is not None:
-            self._queue.close()
+        self._mover.close()
 
-    def _place(self, piece: Piece) -> Move:
-        return Move(piece.tag, piece.buffers, piece.slot * self._slot_nbytes)
+    def _move(self, pieces: Iterable[Piece], *, write: bool) -> Outcomes:
+        """Move all pieces, and hold the file open meanwhile.
 
-    def _move(self, moves: Iterator[Move], *, write: bool) -> Outcomes:
+        ``pieces`` is consumed as the mover has room, so that the first are under way while the
+        caller still prepares the others. That is why `moves` is a generator.
+        """
+        failed: list[tuple[int, Outcome]] = []
+
+        def moves(number: int) -> Iterator[Move]:
+            for tag, slot, buffers in pieces:
+                offset = slot * self._slot_nbytes
+                try:
+                    if write:
+                        self._grow(number, offset + self._slot_nbytes)
+                except OSError as error:
+                    failed.append((tag, error))
+                else:
+                    yield Move(tag, buffers, offset)
+
         with ExitStack() as use:
             try:
                 number = use.enter_context(self._file)
             except OSError as error:
-                yield from [(move.tag, error) for move in moves]
+                yield from [(piece.tag, error) for piece in pieces]
                 return
-            yield from self._move_in(number, moves, write=write)
+            yield from self._mover.move(number, moves(number), write=write)
+        yield from failed
 
-    def _move_in(self, number: int, moves: Iterator[Move], *, write: bool) -> Outcomes:
-        others: list[Move] = []
-
-        def queued() -> Iterator[Move]:
-            for move in moves:
-                if self._can_queue(move.buffers):
-                    yield move
-                else:
-                    others.append(move)
-
-        if self._queue is not None:
-            yield from self._queue.move(number, queued(), write=write)
-            moves = iter(others)
-        yield from self._threads.move(number, moves, write=write)
-
-    def _can_queue(self, buffers: Buffers) -> bool:
-        return self._queue is not None and self._queue.takes(buffers) and is_aligned(buffers)
-
-    def _grow(self, need: int) -> OSError | None:
-        """Make the file ``need`` bytes long, in steps, reserved on the medium where allowed."""
+    def _grow(self, number: int, need: int) -> None:
+        """Make the file ``need`` bytes long, in steps, and reserve them if the medium allows it."""
         if need <= self._size:
-            return None
+            return
         with self._grow_lock:
-            if need <= self._size:
-                return None
-            size = min(max(need, self._size + self._step), self.limit)
-            try:
-                with self._file as number:
-                    self._size = _extend(number, self._size, size, need)
-            except OSError as error:
-                return error
-        return None
+            if need > self._size:
+                size = min(max(need, self._size + self._step), self.limit)
+                self._size = _extend(number, self._size, size, need)
 
 
 class IndexFile:
-    """Record ``i`` tells what slot ``i`` holds. Goes through the page cache. Thread-safe.
+    """The records of a shard: record ``i`` says what slot ``i`` holds. Thread-safe.
 
-    Every call raises OSError where the medium fails, and (EBADF) after `close`."""
+    The file goes through the page cache. Every call raises OSError if the medium fails, and OSError
+    with EBADF after `close`.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Makes the file when it is missing."""
+        """Open the file. Create it if it is missing."""
         try:
             self._file = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise TierUnavailable(f"cannot open {path}: {error}") from error
 
     def num_records(self) -> int:
-        """Records that the file has room for; slots beyond hold nothing."""
+        """Return how many records the file has room for. Slots beyond them are empty."""
         with self._file as number:
             return -(-os.fstat(number).st_size // RECORD_NBYTES)
 
     def get(self, slot: int) -> Record | None:
+        """Return a slot's record; None if the slot is empty or its record is not valid."""
         with self._file as number:
             return Record.unpack(os.pread(number, RECORD_NBYTES, slot * RECORD_NBYTES))
 
     def put(self, slot: int, record: Record) -> None:
+        """Write a slot's record."""
         self._write(slot, record.pack())
 
     def erase(self, slot: int, count: int = 1) -> None:
-        """``count`` slots from ``slot`` on hold nothing from now on."""
+        """Mark ``count`` slots from ``slot`` on as empty."""
         for first in range(slot, slot + count, _ERASED_AT_ONCE):
             size = min(_ERASED_AT_ONCE, slot + count - first)
             self._write(first, EMPTY_RECORD * size)
 
     def sync(self) -> None:
+        """Flush the records to the medium. Blocks."""
         with self._file as number:
             os.fdatasync(number)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _write(self, slot: int, data: bytes) -> None:
         with self._file as number:
             written = os.pwrite(number, data, slot * RECORD_NBYTES)
         if written != len(data):
-            raise OSError(errno.ENOSPC, "a record was written in part")
+            raise OSError(errno.ENOSPC, "a record was written only in part")
 
 
 def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:
-    """(whether direct, descriptor)"""
+    """Open a data file. Return (True if for direct I/O, the file's number)."""
     if direct_io != "off":
         try:
             return True, _open_direct(path, flags)
@@ -209,7 +196,7 @@ def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """Some file systems refuse direct I/O only when it is done, so do some."""
+    """Open a file for direct I/O, and try it: some file systems refuse it only at a read."""
     file = os.open(path, flags | os.O_DIRECT, 0o600)
     probe = Pages(PAGE, huge=False)
     try:
@@ -223,21 +210,22 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def _extend(file: int, size: int, wanted: int, need: int) -> int:
-    """Length of the file after it was made ``wanted`` bytes long, or on a full disk ``need``."""
+    """Make the file ``wanted`` bytes long, or ``need`` if the disk is full. Return its length."""
     try:
         os.posix_fallocate(file, size, wanted - size)
     except OSError as error:
         if error.errno in FULL:
-            wanted = need  # take what is left, one slot at a time
+            wanted = need  # use what is left, one slot at a time
         elif error.errno not in _CANNOT_RESERVE:
             raise
         os.ftruncate(file, wanted)
     return wanted
 
 
-def _queue(path: Path, fallback: Mover) -> AioMover | None:
+def _with_queue(path: Path, threads: ThreadMover) -> Mover:
+    """Return a mover through the kernel's queue, or ``threads`` if there is no such queue."""
     try:
-        return AioMover(fallback)
+        return AioMover(threads)
     except OSError as error:
         _log.warning("no asynchronous I/O for %s (%s): threads do it instead", path, error)
-        return None
+        return threads

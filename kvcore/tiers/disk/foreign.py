@@ -1,8 +1,8 @@
-"""Stores written by another number of ranks or stages, or by an engine that is gone.
+"""Stores that another engine wrote, with any number of ranks or stages.
 
-A block lies there as one object a shard. What a rank needs of it, its own KV heads of its own
-layers, is taken out of the objects that hold it (`kvcore.tiers.sharding`). No block is written
-here; bad and unwanted ones are erased.
+Such a store holds a block as one object in each shard. A rank takes the part it needs, its own KV
+heads of its own layers, out of the objects that hold it (`kvcore.tiers.sharding`). No block is
+written to these stores; bad and unwanted ones are erased.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 
 class _Shard(NamedTuple):
-    """A shard that holds something of what is wanted: its objects, and what is taken of each."""
+    """A shard that holds bytes of the rank's part, and the runs to take from each object."""
 
     number: int
     nbytes: int
@@ -36,13 +36,13 @@ class _Shard(NamedTuple):
     runs: list[Run]
     blocks: DataFile
     records: IndexFile
-    place: bytes
+    name: bytes
 
 
 class ForeignStore:
-    """Reads blocks of the store in ``folder`` for the rank that holds ``part`` of them.
+    """Reads the blocks of the store in ``folder`` for a rank that holds ``part`` of each.
 
-    Thread-safe between slots. Raises FormatError or TierUnavailable when it cannot be used.
+    Thread-safe between slots.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ForeignStore:
         direct_io: str = "auto",
         cipher: BlockCipher | None = None,
     ) -> None:
+        """Raise FormatError or TierUnavailable if the store cannot be used."""
         geometry = Geometry.load(folder)
         self._cipher = cipher
         self._name = folder.name
@@ -63,17 +64,20 @@ class ForeignStore:
                 shape = geometry.shard_shape(number)
                 size, (data, index) = slot_bytes(shape), shard_files(folder, number)
                 blocks = DataFile(data, size, num_slots=None, direct_io=direct_io)
-                records, place = IndexFile(index), geometry.place(number)
+                records, name = IndexFile(index), geometry.shard_name(number)
                 self._shards.append(
-                    _Shard(number, shape.nbytes, size, taken, blocks, records, place)
+                    _Shard(number, shape.nbytes, size, taken, blocks, records, name)
                 )
         except TierError:
             self.close()
             raise
 
     def read(self, slot: int, key: bytes, buffers: Buffers) -> TierError | None:
-        """Read and verify every object that holds something wanted. Raises OSError on I/O
-        errors."""
+        """Read and verify every object that holds bytes of the rank's part.
+
+        Returns an error if the block is not whole, or ``buffers`` are too small for it. Raises
+        OSError if the medium fails.
+        """
         if nbytes_of(buffers) < self._nbytes:
             return SlotError(f"buffers of {nbytes_of(buffers)} bytes for a block of {self._nbytes}")
         try:
@@ -86,19 +90,19 @@ class ForeignStore:
         return None
 
     def erase(self, slot: int, count: int = 1) -> None:
-        """Make ``count`` slots from ``slot`` on unreadable for every rank that shares a shard with
-        this one."""
+        """Make ``count`` slots from ``slot`` on unreadable for all ranks that use these shards."""
         for shard in self._shards:
             shard.records.erase(slot, count)
 
     def close(self) -> None:
+        """Close the files. Idempotent."""
         for shard in self._shards:
             shard.blocks.close()
             shard.records.close()
         self._shards = []
 
     def _object(self, shard: _Shard, slot: int, key: bytes) -> memoryview:
-        """The bytes of the block in ``shard``. Raises CorruptBlock."""
+        """Return the block's bytes in ``shard``. Raise CorruptBlock if they are not whole."""
         where = f"shard {shard.number} of slot {slot} of {self._name}"
         record = shard.records.get(slot)
         if record is None or record.key != key or record.nbytes != shard.nbytes:
@@ -107,7 +111,7 @@ class ForeignStore:
         ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
         if isinstance(got, OSError):
             raise got
-        if got < shard.nbytes or not is_whole(self._cipher, record, [staging], shard.place):
+        if got < shard.nbytes or not is_whole(self._cipher, record, [staging], shard.name):
             self.erase(slot)
             raise CorruptBlock(
                 f"{where}: the bytes of block {key.hex()} are not those written; it is erased"
@@ -115,12 +119,12 @@ class ForeignStore:
         return staging
 
 
-def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place: bytes) -> bool:
-    """Whether the bytes are those that were written, of a store that is encrypted, or is not, as
-    ``cipher`` says. They are decrypted where they are; if False they hold anything.
+def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, shard: bytes) -> bool:
+    """Decrypt a block in place if there is a ``cipher``. Return True if it is what was written.
 
-    The tag of an encrypted block says all that its checksum does, and more: that one is for
-    `scrub`, which has no key.
+    The block must be encrypted if there is a cipher, and must not be if there is none. If the
+    result is False, the content of the buffers is undefined. The checksum of an encrypted block is
+    not checked, because its tag proves more. The checksum is for `scrub`, which has no key.
     """
     if cipher is None:
         plain = not record.nonce
@@ -128,4 +132,4 @@ def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, place
     if not record.nonce:
         return False
     seal = Seal(record.nonce, record.tag)
-    return cipher.unseal(seal, buffers, record.nbytes, record.bound(place))
+    return cipher.unseal(seal, buffers, record.nbytes, record.associated_data(shard))

@@ -1,9 +1,9 @@
-"""The disk tier's files, version 1. Specified in docs/format.md.
+"""The disk tier's files, version 1, as specified in docs/format.md.
 
 <path>/lock                           held (flock) while stores are chosen, made or removed
-<path>/<base>/<store>/store.json      what the blocks are, and what of them each shard holds
+<path>/<base>/<store>/store.json      what the blocks are, and which part of them each shard holds
                       shard-0.data    slot i at i * slot_nbytes
-                      shard-0.index   record i (128 bytes) tells what slot i holds
+                      shard-0.index   record i (128 bytes) says what slot i holds
                       lock            held by the engine that writes here; the bytes it may fill
 """
 
@@ -28,7 +28,7 @@ _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key pa
 _SEAL = _SUM = struct.Struct("<Q")
 _BODY_NB = _BODY.size
 _PAD = bytes(RECORD_NBYTES - _BODY_NB - _SEAL.size)
-ENCRYPTED = 1  # flag: the block is encrypted, and nonce and tag stand in place of zeros
+ENCRYPTED = 1  # flag: the block is encrypted, and the padding holds its nonce and tag
 _FLAGS = (0, ENCRYPTED)
 _MAGIC = int.from_bytes(MAGIC, "little")
 _ROW = np.dtype(
@@ -44,12 +44,12 @@ KEY_NBYTES = 16
 
 
 class Record(NamedTuple):
-    """What a slot holds: the block, the checksum of its bytes, and how many there are.
+    """What a slot holds: the block, the checksum of its bytes, and their number.
 
-    An encrypted block's ``nonce`` and ``tag`` are 16 bytes each; its checksum is of the bytes on
-    disk. Neither is under the record's seal: decryption fails where one is damaged. Nor is ``sum``
-    (`kvcore.memory.checksums.bound_to`; 0: none), by which a block is verified that was read
-    straight into device memory: where it is damaged, the block is taken for damaged.
+    The ``nonce`` and ``tag`` of an encrypted block have 16 bytes each. Its checksum covers the
+    bytes on disk. ``sum`` (`kvcore.memory.checksums.bound_to`; 0: none) verifies a block that was
+    read straight into device memory. The record's seal does not cover these three. If one of them
+    is damaged, decryption or verification fails, and the block counts as damaged.
     """
 
     key: bytes
@@ -63,15 +63,15 @@ class Record(NamedTuple):
     sum: int = 0
 
     def pack(self) -> bytes:
-        """128 bytes that vouch for themselves."""
+        """Return the record's 128 bytes, with a seal over them."""
         body = self._body(self.checksum)
         pad = self.nonce + self.tag or _SUM.pack(self.sum) + _PAD[_SUM.size :]
         assert len(pad) == len(_PAD)
         return body + pad + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
-    def bound(self, place: bytes) -> bytes:
-        """What an encrypted block is bound to: all that is known of it before it is encrypted."""
-        return self._replace(nonce=_PAD[:16])._body(bytes(16)) + place
+    def associated_data(self, shard_name: bytes) -> bytes:
+        """Return what an encrypted block is bound to: all that is known before it is encrypted."""
+        return self._replace(nonce=_PAD[:16])._body(bytes(16)) + shard_name
 
     def _body(self, checksum: bytes) -> bytes:
         flags = ENCRYPTED if self.nonce else 0
@@ -82,7 +82,7 @@ class Record(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Record | None:
-        """The record in 128 bytes; None when they are empty, torn or of another version."""
+        """Return the record in 128 bytes; None if they are empty, torn or of another version."""
         if len(data) != RECORD_NBYTES:
             return None
         magic, version, flags, stamp, key, parent, namespace, digest, nbytes = _BODY.unpack_from(
@@ -101,9 +101,9 @@ class Record(NamedTuple):
 
 
 def read_table(path: Path) -> tuple[Table, int]:
-    """(The valid rows of an index file, how many there are that are neither valid nor empty).
+    """Return (the valid records of an index file, the number of those neither valid nor empty).
 
-    Row ``slot`` is the slot's number. A torn last record counts as not valid.
+    A torn last record counts as not valid.
     """
     rows = np.fromfile(path, dtype=_ROW)
     torn = int(path.stat().st_size % RECORD_NBYTES != 0)
@@ -123,7 +123,7 @@ def read_table(path: Path) -> tuple[Table, int]:
 
 
 def suspect_slots(path: Path) -> list[int]:
-    """Slots of an index file whose records are neither valid nor empty."""
+    """Return the slots of an index file whose records are neither valid nor empty."""
     written = np.flatnonzero(np.fromfile(path, dtype=_ROW)["magic"])
     table, _ = read_table(path)
     slots: list[int] = np.setdiff1d(written, table.slots).tolist()
@@ -131,7 +131,7 @@ def suspect_slots(path: Path) -> list[int]:
 
 
 class Table(NamedTuple):
-    """Records by column. ``slots[i]`` holds what ``rows[i]`` says."""
+    """Records by column. Slot ``slots[i]`` holds what ``rows[i]`` says."""
 
     slots: np.ndarray[Any, np.dtype[np.int64]]
     rows: np.ndarray[Any, np.dtype[np.void]]
@@ -144,7 +144,7 @@ class Table(NamedTuple):
         return Table(self.slots[keep], self.rows[keep])
 
     def also_in(self, other: Table) -> Table:
-        """The rows whose slot holds the same block there."""
+        """Return the rows whose slot holds the same block in ``other``."""
         _, mine, theirs = np.intersect1d(
             self.slots, other.slots, assume_unique=True, return_indices=True
         )
@@ -152,13 +152,16 @@ class Table(NamedTuple):
         return Table(self.slots[mine[same]], self.rows[mine[same]])
 
     def block_records(self, first_slot: int = 0) -> list[BlockRecord]:
-        """Records of slots counted from ``first_slot``."""
+        """Return the rows as records, with slots counted from ``first_slot``."""
         columns = (self.rows[name].tolist() for name in ("key", "parent", "namespace", "stamp"))
         return list(map(BlockRecord, (self.slots + first_slot).tolist(), *columns))
 
 
 def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
-    """What a shard's index says it holds, as far as the data file reaches. Drops are logged."""
+    """Return the valid records of a shard whose blocks lie within its data file.
+
+    The others are dropped, and their number is logged.
+    """
     data, index = shard_files(folder, shard)
     if not index.exists() or not data.exists():
         return Table.empty()
@@ -175,5 +178,5 @@ def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
 
 
 def shard_files(folder: Path, shard: int) -> tuple[Path, Path]:
-    """(data file, index file) of a shard."""
+    """Return a shard's (data file, index file)."""
     return folder / f"shard-{shard}.data", folder / f"shard-{shard}.index"

@@ -1,8 +1,8 @@
-"""Reads of a data file into a region on the device: GPUDirect Storage, or POSIX where that is host
-memory.
+"""Reads of a data file straight into device memory, by GPUDirect Storage through NIXL.
 
-A NIXL agent is for one thread at a time, and an error may end whatever else is in its queue: each
-caller takes an idle one, and one that has failed is not used again.
+A region in host memory is read by NIXL's POSIX backend instead. A NIXL agent serves one thread at a
+time, and an error may end everything in its queue. Each caller therefore takes an idle agent, and
+an agent that has failed is not used again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ __all__ = ["BACKENDS", "DirectReader", "Pick", "open_direct"]
 _log = logging.getLogger("kvcore.tiers.disk")
 
 BACKENDS = {"VRAM": ("GDS_MT", "GDS"), "DRAM": ("POSIX",)}
-"""NIXL's, by the kind of memory, the best first."""
+"""NIXL's backends by the kind of memory, the best first."""
 
 
 class Pick(NamedTuple):
-    """A slot of the file, and the slot of the region that it goes to."""
+    """A slot of the file, and the slot of the region (``place``) that it is read into."""
 
     slot: int
     place: int
 
 
 class DirectReader:
-    """Thread-safe. ``agent`` is the first, of ``backend``, over ``region``."""
+    """Reads slots of ``data`` into ``region``. Thread-safe.
+
+    ``agent`` is the first agent. It and all later ones use ``backend``.
+    """
 
     def __init__(
         self, data: DataFile, region: DeviceRegion, backend: str, agent: FileAgent
@@ -45,8 +48,11 @@ class DirectReader:
         self._idle = [agent]
 
     def read(self, picks: Sequence[Pick]) -> list[str | None]:
-        """None for each that was read, else why not. Blocks until all have ended, however long it
-        takes: whoever has the places has them until then."""
+        """Read slots. Return None for each that was read, and the reason for each that was not.
+
+        Blocks until all have ended, however long it takes, because the reads write to the region
+        until then.
+        """
         if not picks:
             return []
         try:
@@ -56,7 +62,7 @@ class DirectReader:
             return [str(error)] * len(picks)
 
     def close(self) -> None:
-        """Nothing may be under way. Before the file and the region."""
+        """Release the agents, before the file and the region. No read may be under way."""
         with self._lock:
             self._idle.clear()
 
@@ -77,7 +83,10 @@ class DirectReader:
 
 
 def start_agent(backend: str, data: DataFile, region: DeviceRegion) -> FileAgent:
-    """Raises UnsupportedError without NIXL, TierUnavailable where the backend does not start."""
+    """Start an agent over the region and the file.
+
+    Raises UnsupportedError without NIXL, and TierUnavailable if the backend does not start.
+    """
     agent = FileAgent(backend, region.memory)
     with data.descriptor() as fd:
         agent.keep(fd, data.limit)
@@ -85,7 +94,7 @@ def start_agent(backend: str, data: DataFile, region: DeviceRegion) -> FileAgent
 
 
 def open_direct(data: DataFile, region: DeviceRegion) -> DirectReader | None:
-    """None where no backend starts here, which is said in the log."""
+    """Return a reader; None if no backend starts, and the reasons are logged."""
     reasons = []
     for backend in BACKENDS[region.memory.kind]:
         try:

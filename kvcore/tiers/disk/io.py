@@ -1,4 +1,4 @@
-"""Moving many pieces between memory and one file: the seam, and the way that works everywhere."""
+"""Moves between memory and a file: the interface, and an implementation that works everywhere."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from kvcore.memory.hugepages import PAGE, Pages
 IOV_MAX = 1024
 
 Outcome = int | OSError
-"""Bytes moved, fewer than asked for only where a file that is read ends; or what went wrong."""
-
+"""The number of bytes moved, or the error. A read at the end of a file moves fewer than asked."""
 
 Outcomes = Generator[tuple[int, Outcome], None, None]
-"""Each move's (tag, outcome) as it ends. Once exhausted or closed, nothing is under way any more:
-the buffers are the caller's again."""
+"""Each move's (tag, outcome) as it ends. Once this is exhausted or closed, no move is under way any
+more, and the buffers are the caller's again."""
 
 
 class Move(NamedTuple):
-    """Between ``buffers`` and the bytes of the file from ``offset`` on. ``tag`` is the caller's."""
+    """A move between ``buffers`` and the file from ``offset`` on. ``tag`` is the caller's."""
 
     tag: int
     buffers: Buffers
@@ -36,24 +35,27 @@ class Move(NamedTuple):
 
 
 class Mover(ABC):
-    """Thread-safe. Of the moves of one call, many are under way at once."""
+    """Moves bytes between buffers and files, many moves of one call at once. Thread-safe."""
 
     @abstractmethod
     def move(self, file: int, moves: Iterable[Move], *, write: bool) -> Outcomes:
-        """Read the file into the buffers, or write them to it. ``moves`` is taken from as there is
-        room, so that the first are under way while the last are made."""
+        """Read the file into the buffers, or write the buffers to the file.
+
+        ``moves`` is consumed as there is room, so that the first moves are under way while the
+        caller still makes the last ones.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Release all resources. No move may be under way."""
 
 
 class ThreadMover(Mover):
-    """A blocking call a move, from a few threads; they release the GIL while they wait.
+    """Makes one blocking call for each move, in a few threads that release the GIL meanwhile.
 
-    Reads and writes have threads of their own: a load never queues behind saves. With ``direct``,
-    buffers that do not start and end on whole pages go through one of the thread's own, of at most
-    ``most`` bytes.
+    Reads and writes have separate threads, so that a load never queues behind saves. With
+    ``direct``, buffers that are not page-aligned go through a bounce buffer of the thread, of at
+    most ``most`` bytes.
     """
 
     def __init__(self, threads: int, *, direct: bool, most: int) -> None:
@@ -105,7 +107,7 @@ class ThreadMover(Mover):
         return nbytes_of(move.buffers)
 
     def _bounce(self, buffers: Buffers) -> memoryview:
-        """This thread's own buffer, as long as ``buffers`` rounded up to whole pages."""
+        """Return this thread's bounce buffer, as long as ``buffers`` rounded up to whole pages."""
         pages: Pages | None = getattr(self._own, "pages", None)
         if pages is None:
             pages = self._own.pages = Pages(self._most)
@@ -113,19 +115,20 @@ class ThreadMover(Mover):
 
 
 def address_of(part: memoryview) -> int:
+    """Return the address of a buffer's first byte."""
     if not part.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(part))
-    address: int = np.frombuffer(part, np.uint8).__array_interface__["data"][0]  # thrice the time
+    address: int = np.frombuffer(part, np.uint8).__array_interface__["data"][0]  # 3 times slower
     return address
 
 
 def is_aligned(buffers: Buffers) -> bool:
-    """Direct I/O takes them as they are."""
+    """Return True if direct I/O accepts the buffers as they are: whole pages of memory."""
     return not any(part.nbytes % PAGE or address_of(part) % PAGE for part in buffers)
 
 
 def read_all(file: int, buffers: Buffers, offset: int) -> int:
-    """Bytes read: fewer than asked for at the end of the file."""
+    """Fill the buffers from ``offset`` on. Return the bytes read, fewer at the end of the file."""
     parts, total = [part.cast("B") for part in buffers], 0
     while parts:
         asked = nbytes_of(parts[:IOV_MAX])
@@ -133,12 +136,13 @@ def read_all(file: int, buffers: Buffers, offset: int) -> int:
         total += done
         offset += done
         if done <= 0 or (done < asked and done % PAGE):
-            break  # the end of the file; direct I/O could not even go on from an odd place
+            break  # the end of the file: direct I/O cannot continue from an unaligned offset
         parts = rest_of(parts, done)
     return total
 
 
 def write_all(file: int, buffers: Buffers, offset: int) -> None:
+    """Write all of the buffers from ``offset`` on. Raise OSError if that fails."""
     parts = [part.cast("B") for part in buffers]
     while parts:
         done = os.pwritev(file, parts[:IOV_MAX], offset)
@@ -149,7 +153,7 @@ def write_all(file: int, buffers: Buffers, offset: int) -> None:
 
 
 def rest_of(parts: Buffers, done: int) -> list[memoryview]:
-    """What is left of ``parts``, of bytes, after ``done`` bytes."""
+    """Return what is left of ``parts`` (buffers of bytes) after the first ``done`` bytes."""
     for i, part in enumerate(parts):
         if done < part.nbytes:
             return [part[done:], *parts[i + 1 :]]
@@ -158,7 +162,7 @@ def rest_of(parts: Buffers, done: int) -> list[memoryview]:
 
 
 def _gather(buffers: Buffers, into: memoryview) -> None:
-    """Copy ``buffers`` one after the other; the rest of ``into`` becomes zero."""
+    """Copy ``buffers`` into ``into`` one after the other, and fill the rest with zeros."""
     start = 0
     for part in buffers:
         into[start : start + part.nbytes] = part.cast("B")
@@ -167,6 +171,7 @@ def _gather(buffers: Buffers, into: memoryview) -> None:
 
 
 def _scatter(source: memoryview, buffers: Buffers) -> None:
+    """Copy ``source`` into ``buffers`` one after the other."""
     start = 0
     for part in buffers:
         part.cast("B")[:] = source[start : start + part.nbytes]

@@ -1,8 +1,8 @@
-"""Verifying stores that no engine uses: every record, every block's checksum.
+"""Verification of stores that no engine uses: every record, and every block's checksum.
 
-A block whose bytes are not those written is taken out (its record is erased in every shard), as a
-read would do. Records that vouch for nothing are erased too. Stores in use, and those of another
-version, are named and left alone.
+A block whose bytes are not those that were written is removed, as a read would do: its record is
+erased in every shard. Torn records are erased too. Stores in use, and stores of another version,
+are reported and left alone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvcore.tiers.disk.format import Table, read_table, shard_files, suspect_slo
 from kvcore.tiers.disk.store import exclusive, lock_store, stores_under
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
-__all__ = ["Bad", "State", "StoreReport", "scrub"]
+__all__ = ["BadBlock", "StoreReport", "StoreState", "scrub"]
 
 _AT_ONCE_NBYTES = 64 << 20
-_NAMED = 100  # bad blocks of a store; the others are only counted
+_NAMED = 100  # bad blocks that a report names; the others are only counted
 
 
-class State(str, Enum):
-    """What is to be said of a store."""
+class StoreState(str, Enum):
+    """The result of scrubbing a store."""
 
     WHOLE = "whole"
     DAMAGED = "damaged"
@@ -41,8 +41,8 @@ class State(str, Enum):
     NOT_READ = "not read"
 
 
-class Bad(NamedTuple):
-    """A block that is not whole, and why."""
+class BadBlock(NamedTuple):
+    """A block that is not whole, and the reason."""
 
     shard: int
     slot: int
@@ -52,12 +52,24 @@ class Bad(NamedTuple):
 
 @dataclass
 class StoreReport:
-    """What is in a store. ``blocks`` are whole in every shard, ``partial`` are not in every one (an
-    engine that was killed leaves such: they are never served). ``torn`` records vouch for nothing.
-    The first 100 of ``num_bad`` are in ``bad``. ``nbytes`` were read."""
+    """What scrubbing found in a store.
+
+    Args:
+        folder: of the store.
+        state: the result.
+        why: the reason, if the store was not read.
+        blocks: the number of blocks that are whole in every shard.
+        partial: the number of blocks that some shard lacks. An engine that is killed leaves such
+            blocks. They are never served.
+        torn: the number of records that are neither valid nor empty.
+        num_bad: the number of blocks that are not whole.
+        erased: the number of records and blocks that were erased.
+        nbytes: the number of bytes that were read.
+        bad: the first 100 of the bad blocks.
+    """
 
     folder: Path
-    state: State = State.WHOLE
+    state: StoreState = StoreState.WHOLE
     why: str = ""
     blocks: int = 0
     partial: int = 0
@@ -65,10 +77,10 @@ class StoreReport:
     num_bad: int = 0
     erased: int = 0
     nbytes: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadBlock] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         return {
             "store": str(self.folder),
             "state": self.state.value,
@@ -89,13 +101,14 @@ class StoreReport:
 def scrub(
     path: Path, *, erase: bool = True, done: Callable[[int], object] = lambda nbytes: None
 ) -> Iterator[StoreReport]:
-    """A report of each store under ``path``, as it is verified; ``done`` hears of bytes read.
+    """Verify the stores under ``path``, and yield a report of each. Blocks while it reads.
 
-    Each store's lock is held while it is read. Without ``erase`` nothing is changed. Raises
-    ConfigError where there is no such folder, TierUnavailable where it cannot be read.
+    ``done`` is called with the number of bytes after each batch of reads. Each store's lock is held
+    while the store is read. Without ``erase`` nothing is changed. Raises ConfigError if there is no
+    such folder, and TierUnavailable if it cannot be read.
     """
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder: give the one that disk.path names")
+        raise ConfigError(f"{path} is not a folder: give the folder that disk.path names")
     try:
         with exclusive(path):
             folders = [folder for base in sorted(path.iterdir()) for folder in stores_under(base)]
@@ -110,25 +123,28 @@ def _scrub_store(
 ) -> StoreReport:
     report = StoreReport(folder)
     with ExitStack() as locks:
-        with exclusive(path):  # an engine that makes room may have removed it meanwhile
+        with exclusive(path):  # an engine that made room may have removed the store
             lock = lock_store(folder) if folder.is_dir() else None
         if lock is None:
-            report.state, report.why = State.IN_USE, "an engine uses it: verify it when that ended"
+            report.state, report.why = (
+                StoreState.IN_USE,
+                "an engine uses it: scrub it when that engine has ended",
+            )
             return report
         locks.callback(os.close, lock)
         try:
             geometry = Geometry.load(folder)
         except FormatError as error:
-            report.state, report.why = State.NOT_READ, str(error)
+            report.state, report.why = StoreState.NOT_READ, str(error)
             return report
         _Scrub(folder, geometry, erase, report, done).run()
     if report.num_bad or report.torn:
-        report.state = State.DAMAGED
+        report.state = StoreState.DAMAGED
     return report
 
 
 class _Scrub:
-    """One store, whose lock is held."""
+    """The scrubbing of one store, whose lock is held."""
 
     def __init__(
         self,
@@ -146,6 +162,7 @@ class _Scrub:
         self._bad_slots: set[int] = set()
 
     def run(self) -> None:
+        """Verify all shards, fill the report, and erase bad blocks if that is wanted."""
         tables = [self._shard(shard) for shard in range(len(self._geometry.heads))]
         whole = tables[0]
         for table in tables[1:]:
@@ -158,7 +175,7 @@ class _Scrub:
             self._erase_everywhere(sorted(self._bad_slots))
 
     def _shard(self, shard: int) -> Table:
-        """Verify a shard; its records that vouch for themselves."""
+        """Verify a shard. Return its valid records."""
         data, index = shard_files(self._folder, shard)
         if not index.exists():
             return Table.empty()
@@ -179,7 +196,7 @@ class _Scrub:
         return table
 
     def _read(self, shard: int, table: Table, places: list[int], data: Path) -> None:
-        """Read and verify the blocks of rows ``places``."""
+        """Read and verify the blocks of the rows ``places``."""
         nbytes = self._geometry.shard_shape(shard).nbytes
         slot_nbytes = slot_bytes(self._geometry.shard_shape(shard))
         at_once = max(1, min(_AT_ONCE_NBYTES // slot_nbytes, len(places)))
@@ -209,11 +226,14 @@ class _Scrub:
             self._found(shard, table, place, "its bytes are not those written")
 
     def _found(self, shard: int, table: Table, place: int, why: str, *, sure: bool = True) -> None:
-        """A bad block. One that could not be read may be read another day: it is not erased."""
+        """Report a bad block, and mark it for erasure.
+
+        A block that could not be read (``sure`` is False) is not erased: a later read may succeed.
+        """
         slot, key = int(table.slots[place]), bytes(table.rows[place]["key"])
         self._report.num_bad += 1
         if len(self._report.bad) < _NAMED:
-            self._report.bad.append(Bad(shard, slot, key, why))
+            self._report.bad.append(BadBlock(shard, slot, key, why))
         if sure:
             self._bad_slots.add(slot)
 

@@ -1,8 +1,8 @@
-"""Which folder an engine writes to, what it finds there, and how much it may use.
+"""The choice of the store that an engine writes to, what it finds there, and how much it may use.
 
-The leader prepares a store before its workers open it: it takes the lock, makes room within the
-configured capacity, and reads what is there. Stores that another engine left behind, also at
-another number of ranks or stages, are mounted for reading; stores in use elsewhere are left alone.
+The leader prepares a store before its workers open it. It takes the store's lock, makes room within
+the configured capacity, and reads the records. Stores that other engines left behind, with any
+number of ranks or stages, are mounted for reading. Stores that other engines use are left alone.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
 from kvcore.tiers.disk.format import Table, scan_shard, shard_files
-from kvcore.tiers.disk.tier import STORE_SHIFT
-from kvcore.tiers.disk.tombstones import Debts, pay
+from kvcore.tiers.disk.mount import STORE_SHIFT, MountedStore
+from kvcore.tiers.disk.tombstones import Tombstones, erase_cleared
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
 _log = logging.getLogger("kvcore.tiers.disk")
@@ -35,15 +34,15 @@ _BASE_NAME = re.compile(r"[0-9a-f]{32}")
 _STORE_NAME = re.compile(r"store-\d+")
 _FILE_NAME = re.compile(r"lock|(store\.json|cleared)(\.new)?|shard-\d+\.(data|index)")
 _POLL_S = 0.1
-_OVERHEAD = 4096  # bytes of store.json, of what is owed and the lock
+_OVERHEAD = 4096  # bytes of store.json, the tombstones and the lock
 
 
 @dataclass
 class PreparedStore:
-    """A store ready for the workers: they open ``folder`` and the ``foreign`` ones.
+    """A store that is ready for the workers: they open ``folder`` and the ``foreign`` stores.
 
-    ``records`` are the blocks whole in every shard. The locks are held until ``close``. ``debts``
-    takes down what is cleared.
+    ``records`` are the blocks that are whole in every shard. The locks are held until `close`.
+    ``tombstones`` records clears for the next start.
     """
 
     folder: Path
@@ -51,44 +50,42 @@ class PreparedStore:
     records: list[BlockRecord]
     foreign: dict[int, Path] = field(default_factory=dict)
     locks: ExitStack = field(default_factory=ExitStack)
-    debts: Debts = field(init=False)
+    tombstones: Tombstones = field(init=False)
 
     def __post_init__(self) -> None:
         newest = max((record.stamp for record in self.records), default=0)
-        self.debts = Debts([self.folder, *self.foreign.values()], newest)
+        self.tombstones = Tombstones([self.folder, *self.foreign.values()], newest)
 
-    def options(self) -> dict[str, Any]:
-        """What a worker needs to open the same, as plain data."""
-        return {
-            "folder": str(self.folder),
-            "num_slots": self.num_slots,
-            "foreign": {str(number): str(path) for number, path in self.foreign.items()},
-            "clock": self.debts.stamps.told,
-        }
+    @property
+    def mounted(self) -> MountedStore:
+        """What a worker needs to open the same stores."""
+        clock = self.tombstones.stamps.origin
+        return MountedStore(self.folder, self.num_slots, self.foreign, clock)
 
     def close(self) -> None:
-        """Let other engines have the stores. Idempotent."""
-        self.debts.close()
+        """Release the stores to other engines. Idempotent."""
+        self.tombstones.close()
         self.locks.close()
 
 
 class _Crowded(TierUnavailable):
-    """Engines that are running have reserved all of the capacity."""
+    """Running engines have reserved all of the capacity."""
 
 
 def prepare_store(
     path: Path, geometry: Geometry, capacity: int, *, share: int = 1, wait_s: float = 5.0
 ) -> PreparedStore:
-    """Choose, lock and scan a store under ``path`` for blocks of ``geometry``.
+    """Choose, lock and scan a store under ``path`` for blocks of ``geometry``. Blocks.
 
-    Everything under ``path`` together stays below ``capacity`` bytes, records included. Of these
-    this engine reserves up to ``capacity // share``: ``share`` is how many engines use the folder
-    at once. To have at least half of its part, it removes stores that no engine uses, oldest first,
-    and cuts those that it mounts last of all. Waits up to ``wait_s`` seconds for an engine that is
-    going away. Raises TierUnavailable when the folder cannot be used, saying what to change.
+    Everything under ``path`` together, records included, stays below ``capacity`` bytes. This
+    engine reserves up to ``capacity // share`` of them, where ``share`` is the number of engines
+    that use the folder at once. If less than half of its part is free, the engine removes stores
+    that no engine uses, the oldest first, and then truncates the stores that it mounts. Waits up to
+    ``wait_s`` seconds for an engine that is shutting down. Raises TierUnavailable if the folder
+    cannot be used. The message says what to change.
     """
     deadline = time.monotonic() + wait_s
-    limit = LogLimit()  # every attempt finds the same stores
+    limit = LogLimit()  # because every attempt finds the same stores
     while True:
         try:
             with exclusive(path):
@@ -134,7 +131,7 @@ def _prepare(
 
 
 @dataclass
-class _Held:
+class _LockedStore:
     """A store whose lock this process holds."""
 
     folder: Path
@@ -142,7 +139,7 @@ class _Held:
     geometry: Geometry
 
     def reserve(self, nbytes: int) -> None:
-        """Tell others how large the store may grow, for as long as the lock is held."""
+        """Publish how large the store may grow, for as long as the lock is held."""
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, str(nbytes).encode(), 0)
 
@@ -174,7 +171,7 @@ def _reason(error: OSError) -> str:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Stores under ``path`` are chosen, made and removed by one process at a time. Blocks."""
+    """Hold the lock under which a process chooses, makes and removes stores in ``path``. Blocks."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -185,7 +182,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def lock_store(folder: Path) -> int | None:
-    """A held lock on the store, None when another engine has it."""
+    """Lock a store. Return the lock's file number; None if another engine holds the lock."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,7 +193,10 @@ def lock_store(folder: Path) -> int | None:
 
 
 def stores_under(base: Path) -> list[Path]:
-    """Folders of stores, those written to last first. Folders with other files are no stores."""
+    """Return the folders of stores, the last written first.
+
+    A folder that contains any other files does not count as a store.
+    """
     if not _BASE_NAME.fullmatch(base.name) or not base.is_dir():
         return []
     folders = [f for f in base.iterdir() if _STORE_NAME.fullmatch(f.name) and f.is_dir()]
@@ -211,10 +211,13 @@ def _last_write(folder: Path) -> float:
 
 def _adopt(
     base: Path, geometry: Geometry, locks: ExitStack, limit: LogLimit
-) -> tuple[_Held | None, list[_Held]]:
-    """(The store to write to, the others of the same blocks), of those that no engine uses."""
-    own: _Held | None = None
-    mounted: list[_Held] = []
+) -> tuple[_LockedStore | None, list[_LockedStore]]:
+    """Lock all stores that no engine uses. Return (the one to write to, those to mount).
+
+    The first is None if no store has this geometry. All of them hold comparable blocks.
+    """
+    own: _LockedStore | None = None
+    mounted: list[_LockedStore] = []
     for folder in stores_under(base):
         lock = lock_store(folder)
         if lock is None:
@@ -226,7 +229,7 @@ def _adopt(
             os.close(lock)
             continue
         locks.callback(os.close, lock)
-        held = _Held(folder, lock, found)
+        held = _LockedStore(folder, lock, found)
         if own is None and found.parts == geometry.parts:
             own = held
         else:
@@ -235,7 +238,7 @@ def _adopt(
 
 
 def _load(folder: Path, wanted: Geometry, limit: LogLimit) -> Geometry | None:
-    """The store's geometry when its blocks are comparable, else None with a log line."""
+    """Return the store's geometry if its blocks are comparable, else None with a log line."""
     try:
         found = Geometry.load(folder)
     except FormatError as error:
@@ -249,24 +252,27 @@ def _load(folder: Path, wanted: Geometry, limit: LogLimit) -> Geometry | None:
     return found
 
 
-def _create(base: Path, geometry: Geometry, locks: ExitStack) -> _Held:
+def _create(base: Path, geometry: Geometry, locks: ExitStack) -> _LockedStore:
     base.mkdir(mode=0o700, exist_ok=True)
     taken = {f.name for f in base.iterdir()}
     number = next(i for i in range(len(taken) + 1) if f"store-{i}" not in taken)
     folder = base / f"store-{number}"
     folder.mkdir(mode=0o700)
     lock = lock_store(folder)
-    assert lock is not None, "made under the folder's lock"
+    assert lock is not None, "the store was made under the path's lock"
     locks.callback(os.close, lock)
     geometry.save(folder)
-    return _Held(folder, lock, geometry)
+    return _LockedStore(folder, lock, geometry)
 
 
 # -- room -----------------------------------------------------------------------------------
 
 
-def _make_room(path: Path, own: _Held | None, mounted: list[_Held], most: int) -> int:
-    """Bytes of stores other than ``own``, after bringing them to ``most`` as far as is allowed."""
+def _make_room(path: Path, own: _LockedStore | None, mounted: list[_LockedStore], most: int) -> int:
+    """Reduce the stores other than ``own`` to ``most`` bytes if possible. Return their bytes.
+
+    Stores that other engines use are not touched.
+    """
     kept = {store.folder for store in (own, *mounted) if store is not None}
     total = sum(_usage(store.folder) for store in mounted)
     idle: list[tuple[Path, int]] = []
@@ -275,7 +281,7 @@ def _make_room(path: Path, own: _Held | None, mounted: list[_Held], most: int) -
         if lock is None:
             total += max(_usage(folder), _reserved(folder))
         else:
-            os.close(lock)  # no engine can take it: that takes the lock of the path, held here
+            os.close(lock)  # no engine can take it now: that needs the path's lock, held here
             idle.append((folder, _usage(folder)))
     total += sum(used for _, used in idle)
     for folder, used in sorted(idle, key=lambda item: _last_write(item[0])):
@@ -294,7 +300,7 @@ def _usage(folder: Path) -> int:
 
 
 def _reserved(folder: Path) -> int:
-    """Bytes that the engine using the store may fill."""
+    """Return the bytes that the engine using the store may fill."""
     text = (folder / "lock").read_text()
     return int(text) if text.isdigit() else 0
 
@@ -307,8 +313,8 @@ def _remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _shrink(store: _Held, excess: int) -> int:
-    """Cut at least ``excess`` bytes off the end of a mounted store, or all; bytes won."""
+def _shrink(store: _LockedStore, excess: int) -> int:
+    """Cut at least ``excess`` bytes off a mounted store's end, or all. Return the bytes cut."""
     before = _usage(store.folder)
     slots = max(before - excess - _OVERHEAD, 0) // store.geometry.per_slot
     _log.warning("cutting the store %s to %d blocks to make room", store.folder, slots)
@@ -317,7 +323,7 @@ def _shrink(store: _Held, excess: int) -> int:
 
 
 def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
-    """Cut files that are longer than ``num_slots`` slots."""
+    """Truncate the files that are longer than ``num_slots`` slots."""
     for shard in range(len(geometry.heads)):
         data, index = shard_files(folder, shard)
         limit = num_slots * slot_bytes(geometry.shard_shape(shard))
@@ -327,8 +333,10 @@ def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
 
 
 def _scan(folder: Path, geometry: Geometry, first_slot: int = 0) -> list[BlockRecord]:
-    """Blocks that every shard holds, their slots counted from ``first_slot``, once what was cleared
-    is erased."""
-    pay(folder, geometry)
+    """Erase what was cleared. Return the blocks that every shard holds.
+
+    Slots are counted from ``first_slot``.
+    """
+    erase_cleared(folder, geometry)
     shards = (scan_shard(folder, geometry, shard) for shard in range(len(geometry.heads)))
     return reduce(Table.also_in, shards).block_records(first_slot)

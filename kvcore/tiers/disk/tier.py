@@ -1,13 +1,13 @@
-"""One shard's blocks on disk: direct, parallel reads and writes of whole blocks.
+"""One shard's blocks on disk: parallel reads and writes of whole blocks, with direct I/O.
 
-A write erases the slot's old record, writes the bytes, then writes the new record. Whatever
-interrupts it, the record either is absent or tells the checksum of what should be there, and a read
-checks both the key and the checksum.
+A write erases the slot's old record, writes the bytes, and then writes the new record. Whatever
+interrupts it, the record is either absent or has the checksum of the bytes that should be there. A
+read checks both the key and the checksum.
 
-A batch goes to the kernel's queue as a whole, and this thread checksums each block as it arrives
-or leaves while the others are under way (benchmarks/disk.py compares the ways). What is encrypted
-is decrypted, instead, by a few threads. Callers have queues of their own: a load never waits behind
-saves.
+A batch goes to the kernel's queue as a whole. The calling thread checksums each block as it arrives
+or leaves, while the others are under way (benchmarks/disk.py compares this with other methods).
+Encrypted blocks are decrypted by a few threads instead. Each caller has its own queue, so a load
+never waits behind saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore._util.threads import started
 from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierError, TierUnavailable
@@ -43,6 +43,7 @@ from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
 from kvcore.tiers.disk.foreign import ForeignStore, is_whole
 from kvcore.tiers.disk.format import Record, scan_shard, shard_files
 from kvcore.tiers.disk.io import Outcome
+from kvcore.tiers.disk.mount import STORE_SHIFT, DiskAccess, MountedStore
 from kvcore.tiers.disk.tombstones import Stamps
 from kvcore.tiers.geometry import Geometry
 
@@ -52,83 +53,84 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
-STORE_SHIFT = 40
-"""A slot number is ``store << STORE_SHIFT | slot``; store 0 is the tier's own."""
-_HANDED_ON = 256 << 10
-"""Bytes of an encrypted block from which on another thread decrypts it while the next ones arrive.
-Handing one over took 9 us of a core, and decrypting half as many bytes, in its cache, 11 us (EPYC
-with VAES)."""
+_DEFAULT_ACCESS = DiskAccess()
+_THREADED_DECRYPT_NBYTES = 256 << 10
+"""Encrypted blocks of at least this size are decrypted by other threads, while more blocks arrive.
+Handing a block over took 9 us of a core. Decrypting half as many bytes in its cache took 11 us
+(EPYC with VAES)."""
 
 
 class _Draft(NamedTuple):
-    """A write under way: its record but for the checksum, and the bytes that go to disk."""
+    """A write under way: its record without the checksum, and the bytes that go to disk."""
 
     record: Record
     buffers: Buffers
 
 
 class DiskTier(Tier):
-    """Slots of shard ``shard`` of the store in ``folder``, which exists and is this engine's.
+    """Slots of one shard of a store, and of the foreign stores that are mounted with it.
 
-    ``num_slots * slot_nbytes`` is the most the data file grows to. ``foreign`` maps store numbers
-    to folders of stores with the same base geometry, read, never written. ``direct_io`` is "auto",
-    "on" or "off"; ``on`` raises TierUnavailable where the file system refuses it. What was written
-    is flushed to the medium within ``sync_interval_s`` seconds, by a thread of its own; at 0,
-    before a write returns. With a ``cipher``, whose name ``geometry`` has, blocks are encrypted.
-    With ``device_sums`` records tell of new blocks what `read_device` verifies them by.
+    ``store.num_slots * slot_nbytes`` is the most that the data file grows to. With a ``cipher``,
+    which ``geometry`` names, blocks are encrypted, and no block is read straight into device
+    memory.
     """
 
     def __init__(
         self,
-        folder: Path,
+        store: MountedStore,
         geometry: Geometry,
         *,
         shard: int,
-        num_slots: int,
         slot_nbytes: int,
-        direct_io: str = "auto",
-        io_threads: int = 4,
-        sync_interval_s: float = 5.0,
-        foreign: Mapping[int, Path] | None = None,
+        access: DiskAccess = _DEFAULT_ACCESS,
         cipher: BlockCipher | None = None,
-        clock: Mapping[str, Any] | None = None,
-        device_sums: bool = False,
     ) -> None:
-        """``clock`` is that of the leader, as its store tells it.
+        """Raise FormatError if the folder holds other blocks.
 
-        Raises FormatError when the folder holds other blocks, TierUnavailable when it cannot
-        be used."""
-        shape = geometry.shard_shape(shard)
+        Raises TierUnavailable if the folder cannot be used, and CapacityError if ``slot_nbytes`` is
+        not the size of the shard's slots.
+        """
+        folder, shape = store.folder, geometry.shard_shape(shard)
         if slot_nbytes != slot_bytes(shape):
             raise CapacityError(f"slots of {slot_nbytes} bytes; {shape} takes {slot_bytes(shape)}")
         if Geometry.load(folder) != geometry:
             raise FormatError(f"the store {folder} holds blocks of another model or other shards")
         if geometry.cipher != (cipher.name if cipher else ""):
             raise FormatError(
-                f"the store {folder} is of the cipher {geometry.cipher or 'none'}, not {cipher}"
+                f"the store {folder} uses the cipher {geometry.cipher or 'none'}, not {cipher}"
             )
-        self.num_slots = num_slots
+        self.num_slots = store.num_slots
         self.slot_nbytes = slot_nbytes
         self._folder, self._geometry, self._shard = folder, geometry, shard
         self._block_nbytes = shape.nbytes
         data, index = shard_files(folder, shard)
         self._data = DataFile(
-            data, slot_nbytes, num_slots=num_slots, direct_io=direct_io, io_threads=io_threads
+            data,
+            slot_nbytes,
+            num_slots=store.num_slots,
+            direct_io=access.direct_io,
+            io_threads=access.io_threads,
         )
         self._index = IndexFile(index)
         self._cipher = cipher
-        self._device_sums = device_sums and cipher is None
+        self._device_sums = access.device_sums and cipher is None
         self._region: DeviceRegion | None = None
         self._direct: DirectReader | None = None
-        self._place = geometry.place(shard)
+        self._shard_name = geometry.shard_name(shard)
         self._scratch = Scratch(slot_nbytes) if cipher else None
-        self._foreign = _open_foreign(foreign or {}, geometry.parts[shard], direct_io, cipher)
-        self._stamps = Stamps.of(clock)
-        self._foreign_readers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-foreign")
-        self._openers: ThreadPoolExecutor | None = None
-        if cipher is not None and slot_nbytes >= _HANDED_ON:
-            self._openers = ThreadPoolExecutor(io_threads, thread_name_prefix="kvcore-disk-open")
-        self._flusher = _Flusher(self._sync, sync_interval_s)
+        self._foreign = _open_foreign(
+            store.foreign, geometry.parts[shard], access.direct_io, cipher
+        )
+        self._stamps = Stamps.of(store.clock)
+        self._foreign_readers = ThreadPoolExecutor(
+            access.io_threads, thread_name_prefix="kvcore-foreign"
+        )
+        self._decryptors: ThreadPoolExecutor | None = None
+        if cipher is not None and slot_nbytes >= _THREADED_DECRYPT_NBYTES:
+            self._decryptors = ThreadPoolExecutor(
+                access.io_threads, thread_name_prefix="kvcore-disk-decrypt"
+            )
+        self._flusher = _Flusher(self._sync, access.sync_interval_s)
         self._closed = False
 
     # -- the contract -----------------------------------------------------------------------
@@ -161,8 +163,11 @@ class DiskTier(Tier):
         return "" if self._direct is None else self._direct.backend
 
     def read_device(self, requests: Sequence[DeviceRead]) -> list[TierError | None]:
-        """Those of the tier's own store that have a sum. Where the reading itself fails, `read`
-        says whether it is the disk's fault."""
+        """Read the blocks of the tier's own store whose records have a sum (`Tier.read_device`).
+
+        If the read of a block fails, the result is NotDirect: `read` then shows whether the disk
+        is at fault.
+        """
         results: list[TierError | None] = []
         found: list[int] = []
         sums: dict[int, int] = {}
@@ -205,7 +210,7 @@ class DiskTier(Tier):
                 raise self._unavailable("erasing", first, error) from error
 
     def scan(self) -> list[BlockRecord]:
-        """Blocks of the tier's own store. `prepare_store` tells those of the foreign ones."""
+        """Return the blocks of the tier's own store. `prepare_store` finds the foreign ones."""
         table = scan_shard(self._folder, self._geometry, self._shard)
         return table.where(table.slots < self.num_slots).block_records()
 
@@ -219,8 +224,8 @@ class DiskTier(Tier):
         if self._direct is not None:
             self._direct.close()
         self._foreign_readers.shutdown()
-        if self._openers is not None:
-            self._openers.shutdown()
+        if self._decryptors is not None:
+            self._decryptors.shutdown()
         try:
             self._flusher.close()
         finally:
@@ -243,7 +248,11 @@ class DiskTier(Tier):
     def _write(
         self, which: range, requests: Sequence[BlockWrite], results: list[TierError | None]
     ) -> None:
-        """Do those of these places, and put down their results."""
+        """Write the requests numbered ``which``, and fill in their results.
+
+        `begun` is a generator because the data file consumes it as its queue has room: a record is
+        erased, and a block encrypted, while the blocks before it are under way.
+        """
         drafts: dict[int, _Draft] = {}
         with self._scratch.lease() if self._scratch else nullcontext(()) as scratch:
 
@@ -260,16 +269,16 @@ class DiskTier(Tier):
                     results[i] = self._end_write(requests[i].slot, drafts.pop(i), outcome)
 
     def _draft(self, request: BlockWrite, into: memoryview | None) -> _Draft:
-        """What is to be written; encrypted ``into`` memory of its own where there is a cipher."""
+        """Return what is to be written. With a cipher, the block is encrypted ``into`` scratch."""
         record = Record(*request[1:4], bytes(16), self._block_nbytes, next(self._stamps))
         if self._cipher is None or into is None:
             return _Draft(record, request.buffers)
-        bound = record.bound(self._place)
-        seal = self._cipher.seal(request.buffers, self._block_nbytes, bound, into)
+        data = record.associated_data(self._shard_name)
+        seal = self._cipher.seal(request.buffers, self._block_nbytes, data, into)
         return _Draft(record._replace(nonce=seal.nonce, tag=seal.tag), [into])
 
     def _begin_write(self, request: BlockWrite) -> TierError | None:
-        """From here on the slot holds nothing."""
+        """Erase the slot's record, so that the slot is empty until the write has ended."""
         refused = self._refuse(request.slot, nbytes_of(request.buffers))
         if refused is not None:
             return refused
@@ -280,7 +289,7 @@ class DiskTier(Tier):
         return None
 
     def _end_write(self, slot: int, draft: _Draft, outcome: Outcome) -> TierError | None:
-        """The bytes are there: vouch for them."""
+        """Write the record of a block whose bytes have been written."""
         if isinstance(outcome, OSError):
             return self._unavailable("writing", slot, outcome)
         key, nbytes = draft.record.key, self._block_nbytes
@@ -294,7 +303,11 @@ class DiskTier(Tier):
         return None
 
     def _read_own(self, requests: Sequence[BlockRead], results: list[TierError | None]) -> None:
-        """Do those of store 0 and put down their results."""
+        """Read the requests for store 0, and fill in their results.
+
+        `found` is a generator for the same reason as `begun`: records are read while the blocks
+        before them are under way.
+        """
         records: dict[int, Record] = {}
 
         def found() -> Iterator[Piece]:
@@ -313,26 +326,26 @@ class DiskTier(Tier):
             with closing(self._data.read(found())) as ended:
                 for i, outcome in ended:
                     check = (requests[i], records[i], outcome)
-                    if self._openers is None:
+                    if self._decryptors is None:
                         results[i] = self._end_read(*check)
                     else:
-                        checked[i] = self._openers.submit(self._end_read, *check)
+                        checked[i] = self._decryptors.submit(self._end_read, *check)
         finally:
-            wait(checked.values())  # the buffers are the caller's again
+            wait(checked.values())  # after this the buffers are the caller's again
         for i, future in checked.items():
             results[i] = future.result()
 
     def _find_direct(self, slot: int, key: bytes) -> Record | TierError:
-        """`_find`, of a block that can be read straight into device memory."""
+        """Return the record of a block to read straight into device memory, or an error."""
         if self._direct is None or slot >> STORE_SHIFT:
-            return NotDirect(f"slot {slot} is not of a file that is read into device memory")
+            return NotDirect(f"slot {slot} is in a file that is not read into device memory")
         record = self._find(slot, key, self.slot_nbytes)
         if isinstance(record, Record) and (record.nonce or not record.sum):
             return NotDirect(f"slot {slot} was written without a sum for device memory")
         return record
 
     def _find(self, slot: int, key: bytes, nbytes: int) -> Record | TierError:
-        """The record of the slot, when it is of the block that is asked for, into ``nbytes``."""
+        """Return the slot's record if the slot holds block ``key``, and it fits into ``nbytes``."""
         refused = self._refuse(slot, nbytes)
         if refused is not None:
             return refused
@@ -345,16 +358,16 @@ class DiskTier(Tier):
         return record
 
     def _end_read(self, request: BlockRead, record: Record, outcome: Outcome) -> TierError | None:
-        """The bytes have come: are they the block's?"""
+        """Verify a block whose bytes have arrived, and decrypt it if necessary."""
         slot, key, buffers = request.slot, request.key, request.buffers
         if isinstance(outcome, OSError):
             return self._unavailable("reading", slot, outcome)
-        if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._place):
+        if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._shard_name):
             return None
         return self._damaged(slot, key)
 
     def _damaged(self, slot: int, key: bytes) -> CorruptBlock:
-        """Other bytes are there than were written: nobody reads them again."""
+        """Erase a slot whose bytes are not those that were written, and return the error."""
         try:
             self._index.erase(slot)
         except OSError as error:
@@ -395,7 +408,7 @@ class DiskTier(Tier):
 
 
 class _Flusher:
-    """Calls ``flush`` within ``interval`` seconds of the first write since it was last called."""
+    """Calls ``flush`` within ``interval`` seconds of the first write after the last flush."""
 
     def __init__(self, flush: Callable[[], None], interval: float) -> None:
         self._flush = flush
@@ -406,7 +419,7 @@ class _Flusher:
         self._closed = False
 
     def dirtied(self) -> None:
-        """Something was written. At interval 0 it is flushed here and now."""
+        """Schedule a flush, because something was written. At interval 0, flush at once."""
         if self._interval <= 0:
             self._flush_or_warn()
             return
@@ -417,13 +430,13 @@ class _Flusher:
                 self._timer.start()
 
     def flush(self) -> None:
-        """Flush now; what is written from here on waits for the next."""
+        """Flush now. Later writes wait for the next flush."""
         with self._flushing:
             self._disarm()
             self._flush()
 
     def close(self) -> None:
-        """Flush what is not flushed; no flush is under way, nor comes, after this returns."""
+        """Flush if a flush is due. After this returns, none is under way, and none will start."""
         with self._flushing:
             self._closed = True
             if self._disarm():
@@ -453,7 +466,7 @@ def _open_foreign(
     direct_io: str,
     cipher: BlockCipher | None,
 ) -> dict[int, ForeignStore]:
-    """Those that can be read; the others are named in the log, and their blocks recomputed."""
+    """Open the stores that can be read. Log the others, whose blocks are then recomputed."""
 
     def open_one(folder: Path) -> ForeignStore | None:
         try:

@@ -1,10 +1,11 @@
-"""Clears that a store owes: what must not be found when it is next opened, whatever became of it.
+"""Tombstones: the clears that must still hold when a store is next opened.
 
     <store>/cleared     {"<namespace>": stamp, "": stamp}     records up to a stamp are void
 
-A clear has the ranks erase records. That may fail, or never come: the order goes with a step that
-an engine which is killed does not take. So it is written down here, and paid before a store is
-scanned. "" stands for every namespace. A kvcore that knows no such file leaves the store alone.
+A clear makes the ranks erase records. The erasing may fail, or never happen: an engine that is
+killed does not take the step that carries the order. The clear is therefore also recorded in the
+store, and carried out before the store is next scanned. "" stands for all namespaces. A version of
+kvcore that does not know this file does not use the store.
 """
 
 from __future__ import annotations
@@ -27,38 +28,39 @@ from kvcore.tiers.disk.files import IndexFile
 from kvcore.tiers.disk.format import read_table, shard_files
 from kvcore.tiers.geometry import Geometry
 
-__all__ = ["Debts", "Stamps", "pay"]
+__all__ = ["Stamps", "Tombstones", "erase_cleared"]
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
 FILE = "cleared"
 EVERY = ""
 MAX_NAMESPACES = 16
-"""In one file; more of them are every one."""
+"""The most namespaces in one file. With more, the file says that all are cleared."""
 _NEVER = (1 << 63) - 1
 
 
 class Stamps:
-    """Times of writes, nanoseconds: no step of the clock takes them back. Thread-safe.
+    """Write times in nanoseconds, which no step of the wall clock takes back. Thread-safe.
 
-    A leader's begin ``after`` those of all records that are there. Its ranks go on from the same
-    start, whatever the wall clock did before theirs; ranks on another machine have its clock.
+    A leader's stamps begin after those of all records in the store (``after``). Its ranks continue
+    from the leader's origin, whatever the wall clock did in between. A rank on another machine
+    takes its own clock.
     """
 
     def __init__(self, after: int = 0) -> None:
         self._ahead = max(time.time_ns(), after) - time.monotonic_ns()
 
     @classmethod
-    def of(cls, told: Mapping[str, Any] | None) -> Stamps:
-        """Those of the leader that ``told`` so; of one's own clock without."""
+    def of(cls, origin: Mapping[str, Any] | None) -> Stamps:
+        """Return stamps from a leader's ``origin``; from this process's own clock if None."""
         made = cls()
-        if told is not None and told["boot"] == _boot():
-            made._ahead = told["ahead"]
+        if origin is not None and origin["boot"] == _boot():
+            made._ahead = origin["ahead"]
         return made
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the ranks need to go on from the same start, as plain data."""
+    def origin(self) -> dict[str, Any]:
+        """What the ranks need to continue from the same start, as plain data."""
         return {"boot": _boot(), "ahead": self._ahead}
 
     def __iter__(self) -> Stamps:
@@ -69,40 +71,44 @@ class Stamps:
 
 
 def _boot() -> str:
-    """Which monotonic clock this is: processes of one boot of a machine share it."""
+    """Identify the monotonic clock. All processes share it until the machine reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return f"process {os.getpid()}"
 
 
-class Debts:
-    """Of the stores in ``folders``, whose records have stamps up to ``newest``. The leader's: `add`
-    returns at once, since a disk may hang, and a thread writes."""
+class Tombstones:
+    """The clears of the stores in ``folders``, whose records have stamps up to ``newest``.
+
+    The leader keeps them. A thread writes them, because a disk may hang: `add` returns at once.
+    """
 
     def __init__(self, folders: Iterable[Path], newest: int) -> None:
         self._folders = list(folders)
         self._newest = newest
         self.stamps = Stamps(newest)
-        self._owed: dict[str, int] = {}
+        self._cleared: dict[str, int] = {}
         self._lock = threading.Lock()
         self._written = True
-        self._thread: threading.Thread | None = None  # while there is something to write
+        self._thread: threading.Thread | None = None  # only while there is something to write
 
     def add(self, namespace: bytes | None) -> None:
-        """What was written until now, of a namespace or of all, is void."""
+        """Record that all blocks of a namespace (None: of all) written until now are cleared."""
         stamp = max(next(self.stamps), time.time_ns(), self._newest)
         with self._lock:
-            self._owed[EVERY if namespace is None else namespace.hex()] = stamp
-            if namespace is None or len(self._owed) > MAX_NAMESPACES:
-                self._owed = {EVERY: stamp}
+            self._cleared[EVERY if namespace is None else namespace.hex()] = stamp
+            if namespace is None or len(self._cleared) > MAX_NAMESPACES:
+                self._cleared = {EVERY: stamp}
             self._written = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvcore-debts", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="kvcore-tombstones", daemon=True
+                )
                 self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait until all is written down. Blocks. Idempotent."""
+        """Wait up to ``timeout`` seconds until everything is recorded. Idempotent."""
         if (thread := self._thread) is not None:
             thread.join(timeout)
 
@@ -112,30 +118,31 @@ class Debts:
                 if self._written:
                     self._thread = None
                     return
-                owed, self._written = dict(self._owed), True
+                cleared, self._written = dict(self._cleared), True
             for folder in self._folders:
                 try:
-                    _write(folder, owed)
+                    _write(folder, cleared)
                 except OSError as error:  # noqa: PERF203 - the others are written all the same
                     _log.error(
-                        "a clear is not written down in %s, and may come undone with a restart: %s",
+                        "a clear could not be recorded in %s, and a restart may undo it: %s",
                         folder,
                         error,
                     )
 
 
-def _write(folder: Path, owed: Mapping[str, int]) -> None:
-    """Whole or not at all, and for good."""
+def _write(folder: Path, cleared: Mapping[str, int]) -> None:
+    """Write the file whole or not at all, and flush it to the medium."""
     draft = folder / f"{FILE}.new"
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(owed, file)
+        json.dump(cleared, file)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(folder / FILE)
-    _settle(folder)
+    _sync_folder(folder)
 
 
-def _settle(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder's entries, so that a rename or removal in it survives a loss of power."""
     entry = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(entry)
@@ -143,17 +150,19 @@ def _settle(folder: Path) -> None:
         os.close(entry)
 
 
-def pay(folder: Path, geometry: Geometry) -> None:
-    """Erase what was cleared of a store that nobody else uses. Blocks. Raises TierUnavailable where
-    that cannot be: the store must not be read then."""
+def erase_cleared(folder: Path, geometry: Geometry) -> None:
+    """Erase the blocks that were cleared in a store that no engine uses. Blocks.
+
+    Raises TierUnavailable if they cannot be erased. The store must not be read then.
+    """
     try:
-        owed = _read(folder)
-        if owed is None:
+        cleared = _read(folder)
+        if cleared is None:
             return
         for shard in range(len(geometry.heads)):
-            _erase(shard_files(folder, shard)[1], owed)
+            _erase(shard_files(folder, shard)[1], cleared)
         (folder / FILE).unlink()
-        _settle(folder)
+        _sync_folder(folder)
     except OSError as error:
         raise TierUnavailable(
             f"what was cleared cannot be erased in {folder}: {error}; remove that folder"
@@ -161,26 +170,27 @@ def pay(folder: Path, geometry: Geometry) -> None:
 
 
 def _read(folder: Path) -> Mapping[str, int] | None:
-    """What is owed; None for nothing. A file that says nothing sensible means everything."""
+    """Return the recorded clears, None if there are none. A damaged file clears everything."""
     try:
         text = (folder / FILE).read_bytes()
     except FileNotFoundError:
         return None
     try:
-        owed = json.loads(text)
-        assert all(name == EVERY or len(bytes.fromhex(name)) == KEY_BYTES for name in owed)
-        return {name: int(stamp) for name, stamp in owed.items()}
+        cleared = json.loads(text)
+        assert all(name == EVERY or len(bytes.fromhex(name)) == KEY_BYTES for name in cleared)
+        return {name: int(stamp) for name, stamp in cleared.items()}
     except (ValueError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         _log.warning("%s cannot be read, all of the store is cleared: %s", folder / FILE, error)
         return {EVERY: _NEVER}
 
 
-def _erase(path: Path, owed: Mapping[str, int]) -> None:
+def _erase(path: Path, cleared: Mapping[str, int]) -> None:
+    """Erase the records of an index file that the clears cover."""
     if not path.exists():
         return
     table, _ = read_table(path)
-    void = table.rows["stamp"] <= owed.get(EVERY, 0)
-    for name, stamp in owed.items():
+    void = table.rows["stamp"] <= cleared.get(EVERY, 0)
+    for name, stamp in cleared.items():
         if name != EVERY:
             of_it = table.rows["namespace"] == np.void(bytes.fromhex(name))
             void |= of_it & (table.rows["stamp"] <= stamp)

@@ -1,16 +1,16 @@
-"""Stores on other machines, found by key and shared by every host that uses them.
+"""Remote stores: tiers on other machines, addressed by key and shared by every host that uses them.
 
-worker   StoreTier ── frames, retries ──▶ BlockStore ──▶ the store's own client
-leader   Finder ───── which blocks? ────▶ BlockStore
+worker   StoreTier ── framing, retries ──▶ BlockStore ──▶ the store's own client
+leader   Finder ───── which blocks? ─────▶ BlockStore
 """
 
 from __future__ import annotations
 
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.lookup import Finder, Promise, Question
+from kvcore.tiers.remote.lookup import Finder, Promise, StoreQuery
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.options import StoreOptions
-from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 from kvcore.tiers.remote.tier import StoreKind, StoreTier, open_tier, prepare
 
 __all__ = [
@@ -18,11 +18,11 @@ __all__ = [
     "Finder",
     "Item",
     "Promise",
-    "Question",
     "Shard",
-    "Splits",
+    "ShardRegistry",
     "StoreKind",
     "StoreOptions",
+    "StoreQuery",
     "StoreTier",
     "open_tier",
     "prepare",

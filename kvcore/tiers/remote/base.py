@@ -1,7 +1,7 @@
-"""The contract of a store: values under names, on whatever machine, shared by all that use it.
+"""The contract of a store: named values, on any machine, shared by everyone who uses the store.
 
-A store knows nothing of blocks. What a value must look like, and that it is what was asked for, is
-the business of `kvcore.tiers.remote.tier`; who is believed to hold what, of the leader's.
+A store knows nothing about blocks. `kvcore.tiers.remote.tier` frames the values and verifies them.
+The leader tracks which blocks a store is believed to hold.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from kvcore.memory.buffers import Buffers
 
 
 class Item(NamedTuple):
-    """A value: the bytes of ``parts``, one after the other. Parts are read by a put, filled by a
-    get, and belong to the caller again as soon as the call returns. ``nodes`` are where a get may
-    look first, as `BlockStore.node` told their engines."""
+    """A value: the concatenated bytes of ``parts``.
+
+    A put reads the parts, and a get fills them. They belong to the caller again as soon as the call
+    returns. ``nodes`` are the nodes where a get should look first, as `BlockStore.node` returned
+    them to their engines.
+    """
 
     name: str
     parts: Buffers
@@ -27,74 +30,93 @@ class Item(NamedTuple):
 
 
 class BlockStore(ABC):
-    """Thread-safe. Names are ASCII: letters, digits, ``/ . _ -``, 200 characters at most.
+    """A store of named values. Thread-safe.
 
-    A name stands for its content: a put of a name that has a value may replace it, whole, or let it
-    be. Who reads while it is written gets the old one, the new one or none. A store may drop any
-    value at any time. Opening one needs no server to be up:
-    calls fail until it is, and work when it is back.
+    Names are ASCII letters, digits and ``/ . _ -``, at most 200 characters long.
 
-    Every call gives up by itself after the store's own timeout, and touches no memory of the caller
-    once it has returned: the bytes of a late answer would land in another block. One bad item does
-    not fail the others.
+    A name identifies its content. A put to a name that already has a value may replace the whole
+    value or keep the old one. A reader sees the old value, the new value or none, never a mixture.
+    A store may drop any value at any time. Opening a store does not need a running server: calls
+    fail while the server is down, and work again when it is back.
 
-    `kvcore.testing.store_contract` tests all of this, for a third party's store as for ours.
+    Every call returns within the store's own timeout. After it has returned, it must not touch the
+    caller's memory: the bytes of a late answer would overwrite another block. A failed item does
+    not fail the other items of its call.
+
+    `kvcore.testing.store_contract` tests all of this, for third-party stores too.
     """
 
     def attach(self, memory: memoryview) -> None:  # noqa: B027 - most clients copy
-        """Most parts will lie in ``memory``, which outlives the store: for those that read and
-        write without copying. Called before anything else, or never."""
+        """Announce the memory that will hold most parts, for stores that transfer without copies.
+
+        ``memory`` outlives the store. Called before any other method, or never.
+        """
 
     @abstractmethod
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
-        """Store values; None for each that is there. TierUnavailable: the store is down, or full.
-        Blocks until all have ended."""
+        """Store values. Returns None for each value that is in the store afterwards.
+
+        TierUnavailable in the result means that the store is down or full. Blocks until every item
+        has ended.
+        """
 
     @abstractmethod
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
-        """Fill each item's parts; None where the value is exactly as long as they are.
+        """Fill the parts of each item. Returns None for each value that has exactly their size.
 
-        BlockMissing: there is no such value; CorruptBlock: it is longer or shorter;
-        TierUnavailable: the store did not answer. The parts of a failed item hold anything. Blocks
-        until all have ended."""
+        Errors in the result: BlockMissing if there is no such value, CorruptBlock if it is longer
+        or shorter than the parts, TierUnavailable if the store did not answer. The parts of a
+        failed item have undefined content. Blocks until every item has ended.
+        """
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which values there are now. Moves no payload. Blocks; raises TierUnavailable."""
+        """Return True for each value that the store holds now, without transferring any value.
+
+        Blocks. Raises TierUnavailable.
+        """
 
     @property
     def has_nodes(self) -> bool:
-        """Whether values lie at nodes, in the memory of each one's ranks: a leader keeps none, and
-        a node that is away says nothing of the others. Such a store leaves alone by itself what
-        does not answer."""
+        """True if values lie in the memory of the ranks of several nodes.
+
+        In such a store a leader holds no values, and a node that does not answer says nothing about
+        the others. The store itself stops asking nodes that do not answer.
+        """
         return False
 
     @property
     def folders(self) -> Collection[str]:
-        """Of a store of nodes: in which folders the names lie that its nodes hold, as far as they
-        have said so with their answers. No I/O."""
+        """Folders of the names that the nodes hold, as reported in their answers so far. No I/O.
+
+        Empty for a store without nodes.
+        """
         return ()
 
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
-        """As `exists`, of values that another engine has promised, at what `node` told it. A store
-        with one place for all knows no better than to look there."""
+        """Do what `exists` does for values that another engine promised to have at ``node``.
+
+        ``node`` is what `node` returned to that engine. A store without nodes ignores it.
+        """
         return self.exists(names)
 
     def node(self, ranks: int) -> str:
-        """Where others find what this engine's ``ranks`` put; "" where all look in one place."""
+        """Return the node where others find what this engine's ranks put; "" without nodes."""
         return ""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
-        """Remove values; those that are not there are let be. Blocks; raises TierUnavailable."""
+        """Delete values, and ignore names that have none. Blocks. Raises TierUnavailable."""
 
     def close(self) -> None:  # noqa: B027 - a client may hold nothing
-        """Give connections back. Nothing may be in flight. Idempotent."""
+        """Close all connections. No call may be in flight. Idempotent."""
 
 
 def fill(item: Item, value: memoryview) -> bool:
-    """Copy ``value`` into the parts of ``item``; False, and nothing is copied, if it does not
-    fit them exactly."""
+    """Copy ``value`` into the parts of ``item``.
+
+    Returns False, and copies nothing, if their sizes differ.
+    """
     if sum(part.nbytes for part in item.parts) != value.nbytes:
         return False
     start = 0
@@ -105,6 +127,8 @@ def fill(item: Item, value: memoryview) -> bool:
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Copy memory of one size; other threads of the process run meanwhile if there is much of
-    it."""
+    """Copy between two pieces of memory of the same size.
+
+    Large copies release the GIL, so that other threads run meanwhile.
+    """
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

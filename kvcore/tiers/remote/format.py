@@ -1,12 +1,12 @@
-"""What a stored value looks like, version 1: a header that vouches for itself, then the block.
+"""The format of a stored value, version 1: a header with a checksum of its own, then the block.
 
     0      4        6      8        16    32       48          64      80        96     120    128
     magic  version  flags  nbytes   key   parent   namespace   shard   checksum  zeros  seal   block
                                                                                                ...
 
-``nbytes`` is the block's size, ``shard`` the digest of what part of which model's block it is,
-``checksum`` XXH3-128 of the block seeded with its key, ``seal`` XXH3-64 of bytes 0..96. Numbers are
-little-endian.
+``nbytes`` is the size of the block. ``shard`` is the digest that identifies the model and the part
+of the block. ``checksum`` is the XXH3-128 of the block, seeded with its key. ``seal`` is the
+XXH3-64 of bytes 0..96. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAD = bytes(HEADER_NBYTES - _BODY.size - _SEAL.size)
 
 
 class Header(NamedTuple):
-    """What a value says of itself."""
+    """The fields of a value's header."""
 
     nbytes: int
     key: bytes
@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header | None:
-        """None when the bytes are no header, a damaged one, or one of another version."""
+        """Return the header; None if the bytes are not an intact header of this version."""
         if len(data) != HEADER_NBYTES:
             return None
         magic, version, _, *fields = _BODY.unpack_from(data)
@@ -57,18 +57,20 @@ class Header(NamedTuple):
 
 
 def _not_ours(header: bytes | memoryview) -> str:
-    """What bytes are that are no header."""
+    """Describe why bytes are not a header."""
     data = bytes(header[:6])
     if data.startswith(MAGIC) and (version := int.from_bytes(data[4:], "little")) != VERSION:
         return f"has a header of format version {version}; this kvcore reads {VERSION}"
-    return "has no header that is whole"
+    return "has no intact header"
 
 
 def verify(
     header: bytes | memoryview, key: bytes, shard: bytes, buffers: Buffers
 ) -> CorruptBlock | None:
-    """What is wrong with a value that should be block ``key`` of ``shard``; None when nothing is.
-    ``buffers`` are exactly the block. Reads all of it."""
+    """Return what is wrong with a value that should be block ``key`` of ``shard``; None if nothing.
+
+    ``buffers`` hold exactly the block. Reads all of its bytes.
+    """
     found = Header.unpack(header)
     size = sum(part.nbytes for part in buffers)
     if found is None:
@@ -76,10 +78,10 @@ def verify(
     elif found.key != key or found.shard != shard or found.nbytes != size:
         wrong = (
             f"is block {found.key.hex()} of shard {found.shard.hex()} with {found.nbytes} bytes; "
-            f"asked for was shard {shard.hex()} with {size} bytes"
+            f"expected was shard {shard.hex()} with {size} bytes"
         )
     elif found.checksum != checksum(key, buffers, size):
-        wrong = "does not have the bytes that were written"
+        wrong = "differs from the bytes that were written"
     else:
         return None
     return CorruptBlock(f"the value stored as block {key.hex()} {wrong}")

@@ -1,14 +1,15 @@
-"""Asks a store, in the background, how much of a prompt it holds.
+"""Background lookups of how much of a prompt a remote store holds.
 
-    leader's thread      ask ──▶ Question ······ found so far, ended?
+    leader's thread      ask ──▶ StoreQuery ······ found so far, ended?
                                     ▲
-    the finder's threads            └── exists, in batches that grow ──▶ store
+    the finder's threads            └── exists, in growing batches ──▶ store
 
-The leader never waits: it looks at the question when the request is looked up again. What is not
-there as this deployment's ranks share a block is asked for as others do (`Splits`).
+The leader never waits. It reads the state of the query when the request is looked up again. Blocks
+that are missing in this deployment's own split are looked up in the splits of other deployments
+(`ShardRegistry`).
 
-Where a store has nodes, what they have promised is asked by a thread of its own: a node that is
-gone costs time, and not that of whoever asks for something else.
+If a store has nodes, a second thread looks up the blocks that a node has promised. A node that does
+not answer costs time, which must not delay other lookups.
 """
 
 from __future__ import annotations
@@ -22,49 +23,51 @@ from typing import NamedTuple
 from kvcore.errors import TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.object_keys import Shard
-from kvcore.tiers.remote.pending_deletes import OwedKeys
-from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.remote.pending_deletes import PendingDeletes
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
 MAX_OPEN = 256
-OWED_KEPT = 1 << 20
-"""Blocks that a store still is to remove, the oldest forgotten first."""
-OWED_RETRY_S = 5.0
-"""Seconds after which a store is asked again to remove them, though nobody asks it anything."""
+MAX_PENDING_DELETES = 1 << 20
+"""Most blocks whose deletion is pending; the oldest are dropped first."""
+DELETE_RETRY_S = 5.0
+"""Seconds after which pending deletes are retried, even without a lookup."""
 PROMISE_POLL_S = 0.02
-"""How often a store is asked for what another engine has promised to put there."""
+"""Seconds between two lookups of blocks that another engine has promised to store."""
 _FIRST_WINDOW = 16
 _MAX_WINDOW = 512
 _ROUND = 32
-"""Questions in one round: many short ones must not wait behind each other's round trips."""
+"""Most queries answered by one round trip, so that short queries do not wait for each other."""
 
 
 class Promise(NamedTuple):
-    """The first ``blocks`` of a prompt are being put into a store by another engine, and worth
-    ``wait_s`` seconds of waiting. What is not found by then is computed. ``node`` is where that
-    engine keeps what it puts (`BlockStore.node`); "" where it has not said so."""
+    """Another engine's promise that it is storing the first ``blocks`` blocks of a prompt.
+
+    It is worth waiting for up to ``wait_s`` seconds. Blocks not found by then are computed.
+    ``node`` is where that engine keeps them (`BlockStore.node`), or "" if it did not name a node.
+    """
 
     blocks: int
     wait_s: float
     node: str = ""
 
     def beyond(self, start: int) -> Promise | None:
-        """What is promised of the blocks from ``start`` on; None where nothing is."""
+        """Return the promise for the blocks from ``start`` on; None if it covers none of them."""
         return self._replace(blocks=self.blocks - start) if self.blocks > start else None
 
 
-class Question:
-    """How many of ``keys``, from the first on, does the store hold?
+class StoreQuery:
+    """A query for how many of ``keys``, counted from the first, the store holds.
 
-    ``found`` of them are known to be there. ``ended``: no more will become known, and with
-    ``failed`` that is because the store did not answer; ``error`` is why. What a ``promise`` says
-    is on its way is asked for again as long as that is worth it. ``apart``: of one node, which
-    tells nothing of the store as a whole.
+    ``found`` is the number known so far. ``ended`` says that it will not grow any more. ``failed``
+    says that it ended because the store did not answer; ``error`` is the reason. Keys covered by a
+    ``promise`` are looked up repeatedly until its ``wait_s`` is over. ``node_only`` marks a query
+    to a single node, whose outcome says nothing about the store as a whole.
     """
 
     __slots__ = (
-        "apart", "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node",
+        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "node_only",
         "promised", "until", "window",
     )  # fmt: skip
 
@@ -78,16 +81,16 @@ class Question:
         self.due_at = self.asked_at
         self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
         self.node = "" if promise is None else promise.node
-        self.apart = False
+        self.node_only = False
         self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
         self.window = _FIRST_WINDOW
 
     def due(self) -> tuple[bytes, ...]:
-        """The keys of its next batch."""
+        """Return the keys of the next batch."""
         return self.keys[self.found : self.found + self.window]
 
-    def take(self, held: int) -> None:
-        """Of the batch that was due, the first ``held`` are there."""
+    def answer(self, held: int) -> None:
+        """Record that the store holds the first ``held`` keys of the batch that was due."""
         short, now = held < self.window, time.monotonic()
         self.found += held
         if short and self.found < self.promised and now < self.until:
@@ -98,12 +101,13 @@ class Question:
 
 
 class Finder:
-    """Questions to ``store``, which is closed with it. All ``shards`` of a block must be there, or
-    all that ``splits`` knows of another deployment's. ``lookup_s`` and ``absent_s`` are for the
-    leader, who keeps time. ``note`` is where it is written down what the store is still to remove,
-    for the leader that comes after this one.
+    """Looks up and deletes blocks in ``store``, on threads of its own. Closing it closes the store.
 
-    Any thread may call; only `wait` and `close` block.
+    A block counts as held if the store has all ``shards`` of it, or all shards of another split
+    that ``registry`` lists. ``lookup_s`` and ``absent_s`` are read by the leader, which measures
+    the time. ``pending_deletes`` records on disk which deletes are pending, for the next leader.
+
+    Any thread may call. Only `wait` and `close` block.
     """
 
     def __init__(
@@ -112,71 +116,79 @@ class Finder:
         shards: Sequence[Shard],
         *,
         name: str,
-        splits: Splits | None = None,
+        registry: ShardRegistry | None = None,
         lookup_s: float = 0.5,
         absent_s: float = 2.0,
-        note: OwedKeys | None = None,
+        pending_deletes: PendingDeletes | None = None,
     ) -> None:
         self.lookup_s = lookup_s
         self.absent_s = absent_s
         self._store = store
         self._shards = tuple(shards)
-        self._splits = splits
+        self._registry = registry
         self._name = name
         self._changed = threading.Condition()
-        self._open: list[Question] = []
+        self._open: list[StoreQuery] = []
         self._unwanted: list[bytes] = []
-        self._note = note
-        self._owed: dict[bytes, None] = {}  # to be removed, as soon as the store takes it
-        if note is not None:
-            self._owed = dict.fromkeys(note.read()[-OWED_KEPT:])
+        self._pending_file = pending_deletes
+        self._pending: dict[bytes, None] = {}  # deletes to be retried
+        if pending_deletes is not None:
+            self._pending = dict.fromkeys(pending_deletes.read()[-MAX_PENDING_DELETES:])
         self._retry_at = time.monotonic()
         self._answered = 0
         self._closed = False
         self._threads: dict[bool, threading.Thread] = {}
         self._start(False)
 
-    def _start(self, apart: bool) -> None:
-        """The thread for questions that are ``apart``, or for the others."""
-        name = f"kvcore-find-{self._name}{'-nodes' if apart else ''}"
-        thread = threading.Thread(target=self._serve, args=(apart,), name=name, daemon=True)
-        self._threads[apart] = thread
+    def _start(self, node_only: bool) -> None:
+        """Start the thread for ``node_only`` queries, or the one for all others."""
+        name = f"kvcore-find-{self._name}{'-nodes' if node_only else ''}"
+        thread = threading.Thread(target=self._serve, args=(node_only,), name=name, daemon=True)
+        self._threads[node_only] = thread
         thread.start()
 
-    def is_apart(self, promise: Promise | None) -> bool:
-        """Whether a question is one node's: `Question.apart`. No I/O."""
+    def is_node_only(self, promise: Promise | None) -> bool:
+        """Return True if a query with this promise would be `StoreQuery.node_only`. No I/O."""
         return promise is not None and bool(promise.node) and self._store.has_nodes
 
-    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> Question | None:
-        """Begin to ask; None when too many questions are open, or it is closed. ``promise`` is of
-        the first of these keys."""
-        question = Question(keys, promise)
-        question.apart = self.is_apart(promise)
+    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> StoreQuery | None:
+        """Start a query. Returns None if too many queries are open or the finder is closed.
+
+        ``promise`` covers the first of these keys.
+        """
+        query = StoreQuery(keys, promise)
+        query.node_only = self.is_node_only(promise)
         with self._changed:
             if self._closed or len(self._open) >= MAX_OPEN:
                 return None
-            self._open.append(question)
-            if question.apart not in self._threads:
-                self._start(question.apart)
+            self._open.append(query)
+            if query.node_only not in self._threads:
+                self._start(query.node_only)
             self._changed.notify_all()
-        return question
+        return query
 
-    def drop(self, question: Question) -> None:
-        """Nobody waits for this answer any more. What it found stays."""
+    def drop(self, query: StoreQuery) -> None:
+        """Cancel a query. What it has found so far stays valid."""
         with self._changed:
-            question.ended = True
-            if question in self._open:
-                self._open.remove(question)
+            query.ended = True
+            if query in self._open:
+                self._open.remove(query)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the store, for everyone. What fails is named in the log, is
-        tried again when the store answers, and is not found meanwhile."""
+        """Start deleting blocks from the store, for all its users.
+
+        A failure is logged and retried when the store answers. Until the blocks are deleted,
+        lookups do not find them.
+        """
         with self._changed:
             self._unwanted += keys
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Block until a question ends, at most ``timeout`` seconds; False when none is open."""
+        """Block until a query ends, at most ``timeout`` seconds.
+
+        Returns False if no query is open or none ended in time.
+        """
         with self._changed:
             if not self._open:
                 return False
@@ -184,7 +196,11 @@ class Finder:
             return self._changed.wait_for(lambda: self._answered != answered, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop asking. What was to be removed is removed first. Idempotent."""
+        """Attempt the requested deletes, then stop, and close the store. Idempotent.
+
+        Blocks for at most ``timeout`` seconds. If a thread still hangs then, it is abandoned and
+        the store stays open.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -194,140 +210,158 @@ class Finder:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             _log.warning(
-                "store %s still answers nothing at shutdown: it is left behind", self._name
+                "store %s does not answer at shutdown: its threads are abandoned", self._name
             )
         else:
             self._store.close()
-            if self._note is not None:
-                self._note.close()
+            if self._pending_file is not None:
+                self._pending_file.close()
 
     # -- the threads ------------------------------------------------------------------------
 
-    def _serve(self, apart: bool) -> None:
+    def _serve(self, node_only: bool) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._due(apart) or (self._is_to_remove and not apart) or self._closed,
-                    self._pause(apart),
+                    lambda: (
+                        self._due(node_only)
+                        or (self._is_to_remove and not node_only)
+                        or self._closed
+                    ),
+                    self._pause(node_only),
                 )
                 unwanted: list[bytes] = []
-                if not apart:
+                if not node_only:
                     unwanted, self._unwanted = self._unwanted, unwanted
                 if self._closed and not unwanted:
                     return
-                round_ = self._due(apart)[:_ROUND]
-            if unwanted or (self._is_to_remove and not apart):
+                round_ = self._due(node_only)[:_ROUND]
+            if unwanted or (self._is_to_remove and not node_only):
                 self._remove(unwanted)
             if round_:
                 self._ask(round_)
 
-    def _due(self, apart: bool) -> list[Question]:
-        """Open questions of a thread that need not wait before they are asked again."""
+    def _due(self, node_only: bool) -> list[StoreQuery]:
+        """Return the open queries of a thread whose next batch is due."""
         now = time.monotonic()
-        return [one for one in self._open if one.apart == apart and one.due_at <= now]
+        return [one for one in self._open if one.node_only == node_only and one.due_at <= now]
 
     @property
     def _is_to_remove(self) -> bool:
-        return bool(self._unwanted or (self._owed and time.monotonic() >= self._retry_at))
+        return bool(self._unwanted or (self._pending and time.monotonic() >= self._retry_at))
 
-    def _pause(self, apart: bool) -> float | None:
-        """Seconds until there is something to do; None where nothing waits."""
-        waiting = [question.due_at for question in self._open if question.apart == apart]
-        if self._owed and not apart:
+    def _pause(self, node_only: bool) -> float | None:
+        """Return the seconds until the next work is due; None if none is scheduled."""
+        waiting = [query.due_at for query in self._open if query.node_only == node_only]
+        if self._pending and not node_only:
             waiting.append(self._retry_at)
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
-    def _ask(self, round_: Sequence[Question]) -> None:
-        """Ask what is due, each node's promises by themselves: one that is gone fails no others."""
-        for node in dict.fromkeys(question.node for question in round_):
-            self._ask_at(node, [question for question in round_ if question.node == node])
+    def _ask(self, round_: Sequence[StoreQuery]) -> None:
+        """Ask for what is due, one request per node.
 
-    def _ask_at(self, node: str, round_: Sequence[Question]) -> None:
-        batches = [question.due() for question in round_]
+        A node that does not answer thus fails no other query.
+        """
+        for node in dict.fromkeys(query.node for query in round_):
+            self._ask_at(node, [query for query in round_ if query.node == node])
+
+    def _ask_at(self, node: str, round_: Sequence[StoreQuery]) -> None:
+        batches = [query.due() for query in round_]
         held: set[bytes] | None = None
         why = ""
         try:
             held = self._held(dict.fromkeys(key for batch in batches for key in batch), node)
         except TierError as error:
             why = str(error)
-            _log.warning("store %s does not tell what it holds: %s", self._name, error)
-        except Exception as error:  # noqa: BLE001 - thread boundary: the questions fail, the thread lives on
+            _log.warning("looking up blocks in store %s failed: %s", self._name, error)
+        except Exception as error:  # noqa: BLE001 - thread boundary: the queries fail, the thread goes on
             why = f"{type(error).__name__}: {error}"
-            _log.exception("asking store %s failed", self._name)
-        if held is not None and self._owed:
-            held -= self._owed.keys()
+            _log.exception("a lookup in store %s failed unexpectedly", self._name)
+        if held is not None and self._pending:
+            held -= self._pending.keys()
             if not node:
                 self._remove(())
         with self._changed:
-            for question, batch in zip(round_, batches, strict=True):
+            for query, batch in zip(round_, batches, strict=True):
                 if held is None:
-                    question.error = why
-                    question.ended = question.failed = True
-                elif not question.ended:
-                    question.take([*(key in held for key in batch), False].index(False))
-            ended = [question for question in round_ if question.ended]
-            self._open = [question for question in self._open if not question.ended]
+                    query.error = why
+                    query.ended = query.failed = True
+                elif not query.ended:
+                    query.answer([*(key in held for key in batch), False].index(False))
+            ended = [query for query in round_ if query.ended]
+            self._open = [query for query in self._open if not query.ended]
             self._answered += len(ended)
             self._changed.notify_all()
 
     def _held(self, keys: Iterable[bytes], node: str) -> set[bytes]:
-        """The blocks that are whole, in whatever parts."""
+        """Return the blocks that the store holds completely, in any split."""
         asked = list(keys)
         held = self._whole(asked, [self._shards], node)
         absent = [key for key in asked if key not in held]
-        if absent and self._splits is not None:
-            self._splits.refresh()
+        if absent and self._registry is not None:
+            self._registry.refresh()
             held |= self._whole(absent, self._others(), node)
         return held
 
     def _others(self) -> list[tuple[Shard, ...]]:
-        """The shards of a block as other deployments cut it."""
-        if self._splits is None:
+        """Return the shards of a block in each split of other deployments."""
+        if self._registry is None:
             return []
-        return [tuple(map(self._shards[0].beside, split)) for split in self._splits.others]
+        return [tuple(map(self._shards[0].sibling, split)) for split in self._registry.others]
 
     def _whole(
-        self, keys: Sequence[bytes], ways: Sequence[Sequence[Shard]], node: str
+        self, keys: Sequence[bytes], splits: Sequence[Sequence[Shard]], node: str
     ) -> set[bytes]:
-        """The blocks of which all shards of one of the ``ways`` are there."""
-        names = [shard.name(key) for key in keys for way in ways for shard in way]
+        """Return the blocks of which the store holds every shard of one of the ``splits``."""
+        names = [shard.name(key) for key in keys for split in splits for shard in split]
         if not names:
             return set()
         store = self._store
         found = store.exists_at(node, names) if node else store.exists(names)
         there = dict(zip(names, found, strict=True))
-        return {key for key in keys if any(all(there[s.name(key)] for s in way) for way in ways)}
+        return {
+            key
+            for key in keys
+            if any(all(there[shard.name(key)] for shard in split) for split in splits)
+        }
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        """Remove these, and what is owed."""
-        new = [key for key in dict.fromkeys(keys) if key not in self._owed]
-        if self._note is not None:
-            self._note.add(new)  # first: this process may end at any time
-        owed = [*self._owed, *new][-OWED_KEPT:]
-        self._owed = dict.fromkeys(owed)  # another thread may read the one before
+        """Delete these blocks, and those whose deletion is pending."""
+        new = [key for key in dict.fromkeys(keys) if key not in self._pending]
+        if self._pending_file is not None:
+            self._pending_file.add(new)  # first, because this process may end at any time
+        pending = [*self._pending, *new][-MAX_PENDING_DELETES:]
+        self._pending = dict.fromkeys(
+            pending
+        )  # a new dict: another thread may be reading the old one
         try:
             shards = self._every_shard()
-            self._store.delete(_names(owed, shards))
+            self._store.delete(_names(pending, shards))
             if more := [shard for shard in self._every_shard() if shard not in shards]:
-                self._store.delete(_names(owed, more))  # nodes have said so with their answers
-            owed = []
+                self._store.delete(
+                    _names(pending, more)
+                )  # nodes have reported them in their answers
+            pending = []
         except TierError as error:
-            _log.warning("store %s keeps %d blocks: %s", self._name, len(owed), error)
+            _log.warning(
+                "deleting %d blocks from store %s failed: %s", len(pending), self._name, error
+            )
         except Exception:  # noqa: BLE001 - thread boundary
-            _log.exception("removing from store %s failed", self._name)
-        self._retry_at = time.monotonic() + OWED_RETRY_S
-        self._owed = dict.fromkeys(owed)
-        if self._note is not None and (not owed or len(self._note) > 2 * OWED_KEPT):
-            self._note.replace(owed)
+            _log.exception("deleting from store %s failed unexpectedly", self._name)
+        self._retry_at = time.monotonic() + DELETE_RETRY_S
+        self._pending = dict.fromkeys(pending)
+        file = self._pending_file
+        if file is not None and (not pending or len(file) > 2 * MAX_PENDING_DELETES):
+            file.replace(pending)
 
     def _every_shard(self) -> list[Shard]:
-        """Of which every value of a block is one, at whatever size it was written."""
-        if self._splits is not None:
-            self._splits.refresh()
-            if not self._splits.known:
-                raise TierUnavailable("at which sizes others write is not known yet")
-        ways = [self._shards, *self._others()]
-        return list(dict.fromkeys(shard for way in ways for shard in way))
+        """Return every shard that a value of a block may be, in any split."""
+        if self._registry is not None:
+            self._registry.refresh()
+            if not self._registry.known:
+                raise TierUnavailable("the splits of other engines are not known yet")
+        splits = [self._shards, *self._others()]
+        return list(dict.fromkeys(shard for split in splits for shard in split))
 
 
 def _names(keys: Sequence[bytes], shards: Sequence[Shard]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The naive store: a dictionary. The oracle of the contract suite, and a store for tests."""
+"""A store in a dictionary: the oracle of the contract suite, and a store for tests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import threading
 from collections.abc import Sequence
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError
+from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
 
 class MemoryStore(BlockStore):
-    """Values in the process's own memory, without bound."""
+    """Values in the process's own memory, without a size limit."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -42,12 +43,14 @@ class MemoryStore(BlockStore):
         if value is None:
             return BlockMissing(f"no value {item.name}")
         if not fill(item, memoryview(value)):
-            return CorruptBlock(f"value {item.name} has {len(value)} bytes")
+            return CorruptBlock(
+                f"value {item.name} has {len(value)} bytes, not {nbytes_of(item.parts)}"
+            )
         return None
 
 
 class MemoryStoreOptions(StoreOptions):
-    """Which of the process's stores; engines that name the same one share it."""
+    """Options of the in-process store. Engines that give the same ``name`` share one store."""
 
     name: str = "default"
 
@@ -56,7 +59,7 @@ _stores: dict[str, MemoryStore] = {}
 
 
 def shared_store(name: str) -> MemoryStore:
-    """The process's store of that name. It lives as long as the process."""
+    """Return the process's store of that name. It lives as long as the process."""
     return _stores.setdefault(name, MemoryStore())  # atomic
 
 

@@ -1,11 +1,12 @@
 """Mooncake Store: a master that knows where values are, and memory lent by all its clients.
 
-Blocks go between the host arena and other hosts' memory without a copy: the arena is registered
-with Mooncake's transfer engine. What does not lie there, a value's header above all, passes through
-registered pieces that grow with the largest value; so do small values as a whole over TCP.
+Blocks are transferred between the host arena and other hosts' memory without a copy, because the
+arena is registered with Mooncake's transfer engine. Bytes outside the arena, a value's header above
+all, are staged in registered lanes that grow with the largest value. Over TCP, small values are
+staged as a whole.
 
-A value stands until it is removed or evicted: Mooncake does not replace it. What a client has lent
-is gone when it ends.
+A value stays until it is deleted or evicted: Mooncake does not replace it. The memory that a client
+lends is lost, with its values, when the client ends.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from kvcore.tiers.remote.tier import StoreKind
 
 _LANE_NBYTES = 16 << 20
 _STAGED_NBYTES = 1 << 20
-"""Over TCP each piece of a value has a connection of its own: up to this size a value goes in one
-piece, by a copy. Measured on 2 cores, 360 KiB and 2 MiB a value."""
-_LOCAL_NBYTES = 16 << 20  # Mooncake's own buffer, for calls that are not used here
+"""Largest value that is staged as a whole over TCP, where each piece needs its own connection.
+
+The limit was measured on 2 cores, with values of 360 KiB and 2 MiB.
+"""
+_LOCAL_NBYTES = 16 << 20  # Mooncake's own buffer, for calls that kvcore does not use
 _OK, _FULL, _NOT_FOUND = 0, -200, -704
 
 
 class MooncakeOptions(StoreOptions):
-    """Where the master is, and what each rank brings."""
+    """The address of the master, and what each rank contributes."""
 
     known_by = ("master",)
 
@@ -46,29 +49,30 @@ class MooncakeOptions(StoreOptions):
     )
     host: str = Field(
         default_factory=socket.gethostname,
-        description="Name or address under which other hosts reach this one.",
+        description="Name or address at which other hosts reach this one.",
     )
     metadata: Annotated[str, Field(min_length=1)] = Field(
         default="P2PHANDSHAKE",
         description="Metadata server of Mooncake's transfer engine.",
     )
-    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="How bytes travel.")
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="Transport of the values.")
     devices: str = Field(default="", description="RDMA devices, separated by commas.")
     parallel: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="Requests at once, for each operation of a rank. Each is parallel by itself.",
+        description="Parallel requests for each operation of a rank. Mooncake parallelizes each "
+        "request as well.",
     )
     lend: Size = Field(
         default=parse_size("1GiB"),
-        description="Bytes of host memory that each rank lends to the store. They are beside "
-        "`host.capacity`, and what lies there is gone when the rank ends.",
+        description="Bytes of host memory that each rank lends to the store, in addition to "
+        "`host.capacity`. Their content is lost when the rank ends.",
     )
 
 
 class _Lane:
-    """A registered piece of memory that one call at a time passes parts through."""
+    """Registered memory through which one call at a time stages parts."""
 
     def __init__(self, client: Any, nbytes: int) -> None:
         self.view = memoryview(mmap.mmap(-1, nbytes))
@@ -77,7 +81,7 @@ class _Lane:
         _register(client, self.view)
 
     def take(self, nbytes: int) -> tuple[memoryview, int] | None:
-        """Room for ``nbytes`` and its address; None when too little is left."""
+        """Return free memory of ``nbytes`` and its address; None if too little is left."""
         start, stop = self.used, self.used + nbytes
         if stop > self.view.nbytes:
             return None
@@ -86,7 +90,10 @@ class _Lane:
 
 
 class _Placed(NamedTuple):
-    """An item as Mooncake wants it, and its parts that pass through a lane, with their place."""
+    """An item in the form that Mooncake takes: addresses and sizes.
+
+    ``passing`` pairs each part that is staged with its place in the lane.
+    """
 
     item: Item
     addresses: list[int]
@@ -94,7 +101,7 @@ class _Placed(NamedTuple):
     passing: list[tuple[memoryview, memoryview]]
 
     def add(self, address: int, nbytes: int) -> None:
-        """Memory that comes next: one piece with the last where it lies behind it."""
+        """Append a piece of memory, merged with the previous one if they are adjacent."""
         if self.addresses and self.addresses[-1] + self.sizes[-1] == address:
             self.sizes[-1] += nbytes
         else:
@@ -103,9 +110,10 @@ class _Placed(NamedTuple):
 
 
 class MooncakeStore(BlockStore):
-    """``rank`` None lends nothing. The client joins the store with the first call, and where that
-    fails with a later one. A call to a master that hangs takes as long as Mooncake waits for it: 30
-    seconds.
+    """A client of Mooncake Store. With ``rank`` None it lends no memory.
+
+    The client joins the store with the first call and, if that fails, with a later one. A call to a
+    master that hangs lasts until Mooncake's own timeout of 30 seconds.
     """
 
     def __init__(self, options: MooncakeOptions, rank: int | None = None) -> None:
@@ -128,14 +136,14 @@ class MooncakeStore(BlockStore):
                 for part, place in one.passing:
                     copy_bytes(part, place)
             codes = client.batch_put_from_multi_buffers(*_columns(placed))
-            return [_stored(one, code) for one, code in zip(placed, codes, strict=True)]
+            return [_put_result(one, code) for one, code in zip(placed, codes, strict=True)]
 
         return self._move(items, move)
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         def move(client: Any, placed: Sequence[_Placed]) -> list[TierError | None]:
             codes = client.batch_get_into_multi_buffers(*_columns(placed))
-            return [_taken(client, one, code) for one, code in zip(placed, codes, strict=True)]
+            return [_get_result(client, one, code) for one, code in zip(placed, codes, strict=True)]
 
         return self._move(items, move)
 
@@ -144,7 +152,7 @@ class MooncakeStore(BlockStore):
             return []
         codes = self._joined().batch_is_exist(list(names))
         if bad := [code for code in codes if code < 0]:
-            raise _unavailable("does not tell what it holds", bad[0])
+            raise _unavailable("cannot look up values", bad[0])
         return [bool(code) for code in codes]
 
     def delete(self, names: Sequence[str]) -> None:
@@ -152,7 +160,7 @@ class MooncakeStore(BlockStore):
             return
         codes = self._joined().batch_remove(list(names), True)
         if bad := [code for code in codes if code not in (_OK, _NOT_FOUND)]:
-            raise _unavailable(f"does not remove {len(bad)} values", bad[0])
+            raise _unavailable(f"cannot delete {len(bad)} values", bad[0])
 
     def close(self) -> None:
         with self._lock:
@@ -165,7 +173,7 @@ class MooncakeStore(BlockStore):
     # -- joining ----------------------------------------------------------------------------
 
     def _joined(self) -> Any:
-        """The client, once it is part of the store. Raises TierUnavailable."""
+        """Return the client after it has joined the store. Raises TierUnavailable."""
         with self._lock:
             if self._client is None:
                 self._client = self._join()
@@ -173,7 +181,7 @@ class MooncakeStore(BlockStore):
 
     def _join(self) -> Any:
         options = self._options
-        _reach(options.master, options.timeout_s)  # Mooncake itself tries for a minute and a half
+        _reach(options.master, options.timeout_s)  # Mooncake itself retries for 90 seconds
         client = self._module.MooncakeDistributedStore()
         code = client.setup(
             options.host,
@@ -197,7 +205,7 @@ class MooncakeStore(BlockStore):
         items: Sequence[Item],
         move: Callable[[Any, Sequence[_Placed]], list[TierError | None]],
     ) -> list[TierError | None]:
-        """``move`` the items, as many at a time as fit a lane."""
+        """Call ``move`` on the items, in batches that fit a lane."""
         results: list[TierError | None] = []
         if not items:
             return results
@@ -209,7 +217,7 @@ class MooncakeStore(BlockStore):
         return results
 
     def _passing(self, item: Item) -> int:
-        """Bytes of an item that go through a lane."""
+        """Return how many bytes of an item are staged in a lane."""
         if self._is_staged(item):
             return nbytes_of(item.parts)
         return sum(part.nbytes for part in item.parts if _address(part) not in self._inside)
@@ -219,7 +227,7 @@ class MooncakeStore(BlockStore):
 
     @contextmanager
     def _lane(self, client: Any, least: int) -> Iterator[_Lane]:
-        """One with room for ``least`` bytes, the caller's for this block."""
+        """Lend a lane of at least ``least`` bytes to the caller for the duration of the block."""
         with self._lock:
             lane = next((lane for lane in self._lanes if lane.view.nbytes >= least), None)
             if lane is not None:
@@ -251,7 +259,7 @@ class MooncakeStore(BlockStore):
 
 
 def _reach(address: str, timeout_s: float) -> None:
-    """Raises TierUnavailable unless something listens at ``HOST:PORT``. Blocks."""
+    """Raise TierUnavailable unless something listens at ``HOST:PORT``. Blocks."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -267,24 +275,27 @@ def _columns(placed: Sequence[_Placed]) -> tuple[list[str], list[list[int]], lis
     )
 
 
-def _stored(placed: _Placed, code: int) -> TierError | None:
-    return None if code >= 0 else _unavailable(f"does not store {placed.item.name}", code)
+def _put_result(placed: _Placed, code: int) -> TierError | None:
+    return None if code >= 0 else _unavailable(f"cannot store {placed.item.name}", code)
 
 
-def _taken(client: Any, placed: _Placed, code: int) -> TierError | None:
-    """The parts are filled, or why not. ``code`` is the value's size, or negative."""
+def _get_result(client: Any, placed: _Placed, code: int) -> TierError | None:
+    """Copy staged parts to their place after a get, and return its error, if any.
+
+    ``code`` is the size of the value in bytes, or negative.
+    """
     name, wanted = placed.item.name, sum(placed.sizes)
     if code == wanted:
         for part, place in placed.passing:
             copy_bytes(place, part)
         return None
-    # A value that does not fit is told apart from a transfer that failed by its size only.
+    # Only the size distinguishes a value that does not fit from a transfer that failed.
     size = code if code >= 0 or code == _NOT_FOUND else client.get_size(name)
     if size == _NOT_FOUND:
-        return BlockMissing(f"mooncake holds no {name}")
+        return BlockMissing(f"mooncake has no value {name}")
     if size >= 0 and size != wanted:
-        return CorruptBlock(f"mooncake holds {size} bytes as {name}")
-    return _unavailable(f"does not give {name}", code)
+        return CorruptBlock(f"mooncake has {size} bytes under {name}, not {wanted}")
+    return _unavailable(f"cannot return {name}", code)
 
 
 def _unavailable(what: str, code: int) -> TierUnavailable:
@@ -299,7 +310,7 @@ def _register(client: Any, memory: memoryview) -> None:
 
 
 def _address(memory: memoryview) -> int:
-    """Where memory begins, read-only memory too."""
+    """Return the start address of memory, which may be read-only."""
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 

@@ -1,9 +1,9 @@
-"""Under which name a part of a block lies in a store: the same on every host, for the same bytes.
+"""Names of blocks in a store. The same bytes have the same name on every host.
 
     kvcore/<model and block shape>/h<first>-<last head>.l<first>-<last layer>/<key>
 
-The key is a hash of all tokens so far, of the tenant's salt and of the deployment's secret, so that
-nothing in a name can be guessed from a prompt where a secret is set.
+The key is a hash of all tokens up to the end of the block, the tenant's salt and the deployment's
+secret. If a secret is set, nobody can derive a name from a prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PLACE = re.compile(r"h([0-9]{1,6})-([0-9]{1,6})\.l([0-9]{1,6})-([0-9]{1,6})")
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a model's blocks. ``shape`` is the whole block.
+    """One rank's part of a model's blocks. ``shape`` is the shape of the whole block.
 
-    What follows from these is kept: it is asked for with each block that is moved.
+    Derived values are cached, because every block that is transferred needs them.
     """
 
     prefix: str
@@ -41,26 +41,26 @@ class Shard:
 
     @classmethod
     def all_of(cls, geometry: Geometry, prefix: str) -> list[Shard]:
-        """Every shard of a block, once: ranks that hold the same part share one."""
+        """Return every distinct shard of a block. Ranks that hold the same part share a shard."""
         ranks = range(len(geometry.parts))
         return list(dict.fromkeys(cls.of(geometry, rank, prefix) for rank in ranks))
 
-    def beside(self, part: Part) -> Shard:
-        """The shard of the same blocks that is ``part``."""
+    def sibling(self, part: Part) -> Shard:
+        """Return the shard of the same blocks for another part."""
         return Shard(self.prefix, self.base, part, self.shape)
 
-    def beside_in(self, folder: str) -> Shard | None:
-        """The shard of the same blocks whose values lie in ``folder``; None where none's do."""
+    def sibling_in(self, folder: str) -> Shard | None:
+        """Return the shard of the same blocks that is stored in ``folder``; None if none is."""
         found = _PLACE.fullmatch(folder.rpartition("/")[2])
         if found is None:
             return None
         first, last, top, bottom = map(int, found.groups())
-        shard = self.beside(Part((first, last), (top, bottom)))
+        shard = self.sibling(Part((first, last), (top, bottom)))
         return shard if shard.part.within(self.shape) and shard.folder == folder else None
 
     @cached_property
     def block_nbytes(self) -> int:
-        """Bytes of the part."""
+        """Size of the part in bytes."""
         return self.part.shape(self.shape).nbytes
 
     @cached_property
@@ -71,7 +71,7 @@ class Shard:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand in every value of this shard. The prefix is not part of it."""
+        """The 16 bytes that identify this shard in each of its values, without the prefix."""
         place = f"{self.base} {self.part.heads} {self.part.layers} {self.block_nbytes}"
         return xxhash.xxh3_128_digest(place.encode())
 
@@ -79,8 +79,11 @@ class Shard:
         return f"{self.folder}/{key.hex()}"
 
 
-class Cut:
-    """What a rank takes out of the values of ``held``: ``runs`` of their bytes."""
+class ShardSlice:
+    """The bytes that the shard ``wanted`` takes from the values of the shard ``held``.
+
+    ``runs`` are these bytes; ``spare_nbytes`` counts the other bytes of such a value.
+    """
 
     def __init__(self, held: Shard, wanted: Shard) -> None:
         self.shard = held
@@ -90,7 +93,7 @@ class Cut:
         self.spare_nbytes = self.nbytes - sum(run.nbytes for run in self.runs)
 
     @classmethod
-    def all_of(cls, parts: Sequence[Part], wanted: Shard) -> list[Cut]:
-        """The cuts that together are ``wanted``, of blocks that were written in ``parts``."""
-        held = [wanted.beside(parts[number]) for number in cover(parts, wanted.part)]
+    def all_of(cls, parts: Sequence[Part], wanted: Shard) -> list[ShardSlice]:
+        """Return the slices that make up ``wanted``, for blocks that were written in ``parts``."""
+        held = [wanted.sibling(parts[number]) for number in cover(parts, wanted.part)]
         return [cls(shard, wanted) for shard in held]

@@ -1,7 +1,7 @@
-"""Whatever obstore reaches: S3 and its like, Google, Azure, a folder that hosts share.
+"""Object stores, through obstore: S3 and compatible, Google, Azure, or a folder that hosts share.
 
-A value is an object. Objects are whole or not there, in a bucket and in a folder alike (there one
-is written beside its place and renamed).
+A value is an object. An object is either complete or absent, in a bucket and in a folder alike: in
+a folder it is written under a temporary name and then renamed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import Field
 
 from kvcore._util.optional import client_module
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
+from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
@@ -24,20 +25,22 @@ T = TypeVar("T")
 
 
 class ObjectOptions(StoreOptions):
-    """Where the objects are. Credentials come from the environment, as that kind of store has
-    them (AWS_ACCESS_KEY_ID and so on)."""
+    """Where the objects are.
+
+    Credentials come from the store's usual environment variables (AWS_ACCESS_KEY_ID and so on).
+    """
 
     known_by = ("url", "config")
 
     url: Annotated[str, Field(min_length=1)] = Field(
-        description="s3://BUCKET/PATH, gs://, az://, or file:///FOLDER that every host mounts."
+        description="s3://BUCKET/PATH, gs://, az://, or file:///FOLDER, which every host mounts."
     )
     config: dict[str, str] = Field(
         default_factory=dict,
         description="Settings of the store's client by its own names, such as endpoint and region.",
     )
     requests: int = Field(
-        default=32, ge=1, le=512, description="Requests to the store at once, a process."
+        default=32, ge=1, le=512, description="Parallel requests of a process to the store."
     )
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=5.0, description="Seconds after which a call to the store has failed."
@@ -45,8 +48,11 @@ class ObjectOptions(StoreOptions):
 
 
 class ObjectStore(BlockStore):
-    """``store`` is one of obstore's. Requests run on an event loop in a thread of its own, at most
-    ``requests`` at once; what of a call has not ended after ``timeout_s`` seconds has failed."""
+    """An object store. ``store`` is an obstore client.
+
+    Requests run on an event loop in a separate thread, at most ``requests`` at a time. A request
+    fails if it has not ended after ``timeout_s`` seconds, the wait for its turn included.
+    """
 
     def __init__(self, store: Any, *, requests: int = 32, timeout_s: float = 5.0) -> None:
         self._obstore = client_module("obstore")
@@ -64,7 +70,7 @@ class ObjectStore(BlockStore):
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         values = self._all(items, self._get)
-        return [_take(item, value) for item, value in zip(items, values, strict=True)]
+        return [_get_result(item, value) for item, value in zip(items, values, strict=True)]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         answers = self._all(names, self._exists)
@@ -94,7 +100,7 @@ class ObjectStore(BlockStore):
         )
 
     async def _get(self, item: Item) -> memoryview | TierError:
-        """The value, in memory of its own: a late one must not reach the caller's."""
+        """Read a value into separate memory, because a late one must not reach the caller's."""
 
         async def fetch() -> memoryview:
             found = await self._obstore.get_async(self._store, item.name)
@@ -121,7 +127,7 @@ class ObjectStore(BlockStore):
     async def _try(
         self, name: str, call: Callable[[], Coroutine[Any, Any, Any]], good: Callable[[Any], T]
     ) -> T | TierError:
-        """What became of one request. Never raises: the others of its batch go on."""
+        """Return the outcome of one request. Never raises, so that its batch goes on."""
         try:
             return good(await asyncio.wait_for(self._gated(call), self._timeout))
         except (FileNotFoundError, self._obstore.exceptions.NotFoundError):
@@ -132,11 +138,11 @@ class ObjectStore(BlockStore):
             return TierUnavailable(f"object {name}: {error}")
 
     def _all(self, asked: Sequence[Any], one: Callable[[Any], Coroutine[Any, Any, T]]) -> list[T]:
-        """``one`` for each of ``asked``, at once. Blocks."""
+        """Run ``one`` for each of ``asked`` concurrently. Blocks until all have ended."""
 
         async def run() -> list[T]:
             tasks = [asyncio.ensure_future(one(item)) for item in asked]
-            await asyncio.wait(tasks)  # all of them: the parts are the caller's again
+            await asyncio.wait(tasks)  # all of them, because the caller may then reuse the parts
             return [task.result() for task in tasks]
 
         if not asked:
@@ -144,16 +150,18 @@ class ObjectStore(BlockStore):
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
 
-def _take(item: Item, value: memoryview | TierError) -> TierError | None:
+def _get_result(item: Item, value: memoryview | TierError) -> TierError | None:
     if isinstance(value, TierError):
         return value
     if not fill(item, value):
-        return CorruptBlock(f"object {item.name} has {value.nbytes} bytes")
+        return CorruptBlock(
+            f"object {item.name} has {value.nbytes} bytes, not {nbytes_of(item.parts)}"
+        )
     return None
 
 
 def open_store(options: ObjectOptions, rank: int | None = None) -> ObjectStore:
-    """Reaches nothing yet, but makes the folder of a ``file://`` URL."""
+    """Open the store without contacting it, but create the folder of a ``file://`` URL."""
     obstore = client_module("obstore")
     try:
         store = _client(client_module("obstore.store"), options)
@@ -174,7 +182,7 @@ def _client(module: Any, options: ObjectOptions) -> Any:
             "connect_timeout": timeout,
             "allow_http": options.config.get("endpoint", "").startswith("http://"),
         },
-        retry_config={"max_retries": 0},  # who calls us repeats
+        retry_config={"max_retries": 0},  # the caller retries
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings that every store has, and how a plugin's ``options`` become them."""
+"""The settings that every store has, and their validation."""
 
 from __future__ import annotations
 
@@ -17,56 +17,61 @@ if TYPE_CHECKING:
 
 
 class StoreOptions(SchemaModel):
-    """What ``[tiers.NAME.options]`` of every store takes."""
+    """The settings that ``[tiers.NAME.options]`` of every store accepts."""
 
     known_by: ClassVar[tuple[str, ...] | None] = None
-    """Options that tell one store from another; the others say how it is used. None: all that its
-    kind adds to these."""
+    """Names of the options that identify the store; the other options only say how it is used.
+
+    None stands for all options that the subclass adds.
+    """
 
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] = Field(
-        default="kvcore", description="First part of every name: keeps deployments apart."
+        default="kvcore", description="First part of every name. Keeps deployments apart."
     )
     timeout_s: Seconds = Field(
-        default=2.0, description="Seconds after which one request to the store has failed."
+        default=2.0, description="Seconds after which a request to the store has failed."
     )
     deadline_s: Seconds = Field(
-        default=8.0, description="Seconds after which what failed is not tried again."
+        default=8.0, description="Seconds after which a failed request is not repeated any more."
     )
     retries: int = Field(
-        default=2, ge=0, le=10, description="Times a request that found no store is repeated."
+        default=2,
+        ge=0,
+        le=10,
+        description="How often a request that did not reach the store is repeated.",
     )
     parallel: int = Field(
-        default=4, ge=1, le=64, description="Requests at once, for each operation of a rank."
+        default=4, ge=1, le=64, description="Parallel requests for each operation of a rank."
     )
     lookup_s: Seconds = Field(
         default=0.5,
-        description="Longest time, in seconds, that a prompt waits to hear what the store holds.",
+        description="Longest time, in seconds, that a prompt waits for a lookup in the store.",
     )
     absent_s: Seconds = Field(
         default=2.0,
-        description="Seconds for which a block that was not there is not asked for again.",
+        description="Seconds for which a block that was missing is not looked up again.",
     )
     splits_s: Seconds = Field(
         default=5.0,
-        description="Seconds after which it is asked again at which numbers of ranks and stages "
-        "others write. It is asked when a block is not there.",
+        description="Seconds between two reads of the splits that other engines have stored: their "
+        "numbers of ranks and stages. They are read when a block is missing.",
     )
 
     @property
     def place(self) -> str:
-        """Which store it is, and where in it: what is written down about it is of no other."""
+        """A text that identifies the store and the place in it, for records kept about it."""
         known = self.known_by
         if known is None:
             known = tuple(type(self).model_fields.keys() - StoreOptions.model_fields.keys())
-        told = self.model_dump(mode="json", include={*known, "prefix"})
-        return json.dumps(told, sort_keys=True)
+        identity = self.model_dump(mode="json", include={*known, "prefix"})
+        return json.dumps(identity, sort_keys=True)
 
 
 Options = TypeVar("Options", bound=StoreOptions)
 
 
 def read_options(kind: type[Options], context: TierContext) -> Options:
-    """The options of a tier. Raises ConfigError naming each that is unknown or does not fit."""
+    """Return the options of a tier. Raises ConfigError that names each unknown or invalid one."""
     try:
         return kind.model_validate(dict(context.options))
     except ValidationError as error:
@@ -79,7 +84,7 @@ def _explain(kind: type[StoreOptions], item: Any) -> str:
     known = kind.model_fields
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        advice = f"did you mean {close[0]}?" if close else f"supported are {', '.join(known)}"
         return f"{name or item['msg']}: there is no such option; {advice}"
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):

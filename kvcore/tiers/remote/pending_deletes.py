@@ -1,11 +1,12 @@
-"""Blocks that a store is still to remove, in a file: what a leader owes at its end, the next pays.
+"""Deletes that a store has not confirmed yet, in a file that the next leader takes over.
 
-    <folder>/owed-<store and model>-<random>     keys of 16 bytes, one behind the other
+    <folder>/owed-<store and model>-<random>     keys of 16 bytes, concatenated
 
-A file is there while something is owed, and locked by whoever owes it: the kernel drops the lock of
-a process that is gone, however it went. A piece of a key at its end was never told to be owed.
+A file exists while deletes are pending, and its leader holds a lock on it. The kernel releases the
+lock when the process ends, for whatever reason. An incomplete key at the end of a file is ignored:
+the write that left it was never confirmed.
 
-What is owed to a store that nobody has used for `KEPT_S` seconds is let go, whoever comes by.
+A file for a store that nobody has used for `KEPT_S` seconds is removed by any leader that finds it.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ from pathlib import Path
 
 from kvcore.model.keys import KEY_BYTES
 
-__all__ = ["OwedKeys"]
+__all__ = ["PendingDeletes"]
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
 KEPT_S = 30 * 24 * 3600
-"""Seconds after which a store that has not been used is not believed to come back."""
+"""Seconds after which an unused store is not expected to come back."""
 _ANY = "owed-"
 
 
-class OwedKeys:
-    """The note of one leader about one store. One thread at a time.
+class PendingDeletes:
+    """One leader's record of the pending deletes of one store. Used by one thread at a time.
 
-    What cannot be written is named in the log: the store is asked to remove it all the same.
+    A write that fails is logged. The deletes themselves are attempted anyway.
     """
 
     def __init__(self, folders: Iterable[Path], *what: str) -> None:
-        """``what`` names the store and the model. The note lies in the first of the ``folders``
-        that can be used; what was left in any of them is taken over. Does I/O."""
+        """Take over the records that earlier leaders left in any of the ``folders``. Does I/O.
+
+        ``what`` identifies the store and the model. A new record goes to the first folder that can
+        be written.
+        """
         digest = hashlib.blake2b("\0".join(what).encode(), digest_size=8).hexdigest()
         self._folders = list(folders)
         self._stem = f"{_ANY}{digest}-"
@@ -49,13 +53,13 @@ class OwedKeys:
             self._tidy(folder)
 
     def read(self) -> list[bytes]:
-        """What is owed, the oldest first."""
+        """Return the keys whose deletion is pending, the oldest first."""
         found: dict[bytes, None] = {}
         for path, file in self._held:
             try:
                 data = os.pread(file, os.fstat(file).st_size, 0)
             except OSError as error:
-                _log.error("what a store is still to remove cannot be read in %s: %s", path, error)
+                _log.error("the pending deletes in %s cannot be read: %s", path, error)
                 continue
             for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES):
                 found[data[at : at + KEY_BYTES]] = None
@@ -63,11 +67,11 @@ class OwedKeys:
         return list(found)
 
     def __len__(self) -> int:
-        """Keys that were written, some of them more than once."""
+        """Return the number of keys written; a key may count more than once."""
         return self._size
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """These are owed too. Blocks until they are down."""
+        """Record more keys. Blocks until they are on disk."""
         if not keys:
             return
         try:
@@ -77,14 +81,14 @@ class OwedKeys:
             self._size += len(keys)
         except OSError as error:
             _log.error(
-                "%d blocks to be removed from a store are not written down, and stay there if this "
-                "engine ends before it is done: %s",
+                "%d pending deletes cannot be recorded; if this engine ends first, their blocks "
+                "stay in the store: %s",
                 len(keys),
                 error,
             )
 
     def replace(self, keys: Sequence[bytes]) -> None:
-        """These alone are owed."""
+        """Record exactly these keys, in a new file, and remove the old files."""
         before, self._held, self._size = self._held, [], 0
         self.add(keys)
         for path, file in before:
@@ -92,27 +96,27 @@ class OwedKeys:
             os.close(file)
 
     def close(self) -> None:
-        """Leave what is owed to the next leader. Idempotent."""
+        """Release the files, and leave them to the next leader. Idempotent."""
         held, self._held = self._held, []
         for _, file in held:
             os.close(file)
 
     def _adopt(self, folder: Path) -> None:
-        """Hold what leaders that are gone have left."""
+        """Lock the files that ended leaders have left."""
         for path in sorted(folder.glob(f"{self._stem}*")):
             try:
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except OSError as error:
-                _log.error("what a store is still to remove cannot be read in %s: %s", path, error)
+                _log.error("the pending deletes in %s cannot be read: %s", path, error)
                 continue
             if _locked(file) and os.fstat(file).st_nlink:
                 self._held.append((path, file))
-                os.utime(file)  # this store is used
+                os.utime(file)  # marks the store as used
             else:
                 os.close(file)
 
     def _tidy(self, folder: Path) -> None:
-        """Remove what has been owed to other stores for too long, by leaders that are gone."""
+        """Remove the files of other stores that have been unused for too long."""
         for path in folder.glob(f"{_ANY}*"):
             try:
                 if path.name.startswith(self._stem) or time.time() - path.stat().st_mtime < KEPT_S:
@@ -121,26 +125,26 @@ class OwedKeys:
                 try:
                     if _locked(file):
                         path.unlink()
-                        _log.warning("%s is let go: nobody has used its store for long", path)
+                        _log.warning("%s is removed: nobody has used its store for long", path)
                 finally:
                     os.close(file)
             except OSError as error:
-                _log.debug("%s stays: %s", path, error)
+                _log.debug("%s could not be removed: %s", path, error)
 
     def _make(self) -> tuple[Path, int]:
-        """A file of one's own. Raises OSError, that of the last folder."""
-        failed = OSError("there is no folder for it: set disk.path, or server.folder")
+        """Create a file of this leader. Raises the OSError of the last folder if none works."""
+        failed = OSError("there is no folder for the record: set disk.path or server.folder")
         for folder in self._folders:
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 if folder.stat().st_uid != os.getuid():
-                    raise PermissionError(f"{folder} is another user's")
+                    raise PermissionError(f"{folder} belongs to another user")
                 path = folder / f"{self._stem}{secrets.token_hex(8)}"
                 draft = folder / f"draft-{path.name}"
                 file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                _locked(file)  # before it has a name by which others take it over
+                _locked(file)  # before it has the name by which others take it over
                 draft.rename(path)
-            except OSError as error:  # noqa: PERF203 - the next folder may do
+            except OSError as error:  # noqa: PERF203 - the next folder may work
                 failed = error
             else:
                 self._held.append((path, file))

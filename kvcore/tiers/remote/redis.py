@@ -1,4 +1,4 @@
-"""Redis and Valkey: a value is a string. What is kept, and for how long, is the server's affair."""
+"""Redis and Valkey: a value is a string. The server decides what it evicts, and when."""
 
 from __future__ import annotations
 
@@ -17,59 +17,63 @@ from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, Ti
 from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.options import StoreOptions
-from kvcore.tiers.remote.resp import ReplyError, Wire
+from kvcore.tiers.remote.resp import ReplyError, RespConnection
 from kvcore.tiers.remote.tier import StoreKind
 
 _UNLINK = 1000
-"""Names in one command."""
+"""Most names in one UNLINK command."""
 
 
 class RedisOptions(StoreOptions):
-    """Where the server is. A password belongs in ``password_file``, not in the URL."""
+    """The server and how to log in. Put a password in ``password_file``, not in the URL."""
 
     known_by = ("url",)
 
     url: Annotated[str, Field(min_length=1)] = Field(
         default="redis://localhost:6379/0",
-        description="redis://HOST:PORT/DB, rediss:// with TLS, or unix:///path/of/socket.",
+        description="redis://HOST:PORT/DB, rediss:// for TLS, or unix:///path/of/socket.",
     )
-    username: str | None = Field(default=None, description="User of the server's access list.")
+    username: str | None = Field(
+        default=None, description="User name in the server's access control list."
+    )
     password_file: FolderPath | None = Field(
         default=None,
-        description="File whose content, without white space around it, is the password.",
+        description="File with the password. Surrounding white space is ignored.",
     )
     ttl_s: int = Field(
         default=0,
         ge=0,
-        description="Seconds after which the server forgets a block; 0: when it evicts it.",
+        description="Seconds after which the server drops a block. 0: only when it evicts it.",
     )
 
 
 class RedisStore(BlockStore):
-    """One round trip a call. ``client`` has a pool of connections for questions, each with a
-    timeout; values go over connections of their own, of the same kind. New ones are made when the
-    server is back."""
+    """A Redis or Valkey server. Each call takes one round trip.
+
+    Lookups and deletes use the connection pool of ``client``. Values use separate connections made
+    with the same settings, timeouts included. Connections are reopened when the server is back.
+    """
 
     def __init__(self, client: Any, ttl_s: int = 0) -> None:
         self._client = client
         self._ttl = ttl_s or None
         self._refused = (client_module("redis").RedisError, OSError)
         self._lock = threading.Lock()
-        self._idle: list[Wire] = []
+        self._idle: list[RespConnection] = []
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
             return []
-        with self._wire() as wire:
-            wire.ask_set(items, self._ttl)
-            return [_stored(wire, item) for item in items]
+        with self._connection() as connection:
+            connection.ask_set(items, self._ttl)
+            return [_put_result(connection, item) for item in items]
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         if not items:
             return []
-        with self._wire() as wire:
-            wire.ask_get([item.name for item in items])
-            return [_taken(wire, item) for item in items]
+        with self._connection() as connection:
+            connection.ask_get([item.name for item in items])
+            return [_get_result(connection, item) for item in items]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         if not names:
@@ -95,74 +99,83 @@ class RedisStore(BlockStore):
         self._client.close()
 
     @contextmanager
-    def _wire(self) -> Iterator[Wire]:
-        """A connection, the caller's for this block. Raises TierUnavailable: then no other that
-        rests is trusted either."""
+    def _connection(self) -> Iterator[RespConnection]:
+        """Lend a connection to the caller for the duration of the block.
+
+        Raises TierUnavailable on a failure, and then closes all idle connections too.
+        """
         try:
-            wire = self._resting() or Wire(self._client.connection_pool.make_connection())
+            connection = self._idle_connection() or RespConnection(
+                self._client.connection_pool.make_connection()
+            )
         except self._refused as error:
             self._drop_idle()
             raise TierUnavailable(f"redis: {error}") from error
         try:
-            yield wire
+            yield connection
         except BaseException as error:
-            wire.close()  # what is still on its way answers nobody
+            connection.close()  # replies that are still on their way belong to nobody
             if not isinstance(error, self._refused):
                 raise
             self._drop_idle()
             raise TierUnavailable(f"redis: {error}") from error
         with self._lock:
-            self._idle.append(wire)
+            self._idle.append(connection)
 
-    def _resting(self) -> Wire | None:
+    def _idle_connection(self) -> RespConnection | None:
         while True:
             with self._lock:
                 if not self._idle:
                     return None
-                wire = self._idle.pop()
+                connection = self._idle.pop()
             with suppress(*self._refused):  # the server has closed it
-                if wire.is_idle():
-                    return wire
-            wire.close()
+                if connection.is_idle():
+                    return connection
+            connection.close()
 
     def _drop_idle(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-        for wire in idle:
-            wire.close()
+        for connection in idle:
+            connection.close()
 
     def _run(self, pipeline: Any, asked: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Each of ``asked`` with its answer, an error among them. Raises TierUnavailable."""
+        """Return each of ``asked`` with its answer, which may be an error.
+
+        Raises TierUnavailable.
+        """
         try:
             return list(zip(asked, pipeline.execute(raise_on_error=False), strict=True))
         except self._refused as error:
             raise TierUnavailable(f"redis: {error}") from error
 
 
-def _stored(wire: Wire, item: Item) -> TierError | None:
+def _put_result(connection: RespConnection, item: Item) -> TierError | None:
     try:
-        wire.read_ok()
+        connection.read_ok()
     except ReplyError as error:
-        return TierUnavailable(f"redis does not store {item.name}: {error}")
+        return TierUnavailable(f"redis refuses to store {item.name}: {error}")
     return None
 
 
-def _taken(wire: Wire, item: Item) -> TierError | None:
+def _get_result(connection: RespConnection, item: Item) -> TierError | None:
     try:
-        size = wire.read_size()
+        size = connection.read_size()
     except ReplyError as error:
-        return TierUnavailable(f"redis does not give {item.name}: {error}")
+        return TierUnavailable(f"redis refuses to return {item.name}: {error}")
     if size is None:
-        return BlockMissing(f"redis holds no {item.name}")
+        return BlockMissing(f"redis has no value {item.name}")
     if size != nbytes_of(item.parts):
-        wire.skip_value(size)
-        return CorruptBlock(f"redis holds {size} bytes as {item.name}")
-    wire.read_value(item.parts)
+        connection.skip_value(size)
+        return CorruptBlock(
+            f"redis has {size} bytes under {item.name}, not {nbytes_of(item.parts)}"
+        )
+    connection.read_value(item.parts)
     return None
 
 
 def open_store(options: RedisOptions, rank: int | None = None) -> RedisStore:
-    """Connects when first used."""
+    """Open the store. It connects when it is first used."""
     redis = client_module("redis")
     password = _password(options.password_file) if options.password_file else None
     try:
@@ -172,8 +185,8 @@ def open_store(options: RedisOptions, rank: int | None = None) -> RedisStore:
             password=password,
             socket_timeout=options.timeout_s,
             socket_connect_timeout=options.timeout_s,
-            retry=None,  # who calls us repeats
-            protocol=2,  # what `Wire` speaks
+            retry=None,  # the caller retries
+            protocol=2,  # what `RespConnection` speaks
         )
     except ValueError as error:
         raise ConfigError(f"url: {error}") from error

@@ -1,10 +1,10 @@
-"""Redis's protocol, as far as values in memory need it: SET from it, GET into it, without a copy.
+"""The part of Redis's protocol that moves values between memory and server without copies.
 
-redis-py makes the connection (TLS, passwords, database); its own replies are bytes objects, put
-together and cut several times.
+redis-py opens the connection (TLS, password, database). Its own reader is not used: it joins and
+slices bytes objects several times per reply.
 
-    SET name value   *3 $3 SET $n name $m <parts> [EX ttl]   +OK | -ERR why
-    GET name         *2 $3 GET $n name                       $m <m bytes> | $-1 | -ERR why
+    SET name value   *3 $3 SET $n name $m <parts> [EX ttl]   +OK | -ERR reason
+    GET name         *2 $3 GET $n name                       $m <m bytes> | $-1 | -ERR reason
 """
 
 from __future__ import annotations
@@ -17,73 +17,81 @@ from kvcore.errors import TierUnavailable
 from kvcore.tiers.remote.base import Item
 
 _AHEAD_NBYTES = 1024
-"""Read at once where a line is expected: what of it is of a value is copied."""
+"""Bytes received at once where a line is expected. Bytes of a value among them are copied."""
 _SMALL_NBYTES = 4096
-"""Pieces up to this size are sent together: a header does not go out alone."""
+"""Pieces up to this size are joined before sending, so that no header is sent on its own."""
 _SPARE_NBYTES = 64 << 10
 _LINE_NBYTES = 64 << 10
-"""More than any server says in a line."""
+"""Upper limit for a line; no server sends a longer one."""
 
 
 class ReplyError(Exception):
-    """What a server says instead of an answer."""
+    """An error reply of the server."""
 
 
-class Wire:
-    """A connection of redis-py, not of its pool. One thread at a time; after an exception of a
-    method, other than ReplyError, it is of no more use.
+class RespConnection:
+    """A redis-py connection outside its pool. Used by one thread at a time.
 
-    Raises what redis-py and sockets raise: RedisError, OSError. Each wait for the server lasts the
-    connection's ``socket_timeout`` at most.
+    Methods raise what redis-py and sockets raise, RedisError and OSError, and must not be called
+    again after such an exception. After a ReplyError the connection stays usable. Each wait for the
+    server takes at most the connection's ``socket_timeout``.
     """
 
     def __init__(self, connection: Any) -> None:
-        """Connects. Raises TierUnavailable for a redis-py that hides its socket."""
+        """Connect. Raises TierUnavailable if this version of redis-py hides its socket."""
         self._connection = connection
         connection.connect()
         self._socket: socket.socket | None = getattr(connection, "_sock", None)
         if self._socket is None:
-            raise TierUnavailable("this redis-py keeps its socket elsewhere: install redis<9")
+            raise TierUnavailable("this version of redis-py hides its socket: install redis<9")
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._first = self._last = 0
 
     def is_idle(self) -> bool:
-        """Whether it can be used again: the server has said nothing. Raises where it has left."""
+        """Return True if the connection can be reused because the server has sent nothing.
+
+        Raises if the server has closed it.
+        """
         return not self._connection.can_read(0)
 
     def close(self) -> None:
         self._connection.disconnect()
 
     def ask_set(self, items: Sequence[Item], ttl_s: int | None) -> None:
-        """Send a SET of each. Blocks until the parts are sent; `read_ok` answers each."""
+        """Send one SET per item. Blocks until all parts are sent.
+
+        Call `read_ok` once per item afterwards.
+        """
         self._send([piece for item in items for piece in _set(item, ttl_s)])
 
     def ask_get(self, names: Sequence[str]) -> None:
-        """Send a GET of each; `read_size` answers each."""
+        """Send one GET per name. Call `read_size` once per name afterwards."""
         self._send([_command(b"GET", name.encode()) for name in names])
 
     def read_ok(self) -> None:
-        """Raises ReplyError where a command was refused."""
+        """Read the reply to a SET. Raises ReplyError if the server refused it."""
         self._line(b"+")
 
     def read_size(self) -> int | None:
-        """Bytes of the value that comes, for `read_value` or `skip_value`; None when there is none.
-        Raises ReplyError."""
-        told = self._line(b"$")
+        """Read the size in bytes of the value that follows; None if there is no value.
+
+        Call `read_value` or `skip_value` next. Raises ReplyError.
+        """
+        text = self._line(b"$")
         try:
-            size = int(told)
+            size = int(text)
         except ValueError:
-            raise OSError(f"a size was expected, and {told[:40]!r} came") from None
+            raise OSError(f"expected a size, received {text[:40]!r}") from None
         return None if size < 0 else size
 
     def read_value(self, parts: Sequence[memoryview]) -> None:
-        """Fill ``parts`` with the value that comes, which is as long as they are."""
+        """Read the next value into ``parts``, which must have its exact size."""
         for part in parts:
             self._fill(part.cast("B"))
         self._fill(memoryview(bytearray(2)))
 
     def skip_value(self, size: int) -> None:
-        """Throw the value away that comes."""
+        """Read and discard the next value."""
         spare, left = memoryview(bytearray(_SPARE_NBYTES)), size + 2
         while left:
             part = spare[: min(left, spare.nbytes)]
@@ -104,12 +112,15 @@ class Wire:
         self._connection.send_packed_command([*together, b"".join(small)], check_health=False)
 
     def _line(self, kind: bytes) -> bytes:
-        """What a line of one kind says. Raises ReplyError for an error, OSError for another kind:
-        who speaks so is no such server."""
+        """Read a line of one kind, and return its text.
+
+        Raises ReplyError for an error reply. Raises OSError for a line of another kind, which no
+        Redis server sends here.
+        """
         line = bytearray()
         while not line.endswith(b"\r\n"):
             if len(line) > _LINE_NBYTES:
-                raise OSError(f"a line of more than {_LINE_NBYTES} bytes came")
+                raise OSError(f"received a line of more than {_LINE_NBYTES} bytes")
             if self._first == self._last:
                 self._first, self._last = 0, self._receive(self._ahead)
             seen = bytes(self._ahead[self._first : self._last])
@@ -119,7 +130,7 @@ class Wire:
         if line.startswith(b"-"):
             raise ReplyError(line[1:-2].decode(errors="replace"))
         if not line.startswith(kind):
-            raise OSError(f"a line with {kind!r} was expected, and {bytes(line[:40])!r} came")
+            raise OSError(f"expected a line with {kind!r}, received {bytes(line[:40])!r}")
         return bytes(line[1:-2])
 
     def _fill(self, memory: memoryview) -> None:

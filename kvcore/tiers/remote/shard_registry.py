@@ -1,15 +1,15 @@
-"""At which sizes others write: a block is found however its ranks and stages shared it.
+"""The splits of other deployments, so that blocks are found whatever their ranks and stages were.
 
-    <prefix>/<base>/splits/0 .. 15       a value each: the parts that the ranks of a deployment keep
+    <prefix>/<base>/splits/0 .. 15       one value per split: the parts that its ranks keep
 
-A leader puts its own split there, if nobody has, and reads what the others put. A store may drop
-these values like any other: they are put again.
+A leader stores its own split there, unless it is there already, and reads the others. A store may
+drop these values like any other; then they are stored again.
 
-In a store of nodes a leader keeps nothing, and nothing is put there: each answer of a node says in
-which folders its values lie, which are the parts that it keeps, and splits are made of these.
+A store with nodes has no such values, because a leader cannot store any. Instead, each answer of a
+node lists the folders of its values. The folders name the parts that the node keeps, and the splits
+are derived from the parts.
 
-Splits decide where blocks are looked for, nothing else; each value that is found is verified by its
-own header.
+A split only says where to look for blocks. Each value that is found is verified by its own header.
 
     0      4        6      8                                   4088  4096
     magic  version  flags  text: {"base": ..., "parts": ...}, zeros  seal
@@ -38,10 +38,10 @@ MAGIC = b"KVS1"
 VERSION = 1
 NBYTES = 4096
 PLACES = 16
-"""Splits that one model's blocks may have at once."""
+"""Most splits of one model's blocks at a time."""
 
 Split = tuple[Part, ...]
-"""The parts of a block, each once, in order."""
+"""The distinct parts of a block, sorted."""
 
 _HEAD = struct.Struct("<4sHH")
 _SEAL = struct.Struct("<Q")
@@ -49,7 +49,7 @@ _TEXT = slice(_HEAD.size, NBYTES - _SEAL.size)
 
 
 def pack(base: str, split: Split) -> bytes | None:
-    """A value that tells of a split; None for one of so many parts that they do not fit."""
+    """Return the value that describes a split; None if its parts do not fit into one value."""
     text = json.dumps({"base": base, "parts": split}, separators=(",", ":")).encode()
     if len(text) > _TEXT.stop - _TEXT.start:
         return None
@@ -58,27 +58,29 @@ def pack(base: str, split: Split) -> bytes | None:
 
 
 def unpack(data: bytes, shard: Shard) -> Split | None:
-    """The split that a value tells of; None when it is none of this version, damaged, or not one of
-    ``shard``'s blocks."""
+    """Return the split that a value describes.
+
+    None if the value is damaged, has another version, or is not about the blocks of ``shard``.
+    """
     magic, version, _ = _HEAD.unpack_from(data)
     (seal,) = _SEAL.unpack_from(data, _TEXT.stop)
     if (magic, version) != (MAGIC, VERSION) or xxhash.xxh3_64_intdigest(data[: _TEXT.stop]) != seal:
         return None
     try:
-        told = json.loads(data[_TEXT].rstrip(b"\0"))
-        parts = sorted(Part((int(a), int(b)), (int(c), int(d))) for (a, b), (c, d) in told["parts"])
-        ours = told["base"] == shard.base
+        text = json.loads(data[_TEXT].rstrip(b"\0"))
+        parts = sorted(Part((int(a), int(b)), (int(c), int(d))) for (a, b), (c, d) in text["parts"])
+        ours = text["base"] == shard.base
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return tuple(parts) if ours and is_tiling(parts, shard.shape) else None
 
 
-class Splits:
-    """The splits of the blocks that ``shards``, a deployment's own, are of.
+class ShardRegistry:
+    """The splits in which other deployments store the same blocks as this one's ``shards``.
 
-    ``others`` are those of other deployments, as of the last `refresh`, which reads them at most
-    every ``every_s`` seconds, and where this one ``announces`` puts its own. Of a store of nodes
-    they are what the nodes have said last. Any thread may call.
+    ``others`` are these splits as of the last `refresh`. It reads the store at most once every
+    ``every_s`` seconds and, if this object ``announces``, stores its own split. In a store with
+    nodes, they are what the nodes reported last. Any thread may call.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Splits:
     ) -> None:
         self.others: tuple[Split, ...] = ()
         self.known = False
-        """Whether they have been read at all."""
+        """True once the splits have been read."""
         self._store = store
         self._any = shards[0]
         self._own: Split = tuple(sorted(shard.part for shard in shards))
@@ -107,8 +109,10 @@ class Splits:
         self._names = [f"{folder}/{i}" for i in range(PLACES)]
 
     def refresh(self) -> bool:
-        """Read the splits again if that is due; whether there are any that were not known. Blocks;
-        a store that fails is named in the log, once until it works again."""
+        """Read the splits again if that is due, and return True if there are new ones.
+
+        Blocks. A failure of the store is logged once until the store works again.
+        """
         with self._lock:
             if self._store.has_nodes:
                 return self._listen()
@@ -122,17 +126,17 @@ class Splits:
                 self._fails, self.known = False, True
             except TierError as error:
                 if not self._fails:
-                    _log.warning("at which sizes others write is not known: %s", error)
+                    _log.warning("the splits of other engines cannot be read: %s", error)
                 self._fails = True
             return not set(self.others) <= before
 
     def _listen(self) -> bool:
-        """Make them of what nodes say they hold."""
+        """Derive the splits from what the nodes report."""
         heard, before = self._store.folders, set(self.others)
         self.known = True
         if heard != self._heard:
             self._heard = heard
-            shards = map(self._any.beside_in, heard)
+            shards = map(self._any.sibling_in, heard)
             parts = {shard.part for shard in shards if shard is not None}
             made = splits_of(parts, self._any.shape, PLACES)
             self.others = tuple(split for split in made if split != self._own)
@@ -145,13 +149,13 @@ class Splits:
         ]
         errors = self._store.get(items)
         free = [i for i, error in enumerate(errors) if isinstance(error, BlockMissing)]
-        told = {
+        unpacked = {
             i: unpack(bytes(value), self._any)
             for i, (value, error) in enumerate(zip(values, errors, strict=True))
             if error is None
         }
-        found = {split for split in told.values() if split is not None}
-        known = found | set(self.others)  # what a store has dropped is put again one day
+        found = {split for split in unpacked.values() if split is not None}
+        known = found | set(self.others)  # a split that the store dropped will be stored again
         self.others = tuple(sorted((known if len(known) <= PLACES else found) - {self._own}))
         for error in errors:
             if isinstance(error, TierUnavailable):
@@ -160,13 +164,16 @@ class Splits:
             self._announce(free)
 
     def _announce(self, free: Sequence[int]) -> None:
-        """Put the own split into the first free place from its own on. Should another be put there
-        at the same time, one of them is missing at the next refresh, and put again."""
+        """Store the own split in the first free place, starting at the place its hash selects.
+
+        If another engine writes the same place at the same time, one of the two splits is missing
+        at the next refresh, and is stored again.
+        """
         value = pack(self._any.base, self._own)
         if value is None or not free:
             _log.warning(
-                "what this engine writes is found by engines of its size only: %s",
-                f"all {PLACES} splits are taken; use another prefix" if value else "too many parts",
+                "only engines with as many ranks and stages find what this one stores: %s",
+                f"all {PLACES} places are taken; use another prefix" if value else "too many parts",
             )
             return
         home = xxhash.xxh3_64_intdigest(value) % PLACES

@@ -1,7 +1,7 @@
-"""A store as a tier of a rank: frames, retries, and nothing but whole blocks that were asked for.
+"""The tier of one rank over a remote store: framing, verification, retries and request batching.
 
-A block is found by its key, wherever it was written. Slots are only the leader's count of what it
-believes to be there, and mean nothing here.
+A block is found by its key, whichever rank wrote it. Slots only count, for the leader, what it
+believes the store to hold. They have no meaning here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvcore.tiers.checksum import checksum
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.format import HEADER_NBYTES, Header, verify
 from kvcore.tiers.remote.lookup import Finder
-from kvcore.tiers.remote.object_keys import Cut, Shard
+from kvcore.tiers.remote.object_keys import Shard, ShardSlice
 from kvcore.tiers.remote.options import StoreOptions, read_options
-from kvcore.tiers.remote.pending_deletes import OwedKeys
-from kvcore.tiers.remote.shard_registry import Splits
+from kvcore.tiers.remote.pending_deletes import PendingDeletes
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 from kvcore.tiers.sharding import places
 from kvcore.tiers.spec import PreparedTier
 
@@ -36,17 +36,19 @@ _log = logging.getLogger("kvcore.tiers.remote")
 _BACKOFF_S = 0.05
 T = TypeVar("T")
 _Call = Callable[[Sequence[Item]], list[TierError | None]]
-_Way = tuple[Cut, ...]
-"""What a rank's part of a block is made of, where it was written in a certain split."""
+_Layout = tuple[ShardSlice, ...]
+"""The slices that make up a rank's part of a block, for blocks that were written in one split."""
 
 
 class StoreKind(NamedTuple):
-    """A kind of store: what it can be told, and how it is opened with that (a ``StoreOptions``).
+    """A kind of store: its options, a subclass of `StoreOptions`, and how to open it with them.
 
-    ``open`` raises ConfigError for settings that cannot be right, and UnsupportedError where its
-    client is not installed. It is called in every rank, and with None for a rank in the leader,
-    who only asks. ``join`` is called with what was opened, and raises ConfigError: for stores that
-    need more than their own settings.
+    ``open`` takes the options and a rank. It is called in every rank and, with None for the rank,
+    in the leader, which only queries. It raises ConfigError for invalid settings, and
+    UnsupportedError if the store's client is not installed.
+
+    ``join`` is for stores that need more than their own options. It is called with the opened store
+    and the tier's context, and may raise ConfigError.
     """
 
     options: type[StoreOptions]
@@ -55,13 +57,13 @@ class StoreKind(NamedTuple):
 
 
 def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
-    """A rank's tier over a store of ``kind``. Raises ConfigError, UnsupportedError."""
+    """Open a rank's tier over a store of ``kind``. Raises ConfigError, UnsupportedError."""
     options = read_options(kind.options, context)
     shard = Shard.of(context.geometry, context.rank, options.prefix)
     store = _opened(context, kind, options, context.rank)
     shards = Shard.all_of(context.geometry, options.prefix)
-    splits = Splits(store, shards, every_s=options.splits_s)
-    return StoreTier(store, shard, options, splits=splits, slot_nbytes=context.slot_nbytes)
+    registry = ShardRegistry(store, shards, every_s=options.splits_s)
+    return StoreTier(store, shard, options, registry=registry, slot_nbytes=context.slot_nbytes)
 
 
 def _opened(
@@ -78,8 +80,10 @@ def _opened(
 
 
 def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
-    """The leader's part: one that asks what the store holds. Raises ConfigError,
-    UnsupportedError."""
+    """Open the leader's side of the tier, which looks up what the store holds.
+
+    Raises ConfigError, UnsupportedError.
+    """
     options = read_options(kind.options, context)
     shards = Shard.all_of(context.geometry, options.prefix)
     store = _opened(context, kind, options, None)
@@ -87,10 +91,10 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         store,
         shards,
         name=context.name,
-        splits=Splits(store, shards, every_s=options.splits_s, announces=True),
+        registry=ShardRegistry(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
-        note=_note(context, options) if context.notes else None,
+        pending_deletes=_pending_deletes(context, options) if context.state_folders else None,
     )
     return PreparedTier(
         max(context.num_slots, 1),
@@ -100,22 +104,23 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     )
 
 
-def _note(context: TierContext, options: StoreOptions) -> OwedKeys:
-    """What this store is still to remove of this model. Another store owes nothing of it."""
+def _pending_deletes(context: TierContext, options: StoreOptions) -> PendingDeletes:
+    """Return the pending deletes of this model in this store, and in no other."""
     kind = f"{type(options).__module__}.{type(options).__qualname__}"
-    return OwedKeys(context.notes, kind, context.geometry.base, options.place)
+    return PendingDeletes(context.state_folders, kind, context.geometry.base, options.place)
 
 
 class StoreTier(Tier):
-    """Blocks of ``shard`` in ``store``, which is closed with it.
+    """The blocks of ``shard`` in ``store``. Closing the tier closes the store.
 
-    A block is written as one value. One that is not there is put together from the values of other
-    deployments whose ``splits`` are known, or taken out of a larger one.
+    A block is written as one value. If a read does not find that value, the block is assembled from
+    the values of deployments with another split, as ``registry`` lists them, or cut out of a larger
+    value.
 
-    A batch is cut into up to ``options.parallel`` requests. A request that finds no store is
-    repeated, after a pause with jitter, until ``options.retries`` or ``options.deadline_s`` are
-    used up: a call returns at the latest one store timeout after that deadline. A value that is
-    not whole, or not what its name says, is removed.
+    A batch is divided into at most ``options.parallel`` requests. A request that does not reach the
+    store is repeated after a pause with jitter, until ``options.retries`` or ``options.deadline_s``
+    is used up. A call therefore returns at most one store timeout after that deadline. A value that
+    is incomplete, or not what its name says, is deleted from the store.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class StoreTier(Tier):
         shard: Shard,
         options: StoreOptions,
         *,
-        splits: Splits | None = None,
+        registry: ShardRegistry | None = None,
         slot_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -132,13 +137,13 @@ class StoreTier(Tier):
         self.store = store
         self.slot_nbytes = slot_nbytes or shard.block_nbytes
         self._shard = shard
-        self._splits = splits
-        self._own: _Way = (Cut(shard, shard),)
-        self._ways: Sequence[_Way] = (self._own,)
+        self._registry = registry
+        self._own: _Layout = (ShardSlice(shard, shard),)
+        self._layouts: Sequence[_Layout] = (self._own,)
         self._options = options
         self._clock = clock
         self._sleep = sleep
-        # Saves have one thread, which fills half of these at most: a load does not wait for saves.
+        # One thread does all saves and uses at most half of these, so loads do not wait for saves.
         self._pool = ThreadPoolExecutor(2 * options.parallel, thread_name_prefix="kvcore-store")
 
     # -- the contract -----------------------------------------------------------------------
@@ -151,8 +156,8 @@ class StoreTier(Tier):
         good = [i for i, error in enumerate(results) if error is None]
         until = self._clock() + self._options.deadline_s
 
-        def put(cut: Sequence[BlockWrite]) -> list[TierError | None]:
-            return self._persist(self.store.put, [self._value(request) for request in cut], until)
+        def put(batch: Sequence[BlockWrite]) -> list[TierError | None]:
+            return self._persist(self.store.put, [self._value(request) for request in batch], until)
 
         for i, error in zip(good, self._each(put, [requests[i] for i in good]), strict=True):
             results[i] = error
@@ -161,23 +166,23 @@ class StoreTier(Tier):
     def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
         results: list[TierError | None] = [self._refuse(request.buffers) for request in requests]
         left = [i for i, error in enumerate(results) if error is None]
-        until, tried = self._clock() + self._options.deadline_s, set[_Way]()
-        while left and (way := self._next_way(tried)) is not None:
-            tried.add(way)
-            found = self._read_by(way, [requests[i] for i in left], until)
+        until, tried = self._clock() + self._options.deadline_s, set[_Layout]()
+        while left and (layout := self._next_layout(tried)) is not None:
+            tried.add(layout)
+            found = self._read_in(layout, [requests[i] for i in left], until)
             for i, error in zip(left, found, strict=True):
                 results[i] = error
             missing = [i for i in left if isinstance(results[i], BlockMissing)]
             if len(missing) < len(left):
-                self._prefer(way)
+                self._prefer(layout)
             left = missing
         return results
 
     def invalidate(self, slots: Iterable[int]) -> None:
-        """Nothing: what a store holds is found by key. The leader removes values by theirs."""
+        """Do nothing: values are found, and deleted by the leader, by key."""
 
     def scan(self) -> list[BlockRecord]:
-        """Nothing: what a store holds is asked for, prompt by prompt."""
+        """Return nothing: the leader looks up what a store holds, prompt by prompt."""
         return []
 
     def close(self) -> None:
@@ -185,55 +190,57 @@ class StoreTier(Tier):
         self.store.close()
 
     def check_integrity(self) -> None:
-        """Nothing to check: every read is verified, and the rest belongs to the store."""
+        """Do nothing: every read is verified, and the rest is up to the store."""
 
-    # -- ways to a block --------------------------------------------------------------------
+    # -- stored layouts ---------------------------------------------------------------------
 
-    def _next_way(self, tried: Set[_Way]) -> _Way | None:
-        """One that was not tried; where all were, what others have begun to write is asked for."""
-        for way in self._ways:
-            if way not in tried:
-                return way
-        if self._splits is None:
+    def _next_layout(self, tried: Set[_Layout]) -> _Layout | None:
+        """Return a layout that was not tried; None if there is none.
+
+        If all known layouts were tried, reads from the registry what other deployments write.
+        """
+        for layout in self._layouts:
+            if layout not in tried:
+                return layout
+        if self._registry is None:
             return None
-        self._splits.refresh()
+        self._registry.refresh()
         wanted = {_shards(self._own)}
-        made = {_shards(way): way for way in self._ways}
-        for split in self._splits.others:
-            way = tuple(Cut.all_of(split, self._shard))
-            made.setdefault(_shards(way), way)
-            wanted.add(_shards(way))
-        self._ways = tuple(way for shards, way in made.items() if shards in wanted)
-        return next((way for way in self._ways if way not in tried), None)
+        made = {_shards(layout): layout for layout in self._layouts}
+        for split in self._registry.others:
+            layout = tuple(ShardSlice.all_of(split, self._shard))
+            made.setdefault(_shards(layout), layout)
+            wanted.add(_shards(layout))
+        self._layouts = tuple(layout for shards, layout in made.items() if shards in wanted)
+        return next((layout for layout in self._layouts if layout not in tried), None)
 
-    def _prefer(self, way: _Way) -> None:
-        """Begin with this one: what lies together was written together."""
-        if self._ways[0] is not way:
-            self._ways = (way, *(other for other in self._ways if other is not way))
+    def _prefer(self, layout: _Layout) -> None:
+        """Try this layout first from now on: neighbouring blocks were probably written alike."""
+        if self._layouts[0] is not layout:
+            self._layouts = (layout, *(other for other in self._layouts if other is not layout))
 
-    def _read_by(
-        self, way: _Way, requests: Sequence[BlockRead], until: float
+    def _read_in(
+        self, layout: _Layout, requests: Sequence[BlockRead], until: float
     ) -> list[TierError | None]:
-        """Read blocks in one way. The worst that befell a value of a block befell the block."""
-        values = [_Value(cut, request) for request in requests for cut in way]
+        """Read blocks in one layout. A block gets the worst error of its values."""
+        values = [_Value(part, request) for request in requests for part in layout]
 
-        def get(cut: Sequence[_Value]) -> list[TierError | None]:
-            found = self._persist(self.store.get, [value.item for value in cut], until)
+        def get(batch: Sequence[_Value]) -> list[TierError | None]:
+            found = self._persist(self.store.get, [value.item for value in batch], until)
             return [
                 value.verify() if error is None else error
-                for value, error in zip(cut, found, strict=True)
+                for value, error in zip(batch, found, strict=True)
             ]
 
         errors = self._each(get, values)
         self._remove(values, errors)
-        return [
-            _worst(errors[first : first + len(way)]) for first in range(0, len(errors), len(way))
-        ]
+        step = len(layout)
+        return [_worst(errors[first : first + step]) for first in range(0, len(errors), step)]
 
     # -- inside -----------------------------------------------------------------------------
 
     def _value(self, request: BlockWrite) -> Item:
-        """What is stored of a block: a header, and its bytes without the padding of its slot."""
+        """Return the value to store: a header, and the block without the padding of its slot."""
         nbytes, shard = self._shard.block_nbytes, self._shard.digest
         block = list(_first(request.buffers, nbytes))
         digest = checksum(request.key, block, nbytes)
@@ -243,26 +250,26 @@ class StoreTier(Tier):
     def _each(
         self, act: Callable[[Sequence[T]], list[TierError | None]], what: Sequence[T]
     ) -> list[TierError | None]:
-        """``act`` on ``what``, cut into parallel requests."""
+        """Call ``act`` on ``what``, divided into parallel requests."""
         step = max(1, -(-len(what) // self._options.parallel))
-        cuts = [what[i : i + step] for i in range(0, len(what), step)]
-        if len(cuts) < 2:
-            return [error for cut in cuts for error in act(cut)]
-        with started(self._pool, act, cuts) as running:
+        batches = [what[i : i + step] for i in range(0, len(what), step)]
+        if len(batches) < 2:
+            return [error for batch in batches for error in act(batch)]
+        with started(self._pool, act, batches) as running:
             pass
-        return [error for cut in running for error in cut.result()]
+        return [error for future in running for error in future.result()]
 
     def _refuse(self, buffers: Buffers) -> TierError | None:
         nbytes = nbytes_of(buffers)
         if self._shard.block_nbytes <= nbytes <= self.slot_nbytes:
             return None
         return SlotError(
-            f"{nbytes} bytes; blocks here have {self._shard.block_nbytes}, "
-            f"{self.slot_nbytes} with padding"
+            f"given {nbytes} bytes; a block here has {self._shard.block_nbytes}, "
+            f"or {self.slot_nbytes} with padding"
         )
 
     def _persist(self, call: _Call, items: Sequence[Item], until: float) -> list[TierError | None]:
-        """``call`` the items, and again those that found no store."""
+        """Pass the items to ``call``, and repeat those that did not reach the store."""
         results = _attempt(call, items)
         for tried in range(self._options.retries):
             again = [i for i, error in enumerate(results) if isinstance(error, TierUnavailable)]
@@ -275,7 +282,7 @@ class StoreTier(Tier):
         return results
 
     def _remove(self, values: Sequence[_Value], errors: Sequence[TierError | None]) -> None:
-        """Take bad values out of the store, so that they are written anew."""
+        """Delete corrupt values from the store, so that they are written again."""
         bad = [
             value.item.name
             for value, error in zip(values, errors, strict=True)
@@ -286,35 +293,34 @@ class StoreTier(Tier):
         try:
             self.store.delete(bad)
         except TierError as error:
-            _log.warning("%d bad values stay in the store: %s", len(bad), error)
+            _log.warning("%d corrupt values could not be deleted: %s", len(bad), error)
 
 
-def _shards(way: _Way) -> tuple[Shard, ...]:
-    """What tells a way from others."""
-    return tuple(cut.shard for cut in way)
+def _shards(layout: _Layout) -> tuple[Shard, ...]:
+    """Return the shards that a layout reads, which identify it."""
+    return tuple(part.shard for part in layout)
 
 
 class _Value:
-    """A value on its way to a rank: what of it is wanted goes to its place, the rest to memory of
-    its own."""
+    """A value being read: the wanted bytes go to the request's buffers, the rest to scratch."""
 
-    def __init__(self, cut: Cut, request: BlockRead) -> None:
-        self._cut = cut
+    def __init__(self, wanted: ShardSlice, request: BlockRead) -> None:
+        self._wanted = wanted
         self._key = request.key
         self._header = memoryview(bytearray(HEADER_NBYTES))
-        self._parts = list(_laid(cut, request.buffers))
+        self._parts = list(_value_parts(wanted, request.buffers))
         parts = [self._header, *self._parts]
-        self.item = Item(cut.shard.name(request.key), parts, request.nodes)
+        self.item = Item(wanted.shard.name(request.key), parts, request.nodes)
 
     def verify(self) -> CorruptBlock | None:
-        """What is wrong with it, now that it has come."""
-        return verify(self._header, self._key, self._cut.digest, self._parts)
+        """Return what is wrong with the value that was read; None if nothing is."""
+        return verify(self._header, self._key, self._wanted.digest, self._parts)
 
 
-def _laid(cut: Cut, buffers: Buffers) -> Iterator[memoryview]:
-    """Memory for all bytes of a value, in their order."""
-    spare, at = memoryview(bytearray(cut.spare_nbytes)), 0
-    for start, piece in places(cut.runs, buffers):
+def _value_parts(wanted: ShardSlice, buffers: Buffers) -> Iterator[memoryview]:
+    """Yield memory for every byte of a value, in order."""
+    spare, at = memoryview(bytearray(wanted.spare_nbytes)), 0
+    for start, piece in places(wanted.runs, buffers):
         if start > at:
             yield spare[: start - at]
             spare = spare[start - at :]
@@ -325,7 +331,7 @@ def _laid(cut: Cut, buffers: Buffers) -> Iterator[memoryview]:
 
 
 def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
-    """The first ``nbytes`` bytes, buffer by buffer."""
+    """Yield the first ``nbytes`` bytes, buffer by buffer."""
     for buffer in buffers:
         if nbytes:
             flat = buffer.cast("B")[:nbytes]
@@ -334,7 +340,7 @@ def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
 
 
 def _worst(errors: Sequence[TierError | None]) -> TierError | None:
-    """Corrupt before unavailable before missing before none."""
+    """Return the worst error: corrupt, then unavailable, then missing, then None."""
     order = (CorruptBlock, TierUnavailable, TierError)
     for kind in order:
         for error in errors:

@@ -15,7 +15,7 @@ from kvcore.explain.file import read_records
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
-from kvcore.manager.load_advisor import Planning, tier_priors
+from kvcore.manager.load_advisor import LoadAdvisor, tier_priors
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -37,6 +37,9 @@ class Side:
         config = load_config(overrides=settings, env={})
         self.recorder = RequestRecorder.of(config)
         index = BlockIndex([TierSpec("host", 64), TierSpec("disk", 64)])
+        listener = self.watch.listener(None)
+        assert listener is not None
+        index.watch(listener)
         outbox, metrics = Outbox(1), Metrics("leader")
         manager = KVManager(
             index,
@@ -50,7 +53,7 @@ class Side:
             rates.prefilled([Part(100 * n, 0)], n * 0.01)
             for tier in ("host", "disk"):
                 rates.loaded(tier, n * 1_000_000, n * 1e6 * disk_second_a_byte)
-        planning = Planning(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
+        planning = LoadAdvisor(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
         self.recorder.count_in(metrics)
         parts = SchedulerParts[Any](
             manager=manager,

@@ -16,7 +16,7 @@ from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import Backing, KVManager
+from kvcore.manager import Backing, KVManager, TransferOptions
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -51,7 +51,10 @@ class JoiningRig:
         self.outbox = Outbox(1)
         self.config = load_config(None, {})
         self.manager = KVManager(
-            self.index, self.outbox, backing=[Backing("disk")], staging_slots=range(100, 104)
+            self.index,
+            self.outbox,
+            backing=[Backing("disk")],
+            options=TransferOptions(range(100, 104)),
         )
         metrics, recorder = Metrics("leader"), RequestRecorder()
         recorder.count_in(metrics)

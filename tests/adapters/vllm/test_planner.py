@@ -16,7 +16,7 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import Backing, KVManager
-from kvcore.manager.load_advisor import Planning, tier_priors
+from kvcore.manager.load_advisor import LoadAdvisor, tier_priors
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -43,7 +43,7 @@ class Side:
         )
         compute = ComputeRates(1e-3, 1e-6, 1e-10)
         self.rates = Rates(LAYERS, compute, tier_priors(["host", "disk"]))
-        planning = Planning(
+        planning = LoadAdvisor(
             self.config, MODEL, self.manager, self.rates, min_load_tokens=64, layerwise=True
         )
         recorder = RequestRecorder()
@@ -138,7 +138,7 @@ def test_rates_are_kept_where_a_planner_or_fusion_decides_by_them() -> None:
     def policy(config: Config, recorder: RequestRecorder | None = None) -> FusionPolicy | None:
         return build_policy(config, MODEL, parts, hidden=256, device="cpu", recorder=recorder)
 
-    def planner(config: Config, rates: Rates) -> Planning | None:
+    def planner(config: Config, rates: Rates) -> LoadAdvisor | None:
         return build_planner(
             config, MODEL, parts, rates, RequestRecorder(), min_load_tokens=1, layerwise=False
         )

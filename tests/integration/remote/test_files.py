@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"path .*file"):
         open_store(FileOptions(path=tmp_path / "file" / "below"))
-    with pytest.raises(ValidationError, match="begins with no dot"):
+    with pytest.raises(ValidationError, match="must not start with a dot"):
         FileOptions(path=tmp_path, prefix=".writing")
 
 

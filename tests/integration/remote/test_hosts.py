@@ -203,7 +203,7 @@ def test_a_server_that_dies_costs_recomputation(
     assert request.answer == plain(prompts[0])
     for prompt in prompts[1:4]:
         assert serve(second, prompt) == (plain(prompt), 0)
-    lookups, writes = manager.lookups["far"]._breaker, manager.breakers.writes["far"]
+    lookups, writes = manager.tiers.lookups["far"]._breaker, manager.tiers.breakers.writes["far"]
     for breaker in (lookups, writes):
         assert not breaker.allows(), breaker.name
         breaker._opened_at = -1e9  # its pause is over
@@ -250,7 +250,7 @@ def test_a_store_that_was_down_at_a_clear_is_cleared_by_the_next_engine(
     for engine in (first, second):
         assert engine.leader is not None
         engine.leader.manager.clear()
-        until(lambda engine=engine: engine.leader.manager.lookups["far"]._finder._owed)
+        until(lambda engine=engine: engine.leader.manager.tiers.lookups["far"]._finder._pending)
         engine.settle()
         engine.close()
     server.start()

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier
+from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier, peer
 from kvcore.tiers.remote.peer.messages import Found
 from kvcore.tiers.remote.peer.rpc import MAX_GUESTS
 from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
@@ -126,8 +127,8 @@ def test_what_is_removed_is_removed_at_every_node_and_read_at_one(open_store: Op
     for owner in owners:
         put(owner, {A: value(1, NBYTES), B: value(2, NBYTES)})
     assert fetch(owners[0], A, NBYTES) == value(1, NBYTES)
-    assert owners[0].lending is not None
-    assert owners[0].lending.leased == 0, "of its own, too"
+    assert owners[0].lent is not None
+    assert owners[0].lent.leased == 0, "of its own, too"
     reader = open_store(*(owner._options.listen for owner in owners))
     read, finds = reader._read, []
 
@@ -220,7 +221,7 @@ def test_a_node_that_is_no_guest_is_not_asked(
         [error] = reader.get([Item(A, [memoryview(bytearray(NBYTES))], (owner.listen,))])
         assert isinstance(error, BlockMissing)
         assert told == []
-    assert "no peer, nor of `guests`" in caplog.text
+    assert "neither a peer nor in `guests`" in caplog.text
     assert open_store(owner.listen).exists_at(owner.listen, [A]) == [True], "peers are asked anyway"
 
 
@@ -232,7 +233,7 @@ def test_a_promised_node_that_is_gone_fails_alone(owner: PeerNode, open_store: O
         with pytest.raises(TierUnavailable):
             reader.exists_at(gone, [A])
     reader = open_store(owner.listen, guests=["127.0.0.1"], timeout_s=20.0)
-    reader._told.add(FOLDER)
+    reader._warned.add(FOLDER)
     reader.peers._timeout_s = PATIENCE_S
     opened = reader.peers._at(f"tcp://{gone}").breaker
     for _ in range(3):
@@ -381,7 +382,7 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         assert isinstance(error, TierUnavailable)
         with agent._lock:
             agent._sweep()
-        assert len(agent._lost) == 1, "it may still write"
+        assert len(agent._abandoned) == 1, "it may still write"
         owner.go_on()
         owner.call("sleep", seconds=0.5)
         assert set(into) == {0xEE}
@@ -390,24 +391,71 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         reader.peers._timeout_s = PATIENCE_S
         assert fetch(reader, A, NBYTES) == value(1, NBYTES)
         limit = time.monotonic() + PATIENCE_S
-        while agent._lost:  # NIXL says that it has ended: the lane is used again
+        while agent._abandoned:  # NIXL says that it has ended: the lane is used again
             assert time.monotonic() < limit
             fetch(reader, A, NBYTES)
+
+
+def test_an_owner_whose_nixl_hangs_is_not_gone(open_store: Open) -> None:
+    """It answers, so its lease is ended, its values are not missing, and they can be had again."""
+    owner, go_on = open_store(), threading.Event()
+    put(owner, {A: value(1, NBYTES)})
+    agent = owner._agent
+    assert agent is not None
+    progress = agent.progress
+
+    def held_up() -> None:
+        go_on.wait()
+        progress()
+
+    agent.progress = held_up  # type: ignore[method-assign]
+    reader = open_store(guests=["127.0.0.1"], timeout_s=20.0)
+    reader._options = reader._options.model_copy(update={"timeout_s": 0.5})
+    into = bytearray(NBYTES)
+    item = Item(A, [memoryview(into)], (owner._options.listen,))
+    try:
+        [error] = reader.get([item])
+    finally:
+        go_on.set()
+    assert isinstance(error, TierUnavailable), "a store tier tries these again"
+    assert owner.lent is not None
+    assert owner.lent.leased == 0
+    reader._options = reader._options.model_copy(update={"timeout_s": PATIENCE_S})
+    assert reader.get([item]) == [None]
+    assert bytes(into) == value(1, NBYTES)
+
+
+def test_a_read_has_its_whole_time_however_long_they_took_to_meet(
+    owner: PeerNode, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
+    for module in (peer.store, peer.agent):
+        monkeypatch.setattr(module, "time", clock)
+    reader = open_store(owner.listen)
+    meet = reader._meet
+
+    def slowly(*arguments: Any) -> None:
+        meet(*arguments)
+        late[0] += PATIENCE_S + 1.0
+
+    reader._meet = slowly  # type: ignore[assignment, method-assign]
+    assert fetch(reader, A, NBYTES) == value(1, NBYTES)
 
 
 def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:
     """Nor is what it holds evicted while it may still read it."""
     owner, clock = open_store(lend=MIB, lease_s=600.0), Clock(0.0)
-    assert owner.lending is not None
-    owner.lending._clock = clock
+    assert owner.lent is not None
+    owner.lent._clock = clock
     put(owner, {A: value(1, 900_000)})
     with PeerNode(peers=[owner._options.listen]) as reader:
         assert reader.call("digest", name=A, nbytes=900_000) == (
             hashlib.sha256(value(1, 900_000)).hexdigest()
         )
-        assert owner.lending.leased == 0
+        assert owner.lent.leased == 0
         reader.call("lease", name=A, of=owner._options.listen)
-        assert owner.lending.leased == 1
+        assert owner.lent.leased == 1
         reader.kill()
     other = Item(B, [memoryview(value(2, 900_000))])
     [error] = owner.put([other])
@@ -415,10 +463,10 @@ def test_a_reader_that_dies_leaves_no_lease(open_store: Open) -> None:
     clock.now += 599
     assert owner.exists([A, B]) == [True, False]
     clock.now += 2
-    assert owner.lending.leased == 0
+    assert owner.lent.leased == 0
     assert owner.put([other]) == [None]
     assert owner.exists([A, B]) == [False, True]
-    owner.lending.check_integrity()
+    owner.lent.check_integrity()
 
 
 # -- a slot that is used again under a lapsed lease -------------------------------------------
@@ -433,8 +481,8 @@ SPACE = b"namespace".ljust(16, b"\0")
 def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
     """The owner says that it has lapsed; and where that is not heard, the block's checksum does."""
     owner, clock = open_store(lend=SHARD.block_nbytes + 500, lease_s=600.0), Clock(0.0)
-    assert owner.lending is not None
-    owner.lending._clock = clock
+    assert owner.lent is not None
+    owner.lent._clock = clock
     writer = StoreTier(owner, SHARD, StoreOptions())
     blocks = [value(n, SHARD.block_nbytes) for n in range(2)]
 
@@ -458,7 +506,7 @@ def test_bytes_of_a_lapsed_lease_are_never_served(open_store: Open) -> None:
     assert read(0) == blocks[0]
     interrupted(store, lapse)
     assert isinstance(read(0), BlockMissing)
-    store._give_back = lambda *_: set()  # type: ignore[method-assign]
+    store._end_leases = lambda *_: set()  # type: ignore[method-assign]
     write(0)
     assert isinstance(read(0), CorruptBlock)
     for tier in (reader, writer):

@@ -29,7 +29,7 @@ from kvcore.tiers.remote.tier import prepare  # noqa: E402
 os.environ.setdefault("UCX_TLS", "tcp")
 
 NBYTES = 100_000
-FAULT = "looking up nodes failed"
+FAULT = "looking up peer nodes failed"
 FOLDER = "kvcore/model/h0-2.l0-4"
 A, B, C = (f"{FOLDER}/{letter * 32}" for letter in "abc")
 
@@ -88,7 +88,7 @@ def test_nodes_come_and_die_and_the_last_list_outlives_etcd(
         assert reader.exists([A, B]) == [False, True]
 
         server.kill()
-        until(lambda: reader._roster is not None and reader._roster._fails, "etcd is gone")
+        until(lambda: reader._discovery is not None and reader._discovery._fails, "etcd is gone")
         assert fetch(reader, B, NBYTES) == value(2, NBYTES), "who was known stays"
         server.start()
         with node(cluster) as third:
@@ -110,8 +110,8 @@ def test_a_node_leaves_when_it_closes_and_strangers_are_passed_over(
     directory.join(Member("worker", "apart", group="another", details={"peer": "tcp://apart:7"}))
     until(lambda: "tcp://gone:7" in reader.peers, "not found")
     assert len(reader.peers) == 1
-    assert "passed over" in caplog.text
-    reader._roster.close()  # type: ignore[union-attr]
+    assert "is ignored" in caplog.text
+    reader._discovery.close()  # type: ignore[union-attr]
     names = {member.name for member in directory.members("worker")}
     assert names == {"other-0", "other-1", "other-2", "other-3", "apart"}
     directory.close()
@@ -124,11 +124,11 @@ def test_what_others_write_in_etcd_stops_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Values that are no members, addresses of no host, and a fault of ours."""
-    roster = reader._roster
-    assert roster is not None
+    discovery = reader._discovery
+    assert discovery is not None
 
     def ended() -> bool:
-        return not roster._thread.is_alive()
+        return not discovery._thread.is_alive()
 
     def fails() -> bool:
         """Every look finds what the last one found."""
@@ -157,7 +157,7 @@ def test_what_others_write_in_etcd_stops_nobody(
             looked.set()
             raise RuntimeError("a fault")
 
-        patch.setattr(roster._directory, "members", fault)
+        patch.setattr(discovery._directory, "members", fault)
         until(looked.is_set, "nobody looked", hopeless=ended)
         until(lambda: FAULT in caplog.text, "nobody is told", hopeless=ended)
     with node(cluster) as other:

@@ -13,7 +13,7 @@ from kvcore.config import load_config
 from kvcore.config.schema_cluster import ClusterConfig
 from kvcore.errors import ConfigError, FormatError
 from kvcore.testing.waiting import until
-from kvcore.tiers.remote.peer.discovery import Roster
+from kvcore.tiers.remote.peer.discovery import PeerDiscovery
 
 A = Member("leader", "a", "tcp://a:1", "m", "g", {"events": "tcp://a:2"})
 B = Member("leader", "b", "tcp://b:1", "m", "g")
@@ -100,17 +100,17 @@ def test_a_node_whose_address_is_none_is_named_once(caplog: pytest.LogCaptureFix
 
     nodes: list[list[str]] = []
     seldom = ClusterConfig(ttl_s=3600)  # its thread looks once
-    roster = Roster(
+    discovery = PeerDiscovery(
         Found([]), seldom, None, lambda found: nodes.append(list(found)), lambda a: ":" in a
     )
     until(lambda: nodes)
     for _ in range(3):
-        roster._look()
+        discovery._look()
     assert caplog.text.count("its address is 'nonsense'") == 1
     names.remove("nonsense")
-    roster._look()
+    discovery._look()
     names.append("nonsense")
-    roster._look()
+    discovery._look()
     assert caplog.text.count("its address is 'nonsense'") == 2
     assert {tuple(found) for found in nodes} == {("here:1",)}
-    roster.close()
+    discovery.close()

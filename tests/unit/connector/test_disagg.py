@@ -303,7 +303,7 @@ def test_the_node_of_a_promise_goes_to_the_ranks(how: str) -> None:
     if how == "load":
         manager.launch_load(hit, 0, 4, [UnitTable(1, 1, bytes(8 * 4))])
     else:
-        assert manager.loads.fetch(hit, on_end=lambda: None)
+        assert manager.loader.prefetch(hit, on_end=lambda: None)
     [graph] = graphs
     assert graph.nodes == ("here:1",)
     tier = SimpleNamespace(read=lambda given: reads.extend(given) or [None] * len(given))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcore.connector.step_transport import Outbox, Quorum
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.slots import slot_runs
-from kvcore.manager import HOST, Backing, KVManager, Readiness
+from kvcore.manager import HOST, Backing, KVManager, Readiness, TransferOptions
 from kvcore.manager.base import Lane
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, UnitTable
 
@@ -39,7 +39,7 @@ class Leader:
             BlockIndex([TierSpec(HOST, 12), TierSpec("disk", 64), TierSpec("far", 64)]),
             self.outbox,
             backing=tiers,
-            staging_slots=range(100, 104),
+            options=TransferOptions(range(100, 104)),
         )
         self.lanes: dict[str, list[TransferGraph]] = {name: [] for name in LANES}
         self.wanted: dict[int, str] = {}

@@ -16,7 +16,7 @@ from kvcore.config import load_config
 from kvcore.explain import Cause, RequestLog
 from kvcore.explain.recorder import RequestRecorder  # after the skip
 from kvcore.manager.base import Event, Hit, Source
-from kvcore.manager.load_policy import Ask
+from kvcore.manager.load_policy import PlanRequest
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Part
@@ -235,12 +235,12 @@ def test_what_else_it_would_have_taken_is_told_without_a_planner(engine: Referen
 
 
 class Weigher:
-    """As `Planning`: loads take a second, and computing 10 ms a token that they brought."""
+    """As `LoadAdvisor`: loads take a second, and computing 10 ms a token that they brought."""
 
-    def ask(self, hit: Hit, tokens: int, computed: int) -> Ask:
-        return Ask(tokens, computed, (), {})
+    def ask(self, hit: Hit, tokens: int, computed: int) -> PlanRequest:
+        return PlanRequest(tokens, computed, (), {})
 
-    def expected(self, ask: Ask, stop: int) -> tuple[float, float]:
+    def expected(self, ask: PlanRequest, stop: int) -> tuple[float, float]:
         return 1.0, 0.01 * (stop - ask.computed)
 
 

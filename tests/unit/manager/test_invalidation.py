@@ -1,4 +1,4 @@
-"""What a store is told to remove of blocks that went while they were written to it."""
+"""What a store deletes if blocks are removed while they are written, and how removals count."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.index import BlockIndex, Reservation, TierSpec
-from kvcore.manager.invalidation import Removals
+from kvcore.manager import HOST
+from kvcore.manager.invalidation import Invalidation
+from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics
-from support.manager import NAMESPACE, Media, chain
+from support.manager import NAMESPACE, ManagerRig, Media, chain
 
 KEYS = chain(1, 2, 3, 4)
 
@@ -23,22 +26,22 @@ class Lookup:
         self.deleted += keys
 
     def absent(self, key: bytes) -> None:
-        """It is asked no more for a while."""
+        """Do nothing: no test here looks the block up again."""
 
 
 class Writing:
-    """Four blocks of a prompt on their way to a store, in two graphs."""
+    """Four blocks of a prompt that are being written to a store by two graphs."""
 
     def __init__(self) -> None:
         self.index = BlockIndex([TierSpec("host", 4), TierSpec("far", 8)])
         self.lookup = Lookup()
-        stores = {"far": cast(Any, self.lookup)}
-        self.removals = Removals(self.index, Media(), stores, Metrics(), {})
+        tiers = LowerTiers({}, TierBreakers([]), {"far": cast(Any, self.lookup)})
+        self.invalidation = Invalidation(self.index, Media(), tiers, Metrics())
         self.first = self.index.lifecycle.reserve("far", KEYS, 0, 2, NAMESPACE)
         self.second = self.index.lifecycle.reserve("far", KEYS, 2, 4, NAMESPACE)
 
     def end(self, reservation: Reservation, failed_from: int | None = None) -> None:
-        self.removals.forget_dropped(reservation)
+        self.invalidation.forget_dropped(reservation)
         self.index.lifecycle.commit(reservation, failed_from)
         self.index.check_integrity()
 
@@ -56,7 +59,7 @@ def test_what_stands_on_a_write_that_failed_is_nobodys_to_remove(writing: Writin
 
 def test_what_stands_on_a_block_that_was_lost_is_nobodys_to_remove(writing: Writing) -> None:
     writing.end(writing.first)
-    writing.removals.lose("far", KEYS[1])
+    writing.invalidation.lose("far", KEYS[1])
     writing.end(writing.second)
     assert not writing.lookup.deleted
 
@@ -68,11 +71,11 @@ def test_what_was_cleared_while_it_was_written_is_removed(
 ) -> None:
     writing.end(writing.first, failed_from=1 if failed else None)
     if how == "drop":
-        writing.removals.drop("far", KEYS[:1])
+        writing.invalidation.drop("far", KEYS[:1])
     elif how == "clear of a namespace":
-        writing.removals.clear(NAMESPACE)
+        writing.invalidation.clear(NAMESPACE)
     else:
-        writing.removals.clear(tier="far" if how == "clear of a tier" else None)
+        writing.invalidation.clear(tier="far" if how == "clear of a tier" else None)
     writing.end(writing.second)
     assert set(KEYS[2:]) <= set(writing.lookup.deleted), "it would come back"
 
@@ -81,6 +84,61 @@ def test_a_clear_after_all_of_it_was_given_up_reaches_what_is_still_written(
     writing: Writing,
 ) -> None:
     writing.end(writing.first, failed_from=0)
-    writing.removals.clear(NAMESPACE)  # the index knows of none of its blocks
+    writing.invalidation.clear(NAMESPACE)  # the index knows of none of its blocks
     writing.end(writing.second)
     assert writing.lookup.deleted == KEYS[2:]
+
+
+CLEARED = "kvcore_cleared_blocks_total"
+EVICTED = "kvcore_evictions_total"
+LOST = "kvcore_lost_blocks_total"
+
+
+@pytest.mark.parametrize(
+    ("how", "cleared"),
+    [
+        ("clear", {HOST: 4, "disk": 4}),
+        ("clear of a namespace", {HOST: 4, "disk": 4}),
+        ("clear of a tier", {"disk": 4}),
+        ("drop", {HOST: 3}),
+        ("discard", {HOST: 4}),
+    ],
+)
+def test_removal_on_request_counts_as_cleared_and_not_as_evicted(
+    how: str, cleared: dict[str, int]
+) -> None:
+    rig = ManagerRig()
+    rig.save(KEYS)
+    rig.drain()
+    if how == "drop":
+        rig.manager.invalidation.drop(HOST, KEYS[1:2])
+    elif how == "discard":
+        rig.manager.invalidation.discard(HOST, KEYS)
+    else:
+        rig.manager.clear(
+            NAMESPACE if how == "clear of a namespace" else None,
+            "disk" if how == "clear of a tier" else None,
+        )
+    counted = rig.metrics.snapshot()
+    assert counted.get(CLEARED) == cleared
+    assert EVICTED not in counted, "an operator would read that the tier is too small"
+
+
+def test_a_lost_block_and_its_descendants_count_as_lost_and_not_as_evicted() -> None:
+    rig = ManagerRig()
+    rig.save(KEYS)
+    rig.drain()
+    rig.manager.invalidation.lose("disk", KEYS[1])
+    counted = rig.metrics.snapshot()
+    assert counted.get(LOST) == {"disk": 3}
+    assert not {EVICTED, CLEARED} & set(counted)
+
+
+def test_blocks_over_a_lowered_quota_count_as_evicted() -> None:
+    rig = ManagerRig()
+    rig.save(KEYS)
+    rig.drain()
+    rig.manager.invalidation.set_quota(HOST, "ann", [NAMESPACE], 3)
+    counted = rig.metrics.snapshot()
+    assert counted[EVICTED] == {HOST: 1}
+    assert CLEARED not in counted

@@ -1,4 +1,4 @@
-"""The planner in an engine: what it is told, that it is obeyed, and that answers stay the same."""
+"""The planner in an engine: its input, that its plans are followed, and that answers are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvcore.config import load_config
-from kvcore.manager.load_advisor import Memo  # after the skip
+from kvcore.manager.load_advisor import PlanMemo  # after the skip
 from kvcore.manager.load_policy import Action
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Part, Rates
@@ -32,7 +32,7 @@ def answer(model: Llama) -> list[int]:
 
 @pytest.fixture
 def engine(model: Llama, tmp_path: Path) -> Iterator[ReferenceEngine]:
-    """With a planner, and ``PROMPT`` on disk only."""
+    """An engine with a planner, and ``PROMPT`` on disk only."""
     config = load_config(
         None,
         {
@@ -64,7 +64,7 @@ def planning(engine: ReferenceEngine) -> Any:
 
 
 def teach(engine: ReferenceEngine, load: float, prefill: float) -> None:
-    """Every megabyte takes ``load`` seconds, every 100 tokens ``prefill``."""
+    """Teach the engine that a megabyte takes ``load`` seconds, and 100 tokens ``prefill``."""
     assert engine.rates is not None
     for n in (1, 2, 3, 4):
         engine.rates.prefilled([Part(100 * n, 0)], n * prefill)
@@ -114,7 +114,7 @@ def test_a_fast_disk_is_read_within_its_deadline(
 
 
 def test_a_plan_is_made_once_for_a_hit(engine: ReferenceEngine) -> None:
-    """An engine asks again and again while it has no room: that must not count as decisions."""
+    """An engine asks repeatedly while it has no room. That must count as one decision."""
     teach(engine, load=100.0, prefill=0.01)
     made = planning(engine)
     request = engine.submit(PROMPT, 4)
@@ -150,6 +150,6 @@ def test_an_engine_learns_its_own_rates(engine: ReferenceEngine) -> None:
             engine.settle()
             leader(engine).manager.index.evictions.evict("host", 10_000)
     assert engine.rates.prefill.is_learnt
-    plan = planning(engine).plan(Memo(), leader(engine).manager.get_match([], b""), 100, 0)
+    plan = planning(engine).plan(PlanMemo(), leader(engine).manager.get_match([], b""), 100, 0)
     assert plan.action is Action.RECOMPUTE
     assert engine.rates.tier("disk").is_learnt

@@ -1,4 +1,4 @@
-"""The planner: the fewest seconds of all cuts, and never far from the better fixed way."""
+"""The planner chooses the fastest of all cuts, and is never far from the better fixed way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvcore.manager.load_policy import (
     PREFILL,
     Action,
     Ahead,
-    Ask,
     Plan,
     Planner,
-    Settings,
-    Source,
+    PlannerSettings,
+    PlanRequest,
+    TokenSource,
     Why,
 )
 from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs
@@ -32,7 +32,7 @@ BLOCK_BYTES = 16 * 40_000
 COMPUTE = ComputeRates(once=3e-3, row=1e-6, pair=2e-10)
 HOST, DISK = TierRates(2e-5, 1 / 2e10), TierRates(5e-4, 1 / 2e9)
 TIERS = {"host": HOST, "disk": DISK}
-KNOWN = Settings(BLOCK, BLOCK_BYTES, trusts_priors=True)
+KNOWN = PlannerSettings(BLOCK, BLOCK_BYTES, trusts_priors=True)
 IN_STEP = replace(KNOWN, step_bytes=BLOCK_BYTES * 1000, step_operations=5)
 
 
@@ -40,7 +40,9 @@ def scaled(rates: TierRates, factor: float) -> TierRates:
     return TierRates(*(rate * factor for rate in rates))
 
 
-def planner(made: Settings = KNOWN, compute: ComputeRates = COMPUTE, tiers: Any = None) -> Planner:
+def planner(
+    made: PlannerSettings = KNOWN, compute: ComputeRates = COMPUTE, tiers: Any = None
+) -> Planner:
     return Planner(made, Rates(LAYERS, compute, tiers or TIERS))
 
 
@@ -51,16 +53,16 @@ def ask(
     computed: int = 0,
     ahead: float = 0.0,
     busy: float = 0.0,
-) -> Ask:
-    """A prompt whose blocks up to ``host`` are there, and those up to ``disk`` on disk."""
-    sources = [Source("host", host)] if host > computed else []
-    sources += [Source("disk", disk)] if disk > max(host, computed) else []
+) -> PlanRequest:
+    """Return a prompt with blocks up to ``host`` in host memory and up to ``disk`` on disk."""
+    sources = [TokenSource("host", host)] if host > computed else []
+    sources += [TokenSource("disk", disk)] if disk > max(host, computed) else []
     queued = {"disk": Ahead(ahead / 1e7, ahead), "host": Ahead(1, ahead / 10)} if ahead else {}
-    return Ask(tokens, computed, tuple(sources), queued, busy)
+    return PlanRequest(tokens, computed, tuple(sources), queued, busy)
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> Ask:
+def asks(draw: st.DrawFn) -> PlanRequest:
     tokens = draw(st.integers(2, 6000))
     blocks = tokens // BLOCK
     marks = sorted(draw(st.tuples(*[st.integers(0, blocks)] * 3)))
@@ -73,11 +75,11 @@ speeds = st.sampled_from([0.01, 0.1, 0.5, 1.0, 3.0, 30.0])
 
 
 SMALL_S = 5e-4
-"""Not worth a cut more: a prompt of a few hundred tokens has few, and takes milliseconds."""
+"""Fewer seconds are not worth another cut: a prompt of a few hundred tokens has few cuts."""
 
 
-def exhaustive(made: Planner, about: Ask) -> float:
-    """The naive twin: the fewest seconds over every block boundary."""
+def exhaustive(made: Planner, about: PlanRequest) -> float:
+    """The naive reference: the fewest seconds over every block boundary."""
     held = min(about.sources[-1].stop, about.tokens - 1) if about.sources else about.computed
     stops = {about.computed, max(held, about.computed)}
     stops |= set(range(-(-about.computed // BLOCK) * BLOCK, held, BLOCK))
@@ -90,7 +92,7 @@ def exhaustive(made: Planner, about: Ask) -> float:
 @given(asks(), speeds, speeds)
 @settings(max_examples=100, deadline=None)
 def test_ways_are_what_the_ends_weigh_and_decide_nothing(
-    about: Ask, disk: float, compute: float
+    about: PlanRequest, disk: float, compute: float
 ) -> None:
     tiers = {"host": HOST, "disk": scaled(DISK, disk)}
     rates = ComputeRates(*(rate * compute for rate in COMPUTE))
@@ -124,7 +126,7 @@ def test_ways_name_what_was_not_measured() -> None:
 @example(ask(160, 112, 160, ahead=1e6, busy=0.01), 0.01, 30.0, IN_STEP)  # best past host's end
 @example(ask(592, 544, 592), 3.0, 3.0, KNOWN)  # best where disk becomes slower than host
 def test_a_plan_is_as_good_as_every_cut(
-    about: Ask, disk: float, host: float, how: Settings
+    about: PlanRequest, disk: float, host: float, how: PlannerSettings
 ) -> None:
     tiers = {"host": scaled(HOST, host), "disk": scaled(DISK, disk)}
     made = planner(how, tiers=tiers)
@@ -139,9 +141,9 @@ def test_a_plan_is_as_good_as_every_cut(
 @given(asks(), speeds, st.floats(1, 100), st.sampled_from([KNOWN, IN_STEP]))
 @settings(max_examples=100, deadline=None)
 def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
-    about: Ask, disk: float, slower: float, how: Settings
+    about: PlanRequest, disk: float, slower: float, how: PlannerSettings
 ) -> None:
-    def seconds(factor: float, about: Ask = about) -> float:
+    def seconds(factor: float, about: PlanRequest = about) -> float:
         tiers = {"host": HOST, "disk": scaled(DISK, factor)}
         return planner(how, tiers=tiers).plan(about).load_all.seconds
 
@@ -152,7 +154,9 @@ def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
 
 @given(asks(), speeds, st.floats(1, 100))
 @settings(max_examples=100, deadline=None)
-def test_no_more_is_loaded_from_a_slower_disk(about: Ask, disk: float, slower: float) -> None:
+def test_no_more_is_loaded_from_a_slower_disk(
+    about: PlanRequest, disk: float, slower: float
+) -> None:
     about = replace(about, busy=0.0)
 
     def stop(factor: float) -> int:
@@ -177,7 +181,7 @@ def test_what_is_in_host_memory_is_loaded_and_the_slow_rest_computed() -> None:
 
 
 def test_in_a_step_as_much_is_loaded_as_computing_hides() -> None:
-    """Loading a token and computing it take about as long: the cut is in the middle."""
+    """Loading a token takes about as long as computing it, so the cut is in the middle."""
     tiers = {"host": scaled(HOST, 30), "disk": DISK}
     plan = planner(IN_STEP, tiers=tiers).plan(ask(4000, 3984))
     assert plan.action is Action.MIX
@@ -197,7 +201,7 @@ def test_a_busy_engine_hides_a_load() -> None:
 
 
 @pytest.mark.parametrize("about", [ask(), ask(1, 0, 16), ask(100, 32, computed=32)])
-def test_nothing_held_is_nothing_to_load(about: Ask) -> None:
+def test_nothing_held_is_nothing_to_load(about: PlanRequest) -> None:
     plan = planner().plan(about)
     assert (plan.action, plan.why, plan.stop) == (
         Action.RECOMPUTE,
@@ -215,11 +219,11 @@ def test_fewer_than_the_least_are_not_loaded() -> None:
 
 def test_a_tier_without_rates_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no rates for tier 'tape'.*disk, host"):
-        planner().plan(Ask(100, 0, (Source("tape", 64),)))
+        planner().plan(PlanRequest(100, 0, (TokenSource("tape", 64),)))
 
 
 def test_a_tier_that_is_met_later_is_weighed_as_others_are_expected_to_be() -> None:
-    """A server's client hears of its tiers when it joins, which may be long after the start."""
+    """A server's client learns its tiers when it joins, which may be long after the start."""
     later = Rates(LAYERS, COMPUTE, {}, otherwise=TierRates(1e-3, 1e-9))
     assert later.load_seconds("tape", 1e6, 2) == pytest.approx(3e-3)
     for _ in range(8):
@@ -275,7 +279,7 @@ def test_deadlines_come_from_the_plan() -> None:
 
 
 def test_a_way_is_kept_until_another_saves_enough() -> None:
-    """A disk a little slower, a little faster: without a margin the plan would go to and fro."""
+    """The disk is now slower, now faster: without a margin the plan would alternate."""
     about = ask(2000, 0, 1984)
     rates = Rates(LAYERS, COMPUTE, TIERS)
     made = Planner(replace(KNOWN, keep=0.1), rates)
@@ -342,12 +346,12 @@ def test_blends_are_the_controllers_decision() -> None:
 
 
 class World(NamedTuple):
-    """How fast the disk is, as a multiple of the one everybody expects, at the n-th request."""
+    """The speed of the disk at the n-th request, as a multiple of the expected speed."""
 
     disk: Callable[[int], float]
     lengths: tuple[int, int]
     gap: float
-    """Mean seconds between requests: loads queue behind each other where it is short."""
+    """Mean seconds between requests; if it is short, loads queue behind each other."""
 
 
 WORLDS = {
@@ -364,7 +368,7 @@ REQUESTS = 600
 
 
 class Truth:
-    """What really happens: a disk that serves one load after another, and a noisy machine."""
+    """The simulated truth: a disk that serves one load after another, and a noisy machine."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -377,7 +381,7 @@ class Truth:
         return seconds * slip * self._noise.lognormvariate(0, 0.15)
 
     def load(self, n: int, now: float, nbytes: int) -> tuple[float, float]:
-        """(seconds from now until it is there, seconds that the disk worked)."""
+        """Return the seconds until a load has ended, and the seconds that the disk worked."""
         operations = -(-nbytes // (16 * BLOCK_BYTES))
         factor = self._world.disk(n)
         works = self.noisy(factor * (DISK.latency * operations + DISK.byte * nbytes))
@@ -391,12 +395,14 @@ class Truth:
         return {"disk": Ahead(sum(a for a, _ in loads), sum(b for _, b in loads))} if loads else {}
 
 
-Decide = Callable[[Ask], tuple[int, float]]
+Decide = Callable[[PlanRequest], tuple[int, float]]
 
 
 def seconds_of(world: World, seed: int, decide: Decide, rates: Rates | None = None) -> list[float]:
-    """Seconds to the first token of each request, all of it on disk, where ``decide`` gives how
-    much is loaded and for how long that is waited for."""
+    """Return the seconds to the first token of each request; all blocks are on disk.
+
+    ``decide`` returns how much is loaded, and how long the request waits for it.
+    """
     truth, picks, now, took = Truth(world, seed), random.Random(seed), 0.0, []
     for n in range(REQUESTS):
         now += picks.expovariate(1 / world.gap)
@@ -425,9 +431,9 @@ def test_never_far_from_the_better_of_always_and_never(name: str) -> None:
     for seed in range(3):
         guess = ComputeRates(*(3 * rate for rate in COMPUTE))
         rates = Rates(LAYERS, guess, {"host": scaled(HOST, 3), "disk": scaled(DISK, 2)})
-        made = Planner(Settings(BLOCK, BLOCK_BYTES), rates)
+        made = Planner(PlannerSettings(BLOCK, BLOCK_BYTES), rates)
 
-        def by_plan(about: Ask, made: Planner = made) -> tuple[int, float]:
+        def by_plan(about: PlanRequest, made: Planner = made) -> tuple[int, float]:
             plan: Plan = made.plan(about)
             return plan.stop, 30.0 if plan.deadline_s is None else plan.deadline_s
 

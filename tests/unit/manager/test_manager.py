@@ -118,7 +118,7 @@ def test_a_load_larger_than_the_host_tier_passes_through_staging() -> None:
 
 
 def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
-    """The first source is still there and is pinned; the second has left its tier."""
+    """The first source is still held and is pinned; the second has left its tier."""
     rig = ManagerRig(host=4, disk=16)
     old = chain(1, 2, 3, 4)
     rig.save(old)
@@ -155,7 +155,7 @@ def test_a_fetch_stops_in_host_memory_and_a_full_one_is_no_error() -> None:
 
 def test_a_quota_makes_a_save_shorter_and_counts_what_was_not_saved() -> None:
     rig = ManagerRig()
-    rig.manager.removals.set_quota(HOST, "ann", [NAMESPACE], 3)
+    rig.manager.invalidation.set_quota(HOST, "ann", [NAMESPACE], 3)
     rig.save(chain(1, 2, 3, 4, 5))
     rig.drain()
     assert rig.manager.get_match(chain(1, 2, 3, 4, 5), NAMESPACE).depth == 3
@@ -272,8 +272,10 @@ def test_clear_forgets_a_namespace() -> None:
 def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
     again: tuple[int, ...], copied: bool
 ) -> None:
-    """Bytes of another block, written under a key that was cleared, would be found by that key
-    after a restart: with a checksum, and wrong."""
+    """A slot that is reused too early would put another block's bytes under the cleared key.
+
+    A restart would find them by that key, wrong and with a valid checksum.
+    """
     rig = ManagerRig(host=6, disk=10, batch=3)
     rig.save(chain(0, 0, 0, 0))
     if copied:
@@ -294,7 +296,7 @@ def test_host_slots_of_what_was_cleared_are_not_reused_while_it_is_written(
 
 
 def test_a_cleared_tier_is_told_in_a_few_words() -> None:
-    """Slots are told as runs: a tier may have millions, and every worker hears of them."""
+    """Slots are sent as runs, because a tier may have millions, and every worker gets them."""
     rig = ManagerRig(host=6, disk=1_000_000)
     rig.save(chain(1, 2, 3))
     rig.drain()
@@ -347,10 +349,10 @@ def paths(graph: TransferGraph) -> set[Path]:
 
 
 def on_disk(rig: ManagerRig, keys: list[bytes]) -> None:
-    """Blocks that the disk tier alone holds."""
+    """Put blocks into the disk tier only."""
     rig.save(keys)
     rig.drain()
-    rig.manager.removals.discard(HOST, keys)
+    rig.manager.invalidation.discard(HOST, keys)
     assert rig.manager.get_match(keys, NAMESPACE).blocks_by_tier() == {"disk": len(keys)}
 
 
@@ -415,8 +417,8 @@ def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
     on_disk(rig, keys[:2])
     rig.save(keys)
     rig.drain()
-    rig.manager.removals.discard(HOST, keys)
-    rig.manager.removals.discard("disk", keys[2:])
+    rig.manager.invalidation.discard(HOST, keys)
+    rig.manager.invalidation.discard("disk", keys[2:])
     found = rig.manager.get_match(keys, NAMESPACE).blocks_by_tier()
     assert found == {"disk": 2, "far": 2}
     graph = rig.load(keys)

@@ -1,4 +1,4 @@
-"""The leader where media fail: blocks that rot, tiers that die, reads that are late."""
+"""The leader while media fail: corrupt blocks, dead tiers, late reads."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def test_a_dead_tier_is_left_alone_then_probed() -> None:
 
 @pytest.mark.parametrize("why", [RowError.DEADLINE, RowError.CANCELLED])
 def test_nothing_waits_for_a_load_that_was_given_up(why: RowError) -> None:
-    """Its read hangs and keeps the staging slots; another request is computed, and does not hang
-    with it."""
+    """A read hangs and keeps the staging slots. Another request is computed instead of waiting."""
     rig = ManagerRig(host=2, disk=16, staging=2, batch=2)
     long, other = chain(1, 2, 3, 4, 5), chain(6, 7)
     for keys in (long[:2], other):
@@ -91,8 +90,10 @@ def test_nothing_waits_for_a_load_that_was_given_up(why: RowError) -> None:
 
 
 def test_nothing_waits_behind_saves_that_do_not_end() -> None:
-    """A disk whose writes hang fills the flights with saves: loads wait while some end, not for
-    ever."""
+    """Writes to the disk hang, so saves fill the graphs in flight.
+
+    Loads wait as long as some graphs end, but not forever.
+    """
     rig = ManagerRig(host=16, disk=16)
     rig.manager.flights._max_in_flight = 3
     rig.save(chain(1, 2))
@@ -134,13 +135,13 @@ def test_breaker_backs_off_further_each_time_a_probe_fails() -> None:
 
 @pytest.mark.parametrize("found", ["corrupt", "missing", "cancelled"])
 def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) -> None:
-    """The medium answered, or was not asked at all: neither may shut it out for good."""
+    """The medium answered, or was not asked at all. Neither may disable it for good."""
     rig = ManagerRig(host=4, disk=16)
     keys = chain(1, 2, 3, 4)
     for saved in (keys, chain(7, 8, 9, 10)):
         rig.save(saved)
         rig.drain()
-    breaker = rig.manager.breakers.reads["disk"]
+    breaker = rig.manager.tiers.breakers.reads["disk"]
     for _ in range(3):
         breaker.failed()
     rig.now = 6
@@ -156,7 +157,7 @@ def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) ->
 
 
 def late_load(rig: ManagerRig, keys: list[bytes]) -> list[OpReport]:
-    """A load that is given up while its read runs; what the read reports when it ends after all."""
+    """Give up a load while its read runs; return what the read reports when it ends after all."""
     hit = rig.manager.get_match(keys, NAMESPACE)
     graph = rig.manager.launch_load(hit, 0, hit.depth, rig.units(hit.depth))
     rig.media.todo = [todo for todo in rig.media.todo if todo[0] is not graph]
@@ -172,7 +173,7 @@ def late_load(rig: ManagerRig, keys: list[bytes]) -> list[OpReport]:
 
 
 def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
-    """They end well, after their deadline, and what is written between them ends well in time."""
+    """Reads succeed after their deadline; writes between them succeed in time."""
     rig = ManagerRig(host=4, disk=64)
     rig.save(chain(1, 2, 3, 4))
     rig.drain()
@@ -184,7 +185,7 @@ def test_reads_that_are_always_late_are_not_tried_for_ever() -> None:
         rig.manager.pump()
         rig.manager.index.evictions.evict(HOST, 4)  # what came late is in host memory
     assert rig.manager.get_match(chain(1, 2, 3, 4), NAMESPACE).depth == 0
-    assert rig.manager.put_match(chain(1, 2, 3, 4)) == 0
+    assert rig.manager.index.held(HOST, chain(1, 2, 3, 4)) == 0
     rig.now = 6  # a probe: in time at last
     assert rig.load(chain(1, 2, 3, 4)) is not None
     rig.drain()
@@ -220,12 +221,12 @@ def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
         rig.save(saved)
         rig.drain()
     for _ in range(2):
-        rig.manager.breakers.reads["disk"].failed()
+        rig.manager.tiers.breakers.reads["disk"].failed()
     rig.media.fail_next = RowError.MISSING
     rig.load(keys)
     rig.drain()
     assert rig.manager.get_match(keys, NAMESPACE).depth < 4
-    rig.manager.breakers.reads["disk"].failed()
-    assert rig.manager.breakers.reads["disk"].state is BreakerState.CLOSED
+    rig.manager.tiers.breakers.reads["disk"].failed()
+    assert rig.manager.tiers.breakers.reads["disk"].state is BreakerState.CLOSED
     assert "kvcore_corrupt_blocks_total" not in rig.metrics.snapshot()
     rig.manager.check_integrity()

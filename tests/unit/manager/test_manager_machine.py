@@ -21,7 +21,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     write = WritePolicy.WRITE_THROUGH
     device = 0
-    """Places of the staging on the device; with some, loads from disk go past host memory."""
+    """Places in the staging on the device; if there are any, disk loads go past host memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(names=names)
     def fetch(self, names: list[int]) -> None:
-        """Into host memory and no further."""
+        """Prefetch into host memory only."""
         manager, ended = self.rig.manager, []
         before = manager.in_flight
         began = self.rig.fetch(chain(*names), lambda: ended.append(1))
@@ -55,21 +55,21 @@ class ManagerMachine(RuleBasedStateMachine):
     def write_down(self, names: list[int]) -> None:
         manager = self.rig.manager
         before = manager.in_flight
-        began = manager.saves.write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
+        began = manager.offloader.write("disk", chain(*names), NAMESPACE, on_end=lambda: None)
         assert manager.in_flight == before + began
 
     @rule(names=names, tier=st.sampled_from([HOST, "disk"]), below=st.booleans())
     def take_out(self, names: list[int], tier: str, below: bool) -> None:
         manager, keys = self.rig.manager, chain(*names)
         if below:
-            manager.removals.drop(tier, keys[-1:])
+            manager.invalidation.drop(tier, keys[-1:])
             assert manager.index.held(tier, keys) < len(keys)
         else:
-            manager.removals.discard(tier, keys)
+            manager.invalidation.discard(tier, keys)
 
     @rule(tier=st.sampled_from([HOST, "disk"]), blocks=st.none() | st.integers(0, 10))
     def set_quota(self, tier: str, blocks: int | None) -> None:
-        self.rig.manager.removals.set_quota(tier, "ann", [NAMESPACE], blocks)
+        self.rig.manager.invalidation.set_quota(tier, "ann", [NAMESPACE], blocks)
 
     @rule(pick=st.integers(0, 50), count=st.integers(1, 4))
     def run(self, pick: int, count: int) -> None:

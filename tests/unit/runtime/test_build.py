@@ -1,4 +1,4 @@
-"""Leader and worker put together from a config, and the room they agree on."""
+"""Leader and worker built from a config, and the number of slots on which they agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvcore.cluster import Member, enter  # noqa: E402
+from kvcore.cluster import Member, register  # noqa: E402
 from kvcore.cluster.static import StaticDirectory  # noqa: E402
 from kvcore.config import Config, load_config  # noqa: E402
 from kvcore.connector.build import (  # noqa: E402  # after the skip
@@ -106,7 +106,7 @@ def pages() -> KVView:
 
 
 class Halves:
-    """A leader and its only rank, which speak to each other at once."""
+    """A leader and its only rank, which exchange messages without delay."""
 
     def __init__(self, config: Config, view: KVView) -> None:
         self.events: list[Event] = []
@@ -162,7 +162,7 @@ def save(halves: Halves, table: list[int]) -> None:
 
 
 def load(halves: Halves, table: list[int]) -> dict[str, int]:
-    """Load what is held into ``table``; blocks by tier."""
+    """Load what is held into ``table``; return the blocks by tier."""
     manager = halves.leader.manager
     hit = manager.get_match(keys(), DIGEST)
     graph = manager.launch_load(hit, 0, hit.depth, PAGING.units([table], 0, hit.depth))
@@ -171,7 +171,7 @@ def load(halves: Halves, table: list[int]) -> dict[str, int]:
 
 
 def kv(view: KVView, table: list[int]) -> list[torch.Tensor]:
-    """KV of the tokens in ``table``, a layer each: ``[heads, tokens, K|V]``."""
+    """Return the KV of the tokens in ``table``, for each layer: ``[heads, tokens, K|V]``."""
     return [
         torch.cat([tensor[page] for page in table], dim=1)[:, :TOKENS].clone()
         for tensor in view.tensors
@@ -228,7 +228,7 @@ def test_a_rank_holds_its_own_heads_only() -> None:
 
 
 def test_a_worker_that_cannot_be_had_leaves_no_memory_behind() -> None:
-    """A thread that asks for memory ahead of its use keeps it."""
+    """A thread that touches memory ahead of its use keeps that memory alive."""
     host = {"capacity": "16MiB", "prefault": "1MiB"}
     with pytest.raises(ConfigError, match="nobody"):
         build_worker(settings(host=host, ops={"backend": "nobody"}), model(), 0, [pages()])
@@ -342,6 +342,6 @@ def test_a_star_in_an_address_becomes_the_hosts_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StaticDirectory, "join", lambda _, member: joined.append(member))
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     config = load_config(overrides={"cluster": {"members": {"a": {}}}}, env={})
-    enter(config, "leader", {"events": "tcp://*:5557"})
+    register(config, "leader", {"events": "tcp://*:5557"})
     assert joined[0].address == joined[0].details["events"] == "tcp://node7:5557"
     assert joined[0].name.startswith("node7-")

@@ -1,4 +1,4 @@
-"""Pages by an engine's own keys in one tier: the same as a dictionary, but for what was evicted."""
+"""Pages under an engine's own keys in one tier behave like a dictionary, except for evictions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store() -> PageStore:
 
 
 def page(content: object) -> Buffers:
-    """A page that only this content has, in three runs."""
+    """Return a page with unique content, in three runs."""
     data = random.Random(str(content)).randbytes(SHAPE.nbytes)
     return [memoryview(data)[:60], memoryview(data)[60:100], memoryview(data)[100:]]
 
@@ -57,7 +57,7 @@ def put(store: PageStore, keys: Sequence[str]) -> list[bool]:
 
 
 def got(store: PageStore, keys: Sequence[str]) -> list[str]:
-    """Those of the keys that were found; what was read is what was stored under them."""
+    """Return the keys that were found, after checking that the bytes are those stored."""
     buffers = [blank() for _ in keys]
     found = store.get(keys, buffers)
     for key, there, buffer in zip(keys, found, buffers, strict=True):
@@ -66,7 +66,7 @@ def got(store: PageStore, keys: Sequence[str]) -> list[str]:
 
 
 class NaiveStore:
-    """The twin: a dictionary whose least recently used page goes first."""
+    """The reference: a dictionary that evicts its least recently used page."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -84,7 +84,7 @@ class NaiveStore:
         return [key in self.pages for key in keys]
 
     def _has_room(self, new: list[str]) -> bool:
-        """Make room, if need be, by the oldest that is not new."""
+        """Make room, if needed, by evicting the oldest page that is not new."""
         oldest = next((key for key in self.pages if key not in new), None)
         if len(self.pages) >= self.slots and oldest is not None:
             del self.pages[oldest]
@@ -119,7 +119,7 @@ def test_it_does_what_a_dictionary_does(steps: list[tuple[str, list[str]]]) -> N
 
 
 def test_where_room_is_short_the_first_pages_are_kept(store: PageStore) -> None:
-    """A prefix is worth something without what follows it, and not the other way round."""
+    """A prefix is useful without what follows it, but not the other way round."""
     keys = [str(i) for i in range(SLOTS + 3)]
     assert put(store, keys) == [True] * SLOTS + [False] * 3
     assert store.leading(keys) == SLOTS
@@ -137,7 +137,7 @@ def test_pages_that_are_there_do_not_make_room_for_those_that_follow_them(
 
 
 def test_the_identity_keeps_pages_apart(store: PageStore) -> None:
-    """Two models' stores over one medium: equal keys of the engine, and never the other's page."""
+    """Two models share one medium: equal engine keys never return the other model's page."""
     tier = MemoryTier(SLOTS, SHAPE.nbytes)
     index = BlockIndex([TierSpec("tier", SLOTS)])
     one, two = PageStore(index, tier, b"one"), PageStore(index, tier, b"two")
@@ -148,7 +148,7 @@ def test_the_identity_keeps_pages_apart(store: PageStore) -> None:
 
 
 class Unreliable(MemoryTier):
-    """Fails when told to, and reads rotten pages of the slots named."""
+    """A tier that fails on request, and returns corrupt pages for the named slots."""
 
     def __init__(self) -> None:
         super().__init__(SLOTS, SHAPE.nbytes)
@@ -294,7 +294,7 @@ def test_a_rotten_page_is_dropped_and_can_be_stored_again(tmp_path: Path) -> Non
 
 
 def test_stores_that_share_a_folder_stay_within_its_capacity(tmp_path: Path) -> None:
-    """As ranks do: each has its part, and together they are no larger than was allowed."""
+    """Stores divide the capacity as ranks do, and together stay within it."""
     shapes = [Geometry(SHAPE, bytes([rank]) * 16, ((0, 1),)) for rank in range(2)]
     capacity = 2 * (5 * SLOT_AND_RECORD + 4096)
     config = load_config(overrides={"disk": {"path": str(tmp_path), "capacity": capacity}}, env={})

@@ -1,4 +1,4 @@
-"""Backing tiers: prepared by the leader, opened by each rank, all by the plugins' one door."""
+"""Backing tiers: prepared by the leader, opened by each rank, all through the plugin hook."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHELF_TIER = """
         return PreparedTier(context.num_slots // 2, [KEPT], {"door": context.name})
 
     def shelf(context):
-        return ("tier", context.rank, dict(context.told), context.slot_nbytes)
+        return ("tier", context.rank, dict(context.rank_options), context.slot_nbytes)
 
     @hookimpl
     def kvcore_tiers():
@@ -53,7 +53,7 @@ def test_a_tier_is_prepared_by_the_leader_and_opened_by_each_rank(plugin: MakePl
     assert (found.backing.read_path, found.backing.write_path) == (Path.REMOTE2H, Path.H2REMOTE)
     assert found.backing.write is WritePolicy.SELECTIVE
     opened = [
-        BackingOpener(config, GEOMETRY, rank, manager)("books", found.prepared.told)
+        BackingOpener(config, GEOMETRY, rank, manager)("books", found.prepared.rank_options)
         for rank in range(2)
     ]
     assert opened == [("tier", rank, {"door": "books"}, 4096) for rank in range(2)]
@@ -84,7 +84,7 @@ def test_a_tier_that_cannot_be_used_is_left_out_by_name(
 
 
 def test_the_disk_tier_takes_the_same_way(tmp_path: pathlib.Path) -> None:
-    """As `[disk]` and as a tier of the plugin: both keep blocks over a restart."""
+    """`[disk]` and a tier of the disk plugin both keep blocks over a restart."""
     manager = PluginManager(entry_points=[])
     folder, other = tmp_path / "a", tmp_path / "b"
     config = load_config(
@@ -102,7 +102,7 @@ def test_the_disk_tier_takes_the_same_way(tmp_path: pathlib.Path) -> None:
         for one in found:
             for rank in range(2):
                 opener = BackingOpener(config, GEOMETRY, rank, manager)
-                tier = opener(one.spec.name, one.prepared.told)
+                tier = opener(one.spec.name, one.prepared.rank_options)
                 block = memoryview(bytearray(b"x" * tier.slot_nbytes))
                 if turn == 0:
                     write = BlockWrite(2, key, bytes(16), b"n" * 16, [block])

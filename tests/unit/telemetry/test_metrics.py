@@ -44,6 +44,8 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(lambda t, n: lambda m: m.tier(t, n, 1000), tiers, counts),
     st.builds(lambda p, n: lambda m: m.queue(p, n), paths, counts),
     st.builds(lambda t, n: lambda m: m.evicted(t, n), tiers, counts),
+    st.builds(lambda t, n: lambda m: m.cleared(t, n), tiers, counts),
+    st.builds(lambda t, n: lambda m: m.lost(t, n), tiers, counts),
     st.builds(lambda t, n: lambda m: m.corrupt(t, n), tiers, counts),
     st.builds(lambda p, n: lambda m: m.failed(p, CorruptBlock("x"), n), paths, counts),
     st.builds(lambda r, n: lambda m: m.save_skipped(r, n), st.sampled_from(SaveSkip), counts),

@@ -33,7 +33,7 @@ from kvcore.testing.faults import (
 from kvcore.testing.store_contract import StoreContract
 from kvcore.testing.tier_contract import Block, TierContract, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, Tier
-from kvcore.tiers.disk import DiskTier, Geometry
+from kvcore.tiers.disk import DiskTier, Geometry, MountedStore
 from kvcore.tiers.disk import files as disk_files
 from kvcore.tiers.memory import MemoryTier
 from kvcore.tiers.remote.base import BlockStore, Item
@@ -173,7 +173,7 @@ class TestFaultyStoreWithoutFaults(StoreContract):
 
 
 def open_disk(folder: Path, num_slots: int) -> DiskTier:
-    return DiskTier(folder, GEOMETRY, shard=0, num_slots=num_slots, slot_nbytes=SLOT)
+    return DiskTier(MountedStore(folder, num_slots), GEOMETRY, shard=0, slot_nbytes=SLOT)
 
 
 @pytest.fixture(params=["queue", "threads"])
@@ -181,7 +181,7 @@ def disk(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[DiskTier, Faults]]:
     if request.param == "threads":
-        monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+        monkeypatch.setattr(disk_files, "_with_queue", lambda path, threads: threads)
     faults = Faults(seed=3)
     GEOMETRY.save(tmp_path)
     tier = into_disk(open_disk(tmp_path, 8), faults)

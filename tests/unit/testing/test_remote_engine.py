@@ -189,7 +189,7 @@ def test_a_value_that_vanished_after_it_was_seen_is_a_miss(
     assert counted(second, "kvcore_failures_total", "remote2h", "missing") >= 1
     assert not counted(second, "kvcore_corrupt_blocks_total", "far")
     assert second.leader is not None
-    assert second.leader.manager.breakers.reads["far"].state.value == "closed"
+    assert second.leader.manager.tiers.breakers.reads["far"].state.value == "closed"
 
 
 @pytest.mark.parametrize("write", ["write_back", "selective"])

@@ -1,4 +1,4 @@
-"""docs/format.md is right: its tables decode what is written; other versions are refused."""
+"""docs/format.md is right: its tables decode what is written, and other versions are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RECORD = st.builds(Record, DIGEST, DIGEST, DIGEST, DIGEST, NUMBER, NUMBER, PLAIN
 
 
 def table(title: str) -> list[tuple[int, int, str, str]]:
-    """(offset, bytes, field, remark) of each row below a heading of the page."""
+    """Return (offset, bytes, field, remark) of each row below a heading of the page."""
     section = PAGE.split(f"### {title}\n")[1].split("\n#")[0]
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\w+) \| ?(.*?) ?\|$", section, re.MULTILINE)
     assert rows
@@ -43,7 +43,7 @@ def table(title: str) -> list[tuple[int, int, str, str]]:
 
 
 def sealed(title: str) -> int:
-    """Bytes that the page says are sealed, in or just above its section."""
+    """Return the bytes that the page calls sealed, in its section or just above."""
     before, after = PAGE.split(f"### {title}\n")
     covers = r"The\s+seal\s+covers\s+bytes\s+0\s+to\s+(\d+)"
     found = re.findall(covers, after.split("\n#")[0])
@@ -51,7 +51,7 @@ def sealed(title: str) -> int:
 
 
 def decode(title: str, data: bytes) -> dict[str, bytes]:
-    """The fields of ``data`` as the page has them; without gaps, overlaps, or anything unsealed."""
+    """Return the page's fields of ``data``. There are no gaps, overlaps or unsealed bytes."""
     fields: dict[str, bytes] = {}
     at = 0
     for offset, size, name, _ in table(title):
@@ -99,7 +99,7 @@ def test_sums_are_what_the_page_says() -> None:
     st.one_of(st.none(), st.tuples(DIGEST, DIGEST)),
 )
 def test_an_encrypted_record_is_what_the_page_says(record: Record, seal: Any) -> None:
-    """Also what its block is bound to, put together here from the words of the page."""
+    """Its associated data, too, is what the page says."""
     if seal is not None:
         record = record._replace(nonce=seal[0], tag=seal[1], sum=0)
     fields = decode("Record of shard-N.index", record.pack())
@@ -110,11 +110,11 @@ def test_an_encrypted_record_is_what_the_page_says(record: Record, seal: Any) ->
     if seal is not None:
         packed = record.pack()
         words = packed[:64] + bytes(16) + packed[80:88] + b"base (0, 2)"
-        assert record.bound(b"base (0, 2)") == words
+        assert record.associated_data(b"base (0, 2)") == words
 
 
 def test_the_keys_of_blocks_are_what_the_page_says() -> None:
-    """The rest is in test_disk_cipher.py, against the one-shot interface."""
+    """test_disk_cipher.py compares the rest with the one-shot interface."""
     key = bytes(range(32))
     name = hmac.digest(key, b"kvcore-disk-1 key", "sha256")[:16].hex()
     assert BlockCipher(key).name == f"aes-256-gcm/{name}"
@@ -156,7 +156,7 @@ def test_a_split_is_what_the_page_says() -> None:
 
 @given(blocks=st.integers(1, 4), first=st.integers(0, 9), head=st.integers(0, 5), space=st.binary())
 def test_segments_are_what_the_page_says(blocks: int, first: int, head: int, space: bytes) -> None:
-    """Also the body, put together here from the words of the page."""
+    """The body, too, is what the page says."""
     header = decode("Header of segments", segment_file._file_header(16))
     assert header["magic"] == b"KVCSEGS\0"
     assert int.from_bytes(header["block_tokens"], "little") == 16
@@ -192,8 +192,8 @@ def test_store_json_and_the_folders_name_are_what_the_page_says() -> None:
     assert (told["version"], staged.to_json()["version"]) == (1, 2)
     assert "`version` | 1; 2 with `layers`" in section
     assert Geometry.from_json(encrypted.to_json()) == encrypted
-    assert staged.place(1).decode() == f"{staged.base} (0, 2) (1, 2)"
-    assert encrypted.place(0).decode() == f"{encrypted.base} (0, 2)"
+    assert staged.shard_name(1).decode() == f"{staged.base} (0, 2) (1, 2)"
+    assert encrypted.shard_name(0).decode() == f"{encrypted.base} (0, 2)"
     shape_row = next(line for line in section.splitlines() if line.startswith("| `shape`"))
     assert set(re.findall(r"`(\w+)`", shape_row)) - {"shape"} == set(told["shape"])
     text = json.dumps({"shape": shape.to_dict(), "version": 1}, sort_keys=True)
@@ -207,7 +207,7 @@ def test_store_json_and_the_folders_name_are_what_the_page_says() -> None:
 
 
 def reseal(data: bytes, at: int, version: int, covered: int) -> bytes:
-    """``data`` as another version would have written it."""
+    """Return ``data`` as another version would have written it."""
     changed = bytearray(data)
     changed[at : at + 2] = version.to_bytes(2, "little")
     changed[-8:] = xxhash.xxh3_64_intdigest(bytes(changed[:covered])).to_bytes(8, "little")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +18,8 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer import rpc
+from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     HEADER,
     MAX_MESSAGE,
@@ -36,7 +39,7 @@ from kvcore.tiers.remote.peer.messages import (
     decode_request,
     frames,
 )
-from kvcore.tiers.remote.peer.rpc import Answerer, Peers
+from kvcore.tiers.remote.peer.rpc import Peers, PeerServer
 from kvcore_devtools.servers import free_port
 
 BASE = 1 << 40
@@ -47,16 +50,16 @@ class Node:
 
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.lending = Lending(memoryview(bytearray(1 << 16)), lease_s=600.0)
-        self.answerer = Answerer(self.address, self.lending, BASE, lambda: ("me", b"metadata"))
+        self.lent = LentMemory(memoryview(bytearray(1 << 16)), lease_s=600.0)
+        self.server = PeerServer(self.address, self.lent, BASE, lambda: ("me", b"metadata"))
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     made = Node()
     yield made
-    made.answerer.close()
-    made.answerer.close()
+    made.server.close()
+    made.server.close()
 
 
 @pytest.fixture
@@ -71,14 +74,14 @@ def test_every_question_has_its_answer(node: Node, peers: Peers) -> None:
     def ask(request: object) -> object:
         return peers.ask({node.address: request})[node.address]  # type: ignore[dict-item]
 
-    node.lending.put("kvcore/m/a", [memoryview(b"x" * 100)])
-    node.lending.put("kvcore/m/b", [memoryview(b"y" * 100)])
+    node.lent.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    node.lent.put("kvcore/m/b", [memoryview(b"y" * 100)])
     assert ask(Find(["kvcore/m/b", "kvcore/m/c"])) == Found(b"\1\0", ["kvcore/m"])
     assert ask(Meet()) == Met("me", b"metadata")
     leased = ask(Lease(["kvcore/m/c", "kvcore/m/b"]))
     assert isinstance(leased, Leased)
     assert (leased.agent, leased.places) == ("me", [None, (BASE + 128, 100)])
-    assert node.lending.leased == 1
+    assert node.lent.leased == 1
     assert (leased.folders, peers.folders) == (["kvcore/m"], {"kvcore/m"})
     assert ask(Remove(["kvcore/m/b"])) == Removed(["kvcore/m"])
     assert ask(Done(leased.lease)) == Ended(True)
@@ -86,7 +89,7 @@ def test_every_question_has_its_answer(node: Node, peers: Peers) -> None:
     assert ask(Find(["kvcore/m/b"])) == Found(b"\0", ["kvcore/m"])
     assert ask(Remove(["kvcore/m/a"])) == Removed([])
     assert peers.folders == set(), "what it said last"
-    assert node.lending.leased == 0
+    assert node.lent.leased == 0
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
@@ -143,6 +146,65 @@ def test_what_is_too_long_or_no_zeromq_at_all_harms_nobody(node: Node, peers: Pe
     context.term()
 
 
+def test_reads_that_hang_keep_no_message_waiting() -> None:
+    """NIXL may not return for a while. The node is there all the same, and says so."""
+    stuck, go_on, again = threading.Event(), threading.Event(), threading.Event()
+
+    def progress() -> None:
+        if go_on.is_set():
+            again.set()
+        stuck.set()
+        go_on.wait()
+
+    address = f"tcp://127.0.0.1:{free_port()}"
+    lent = LentMemory(memoryview(bytearray(1 << 16)), lease_s=600.0)
+    lent.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    server = PeerServer(address, lent, BASE, lambda: ("me", b"metadata"), progress)
+    peers = Peers([address], 20.0)
+    try:
+        leased = peers.ask({address: Lease(["kvcore/m/a"])})[address]
+        assert isinstance(leased, Leased)
+        assert stuck.wait(60.0)
+        assert isinstance(peers.ask({address: Meet()})[address], Met)
+        assert peers.ask({address: Done(leased.lease)})[address] == Ended(True)
+        go_on.set()
+        assert again.wait(60.0), "a little longer than the lease"
+    finally:
+        go_on.set()
+        peers.close()
+        server.close()
+
+
+def test_reads_are_served_from_a_lease_on_and_whatever_they_raise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rpc, "_LINGER_S", 0.01)
+    calls = threading.Semaphore(0)
+
+    def progress() -> None:
+        calls.release()
+        raise RuntimeError("NIXL")
+
+    address = f"tcp://127.0.0.1:{free_port()}"
+    lent = LentMemory(memoryview(bytearray(1 << 16)), lease_s=600.0)
+    lent.put("kvcore/m/a", [memoryview(b"x" * 100)])
+    server = PeerServer(address, lent, BASE, lambda: ("me", b"metadata"), progress)
+    peers = Peers([address], 60.0)
+    try:
+        assert not calls.acquire(timeout=0.2), "nothing is leased"
+        for _ in range(2):
+            leased = peers.ask({address: Lease(["kvcore/m/a"])})[address]
+            assert isinstance(leased, Leased)
+            for _ in range(3):
+                assert calls.acquire(timeout=60.0)
+            assert peers.ask({address: Done(leased.lease)})[address] == Ended(True)
+    finally:
+        peers.close()
+        server.close()
+    [record] = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert "serving other nodes' reads" in record.getMessage()
+
+
 def test_a_dead_node_costs_its_time_thrice_and_then_nothing(node: Node) -> None:
     dead = f"tcp://127.0.0.1:{free_port()}"
     peers = Peers([dead, node.address], 0.3)
@@ -158,7 +220,7 @@ def test_a_dead_node_costs_its_time_thrice_and_then_nothing(node: Node) -> None:
 
 def test_a_port_that_is_taken_is_named(node: Node) -> None:
     with pytest.raises(TierUnavailable, match="listen"):
-        Answerer(node.address, node.lending, BASE, lambda: ("me", b""))
+        PeerServer(node.address, node.lent, BASE, lambda: ("me", b""))
 
 
 def test_addresses_are_checked() -> None:

@@ -20,7 +20,7 @@ from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import Finder, Item, Shard
 from kvcore.tiers.remote import lookup as finder
 from kvcore.tiers.remote.memory import MemoryStore
-from kvcore.tiers.remote.pending_deletes import OwedKeys
+from kvcore.tiers.remote.pending_deletes import PendingDeletes
 
 SHAPE = BlockShape(1, 1, 16, 8, "float32")
 SHARD = Shard("kvcore", "base", Part.whole(SHAPE), SHAPE)
@@ -45,11 +45,11 @@ def fill(store: Deaf, keys: Sequence[bytes]) -> None:
 
 
 def found(made: Finder, keys: Sequence[bytes] = KEYS) -> int:
-    question = made.ask(keys)
-    assert question is not None
-    while not question.ended:
+    query = made.ask(keys)
+    assert query is not None
+    while not query.ended:
         made.wait(60.0)
-    return question.found
+    return query.found
 
 
 def test_it_is_not_found_and_removed_when_the_store_takes_it() -> None:
@@ -88,37 +88,37 @@ def test_what_was_removed_late_may_be_written_again() -> None:
 
 
 def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder, "OWED_KEPT", 4)
+    monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
     made = Finder(store, [SHARD], name="far")
     fill(store, KEYS)
     made.delete(KEYS)
     assert found(made) == 2
-    assert list(made._owed) == KEYS[2:]
+    assert list(made._pending) == KEYS[2:]
     made.close()
 
 
 # -- over lives of a leader ----------------------------------------------------------------------
 
 
-def note(folder: Path, *what: str) -> OwedKeys:
-    return OwedKeys([folder], *(what or ("far", "model")))
+def record(folder: Path, *what: str) -> PendingDeletes:
+    return PendingDeletes([folder], *(what or ("far", "model")))
 
 
 def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> None:
-    """Without anyone's question: other hosts find it until then."""
+    """Without anyone's query: other hosts find it until then."""
     store = Deaf()
     fill(store, KEYS)
-    first = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    first = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     first.delete(KEYS[2:])
     assert found(first) == 2
     first.close()
-    second = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    second = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     assert found(second) == 2, "it knows, though the store is down still"
     assert len(store.values) == 6
     second.close()
     store.deaf = False
-    third = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    third = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     until(lambda: len(store.values) == 2)
     third.close()
     assert not list(tmp_path.iterdir()), "nothing is owed"
@@ -127,13 +127,13 @@ def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> N
 def test_a_leader_that_is_killed_owes_as_much(tmp_path: Path) -> None:
     store = Deaf()
     fill(store, KEYS)
-    killed = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    killed = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     killed.delete(KEYS)
     assert found(killed) == 0
-    assert killed._note is not None
-    killed._note.close()  # the kernel drops its lock
+    assert killed._pending_file is not None
+    killed._pending_file.close()  # the kernel drops its lock
     store.deaf = False
-    fresh = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    fresh = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     until(lambda: not store.values)
     fresh.close()
     killed.close()
@@ -142,7 +142,7 @@ def test_a_leader_that_is_killed_owes_as_much(tmp_path: Path) -> None:
 def test_a_store_that_is_back_is_paid_though_nobody_asks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(finder, "OWED_RETRY_S", 0.05)
+    monkeypatch.setattr(finder, "DELETE_RETRY_S", 0.05)
     store = Deaf()
     fill(store, KEYS)
     made = Finder(store, [SHARD], name="far")
@@ -154,62 +154,62 @@ def test_a_store_that_is_back_is_paid_though_nobody_asks_it(
 
 
 def test_leaders_that_live_keep_their_notes_to_themselves(tmp_path: Path) -> None:
-    first, second = note(tmp_path), note(tmp_path)
+    first, second = record(tmp_path), record(tmp_path)
     first.add(KEYS[:2])
     second.add(KEYS[2:4])
-    third, other = note(tmp_path), note(tmp_path, "far", "another model")
+    third, other = record(tmp_path), record(tmp_path, "far", "another model")
     assert third.read() == other.read() == []
     first.close()
     second.close()
     third.close()
     other.close()
-    heir = note(tmp_path)
+    heir = record(tmp_path)
     assert sorted(heir.read()) == KEYS[:4]
     heir.replace(KEYS[5:])
     heir.close()
-    again = note(tmp_path)
+    again = record(tmp_path)
     assert again.read() == KEYS[5:]
     again.replace([])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_note_that_was_cut_says_what_it_can(tmp_path: Path) -> None:
-    first = note(tmp_path)
+    first = record(tmp_path)
     first.add(KEYS[:2])
     first.close()
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-3])
-    second = note(tmp_path)
+    second = record(tmp_path)
     assert second.read() == KEYS[:1]
     second.add(KEYS[3:4])
     second.close()
-    assert note(tmp_path).read() == [KEYS[0], KEYS[3]], "and is written on where it broke off"
+    assert record(tmp_path).read() == [KEYS[0], KEYS[3]], "and is written on where it broke off"
 
 
 def test_the_next_best_folder_takes_it_and_none_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    made = OwedKeys([tmp_path / "file", tmp_path / "new"], "far")
+    made = PendingDeletes([tmp_path / "file", tmp_path / "new"], "far")
     made.add(KEYS)
     assert [path.parent for path, _ in made._held] == [tmp_path / "new"]
     made.close()
     assert not caplog.text
-    OwedKeys([tmp_path / "file"], "far").add(KEYS)
-    assert "6 blocks to be removed from a store are not written down" in caplog.text
+    PendingDeletes([tmp_path / "file"], "far").add(KEYS)
+    assert "6 pending deletes cannot be recorded" in caplog.text
 
 
 def test_a_note_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder, "OWED_KEPT", 4)
+    monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
-    made = Finder(store, [SHARD], name="far", note=note(tmp_path))
+    made = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     for number in range(40):
         made.delete([bytes([number]) * 16])
         assert found(made) == 0
-    assert made._note is not None
-    assert len(made._note) <= 9
+    assert made._pending_file is not None
+    assert len(made._pending_file) <= 9
     made.close()
-    assert note(tmp_path).read()[-4:] == [bytes([n]) * 16 for n in range(36, 40)]
+    assert record(tmp_path).read()[-4:] == [bytes([n]) * 16 for n in range(36, 40)]
 
 
 def test_an_engine_leaves_its_note_beside_its_disk_tier_or_with_the_server(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_an_engine_leaves_its_note_beside_its_disk_tier_or_with_the_server(tmp_p
         prepared = {made.spec.name: made for made in backings(config)}
         lookup = prepared["far"].prepared.finder
         assert lookup is not None
-        assert lookup._note is not None
-        lookup._note.add(KEYS)
+        assert lookup._pending_file is not None
+        lookup._pending_file.add(KEYS)
         folder = tmp_path / ("disk" if tables else "server")
         assert len(list(folder.glob("owed-*"))) == 1
         for made in prepared.values():
@@ -238,10 +238,10 @@ def left_to(folder: Path, far: dict[str, Any]) -> list[bytes]:
     [made] = backings(load_config(None, tables))
     lookup = made.prepared.finder
     assert lookup is not None
-    assert lookup._note is not None
-    owed = list(lookup._owed)
+    assert lookup._pending_file is not None
+    owed = list(lookup._pending)
     if not owed:
-        lookup._note.add(KEYS)
+        lookup._pending_file.add(KEYS)
     made.prepared.release()
     return owed
 
@@ -265,32 +265,32 @@ def test_a_store_is_known_by_what_it_is_and_not_by_how_it_is_used(
         told = {**more, "timeout_s": 0.1, **options}
         return {"plugin": plugin, "capacity": "1MiB", "options": told}
 
-    notes = tmp_path / "notes"
-    assert left_to(notes, far(**store)) == []
-    assert left_to(notes, far(**store, **used, retries=0, timeout_s=0.2)) == KEYS
-    assert left_to(notes, far(**store | other)) == []
-    assert left_to(notes, far(**store, prefix="another")) == []
+    records = tmp_path / "records"
+    assert left_to(records, far(**store)) == []
+    assert left_to(records, far(**store, **used, retries=0, timeout_s=0.2)) == KEYS
+    assert left_to(records, far(**store | other)) == []
+    assert left_to(records, far(**store, prefix="another")) == []
 
 
 def test_a_debt_to_a_store_that_nobody_uses_ends_some_day(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notes = {what: note(tmp_path, what, "model") for what in ("gone", "far", "held", "young")}
+    records = {what: record(tmp_path, what, "model") for what in ("gone", "far", "held", "young")}
     paths = {}
-    for what, made in notes.items():
+    for what, made in records.items():
         made.add(KEYS)
         [(paths[what], _)] = made._held
     for what in ("gone", "far", "held"):
         os.utime(paths[what], (0, 0))
     for what in ("gone", "far", "young"):
-        notes[what].close()
-    made = note(tmp_path)
+        records[what].close()
+    made = record(tmp_path)
     assert made.read() == KEYS
     assert [what for what, path in paths.items() if not path.exists()] == ["gone"]
     assert str(paths["gone"]) in caplog.text
     made.close()
-    notes["held"].close()
-    assert note(tmp_path, "another").read() == []
+    records["held"].close()
+    assert record(tmp_path, "another").read() == []
     assert paths["far"].exists(), "its store is used"
     assert not paths["held"].exists()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager.remote_lookup import StoreLookup
-from kvcore.tiers.remote import Finder, Question, Shard
+from kvcore.tiers.remote import Finder, Shard, StoreQuery
 from kvcore.tiers.remote.memory import MemoryStore
 from support.stores import GEOMETRY, SPACE, Flaky, key_of
 
@@ -21,7 +21,7 @@ def store() -> Flaky:
     return Flaky()
 
 
-# -- questions ----------------------------------------------------------------------------------
+# -- queries ----------------------------------------------------------------------------------
 
 
 SHARDS = Shard.all_of(GEOMETRY, "kvcore")
@@ -45,12 +45,12 @@ def finder(store: Flaky) -> Iterator[Finder]:
     finder.close()
 
 
-def asked(finder: Finder, seeds: Sequence[int]) -> Question:
-    question = finder.ask([key_of(seed) for seed in seeds])
-    assert question is not None
+def asked(finder: Finder, seeds: Sequence[int]) -> StoreQuery:
+    query = finder.ask([key_of(seed) for seed in seeds])
+    assert query is not None
     for _ in range(100):
-        if question.ended:
-            return question
+        if query.ended:
+            return query
         finder.wait(0.3)
     raise AssertionError("no answer")
 
@@ -67,34 +67,34 @@ def test_it_finds_the_first_block_that_is_not_whole(held: list[bool], half: set[
     expected = [*held, False].index(False)
     finder = Finder(store, SHARDS, name="far")
     try:
-        question = asked(finder, range(1100)[: len(held) or 1])
-        assert (question.found, question.failed) == (min(expected, len(held) or 1), False)
+        query = asked(finder, range(1100)[: len(held) or 1])
+        assert (query.found, query.failed) == (min(expected, len(held) or 1), False)
     finally:
         finder.close()
 
 
-def test_several_questions_are_answered_together(finder: Finder, store: Flaky) -> None:
+def test_several_queries_are_answered_together(finder: Finder, store: Flaky) -> None:
     hold(store, range(40))
     store.gate.clear()
     first = finder.ask([key_of(0)])  # keeps the thread busy
     while store.calls == 0:
         pass
-    questions = [finder.ask([key_of(seed) for seed in range(30 + n)]) for n in range(20)]
+    queries = [finder.ask([key_of(seed) for seed in range(30 + n)]) for n in range(20)]
     store.gate.set()
-    while not all(question is not None and question.ended for question in [first, *questions]):
+    while not all(query is not None and query.ended for query in [first, *queries]):
         finder.wait(0.1)
-    assert [q.found for q in questions if q] == [min(40, 30 + n) for n in range(20)]
+    assert [q.found for q in queries if q] == [min(40, 30 + n) for n in range(20)]
     assert store.calls <= 5
 
 
-def test_a_store_that_does_not_answer_ends_the_question(finder: Finder, store: Flaky) -> None:
+def test_a_store_that_does_not_answer_ends_the_query(finder: Finder, store: Flaky) -> None:
     store.down = True
     assert asked(finder, [1, 2]).failed
     store.down = False
     assert not asked(finder, [1, 2]).failed
 
 
-def test_questions_are_bounded(finder: Finder, store: Flaky) -> None:
+def test_queries_are_bounded(finder: Finder, store: Flaky) -> None:
     store.gate.clear()
     taken = [finder.ask([key_of(n)]) for n in range(400)]
     assert taken[0] is not None
@@ -129,7 +129,7 @@ class Leader:
     def find(self, keys: Sequence[bytes]) -> int:
         """Ask and take in the answer; how many blocks are believed then."""
         if self.lookup.ask(keys):
-            while self.lookup._asked and not self.lookup._asked[keys[-1]].question.ended:
+            while self.lookup._asked and not self.lookup._asked[keys[-1]].query.ended:
                 self.finder.wait(0.1)
             assert self.lookup.settle(keys, SPACE) is not None
         self.index.check_integrity()
@@ -238,7 +238,7 @@ def test_a_probe_that_nobody_came_back_for_blocks_nothing(leader: Leader, store:
     assert leader.lookup.ask(keys_of([7]))
     assert not leader.lookup.ask(keys_of([8])), "one probe at a time"
     [probe] = leader.lookup._asked.values()
-    while not probe.question.ended:
+    while not probe.query.ended:
         leader.finder.wait(0.1)
     leader.now = 8
     assert leader.find(keys_of([8])) == 1

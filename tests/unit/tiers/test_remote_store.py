@@ -274,7 +274,7 @@ def test_what_is_missing_is_not_asked_for_twice(tier: StoreTier, store: Flaky) -
     ("options", "said"),
     [
         ({"timout_s": 1}, r"\[tiers.far.options\]: timout_s: .*did you mean timeout_s"),
-        ({"quux": 1}, "quux: there is no such option; there are .*prefix"),
+        ({"quux": 1}, "quux: there is no such option; supported are .*prefix"),
         ({"retries": -1}, "retries: given -1; supported is a whole number from 0 to 10"),
         ({"timeout_s": 0.0}, "timeout_s: given 0.0; supported is a number above 0"),
         ({"prefix": "a b"}, "prefix: given 'a b'"),

@@ -1,4 +1,4 @@
-"""`Wire` against a server that sends what it likes, in pieces of any size."""
+"""`RespConnection` against a server that sends what it likes, in pieces of any size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.tiers.remote.base import Item
-from kvcore.tiers.remote.resp import ReplyError, Wire
+from kvcore.tiers.remote.resp import ReplyError, RespConnection
 
 
 class Connection:
-    """What `Wire` takes of a connection of redis-py."""
+    """What `RespConnection` takes of a connection of redis-py."""
 
     def __init__(self, made: socket.socket) -> None:
         self._sock = made
@@ -32,7 +32,7 @@ class Connection:
 
 
 @contextmanager
-def said(pieces: Sequence[bytes]) -> Iterator[Wire]:
+def said(pieces: Sequence[bytes]) -> Iterator[RespConnection]:
     """A wire on which the server says these pieces, one after the other, and leaves."""
     ours, theirs = socket.socketpair()
     ours.settimeout(60)
@@ -45,7 +45,7 @@ def said(pieces: Sequence[bytes]) -> Iterator[Wire]:
     saying = threading.Thread(target=say)
     saying.start()
     try:
-        yield Wire(Connection(ours))
+        yield RespConnection(Connection(ours))
     finally:
         ours.close()
         saying.join()
@@ -88,7 +88,7 @@ def test_what_is_set_is_framed_as_one_value(name: bytes, value: bytes, ttl_s: in
     with ours, theirs:
         half = len(value) // 2
         parts = [memoryview(value)[:half], memoryview(value)[half:]]
-        Wire(Connection(ours)).ask_set([Item(text, parts)], ttl_s or None)
+        RespConnection(Connection(ours)).ask_set([Item(text, parts)], ttl_s or None)
         ours.shutdown(socket.SHUT_WR)
         heard = b"".join(iter(lambda: theirs.recv(1 << 16), b""))
     words = [b"SET", text.encode(), value, *([b"EX", b"%d" % ttl_s] if ttl_s else [])]
@@ -102,7 +102,7 @@ def test_what_is_set_is_framed_as_one_value(name: bytes, value: bytes, ttl_s: in
         (b"", "closed"),
         (b"$5", "closed"),
         (b":3\r\n", "line with"),
-        (b"$five\r\n", "a size was expected"),
+        (b"$five\r\n", "expected a size"),
         (b"$" + b"5" * 200_000, "more than"),
         (b"*1\r\n$1\r\na\r\n", "line with"),
     ],

@@ -1,4 +1,4 @@
-"""`kvcore scrub`: what is damaged is found, named and taken out, and nothing else is touched."""
+"""`kvcore scrub`: damaged blocks are found, reported and removed, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcore.fusion.segments import Segments
 from kvcore.memory.arena import slot_bytes
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.disk import Geometry, prepare_store
-from kvcore.tiers.disk.scrub import State, StoreReport, scrub
+from kvcore.tiers.disk.scrub import StoreReport, StoreState, scrub
 from kvcore.tiers.geometry import RECORD_NBYTES
 from support.disk import GEOMETRY as ONE
 from support.disk import ROOM, SHAPE, flip, open_tier
@@ -28,7 +28,7 @@ runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
 
 def fill(path: Path, geometry: Geometry, count: int) -> tuple[Path, list[Block]]:
-    """A store with ``count`` blocks in every shard: (its folder, the blocks of shard 0)"""
+    """Fill every shard of a store with ``count`` blocks. Return (its folder, shard 0's blocks)."""
     store = prepare_store(path, geometry, ROOM, wait_s=0)
     shards = []
     for shard in range(len(geometry.heads)):
@@ -55,7 +55,12 @@ def test_a_whole_store_is_left_as_it_is(tmp_path: Path, geometry: Geometry) -> N
     before = contents(tmp_path)
     heard: list[int] = []
     report = only(tmp_path, done=heard.append)
-    assert (report.state, report.blocks, report.num_bad, report.partial) == (State.WHOLE, 5, 0, 0)
+    assert (report.state, report.blocks, report.num_bad, report.partial) == (
+        StoreState.WHOLE,
+        5,
+        0,
+        0,
+    )
     assert report.nbytes == sum(heard) == 5 * SHAPE.nbytes
     assert contents(tmp_path) == before
 
@@ -79,7 +84,7 @@ def test_every_damaged_block_and_no_other_is_taken_out(
     assert (looked.blocks, looked.erased) == (7 - len(slots), 0)
     assert only(path).erased == len(slots)
     again = only(path)
-    assert (again.state, again.blocks) == (State.WHOLE, 7 - len(slots))
+    assert (again.state, again.blocks) == (StoreState.WHOLE, 7 - len(slots))
     store = prepare_store(path, ONE, ROOM, wait_s=0)
     assert {record.slot for record in store.records} == set(range(7)) - slots
     tier = open_tier(store, ONE)
@@ -101,12 +106,12 @@ def test_damage_in_one_shard_takes_the_block_out_of_all(tmp_path: Path) -> None:
 
 
 def test_a_block_that_one_shard_lacks_is_no_damage(tmp_path: Path) -> None:
-    """As an engine leaves it that was killed between the writes of two ranks."""
+    """An engine that is killed between the writes of two ranks leaves such a block."""
     folder, _ = fill(tmp_path, TWO, 3)
     index = folder / "shard-1.index"
     index.write_bytes(index.read_bytes()[: 2 * RECORD_NBYTES])
     report = only(tmp_path)
-    assert (report.state, report.blocks, report.partial) == (State.WHOLE, 2, 1)
+    assert (report.state, report.blocks, report.partial) == (StoreState.WHOLE, 2, 1)
 
 
 def test_torn_records_and_blocks_beyond_the_data_are_taken_out(tmp_path: Path) -> None:
@@ -120,20 +125,20 @@ def test_torn_records_and_blocks_beyond_the_data_are_taken_out(tmp_path: Path) -
     assert (report.torn, report.num_bad, report.blocks) == (2, 1, 2)
     assert "the data file ends before it" in report.bad[0].why
     again = only(tmp_path)
-    assert (again.state, again.blocks, again.torn) == (State.WHOLE, 2, 0)
+    assert (again.state, again.blocks, again.torn) == (StoreState.WHOLE, 2, 0)
 
 
 def test_stores_in_use_and_of_other_versions_are_named_and_left(tmp_path: Path) -> None:
     folder, _ = fill(tmp_path, ONE, 2)
     store = prepare_store(tmp_path, ONE, ROOM, wait_s=0)
-    assert only(tmp_path).state is State.IN_USE
+    assert only(tmp_path).state is StoreState.IN_USE
     store.close()
     told = json.loads((folder / "store.json").read_text())
     (folder / "store.json").write_text(json.dumps(told | {"version": 7}))
     flip(folder / "shard-0.data", 0)
     before = contents(tmp_path)
     report = only(tmp_path)
-    assert report.state is State.NOT_READ
+    assert report.state is StoreState.NOT_READ
     assert "version 7; this kvcore reads 1" in report.why
     assert contents(tmp_path) == before
 

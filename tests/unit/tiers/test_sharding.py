@@ -1,4 +1,4 @@
-"""Parts of blocks: whatever sizes wrote, whatever size reads, on disk and in stores.
+"""Parts of blocks: any number of ranks reads what any other wrote, on disk and in stores.
 
 The naive twin is a numpy array of the whole block, [layers, heads, bytes]: a part is a slice of it.
 """
@@ -28,7 +28,7 @@ from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
-from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, Splits, pack, unpack
+from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, ShardRegistry, pack, unpack
 from kvcore.tiers.remote.tier import StoreKind, prepare
 from kvcore.tiers.sharding import cover, is_tiling, places, runs, splits_of
 from support.disk import open_tier
@@ -46,7 +46,7 @@ def block_of(seed: int) -> Block:
 
 
 def taken(block: Block, part: Part) -> bytes:
-    """The naive way to a part."""
+    """Take a part of a block, the naive way."""
     return block[slice(*part.layers), slice(*part.heads)].tobytes()
 
 
@@ -55,7 +55,7 @@ def key_of(seed: int) -> bytes:
 
 
 def spans(size: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
-    """[0, size) cut anywhere."""
+    """Draw a division of [0, size) into spans."""
     inner = st.sets(st.integers(1, size - 1))
     return inner.map(lambda cuts: tuple(pairwise([0, *sorted(cuts), size])))
 
@@ -70,7 +70,7 @@ PARTS = st.builds(Part, anywhere(SHAPE.kv_heads), anywhere(SHAPE.layers))
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    """Ranks that share heads and layers in any way, some of them the same ones."""
+    """Draw ranks that divide heads and layers in any way, some of them holding the same part."""
     cut = draw(spans(SHAPE.kv_heads)), draw(spans(SHAPE.layers))
     places = [(heads, layers) for layers, heads in product(cut[1], cut[0])]
     copies = draw(st.integers(1, 2))
@@ -85,7 +85,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
 def test_what_two_parts_share_is_laid_where_it_belongs(
     held: Part, wanted: Part, cuts: set[int]
 ) -> None:
-    """Into memory in any pieces; what they do not share is let be."""
+    """The memory may be in any pieces. Bytes that the parts do not share stay as they are."""
     block = block_of(0)
     value = taken(block, held)
     size = wanted.shape(SHAPE).nbytes
@@ -209,11 +209,11 @@ def test_any_split_on_disk_is_read_at_any_other(written: Geometry, read: Geometr
 
 
 def test_a_store_of_stages_says_so_and_others_are_as_before() -> None:
-    """A kvcore that knows no stages must not take half the layers for all of them."""
+    """A kvcore that knows no stages must not mistake half of the layers for all."""
     staged = Geometry(SHAPE, b"model", ((0, 4), (0, 4)), layers=((0, 2), (2, 5)))
     assert staged.to_json()["version"] == 2
     assert Geometry.from_json(staged.to_json()) == staged
-    assert staged.place(0) != staged.place(1)
+    assert staged.shard_name(0) != staged.shard_name(1)
     plain = Geometry(SHAPE, b"model", ((0, 2), (2, 4)))
     assert plain.to_json()["version"] == 1
     assert "layers" not in plain.to_json()
@@ -230,17 +230,19 @@ def shards_of(geometry: Geometry) -> list[Shard]:
     return Shard.all_of(geometry, "kvcore")
 
 
-def splits_of_store(store: MemoryStore, geometry: Geometry, *, announces: bool = False) -> Splits:
-    return Splits(store, shards_of(geometry), every_s=1e-9, announces=announces)
+def registry_of_store(
+    store: MemoryStore, geometry: Geometry, *, announces: bool = False
+) -> ShardRegistry:
+    return ShardRegistry(store, shards_of(geometry), every_s=1e-9, announces=announces)
 
 
 def store_tier(store: MemoryStore, geometry: Geometry, rank: int) -> StoreTier:
-    splits = splits_of_store(store, geometry)
-    return StoreTier(store, Shard.of(geometry, rank, "kvcore"), OPTIONS, splits=splits)
+    registry = registry_of_store(store, geometry)
+    return StoreTier(store, Shard.of(geometry, rank, "kvcore"), OPTIONS, registry=registry)
 
 
 def write_to_store(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> None:
-    splits_of_store(store, geometry, announces=True).refresh()
+    registry_of_store(store, geometry, announces=True).refresh()
     for rank, part in enumerate(geometry.parts):
         tier = store_tier(store, geometry, rank)
         assert tier.write([to_write(0, seed, part) for seed in seeds]) == [None] * len(seeds)
@@ -248,7 +250,7 @@ def write_to_store(store: MemoryStore, geometry: Geometry, seeds: Sequence[int])
 
 
 def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int) -> bytes:
-    """Twice: the way that was found is the first one then. Raises what the tier says."""
+    """Read twice: the split that was found is tried first then. Raise the tier's error."""
     tier = store_tier(store, geometry, rank)
     size = geometry.shard_shape(rank).nbytes
     intos = [bytearray(size) for _ in range(2)]
@@ -266,18 +268,18 @@ def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int
 
 
 def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
-    """How many blocks, from the first on, its leader is told of."""
-    splits = splits_of_store(store, geometry)
-    finder = Finder(store, shards_of(geometry), name="far", splits=splits)
-    question = finder.ask([key_of(seed) for seed in seeds])
-    assert question is not None
+    """Return how many blocks, from the first on, the leader finds."""
+    registry = registry_of_store(store, geometry)
+    finder = Finder(store, shards_of(geometry), name="far", registry=registry)
+    query = finder.ask([key_of(seed) for seed in seeds])
+    assert query is not None
     limit = time.monotonic() + 60
-    while not question.ended and time.monotonic() < limit:
+    while not query.ended and time.monotonic() < limit:
         finder.wait(0.1)
-    assert question.ended
-    assert not question.failed
+    assert query.ended
+    assert not query.failed
     finder.close()
-    return question.found
+    return query.found
 
 
 @settings(max_examples=40)
@@ -285,8 +287,7 @@ def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
 def test_any_split_in_a_store_is_read_at_any_other(
     written: Geometry, read: Geometry, gone: int
 ) -> None:
-    """And a block that lacks a value is no block: the leader is not told of it, and a rank that
-    needs the value misses."""
+    """If a block lacks a value, the leader does not find it, and a rank that needs it misses."""
     store = MemoryStore()
     write_to_store(store, written, [1, 2])
     assert found(store, read, [1, 2, 3]) == 2
@@ -325,7 +326,7 @@ def test_a_damaged_part_makes_a_miss_and_is_removed(reads: Geometry) -> None:
 
 
 def test_parts_of_one_size_are_told_apart_by_what_stands_in_their_values() -> None:
-    """Where a store gives one for the other."""
+    """For the case that a store returns one for the other."""
     stages = Geometry(SHAPE, b"model", ((0, 4),) * 2, layers=((0, 2), (2, 4)))
     others = Geometry(SHAPE, b"other", ((0, 4),) * 2, layers=((0, 2), (2, 4)))
     shards = [shard for each in (stages, others, TWO) for shard in shards_of(each)]
@@ -351,9 +352,9 @@ def test_blocks_are_removed_in_all_their_parts() -> None:
     store = MemoryStore()
     write_to_store(store, TWO, [1])
     write_to_store(store, ONE, [1])
-    splits = splits_of_store(store, ONE)
-    splits.refresh()
-    finder = Finder(store, shards_of(ONE), name="far", splits=splits)
+    registry = registry_of_store(store, ONE)
+    registry.refresh()
+    finder = Finder(store, shards_of(ONE), name="far", registry=registry)
     finder.delete([key_of(1)])
     finder.close()
     assert not [name for name in store.values if "/splits/" not in name]
@@ -396,9 +397,9 @@ def test_what_is_no_split_of_these_blocks_is_not_taken() -> None:
 def test_splits_are_put_once_and_again_when_they_are_gone() -> None:
     store = MemoryStore()
     for geometry in (ONE, TWO, ONE, STAGED, TWO):
-        splits_of_store(store, geometry, announces=True).refresh()
+        registry_of_store(store, geometry, announces=True).refresh()
     assert len(store.values) == 3
-    one = splits_of_store(store, ONE, announces=True)
+    one = registry_of_store(store, ONE, announces=True)
     assert one.refresh()
     assert len(one.others) == 2
     store.values.clear()
@@ -409,39 +410,41 @@ def test_splits_are_put_once_and_again_when_they_are_gone() -> None:
 
 def test_a_store_is_asked_for_splits_now_and_then_only() -> None:
     now, store = [0.0], MemoryStore()
-    splits = Splits(store, shards_of(ONE), every_s=5, clock=lambda: now[0])
-    assert not splits.refresh()
+    registry = ShardRegistry(store, shards_of(ONE), every_s=5, clock=lambda: now[0])
+    assert not registry.refresh()
     write_to_store(store, TWO, [1])
     now[0] = 4.9
-    assert not splits.refresh()
+    assert not registry.refresh()
     now[0] = 5.1
-    assert splits.refresh()
+    assert registry.refresh()
 
 
 def test_that_they_are_not_known_is_said_once_until_they_are(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
-    splits = splits_of_store(store, ONE)
+    registry = registry_of_store(store, ONE)
 
     def down(items: Sequence[Item]) -> list[TierError | None]:
         return [TierUnavailable("down")] * len(items)
 
     def said() -> int:
-        return caplog.text.count("at which sizes others write is not known")
+        return caplog.text.count("the splits of other engines cannot be read")
 
     for times in (1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(store, "get", down)
             for _ in range(3):
-                splits.refresh()
+                registry.refresh()
         assert said() == times
-        splits.refresh()
+        registry.refresh()
 
 
 class Lent(MemoryStore):
-    """What a leader sees of a store of nodes, or a rank, which keeps values. Nodes tell what they
-    hold with an answer."""
+    """A store of nodes as a leader (``rank`` None) or a rank sees it. Only ranks keep values.
+
+    Nodes say what they hold with each answer.
+    """
 
     has_nodes = True
 
@@ -449,25 +452,25 @@ class Lent(MemoryStore):
         super().__init__()
         self.values = shared.values
         self.rank = rank
-        self.told: set[str] = set()
+        self.announced: set[str] = set()
 
     @property
     def folders(self) -> set[str]:
-        return self.told
+        return self.announced
 
-    def _tell(self) -> None:
-        self.told = {name.rpartition("/")[0] for name in self.values}
+    def _announce(self) -> None:
+        self.announced = {name.rpartition("/")[0] for name in self.values}
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
-        self._tell()
+        self._announce()
         return super().get(items)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        self._tell()
+        self._announce()
         return super().exists(names)
 
     def delete(self, names: Sequence[str]) -> None:
-        self._tell()
+        self._announce()
         super().delete(names)
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
@@ -479,24 +482,24 @@ class Lent(MemoryStore):
 def test_in_a_store_of_nodes_a_leader_tells_nothing_and_is_not_said_to_be_wrong(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It keeps no values there."""
+    """Because the leader keeps no values there."""
     shared = MemoryStore()
     kind = StoreKind(StoreOptions, lambda options, rank: Lent(shared, rank))
     leader = prepare(TierContext("far", ONE, 1 << 20), kind)
     assert leader.finder is not None
-    question = leader.finder.ask([key_of(1)])
-    assert question is not None
-    while not question.ended:
+    query = leader.finder.ask([key_of(1)])
+    assert query is not None
+    while not query.ended:
         leader.finder.wait(1.0)
-    assert not question.failed
+    assert not query.failed
     leader.release()
-    assert "is not known" not in caplog.text
+    assert "cannot be read" not in caplog.text
     assert not shared.values
 
 
 @st.composite
 def deployments(draw: st.DrawFn) -> Geometry:
-    """Ranks and stages as engines have them."""
+    """Draw ranks and stages as engines have them."""
     heads = evenly(SHAPE.kv_heads, draw(st.integers(1, SHAPE.kv_heads)))
     places = [(h, layers) for layers in draw(spans(SHAPE.layers)) for h in heads]
     return Geometry(
@@ -509,7 +512,7 @@ def deployments(draw: st.DrawFn) -> Geometry:
 def test_any_size_at_nodes_is_read_at_any_other(
     written: Geometry, read: Geometry, gone: int
 ) -> None:
-    """By what the nodes say they hold; half a block is none."""
+    """The nodes say what they hold. Half a block does not count."""
     shared = MemoryStore()
     write_to_store(Lent(shared), written, [1, 2])
     assert not [name for name in shared.values if "/splits/" in name]
@@ -543,7 +546,7 @@ def test_a_split_is_made_of_parts_that_are_a_block(
 
 
 def test_how_many_splits_are_made_is_bounded_whatever_nodes_say() -> None:
-    """Of pieces that lead nowhere too."""
+    """Also for parts that are in no complete split."""
     deep = SHAPE.with_layers(60)
     dead = {Part((0, 4), (a, b)) for a in range(59) for b in range(a + 1, 60)}
     assert not list(splits_of(dead, deep, PLACES))
@@ -551,20 +554,20 @@ def test_how_many_splits_are_made_is_bounded_whatever_nodes_say() -> None:
     assert len(list(splits_of(every, deep, PLACES))) == PLACES
     store = Lent(MemoryStore())
     folder = shards_of(TWO)[0].folder.rpartition("/")[0]
-    store.told = {
+    store.announced = {
         f"{folder}/{place}"
         for place in ("h0-9.l0-5", "h0-0.l0-5", "h00-4.l0-5", "h0-4.l0-99999999", "x", "h0-2.l0-5")
     } | {"kvcore/other/h0-4.l0-5"}
-    splits = splits_of_store(store, TWO)
-    assert not splits.refresh()
-    assert splits.others == ()
+    registry = registry_of_store(store, TWO)
+    assert not registry.refresh()
+    assert registry.others == ()
 
 
 def test_blocks_are_removed_from_nodes_of_other_sizes_that_had_not_been_heard_of() -> None:
     shared = MemoryStore()
     write_to_store(Lent(shared), TWO, [1])
     leader = Lent(shared, None)
-    finder = Finder(leader, shards_of(ONE), name="far", splits=splits_of_store(leader, ONE))
+    finder = Finder(leader, shards_of(ONE), name="far", registry=registry_of_store(leader, ONE))
     finder.delete([key_of(1)])
     finder.close()
     assert not shared.values
@@ -578,8 +581,8 @@ def test_places_that_are_taken_or_damaged_are_let_be(caplog: pytest.LogCaptureFi
     write_to_store(store, TWO, [1])
     assert read_from_store(store, ONE, 0, 1) == block_of(1).tobytes()
     assert taken_places.items() <= store.values.items()
-    splits_of_store(store, STAGED, announces=True).refresh()
-    assert "engines of its size only" in caplog.text
+    registry_of_store(store, STAGED, announces=True).refresh()
+    assert "only engines with as many ranks" in caplog.text
 
 
 def test_a_store_that_is_down_is_named_and_nothing_else(
@@ -593,6 +596,6 @@ def test_a_store_that_is_down_is_named_and_nothing_else(
         raise TierUnavailable("told to be down")
 
     monkeypatch.setattr(store, "get", down)
-    assert not splits_of_store(store, ONE, announces=True).refresh()
+    assert not registry_of_store(store, ONE, announces=True).refresh()
     assert "told to be down" in caplog.text
     assert not store.values

@@ -24,7 +24,7 @@ from kvcore.memory.layout import Arrangement
 from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, TierContract
 from kvcore.tiers.base import BlockRead, BlockRecord, Tier
-from kvcore.tiers.disk import DiskTier, Geometry
+from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore
 from kvcore.tiers.memory import MemoryTier
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -32,11 +32,15 @@ GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
 
 
 def open_disk(folder: Path, num_slots: int, **options: Any) -> DiskTier:
-    """The store in ``folder``, made when there is none. Locks are the leader's: not here."""
+    """Open the store in ``folder``, made if it is missing. No lock is taken: a leader does that."""
     if not (folder / "store.json").exists():
         GEOMETRY.save(folder)
     return DiskTier(
-        folder, GEOMETRY, shard=0, num_slots=num_slots, slot_nbytes=slot_bytes(SHAPE), **options
+        MountedStore(folder, num_slots),
+        GEOMETRY,
+        shard=0,
+        slot_nbytes=slot_bytes(SHAPE),
+        access=DiskAccess(**options),
     )
 
 
@@ -71,7 +75,7 @@ seeds = st.integers(0, 5)  # few, so that keys come back in other slots
 
 
 class TwoTiers(RuleBasedStateMachine):
-    """Whatever is done, the disk tier answers as the dictionary does."""
+    """After any sequence of calls, the disk tier answers like the dictionary."""
 
     @initialize()
     def open(self) -> None:
@@ -341,7 +345,7 @@ def test_more_memory_than_there_are_addresses_is_refused() -> None:
 
 
 def test_pages_are_private_so_that_huge_ones_can_be_had() -> None:
-    """Shared anonymous memory silently ignores the advice on most machines."""
+    """On most machines, shared anonymous memory silently ignores the advice."""
     memory = Pages(4096)
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions = line.split()[:2]

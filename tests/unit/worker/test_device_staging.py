@@ -21,7 +21,7 @@ from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.memory.nixl import FileAgent, FileSpan
 from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite
-from kvcore.tiers.disk import DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, prepare_store
 from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer import graph as transfer
 from kvcore.transfer.graph import SKIP, OpReport, Path, RowError, TransferGraph, UnitTable
@@ -78,12 +78,11 @@ class StagingRig:
         geometry = Geometry(SHAPE, b"m" * 16, ((0, 2),))
         self.store = prepare_store(folder, geometry, 1 << 20, wait_s=0)
         self.tier = DiskTier(
-            self.store.folder,
+            self.store.mounted,
             geometry,
             shard=0,
-            num_slots=self.store.num_slots,
             slot_nbytes=SLOT,
-            device_sums=sums,
+            access=DiskAccess(device_sums=sums),
         )
         self.fill(self.tier)
         self.worker.open_tier("disk", self.tier)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvcore._util.log_limit import LogLimit
-from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.transfer.graph import Path, RowError, Span, TransferOp
 from kvcore.worker import executors
 
@@ -34,6 +34,23 @@ def test_a_full_disk_is_logged_once_and_then_once_a_minute_with_a_count(
     assert failed == dict.fromkeys(rows, RowError.IO)
     assert caplog.messages[1:] == [
         "h2disk tier=disk failed: slot 0: the disk is full (99 more failed since the last line)"
+    ]
+
+
+def test_blocks_that_are_gone_with_a_node_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever their lines say: its silence first, and then that no node has them."""
+    rows, limit = list(range(50)), LogLimit(60.0)
+    gone: list[TierError | None] = [BlockMissing(f"no node holds {row}") for row in rows]
+    gone[0] = BlockMissing("the node does not answer")
+    gone[7] = CorruptBlock("slot 7")
+    with caplog.at_level(logging.WARNING, logger="kvcore.worker"):
+        failed = executors._errors(op(Path.REMOTE2H), rows, gone, limit)
+        executors._errors(op(Path.REMOTE2H), [0], [TierUnavailable("every lane is in use")], limit)
+    assert failed == {**dict.fromkeys(rows, RowError.MISSING), 7: RowError.CORRUPT}
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "the node does not answer",
+        "slot 7",
+        "every lane is in use",
     ]
 
 

@@ -1,7 +1,8 @@
-"""A lane: registered memory, and the NIXL agent that moves it to files and back.
+"""A lane: registered memory, and the NIXL agent that transfers it to and from files.
 
-NIXL's POSIX backend has one queue an agent, and an error may end whatever else is in it. So each
-lane has an agent, one call uses it at a time, and after an error it gets another.
+NIXL's POSIX backend has one queue per agent, and an error may abort everything in that queue.
+Therefore each lane has its own agent, serves one call at a time, and replaces the agent after an
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["Lane"]
 
 
 class Lane:
-    """``view`` is its memory. Whoever has it, one thread at a time, may use all of it."""
+    """Memory and an agent. One thread at a time may use a lane, and all of its memory."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -24,16 +25,20 @@ class Lane:
         self._agent: FileAgent | None = None
 
     def room(self, nbytes: int) -> memoryview:
-        """``nbytes`` of memory that `move` reads or fills. Raises TierUnavailable where the system
-        has none."""
+        """Return ``nbytes`` of memory that `move` reads or fills.
+
+        Raises TierUnavailable if the system has no memory left.
+        """
         if self._memory is None or self._memory.view.nbytes < nbytes:
             self.close()
             self._memory = Pages(max(nbytes, LANE_NBYTES), huge=False)
         return self._memory.view[:nbytes]
 
     def move(self, operation: str, spans: Sequence[FileSpan]) -> list[TierError | None]:
-        """READ files into the memory, or WRITE them from it; what became of each. Blocks until all
-        have ended. Raises TierUnavailable where NIXL does not start."""
+        """READ files into the memory, or WRITE them from it, and return one result per span.
+
+        Blocks until all have ended. Raises TierUnavailable if NIXL does not start.
+        """
         if not spans:
             return []
         if self._agent is None:
@@ -48,7 +53,7 @@ class Lane:
         return [error for span in spans for error in self.move(operation, [span])]
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release the agent and the memory. Idempotent."""
         self._agent = None  # before the memory that it has registered
         if self._memory is not None:
             self._memory.close()

@@ -1,11 +1,11 @@
-"""Blocks as files of a folder, of this host or of a file system that hosts share.
+"""Values as files in a folder, on this host or on a file system that hosts share.
 
-    <path>/<name>                 a value, whole
-    <path>/.writing/<random>      one that is being written; renamed to its name when it is whole
+    <path>/<name>                 a complete value
+    <path>/.writing/<random>      a value being written; renamed to its name when it is complete
 
-A file system that hangs cannot be hurried, nor can NIXL: each call is made by a thread of its own,
-on a lane of its own, and is left behind when its time is over. Its lane is used again when it has
-ended after all; the caller's memory is never in its way.
+A call to a file system or to NIXL cannot be interrupted. Therefore each call runs in its own
+thread, on its own lane, and is abandoned after its timeout. The lane is reused once the abandoned
+call has ended. The caller's memory is never passed to such a call.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ T = TypeVar("T")
 
 _WRITING = ".writing"
 _STALE_S = 24 * 3600
-"""Age of a file in ``.writing`` whose writer is gone for certain."""
+"""Age in seconds at which the writer of a file in ``.writing`` has certainly ended."""
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
 _BACKENDS = ("GDS_MT", "GDS", "POSIX")
 
 
 class FileOptions(StoreOptions):
-    """Which folder, and what moves the bytes."""
+    """The folder, and the NIXL backend that transfers the bytes."""
 
     known_by = ("path",)
 
     path: FolderPath = Field(
-        description="Folder for the blocks: of this host, or one that every host mounts."
+        description="Folder for the blocks, on this host or mounted by every host."
     )
     backend: Literal["POSIX", "GDS", "GDS_MT", "auto"] = Field(
         default="POSIX",
-        description="NIXL's backend. auto: the first of GDS_MT, GDS and POSIX that starts.",
+        description="NIXL's backend. `auto`: the first of GDS_MT, GDS and POSIX that starts.",
     )
     timeout_s: Seconds = Field(
         default=5.0, description="Seconds after which a call to the file system has failed."
@@ -70,12 +70,12 @@ class FileOptions(StoreOptions):
     @classmethod
     def _is_no_hidden_folder(cls, prefix: str) -> str:
         if prefix.startswith("."):
-            raise ConfigError(f"given {prefix!r}; the name of a folder begins with no dot here")
+            raise ConfigError(f"given {prefix!r}; a prefix must not start with a dot here")
         return prefix
 
 
 class _Job:
-    """A lane on loan, and what it is used for: one call at a time, until the time is over."""
+    """A borrowed lane and the calls made on it, one at a time, until the time is over."""
 
     def __init__(self, lane: Lane, until: float) -> None:
         self.lane = lane
@@ -84,8 +84,10 @@ class _Job:
         self._until = until
 
     def run(self, work: Callable[[Lane], T]) -> T:
-        """What ``work`` returns or raises, in a thread of its own. Raises TierUnavailable when it
-        is late; it goes on then."""
+        """Run ``work`` in its own thread, and return or raise its outcome.
+
+        Raises TierUnavailable if it is late; the thread then goes on in the background.
+        """
         outcome: Future[T] = Future()
 
         def settle() -> None:
@@ -97,18 +99,18 @@ class _Job:
         try:
             threading.Thread(target=settle, name="kvcore-files", daemon=True).start()
         except RuntimeError as error:
-            raise TierUnavailable(f"no thread to reach files with: {error}") from error
+            raise TierUnavailable(f"no thread for file I/O can be started: {error}") from error
         self.ended = outcome  # type: ignore[assignment]  # only waited for
         try:
             return outcome.result(max(0.0, self._until - time.monotonic()))
         except Late:
             raise TierUnavailable("the file system did not answer in time") from None
         except OSError as error:
-            raise TierUnavailable(f"the file system refuses: {error}") from error
+            raise TierUnavailable(f"the file system reports an error: {error}") from error
 
 
-class _Laid(NamedTuple):
-    """An item, and where in a lane it lies."""
+class _Staged(NamedTuple):
+    """An item and its place in a lane: the offset ``start`` and the size, both in bytes."""
 
     item: Item
     start: int
@@ -116,8 +118,11 @@ class _Laid(NamedTuple):
 
 
 class FileStore(BlockStore):
-    """The folder ``root``. At most ``lanes`` calls at once, each with memory of its own: 16 MiB, or
-    the largest value, touched as far as it is used."""
+    """Files in the folder ``root``.
+
+    At most ``lanes`` calls run at a time. Each has a lane of 16 MiB, or of the size of the largest
+    value; only memory that is used becomes resident.
+    """
 
     def __init__(self, root: Path, backend: str, *, lanes: int, timeout_s: float) -> None:
         self._root = root
@@ -129,20 +134,20 @@ class FileStore(BlockStore):
             self._free.put(Lane(backend))
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
-        def move(job: _Job, laid: Sequence[_Laid], view: memoryview) -> list[TierError | None]:
-            for one in laid:
+        def move(job: _Job, staged: Sequence[_Staged], view: memoryview) -> list[TierError | None]:
+            for one in staged:
                 start = one.start
                 for part in one.item.parts:
                     copy_bytes(part, view[start : start + part.nbytes])
                     start += part.nbytes
-            return job.run(lambda lane: self._write(lane, laid))
+            return job.run(lambda lane: self._write(lane, staged))
 
         return self._move(items, move)
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
-        def move(job: _Job, laid: Sequence[_Laid], view: memoryview) -> list[TierError | None]:
-            errors = job.run(lambda lane: self._read(lane, laid))
-            for one, error in zip(laid, errors, strict=True):
+        def move(job: _Job, staged: Sequence[_Staged], view: memoryview) -> list[TierError | None]:
+            errors = job.run(lambda lane: self._read(lane, staged))
+            for one, error in zip(staged, errors, strict=True):
                 if error is None:
                     fill(one.item, view[one.start : one.start + one.nbytes])
             return errors
@@ -179,7 +184,7 @@ class FileStore(BlockStore):
             lane = self._free.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             raise TierUnavailable(
-                f"{self._root}: all {self._lanes} lanes are in use, by calls that hang"
+                f"{self._root}: all {self._lanes} lanes are in use by calls that hang"
             ) from None
         job = _Job(lane, until)
         try:
@@ -196,21 +201,21 @@ class FileStore(BlockStore):
     def _move(
         self,
         items: Sequence[Item],
-        move: Callable[[_Job, Sequence[_Laid], memoryview], list[TierError | None]],
+        move: Callable[[_Job, Sequence[_Staged], memoryview], list[TierError | None]],
     ) -> list[TierError | None]:
-        """``move`` the items, as many at a time as fit a lane."""
+        """Call ``move`` on the items, in batches that fit a lane."""
         until = self._limit()
         results: list[TierError | None] = []
-        for laid in _in_lanes(items):
+        for staged in _in_lanes(items):
             with self._job(until) as job:
-                view = job.lane.room(laid[-1].start + laid[-1].nbytes)
-                results += move(job, laid, view)
+                view = job.lane.room(staged[-1].start + staged[-1].nbytes)
+                results += move(job, staged, view)
         return results
 
     # -- files, in a job's thread -----------------------------------------------------------
 
-    def _read(self, lane: Lane, laid: Sequence[_Laid]) -> list[TierError | None]:
-        opened = [self._open(one) for one in laid]
+    def _read(self, lane: Lane, staged: Sequence[_Staged]) -> list[TierError | None]:
+        opened = [self._open(one) for one in staged]
         spans = [one for one in opened if isinstance(one, FileSpan)]
         try:
             found = iter(lane.move("READ", spans))
@@ -219,9 +224,9 @@ class FileStore(BlockStore):
                 os.close(span.fd)
         return [next(found) if isinstance(one, FileSpan) else one for one in opened]
 
-    def _open(self, laid: _Laid) -> FileSpan | TierError:
-        """The value's file, if it has the right size."""
-        name = laid.item.name
+    def _open(self, staged: _Staged) -> FileSpan | TierError:
+        """Open the file of a value; an error if it is missing or has the wrong size."""
+        name = staged.item.name
         try:
             fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except _NOT_THERE:
@@ -229,13 +234,13 @@ class FileStore(BlockStore):
         except OSError as error:
             return TierUnavailable(f"file {name}: {error.strerror}")
         size = os.fstat(fd).st_size
-        if size == laid.nbytes:
-            return FileSpan(fd, laid.start, laid.nbytes)
+        if size == staged.nbytes:
+            return FileSpan(fd, staged.start, staged.nbytes)
         os.close(fd)
-        return CorruptBlock(f"file {name} has {size} bytes")
+        return CorruptBlock(f"file {name} has {size} bytes, not {staged.nbytes}")
 
-    def _write(self, lane: Lane, laid: Sequence[_Laid]) -> list[TierError | None]:
-        made = [self._make(one) for one in laid]
+    def _write(self, lane: Lane, staged: Sequence[_Staged]) -> list[TierError | None]:
+        made = [self._make(one) for one in staged]
         spans = [one[0] for one in made if isinstance(one, tuple)]
         try:
             moved = iter(lane.move("WRITE", spans))
@@ -246,33 +251,35 @@ class FileStore(BlockStore):
                 os.close(span.fd)
         return [
             self._publish(one.item.name, file[1], next(moved)) if isinstance(file, tuple) else file
-            for one, file in zip(laid, made, strict=True)
+            for one, file in zip(staged, made, strict=True)
         ]
 
-    def _make(self, laid: _Laid) -> tuple[FileSpan, Path] | TierError:
-        """A new file with room for a value: a file system that is full says so here. Not every
-        NIXL tells of a write that came short."""
+    def _make(self, staged: _Staged) -> tuple[FileSpan, Path] | TierError:
+        """Create a file and reserve its space, so that a full file system fails here.
+
+        Not every version of NIXL reports a short write.
+        """
         path = self._root / _WRITING / secrets.token_hex(16)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(fd, 0, laid.nbytes)
+                os.posix_fallocate(fd, 0, staged.nbytes)
             except OSError:
                 os.close(fd)
                 path.unlink()
                 raise
         except OSError as error:
-            return TierUnavailable(f"file {laid.item.name} is not written: {error.strerror}")
-        return FileSpan(fd, laid.start, laid.nbytes), path
+            return TierUnavailable(f"file {staged.item.name} cannot be written: {error.strerror}")
+        return FileSpan(fd, staged.start, staged.nbytes), path
 
     def _publish(self, name: str, written: Path, error: TierError | None) -> TierError | None:
-        """Give a whole file its name; take one that is not whole away."""
+        """Rename a complete file to its name, or remove it if the write failed."""
         if error is None:
             try:
                 self._rename(written, self._root / name)
             except OSError as refused:
-                error = TierUnavailable(f"file {name} gets no name: {refused.strerror}")
+                error = TierUnavailable(f"file {name} cannot be renamed: {refused.strerror}")
         if error is not None:
             with suppress(OSError):
                 written.unlink()
@@ -292,46 +299,53 @@ class FileStore(BlockStore):
             return False
 
     def sweep(self) -> None:
-        """Remove what writers that died have left. Raises OSError."""
+        """Remove files that dead writers have left. Raises OSError."""
         with suppress(*_NOT_THERE):
             for left in (self._root / _WRITING).iterdir():
-                with suppress(FileNotFoundError):  # another process sweeps too
+                with suppress(FileNotFoundError):  # another process may sweep too
                     if time.time() - left.stat().st_mtime > _STALE_S:
                         left.unlink()
 
 
 def _make_folders(root: Path, folder: Path) -> None:
-    """All of them for their owner alone: `Path.mkdir` gives its mode to the last one only."""
+    """Create folders that only their owner may access.
+
+    `Path.mkdir` applies its mode to the last folder only.
+    """
     if folder != root and not folder.parent.is_dir():
         _make_folders(root, folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def _in_lanes(items: Sequence[Item]) -> Iterator[list[_Laid]]:
-    """The items, laid one behind the other into memory of a lane's size each. One that is larger
-    has a lane alone, which grows."""
-    laid: list[_Laid] = []
+def _in_lanes(items: Sequence[Item]) -> Iterator[list[_Staged]]:
+    """Yield batches of items, each placed contiguously in the memory of one lane.
+
+    An item larger than a lane makes a batch of its own, for which the lane grows.
+    """
+    staged: list[_Staged] = []
     at = 0
     for item in items:
         nbytes = nbytes_of(item.parts)
-        if laid and at + nbytes > LANE_NBYTES:
-            yield laid
-            laid, at = [], 0
-        laid.append(_Laid(item, at, nbytes))
+        if staged and at + nbytes > LANE_NBYTES:
+            yield staged
+            staged, at = [], 0
+        staged.append(_Staged(item, at, nbytes))
         at += nbytes
-    if laid:
-        yield laid
+    if staged:
+        yield staged
 
 
 def open_store(options: FileOptions, rank: int | None = None) -> FileStore:
-    """Makes the folder. Raises ConfigError where that cannot be done, UnsupportedError where NIXL
-    or its backend is not to be had."""
+    """Open the store and create its folder.
+
+    Raises ConfigError if the folder cannot be created, and UnsupportedError if NIXL or its backend
+    is not available.
+    """
     backend = _backend(options.backend)
     store = FileStore(
         options.path,
         backend,
-        lanes=2 * options.parallel
-        + 1,  # as many as `StoreTier` has threads, and one for its splits
+        lanes=2 * options.parallel + 1,  # one per thread of `StoreTier`, one for its registry
         timeout_s=options.timeout_s,
     )
     try:
@@ -343,7 +357,7 @@ def open_store(options: FileOptions, rank: int | None = None) -> FileStore:
 
 
 def _backend(wanted: str) -> str:
-    """The backend to use; it starts."""
+    """Return the first wanted backend that starts. Raises UnsupportedError if none does."""
     refusals = []
     for backend in _BACKENDS if wanted == "auto" else (wanted,):
         refusal = _refusal(backend)
@@ -354,7 +368,7 @@ def _backend(wanted: str) -> str:
 
 
 def _refusal(backend: str) -> TierUnavailable | None:
-    """Why NIXL does not start a backend; None when it does."""
+    """Return why NIXL does not start a backend; None if it does."""
     try:
         FileAgent(backend)
     except TierUnavailable as error:

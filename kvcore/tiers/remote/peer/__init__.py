@@ -1,8 +1,8 @@
-"""Blocks of other nodes' memory, read over NIXL: no store between them.
+"""Blocks in the memory of other nodes, read over NIXL without a store in between.
 
-owner                                          reader
-put ──▶ Lending ◀── Answerer ◀─ messages ─▶ Peers ◀── PeerStore.get
-          │   where, for how long                          │
-          ▼                                                ▼
-     its memory ════════════════ NIXL READ ════════▶ a lane of its own
+owner                                              reader
+put ──▶ LentMemory ◀── PeerServer ◀─ messages ─▶ Peers ◀── PeerStore.get
+          │   leases: where, for how long                    │
+          ▼                                                  ▼
+     its memory ═════════════════ NIXL READ ═════════▶ a lane of its own
 """

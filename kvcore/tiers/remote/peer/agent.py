@@ -1,8 +1,8 @@
-"""NIXL as a node uses it: its own memory for others to read, and reads of theirs.
+"""A node's NIXL agent: it offers the node's memory to others, and reads theirs.
 
-A read goes into a lane, a registered piece of memory of the reader's, and from there to where it is
-wanted. NIXL cannot promise that a read which was given up writes no more, so its lane is not used
-again before that read has ended; the caller's memory is never in its way.
+A read goes into a lane, registered memory of the reader, and is copied from there to its target.
+NIXL does not guarantee that an abandoned read stops writing. Therefore its lane is not reused
+before that read has ended, and the caller's memory is never the target of a NIXL read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcore.memory.nixl import DONE, LANE_NBYTES, RUNNING, Memory, NixlAgent, pa
 
 
 class Remote(NamedTuple):
-    """A value of another node's memory."""
+    """A value in the memory of another node."""
 
     address: int
     nbytes: int
@@ -30,23 +30,23 @@ class Remote(NamedTuple):
 class _Lane:
     memory: Pages
     handle: Any = None
-    """Of the read that was given up and may still write."""
+    """The handle of the abandoned read that may still write, if any."""
 
 
 class Agent(NixlAgent):
     """One NIXL agent. Thread-safe.
 
-    ``memory`` is read by others, ``lanes`` bounds this node's own reads at once. What others read
-    over TCP gets on with `progress`.
+    Other nodes read ``memory``. ``lanes`` limits the parallel reads of this node. Reads by others
+    over TCP advance only while this node calls `progress`.
     """
 
     def __init__(self, name: str, backend: str, lanes: int, memory: Pages | None = None) -> None:
-        """Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
+        """Start NIXL. Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
         super().__init__(name, backend, "use UCX")
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._free: list[_Lane] = []
-        self._lost: list[_Lane] = []
+        self._abandoned: list[_Lane] = []
         self._lanes_left = lanes
         try:
             if memory is not None:
@@ -56,40 +56,44 @@ class Agent(NixlAgent):
             raise TierUnavailable(f"NIXL's backend {backend} does not start: {error}") from error
 
     def knows(self, agent: str) -> bool:
-        """Whether `read` can reach it without meeting it first."""
+        """Return True if `read` can reach a node without `meet`."""
         return agent in self._known
 
     def progress(self) -> None:
-        """Serve what others read of ``memory``, where the network card does not do it by itself.
-        Returns at once."""
+        """Serve reads of ``memory`` by others, if the network card does not do so by itself.
+
+        Returns as soon as nothing is left to do.
+        """
         with self._lock:
             if self._agent is not None:
-                with suppress(*self._errors):  # of readers that are gone
+                with suppress(*self._errors):  # errors of readers that have ended
                     self._agent.get_new_notifs()
 
     def meet(self, agent: str, metadata: bytes) -> None:
-        """Learn how to read from a node. Raises TierUnavailable where that is not possible."""
+        """Learn how to read from a node. Raises TierUnavailable if that fails."""
         with self._lock:
             if agent in self._known:  # another thread was faster
                 return
             try:
-                told = self._agent.add_remote_agent(metadata)
+                added = self._agent.add_remote_agent(metadata)
             except self._errors as error:
                 raise TierUnavailable(f"NIXL cannot reach {agent}: {say(error)}") from error
-            name = told.decode() if isinstance(told, bytes) else str(told)
+            name = added.decode() if isinstance(added, bytes) else str(added)
             if name != agent:
-                raise TierUnavailable(f"{agent} gives the metadata of {name}")
+                raise TierUnavailable(f"{agent} sent the metadata of {name}")
             self._known.add(agent)
 
     @contextmanager
     def read(
         self, agent: str, values: Sequence[Remote], until: float
     ) -> Iterator[list[memoryview]]:
-        """The bytes of values of a node that was met, to be used within the block; together they
-        fit a lane. Blocks until they are there, to the monotonic time ``until`` at most.
+        """Read values of a node that was met. The bytes are valid within the block.
 
-        Raises TierUnavailable where they did not come; the node is met anew then, unless it was
-        slow alone.
+        All values together must fit one lane. Blocks until they have arrived, at most until the
+        monotonic time ``until``.
+
+        Raises TierUnavailable if they did not arrive. Unless that was only a timeout, the node must
+        be met again before the next read.
         """
         lane = self._take_lane()
         try:
@@ -100,12 +104,15 @@ class Agent(NixlAgent):
             self._put_back(lane)
 
     def close(self) -> bool:
-        """Stop. False where reads that were given up may still write: their lanes, and NIXL, are
-        left to the process's end. Idempotent."""
+        """Stop, and release NIXL and the lanes. Idempotent.
+
+        Returns False if abandoned reads may still write. Then the lanes and NIXL stay allocated
+        until the process ends.
+        """
         with self._lock:
             self._sweep()
             self._lanes_left = 0
-            if self._lost:
+            if self._abandoned:
                 _left_behind.append(self)
                 return False
             self._agent = None  # before the memory that it has registered
@@ -122,24 +129,24 @@ class Agent(NixlAgent):
             if self._free:
                 return self._free.pop()
             if not self._lanes_left:
-                raise TierUnavailable("every lane is in use, by reads that hang for the most part")
+                raise TierUnavailable("every lane is in use, most of them by reads that hang")
             lane = _Lane(Pages(LANE_NBYTES, huge=False))
             try:
                 self._register(Memory.of(lane.memory))
             except self._errors as error:
-                raise TierUnavailable(f"NIXL registers no memory: {say(error)}") from error
+                raise TierUnavailable(f"NIXL cannot register memory: {say(error)}") from error
             self._lanes_left -= 1
             return lane
 
     def _put_back(self, lane: _Lane) -> None:
         with self._lock:
-            (self._free if lane.handle is None else self._lost).append(lane)
+            (self._free if lane.handle is None else self._abandoned).append(lane)
 
     def _sweep(self) -> None:
-        """Use lanes again whose read has ended after all. With the lock."""
-        for lane in list(self._lost):
+        """Reclaim lanes whose abandoned read has ended. The caller holds the lock."""
+        for lane in list(self._abandoned):
             if self._state(lane.handle) != RUNNING:
-                self._lost.remove(lane)
+                self._abandoned.remove(lane)
                 self._end(lane)
                 self._free.append(lane)
 
@@ -159,7 +166,7 @@ class Agent(NixlAgent):
                 )
             except self._errors as error:
                 self._forget(agent)
-                raise TierUnavailable(f"NIXL reads nothing of {agent}: {say(error)}") from error
+                raise TierUnavailable(f"NIXL cannot read from {agent}: {say(error)}") from error
 
     def _wait(self, agent: str, lane: _Lane, until: float) -> None:
         with self._lock:
@@ -169,7 +176,7 @@ class Agent(NixlAgent):
                 break
             left = until - time.monotonic()
             if left <= 0:
-                raise TierUnavailable(f"{agent} did not give its bytes in time")
+                raise TierUnavailable(f"the bytes of {agent} did not arrive in time")
             time.sleep(min(pause, left))
             with self._lock:
                 state = self._state(lane.handle)
@@ -181,14 +188,14 @@ class Agent(NixlAgent):
             raise TierUnavailable(f"reading from {agent} failed: {state}")
 
     def _forget(self, agent: str) -> None:
-        """A node that could not be read from is met anew before the next try. With the lock."""
+        """Require a new `meet` before the next read of a node. The caller holds the lock."""
         if agent in self._known:
             self._known.discard(agent)
             with suppress(*self._errors):
                 self._agent.remove_remote_agent(agent)
 
     def _end(self, lane: _Lane) -> None:
-        """Of a read that has ended. With the lock."""
+        """Release the handle of a read that has ended. The caller holds the lock."""
         self._release(lane.handle)
         lane.handle = None
 

@@ -1,10 +1,10 @@
-"""Nodes that find each other in the directory of `[cluster]`, instead of in a list.
+"""Discovery of peer nodes through the directory of `[cluster]`, instead of a list.
 
-    this node ── worker, details: peer, tier ──▶ etcd, under a lease
-    the others ◀── asked every third of a lease's time ──┘
+    this node ── worker, details: peer ──▶ etcd, under a lease
+    the others ◀── looked up three times per TTL ──┘
 
-Who registers is asked from the next look on; whose lease is lost is not. A directory that does not
-answer changes nothing: the nodes known last stay.
+A node that registers is used after the next lookup, and a node whose lease expires no longer. If
+the directory does not answer, the nodes known last stay in use.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.tiers.peer")
 
-_LOOKS = 3
-"""In the time of a lease."""
+_LOOKUPS = 3
+"""Lookups per TTL."""
 _KIND = "worker"
 
 
-class Roster:
-    """Keeps ``update`` told of all nodes' addresses, and ``own`` (None: this one lends nothing)
-    entered. Does its I/O on a thread of its own."""
+class PeerDiscovery:
+    """Registers this node, and passes the addresses of all nodes to ``update``.
+
+    ``own`` is the address of this node, or None if it lends no memory. All I/O happens on a thread
+    of its own.
+    """
 
     def __init__(
         self,
@@ -44,18 +47,18 @@ class Roster:
     ) -> None:
         self._directory = directory
         self._model, self._group = cluster.model, cluster.group
-        self._member = None if own is None else self._enters(own)
+        self._member = None if own is None else self._own_member(own)
         self._update = update
         self._is_address = is_address
-        self._every_s = cluster.ttl_s / _LOOKS
+        self._every_s = cluster.ttl_s / _LOOKUPS
         self._fails = False
-        self._strange: set[str] = set()  # addresses of which it was said
+        self._invalid: set[str] = set()  # invalid addresses that were logged
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcore-roster", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvcore-discovery", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take this node out. Blocks for as long as the directory takes. Idempotent."""
+        """Remove this node's entry. Blocks until the directory has done so. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join()
@@ -70,36 +73,36 @@ class Roster:
                 self._fails = False
             except ClusterError as error:
                 if not self._fails:
-                    _log.warning("nodes cannot be looked up, those known stay: %s", error)
+                    _log.warning("peer nodes cannot be looked up, those known stay: %s", error)
                 self._fails = True
-            except Exception:  # noqa: BLE001 - thread boundary: who is gone must be seen to be
-                _log.exception("looking up nodes failed, those known stay")
+            except Exception:  # noqa: BLE001 - thread boundary: lookups must go on
+                _log.exception("looking up peer nodes failed unexpectedly, those known stay")
             self._closed.wait(self._every_s)
 
     def _look(self) -> None:
-        """Raises ClusterError."""
+        """Look up all nodes once. Raises ClusterError."""
         found = self._directory.members(_KIND, model=self._model, group=self._group)
-        told = [member.details["peer"] for member in found if "peer" in member.details]
-        strange = {address for address in told if not self._is_address(address)}
-        for address in strange - self._strange:
-            _log.warning("a node of the cluster is passed over: its address is %r", address)
-        self._strange = strange
-        self._update([address for address in told if self._is_address(address)])
+        listed = [member.details["peer"] for member in found if "peer" in member.details]
+        invalid = {address for address in listed if not self._is_address(address)}
+        for address in invalid - self._invalid:
+            _log.warning("a node of the cluster is ignored: its address is %r", address)
+        self._invalid = invalid
+        self._update([address for address in listed if self._is_address(address)])
 
-    def _enters(self, own: str) -> Member:
-        """Its name is its own on its host, and in a network where hosts' names are."""
+    def _own_member(self, own: str) -> Member:
+        """Return this node as a member. Its name is unique in a network of unique host names."""
         name = f"{socket.gethostname()}-{os.getpid()}-{own.rpartition(':')[2]}"
         return Member(_KIND, name, own, self._model, self._group, {"peer": own})
 
 
-def open_roster(
+def open_discovery(
     cluster: ClusterConfig | None,
     own: str | None,
     update: Callable[[Iterable[str]], None],
     is_address: Callable[[str], bool],
-) -> Roster:
-    """Raises ConfigError where no etcd is set, or its client is not installed."""
+) -> PeerDiscovery:
+    """Start discovery. Raises ConfigError if etcd is not set or its client is not installed."""
     directory = None if cluster is None or not cluster.etcd else directory_of(cluster)
     if cluster is None or directory is None:
         raise ConfigError('peers = "etcd" needs cluster.etcd: set it, or list the nodes in `peers`')
-    return Roster(directory, cluster, own, update, is_address)
+    return PeerDiscovery(directory, cluster, own, update, is_address)

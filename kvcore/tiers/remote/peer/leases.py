@@ -1,10 +1,9 @@
-"""Values in a piece of memory that other nodes read: who holds which bytes, and for how long.
+"""Values in memory that other nodes read under leases.
 
-    put ──▶ value ──lease──▶ leased ──end, or its time is over──▶ value ──▶ evicted, removed
-                                                            (the least recently used first)
+    put ──▶ value ──lease──▶ leased ──end or expiry──▶ value ──▶ evicted (LRU) or removed
 
-The bytes of a value that is leased stay where they are, removed or not, until every lease of it has
-ended; a reader that dies lets go of nothing, and its lease ends by itself.
+The bytes of a leased value stay in place until all its leases have ended, even if the value is
+removed meanwhile. A reader that dies cannot end its lease, which then expires.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.tiers.remote.peer.messages import folder_of
 
 MAX_LEASES = 1024
-"""Leases at once: a reader has as many as it has requests under way."""
+"""Most leases at a time; a reader holds one per request in flight."""
 
 _ALIGN = 64
 
@@ -34,17 +33,19 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Room:
-    """Which bytes of [0, nbytes) are free: first fit, neighbours are joined. Values of one size,
-    which a model's blocks are, leave no gaps. Not thread-safe."""
+class SpanAllocator:
+    """A first-fit allocator of spans in [0, nbytes), which merges adjacent free spans.
+
+    Values of one size, such as the blocks of a model, leave no gaps. Not thread-safe.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes // _ALIGN * _ALIGN
         self._starts = [0] if self.nbytes else []
         self._sizes = {0: self.nbytes}
 
-    def take(self, nbytes: int) -> Span | None:
-        """So many bytes, rounded up; None where there is no such gap."""
+    def allocate(self, nbytes: int) -> Span | None:
+        """Allocate ``nbytes``, rounded up for alignment; None if no free span is large enough."""
         size = max(1, -(-nbytes // _ALIGN)) * _ALIGN
         for i, start in enumerate(self._starts):
             have = self._sizes[start]
@@ -59,8 +60,8 @@ class Room:
             return Span(start, size)
         return None
 
-    def give(self, span: Span) -> None:
-        """Bytes that `take` gave are free again."""
+    def free(self, span: Span) -> None:
+        """Free a span that `allocate` returned."""
         start, size = span
         i = bisect_left(self._starts, start)
         if i < len(self._starts) and self._starts[i] == start + size:
@@ -73,7 +74,7 @@ class Room:
 
     @property
     def gaps(self) -> list[Span]:
-        """What is free, in order."""
+        """The free spans, sorted by start."""
         return [Span(start, self._sizes[start]) for start in self._starts]
 
 
@@ -90,18 +91,21 @@ class _Lease(NamedTuple):
     values: list[_Value]
 
 
-class Lent(NamedTuple):
-    """A lease, and where each value that was asked for lies; None where it is not there. Where none
-    is, the lease is 0 and none is held."""
+class LeaseGrant(NamedTuple):
+    """The number of a lease, and the place of each requested value, or None if it is absent.
+
+    If all values are absent, the number is 0 and there is no lease.
+    """
 
     lease: int
     places: list[Span | None]
 
 
-class Lending:
-    """Values in ``memory``, each under a name that stands for its content.
+class LentMemory:
+    """Values in ``memory``, each under a name that identifies its content.
 
-    Thread-safe; nothing blocks longer than a copy of a value takes. A lease holds for ``lease_s``.
+    Thread-safe. No call blocks for longer than it takes to copy one value. A lease expires after
+    ``lease_s`` seconds.
     """
 
     def __init__(
@@ -115,17 +119,19 @@ class Lending:
         self._memory = memory
         self._clock = clock
         self._lock = threading.Lock()
-        self._room = Room(memory.nbytes)
+        self._spans = SpanAllocator(memory.nbytes)
         self._values: OrderedDict[str, _Value] = OrderedDict()  # least recently used first
-        self._leases: dict[int, _Lease] = {}  # in the order in which they end
+        self._leases: dict[int, _Lease] = {}  # sorted by expiry
         self._folders: dict[str, int] = {}
         self._next = 1
 
     # -- the owner --------------------------------------------------------------------------
 
     def put(self, name: str, parts: Buffers) -> bool:
-        """Hold a value, in the place of those that nobody uses; one that is there is let be.
-        False where there is no room."""
+        """Store a value, and evict values that nobody reads if space is short.
+
+        A value that is already there is kept. Returns False if there is no space.
+        """
         nbytes = nbytes_of(parts)
         with self._lock:
             if name in self._values:
@@ -140,7 +146,7 @@ class Lending:
             start += part.nbytes
         with self._lock:
             if name in self._values:  # another thread was faster
-                self._room.give(span)
+                self._spans.free(span)
             else:
                 self._values[name] = _Value(span, nbytes)
                 folder = folder_of(name)
@@ -148,7 +154,7 @@ class Lending:
         return True
 
     def remove(self, names: Sequence[str]) -> None:
-        """Values are there no more; the bytes of those that are leased stay as long."""
+        """Remove values. The bytes of leased values stay in place until their leases end."""
         with self._lock:
             for name in names:
                 if name in self._values:
@@ -157,71 +163,76 @@ class Lending:
     # -- readers ----------------------------------------------------------------------------
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which there are. Counts as a use; of a chain, its first block is used last of all, so
-        that it is not evicted before those that stand on it."""
+        """Return True for each value that is there, and mark it as used.
+
+        The first name counts as used most recently, so that the first block of a chain is not
+        evicted before the blocks that depend on it.
+        """
         with self._lock:
             self._use(names)
             return [name in self._values for name in names]
 
-    def lease(self, names: Sequence[str]) -> Lent:
-        """Keep values where they are until `end`, for ``lease_s`` at most. Raises CapacityError
-        where too many leases are held."""
+    def lease(self, names: Sequence[str]) -> LeaseGrant:
+        """Keep values in place until `end`, at most for ``lease_s`` seconds.
+
+        Raises CapacityError if too many leases are held.
+        """
         with self._lock:
             self._expire()
             self._use(names)
             found = [self._values.get(name) for name in names]
             values = [value for value in found if value is not None]
             if not values:
-                return Lent(0, [None] * len(names))
+                return LeaseGrant(0, [None] * len(names))
             if len(self._leases) >= MAX_LEASES:
-                raise CapacityError(f"{MAX_LEASES} leases are held: no more at a time")
+                raise CapacityError(f"{MAX_LEASES} leases are held, which is the limit")
             for value in values:
                 value.readers += 1
             number, self._next = self._next, self._next + 1
             self._leases[number] = _Lease(self._clock() + self.lease_s, values)
-            return Lent(
+            return LeaseGrant(
                 number, [None if v is None else Span(v.span.start, v.nbytes) for v in found]
             )
 
     def end(self, lease: int) -> bool:
-        """Whether the lease was held until now; it is not any longer."""
+        """End a lease. Returns True if it was valid until now."""
         with self._lock:
             self._expire()
             held = self._leases.pop(lease, None)
             if held is not None:
-                self._let_go(held)
+                self._release(held)
             return held is not None
 
     def view(self, place: Span) -> memoryview:
-        """The bytes of a value, for who holds a lease of it."""
+        """Return the bytes of a value. The caller must hold a lease of it."""
         return self._memory[place.start : place.start + place.nbytes]
 
     @property
     def folders(self) -> list[str]:
-        """Folders of the names of all values."""
+        """The folders of the names of all values."""
         with self._lock:
             return list(self._folders)
 
     @property
     def leased(self) -> int:
-        """Leases that have not ended."""
+        """The number of leases that have not ended."""
         with self._lock:
             self._expire()
             return len(self._leases)
 
     def check_integrity(self) -> None:
-        """Assert that every byte is free or one value's, and every count of readers is right."""
+        """Assert that each byte is free or belongs to one value, and that reader counts match."""
         with self._lock:
             held = [value for lease in self._leases.values() for value in lease.values]
             values = {id(v): v for v in (*self._values.values(), *held)}.values()
             for value in values:
                 assert value.readers == sum(v is value for v in held), "readers"
-            spans = sorted([value.span for value in values] + self._room.gaps)
+            spans = sorted([value.span for value in values] + self._spans.gaps)
             end = 0
             for span in spans:
                 assert span.start == end, "bytes of two values, or of none"
                 end += span.nbytes
-            assert end == self._room.nbytes
+            assert end == self._spans.nbytes
             assert sum(self._folders.values()) == len(self._values)
 
     # -- inside, with the lock ----------------------------------------------------------------
@@ -232,10 +243,10 @@ class Lending:
                 self._values.move_to_end(name)
 
     def _make_room(self, nbytes: int) -> Span | None:
-        if nbytes > self._room.nbytes:
+        if nbytes > self._spans.nbytes:
             return None
         self._expire()
-        while (span := self._room.take(nbytes)) is None:
+        while (span := self._spans.allocate(nbytes)) is None:
             idle = next((name for name, v in self._values.items() if not v.readers), None)
             if idle is None:
                 return None
@@ -249,7 +260,7 @@ class Lending:
             del self._folders[folder]
         value.gone = True
         if not value.readers:
-            self._room.give(value.span)
+            self._spans.free(value.span)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -257,10 +268,10 @@ class Lending:
             first = next(iter(self._leases))
             if self._leases[first].until > now:
                 return
-            self._let_go(self._leases.pop(first))
+            self._release(self._leases.pop(first))
 
-    def _let_go(self, lease: _Lease) -> None:
+    def _release(self, lease: _Lease) -> None:
         for value in lease.values:
             value.readers -= 1
             if value.gone and not value.readers:
-                self._room.give(value.span)
+                self._spans.free(value.span)

@@ -1,9 +1,9 @@
-"""What nodes say to each other: msgpack, one message a frame, its version in a frame before.
+"""Messages between nodes: a frame with the protocol's version, then one msgpack message.
 
     frame 0   b"kvpeer" and the protocol's version, 4 bytes little-endian
     frame 1   one of `Request` or of `Reply`
 
-KV does not travel here: a reader is told where a value lies, reads it over NIXL, and says when it
+Messages carry no KV. A reader learns where a value lies, reads it over NIXL, and reports when it
 has done so.
 """
 
@@ -23,13 +23,13 @@ _NAME = b"kvpeer"
 HEADER = _NAME + struct.pack("<I", PROTOCOL)
 
 MAX_NAMES = 1024
-"""Values in one message; who asks for more sends several."""
+"""Most names in one message; a longer request is sent as several messages."""
 
 MAX_MESSAGE = 1 << 20
-"""Bytes of a message; ZeroMQ drops the connection of who sends more."""
+"""Largest message in bytes; ZeroMQ drops the connection of a peer that sends a larger one."""
 
 MAX_FOLDERS = 8
-"""Folders told of what a node holds: one a model and part of its heads, so as a rule one."""
+"""Most folders that a node reports: one per model and part of its heads, so usually one."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9/._-]+$")]
 Names = Annotated[list[Name], Meta(max_length=MAX_NAMES)]
@@ -37,52 +37,56 @@ Folders = Annotated[list[Name], Meta(max_length=MAX_FOLDERS)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=1000)]
 Place = tuple[Number, Number]
-"""Where a value begins in its owner's memory, and its bytes."""
+"""The address of a value in its owner's memory, and its size in bytes."""
 
 
 class Find(msgspec.Struct, frozen=True, array_like=True, tag="find"):
-    """Which of these are there?"""
+    """Ask which of these values the node holds."""
 
     names: Names
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
-    """Where do these lie? They are to stay there until `Done`, or for a while."""
+    """Ask where these values lie, and lease them: they stay there until `Done` or expiry."""
 
     names: Names
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """A lease has been used."""
+    """End a lease that has been used."""
 
     lease: Number
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
-    """Forget these."""
+    """Delete these values."""
 
     names: Names
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
-    """What does NIXL need to read from the node's memory?"""
+    """Ask for the NIXL metadata that a reader of the node's memory needs."""
 
 
 Request = Find | Lease | Done | Remove | Meet
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):
-    """The answer to `Find`: one byte for each name, 1 where it is there. ``folders`` are those of
-    all that is held."""
+    """The answer to `Find`: one byte per name, 1 if the node holds the value.
+
+    ``folders`` are the folders of all values that the node holds.
+    """
 
     held: Annotated[bytes, Meta(max_length=MAX_NAMES)]
     folders: Folders = []
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
-    """The answer to `Lease`: a place for each name, None where it is not there. They stay for
-    ``seconds`` from when it was sent. ``agent`` is the owner's name in NIXL. ``folders`` as in
-    `Found`."""
+    """The answer to `Lease`: a place per name, None if the node does not hold the value.
+
+    The values stay in place for ``seconds`` after the answer was sent. ``agent`` is the name of the
+    owner's NIXL agent. ``folders`` are as in `Found`.
+    """
 
     lease: Number
     seconds: Annotated[float, Meta(gt=0)]
@@ -92,27 +96,29 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """The answer to `Done`: whether the lease was held until now. Where it was not, what was read
-    may be another value's bytes."""
+    """The answer to `Done`: ``held`` is True if the lease was valid until now.
+
+    If it was not, the bytes that were read may belong to another value.
+    """
 
     held: bool
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """The answer to `Remove`. ``folders`` as in `Found`."""
+    """The answer to `Remove`. ``folders`` are as in `Found`."""
 
     folders: Folders = []
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
-    """The answer to `Meet`: NIXL's own description of the node, not looked into here."""
+    """The answer to `Meet`: the node's NIXL agent and its metadata, which stay opaque here."""
 
     agent: Text
     metadata: Annotated[bytes, Meta(max_length=MAX_MESSAGE // 2)]
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """Nothing was done, and why."""
+    """The answer to a request that was not executed, with the reason."""
 
     why: Text
 
@@ -126,38 +132,41 @@ _T = TypeVar("_T")
 
 
 def frames(message: Request | Reply) -> list[bytes]:
-    """The message as it is sent."""
+    """Encode a message into the frames to send."""
     return [HEADER, _encode(message)]
 
 
 def decode_request(parts: Sequence[bytes]) -> Request:
-    """Raises FormatError for what is no request of this version."""
+    """Decode a request. Raises FormatError if it is not a request of this version."""
     return _decode(_requests, parts)
 
 
 def decode_reply(parts: Sequence[bytes]) -> Reply:
-    """Raises FormatError for what is no reply of this version."""
+    """Decode a reply. Raises FormatError if it is not a reply of this version."""
     return _decode(_replies, parts)
 
 
 def folder_of(name: str) -> str:
-    """A name without its last part: which model, block shape, heads and layers."""
+    """Return a name without its last part, which leaves model, shape, heads and layers."""
     return name.rpartition("/")[0]
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], parts: Sequence[bytes]) -> _T:
     if len(parts) != 2:
-        raise FormatError(f"a message of {len(parts)} frames; supported are 2")
+        raise FormatError(f"given a message of {len(parts)} frames; supported are 2")
     header, payload = parts
     if header != HEADER:
-        raise FormatError(f"{_said(header)}; this node speaks {PROTOCOL}: use one kvcore on all")
+        raise FormatError(
+            f"given {_describe(header)}; this node supports {PROTOCOL}: use one version of kvcore "
+            "on all nodes"
+        )
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"not a message of protocol {PROTOCOL}: {error}") from error
 
 
-def _said(header: bytes) -> str:
+def _describe(header: bytes) -> str:
     if len(header) == len(HEADER) and header.startswith(_NAME):
         return f"protocol {struct.unpack('<I', header[len(_NAME) :])[0]}"
-    return f"{len(header)} bytes that are no header"
+    return f"{len(header)} bytes that are not a header"

@@ -1,7 +1,7 @@
-"""The messages between nodes: one thread that answers, and a way to ask several at once.
+"""Requests between nodes: a thread that answers them, and a client that asks several nodes at once.
 
-Each question has a socket to itself until its answer is there. A socket whose answer did not come
-in time is thrown away, and a late answer with it.
+Each request has a socket to itself until its answer arrives. A socket whose answer is late is
+closed, so that the late answer is discarded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore._util.circuit_breaker import Breaker
+from kvcore._util.log_limit import LogLimit
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
-from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     MAX_FOLDERS,
     MAX_MESSAGE,
@@ -43,34 +44,39 @@ _log = logging.getLogger("kvcore.tiers.peer")
 _TICK_MS = 100
 _PAUSE_S = 0.0001
 _LINGER_S = 5.0
-"""How long reads go on whose lease is over: their readers learn then that they were in vain, and do
-not wait for bytes until they give this node up."""
+"""Seconds for which reads are still served after their lease is over.
+
+Their readers then learn that the lease has expired, instead of waiting until they time out.
+"""
 _IDLE_SOCKETS = 16
 MAX_GUESTS = 64
-"""Nodes of no list that are remembered, with their connections."""
+"""Most nodes outside the list that are remembered, with their connections."""
 _MAX_PAUSE_S = 30.0
 
 
-class Answerer:
-    """Answers other nodes about ``lending``, whose first byte is at ``base``, in its own thread.
+class PeerServer:
+    """Answers the requests of other nodes about ``lent``, in its own thread.
 
-    ``meet`` gives the node's name and metadata in NIXL. ``progress`` is called again and again as
-    long as something is leased, and a little longer, and returns at once.
+    ``base`` is the address of the first lent byte. ``meet`` returns the name and metadata of the
+    node's NIXL agent. ``progress`` is called continuously while anything is leased to another node,
+    and for a short time afterwards. It runs on a second thread, so that requests are answered, and
+    this node does not look dead, while a read holds ``progress`` up.
     """
 
     def __init__(
         self,
         address: str,
-        lending: Lending,
+        lent: LentMemory,
         base: int,
         meet: Callable[[], tuple[str, bytes]],
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``address`` is tcp://HOST:PORT. Raises TierUnavailable where it cannot be listened on."""
-        self._lending = lending
+        """Listen at ``address``, tcp://HOST:PORT. Raises TierUnavailable if it cannot be bound."""
+        self._lent = lent
         self._base = base
         self._meet = meet
         self._progress = progress
+        self._limit = LogLimit()
         self._context = Context()
         self._socket = _bounded(self._context, zmq.ROUTER)
         try:
@@ -79,77 +85,97 @@ class Answerer:
             self._socket.close()
             self._context.term()
             raise TierUnavailable(
-                f"other nodes cannot ask at {address} ({error}): set `listen` to a free port"
+                f"cannot listen at {address} for other nodes ({error}): set `listen` to a free port"
             ) from error
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kvcore-peer", daemon=True)
-        self._thread.start()
+        self._leased = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, name="kvcore-peer", daemon=True),
+            threading.Thread(target=self._serve_reads, name="kvcore-peer-reads", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Stop answering. Blocks until ``progress`` has returned. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join()
+            self._leased.set()
+            for thread in self._threads:
+                thread.join()
 
     def _serve(self) -> None:
-        read_until = 0.0
         while not self._closed.is_set():
-            now = time.monotonic()
-            if self._lending.leased:
-                read_until = now + _LINGER_S
-            if reading := now < read_until:
-                self._progress()
-                time.sleep(_PAUSE_S)
-            if self._socket.poll(0 if reading else _TICK_MS):
+            if self._socket.poll(_TICK_MS):
                 sender, *parts = self._socket.recv_multipart()
                 try:
                     self._socket.send_multipart([sender, *frames(self._reply(parts))], zmq.NOBLOCK)
                 except zmq.ZMQError as error:
-                    _log.debug("a node does not take its answer: %s", error)
+                    _log.debug("an answer to another node could not be sent: %s", error)
         self._socket.close()
         self._context.term()
+
+    def _serve_reads(self) -> None:
+        read_until = 0.0
+        while not self._closed.is_set():
+            now = time.monotonic()
+            if self._lent.leased:
+                read_until = now + _LINGER_S
+            if now >= read_until:
+                self._leased.wait()
+                self._leased.clear()
+                continue
+            try:
+                self._progress()
+            except Exception:  # noqa: BLE001 - thread boundary: the next call may work
+                if self._limit.admit("progress") is not None:
+                    _log.exception("serving other nodes' reads of this node's memory failed")
+            time.sleep(_PAUSE_S)
 
     def _reply(self, parts: list[bytes]) -> Reply:
         try:
             return self._answer(decode_request(parts))
         except (FormatError, CapacityError) as error:
-            _log.warning("another node's message is refused: %s", error)
+            _log.warning("a request of another node is refused: %s", error)
             return Refused(str(error)[:1000])
         except KVCoreError as error:
             return Refused(str(error)[:1000])
         except Exception:  # noqa: BLE001 - thread boundary: this node goes on answering
-            _log.exception("a message of another node could not be answered")
-            return Refused("a fault of the node that was asked: see its log")
+            _log.exception("a request of another node could not be answered")
+            return Refused("internal error of the node that was asked: see its log")
 
     def _answer(self, request: Request) -> Reply:
-        lending = self._lending
+        lent = self._lent
         if isinstance(request, Find):
-            return Found(bytes(lending.exists(request.names)), self._folders)
+            return Found(bytes(lent.exists(request.names)), self._folders)
         if isinstance(request, Lease):
             return self._lease(request)
         if isinstance(request, Done):
-            return Ended(lending.end(request.lease))
+            return Ended(lent.end(request.lease))
         if isinstance(request, Remove):
-            lending.remove(request.names)
+            lent.remove(request.names)
             return Removed(self._folders)
         assert isinstance(request, Meet)
         return Met(*self._meet())
 
     def _lease(self, request: Lease) -> Leased:
         agent, _ = self._meet()
-        number, spans = self._lending.lease(request.names)
+        number, spans = self._lent.lease(request.names)
+        self._leased.set()
         places = [span and (self._base + span.start, span.nbytes) for span in spans]
-        return Leased(number, self._lending.lease_s, agent, places, self._folders)
+        return Leased(number, self._lent.lease_s, agent, places, self._folders)
 
     @property
     def _folders(self) -> list[str]:
-        return self._lending.folders[:MAX_FOLDERS]
+        return self._lent.folders[:MAX_FOLDERS]
 
 
 @dataclass(eq=False)
 class _Node:
-    """``gone``: its connections are closed as soon as they are idle. ``folders``: what it holds
-    lies in these, it said last."""
+    """The state of one node: its breaker, reported ``folders`` and idle connections.
+
+    If it is ``gone``, its connections are closed as soon as they are idle.
+    """
 
     breaker: Breaker
     folders: Collection[str] = ()
@@ -158,10 +184,11 @@ class _Node:
 
 
 class Peers:
-    """The nodes at ``addresses`` (tcp://HOST:PORT) but those in ``own``, each with a breaker; and
-    guests: others that are asked by name alone, as many as were asked last. Thread-safe.
+    """The nodes at ``addresses`` (tcp://HOST:PORT) except those in ``own``. Thread-safe.
 
-    A node that has not answered three times is left alone for a while, and then asked again.
+    Guests are other nodes, which are asked only by explicit address; the most recent ones are
+    remembered. Each node has a circuit breaker: after three failures in a row the node is not asked
+    for a while, and then tried again.
     """
 
     def __init__(
@@ -172,7 +199,7 @@ class Peers:
         self._context = Context()
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
-        self._guests: dict[str, _Node] = {}  # the one asked last is the last
+        self._guests: dict[str, _Node] = {}  # least recently asked first
         self.update(addresses)
 
     def __len__(self) -> int:
@@ -182,18 +209,21 @@ class Peers:
         return address in self._nodes
 
     def update(self, addresses: Iterable[str]) -> None:
-        """These are the nodes from now on. What others were asked is still waited for."""
+        """Replace the list of nodes. Requests in flight to removed nodes are still awaited."""
         wanted = dict.fromkeys(address for address in addresses if address not in self.own)
         with self._lock:
             for address in [address for address in self._nodes if address not in wanted]:
-                _let_go(self._nodes.pop(address))
+                _close_idle(self._nodes.pop(address))
             for address in wanted:
                 if address not in self._nodes:
                     guest = self._guests.pop(address, None)
-                    self._nodes[address] = guest or _node(address)
+                    self._nodes[address] = guest or _new_node(address)
 
     def available(self, addresses: Iterable[str] | None = None) -> list[str]:
-        """Nodes that may be asked now: all of them, or of these, which may be guests."""
+        """Return the nodes that may be asked now, of the list or of ``addresses``.
+
+        ``addresses`` may include guests.
+        """
         with self._lock:
             if addresses is None:
                 return [a for a, node in self._nodes.items() if node.breaker.allows()]
@@ -202,20 +232,23 @@ class Peers:
 
     @property
     def folders(self) -> set[str]:
-        """What nodes and guests hold lies in these, as each has said last."""
+        """The folders that nodes and guests hold, as each reported last."""
         with self._lock:
             nodes = [*self._nodes.values(), *self._guests.values()]
         return {folder for node in nodes for folder in node.folders}
 
     def ask(self, requests: Mapping[str, Request]) -> dict[str, Reply | TierUnavailable]:
-        """Ask nodes, one question each, all at once. Blocks until every one has answered, for the
-        timeout at most; TierUnavailable stands for those that did not, or not in this protocol."""
+        """Send one request to each node concurrently, and return an answer per address.
+
+        The answer is TierUnavailable for a node that did not answer, or not in this protocol.
+        Blocks until all have answered, at most for the timeout.
+        """
         answers: dict[str, Reply | TierUnavailable] = {}
         poller, owners, nodes = zmq.Poller(), {}, {}
         for address, request in requests.items():
             nodes[address], socket = self._send(address, request)
             if socket is None:
-                answers[address] = TierUnavailable(f"nothing can be sent to {address!r}")
+                answers[address] = TierUnavailable(f"cannot connect to {address!r}")
                 continue
             poller.register(socket, zmq.POLLIN)
             owners[socket] = address
@@ -228,31 +261,34 @@ class Peers:
         for socket, address in owners.items():
             socket.close()
             answers[address] = TierUnavailable(
-                f"the node at {address} does not answer in {self._timeout_s:g} s"
+                f"the node at {address} did not answer in {self._timeout_s:g} s"
             )
-        self._judge(nodes, answers)
+        self._record_outcomes(nodes, answers)
         return answers
 
     def close(self) -> None:
         """Close all connections. Nothing may be in flight. Idempotent."""
         with self._lock:
             for node in [*self._nodes.values(), *self._guests.values()]:
-                _let_go(node)
+                _close_idle(node)
         self._context.term()
 
     def _at(self, address: str) -> _Node:
-        """The node at an address, a guest where it is none of the list. With the lock."""
+        """Return the node at an address; an unlisted one is a guest. The caller holds the lock."""
         if address in self._nodes:
             return self._nodes[address]
-        node = self._guests.pop(address, None) or _node(address)
+        node = self._guests.pop(address, None) or _new_node(address)
         self._guests[address] = node
         while len(self._guests) > MAX_GUESTS:
-            _let_go(self._guests.pop(next(iter(self._guests))))
+            _close_idle(self._guests.pop(next(iter(self._guests))))
         return node
 
     def _send(self, address: str, request: Request) -> tuple[_Node, Any]:
-        """The node, and the socket on which it answers: None for an address of no host. Those come
-        from other processes, and one must not spoil what is asked of the rest."""
+        """Send a request, and return the node and the socket of its answer.
+
+        The socket is None for an invalid address. Addresses come from other processes, and an
+        invalid one must not affect the requests to other nodes.
+        """
         with self._lock:
             node = self._at(address)
             node.breaker.started()
@@ -273,7 +309,7 @@ class Peers:
             reply = decode_reply(socket.recv_multipart())
         except FormatError as error:
             socket.close()
-            return TierUnavailable(f"the node at {address} is not understood: {error}")
+            return TierUnavailable(f"the answer of {address} cannot be read: {error}")
         with self._lock:
             if isinstance(reply, Found | Leased | Removed):
                 node.folders = reply.folders
@@ -283,7 +319,7 @@ class Peers:
         socket.close()
         return reply
 
-    def _judge(
+    def _record_outcomes(
         self, nodes: Mapping[str, _Node], answers: Mapping[str, Reply | TierUnavailable]
     ) -> None:
         with self._lock:
@@ -295,11 +331,11 @@ class Peers:
                     breaker.succeeded()
 
 
-def _node(address: str) -> _Node:
+def _new_node(address: str) -> _Node:
     return _Node(Breaker(f"peer {address}", max_pause=_MAX_PAUSE_S))
 
 
-def _let_go(node: _Node) -> None:
+def _close_idle(node: _Node) -> None:
     node.gone = True
     for socket in node.idle:
         socket.close()

@@ -1,12 +1,12 @@
-"""The memory of other nodes as a store: what one has put into its own, the others find and read.
+"""The memory of all nodes as a store: each node writes to its own memory, and the others read it.
 
-    put       into the part of this node's memory that it lends
-    exists    here, or at any of the other nodes
-    get       from here; else a lease of the first other node that has it, and a NIXL READ
+    put       into the memory that this node lends
+    exists    here, or at any other node
+    get       from here, or by NIXL READ under a lease of the first other node that has the value
     delete    here, and at every node that can be asked
 
-A node is a rank. It lends with its own ``listen`` address; a leader has no memory, it only asks.
-Nothing is copied to a node that has not asked, and what a node holds is gone when it ends.
+A node is a rank, with its own ``listen`` address. A leader lends no memory; it only asks. Nothing
+is copied to a node that has not asked for it. What a node holds is lost when the node ends.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvcore.tiers.base import SlotError
 from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
-from kvcore.tiers.remote.peer.discovery import Roster, open_roster
-from kvcore.tiers.remote.peer.leases import Lending
+from kvcore.tiers.remote.peer.discovery import PeerDiscovery, open_discovery
+from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     MAX_NAMES,
     Done,
@@ -57,7 +57,7 @@ from kvcore.tiers.remote.peer.messages import (
     Request,
     folder_of,
 )
-from kvcore.tiers.remote.peer.rpc import Answerer, Peers
+from kvcore.tiers.remote.peer.rpc import Peers, PeerServer
 from kvcore.tiers.remote.tier import StoreKind
 
 if TYPE_CHECKING:
@@ -68,81 +68,81 @@ _log = logging.getLogger("kvcore.tiers.peer")
 
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<first>[0-9]+)(-(?P<last>[0-9]+))?")
 _MAX_RANKS = 64
-_TOLD_NODES = 100
+_MAX_REFUSED = 100
 _NOT_HERE = (BlockMissing, TierUnavailable)
 _EVERY_ADDRESS = ("0.0.0.0", "*", "[::]")
 
 
-class _Away(TierUnavailable):
-    """A node does not answer: that says nothing of the others."""
+class _Unreachable(TierUnavailable):
+    """A node did not answer, which says nothing about the others."""
 
 
 def addresses(text: str) -> list[str]:
-    """tcp://HOST:PORT of each rank of a node. Raises ConfigError."""
+    """Return tcp://HOST:PORT for each rank of a node. Raises ConfigError."""
     found = _ADDRESS.fullmatch(text)
     first = int(found["first"]) if found else 0
     last = int(found["last"] or first) if found else 0
     if found is None or not (0 < first <= last <= 65535 and last - first < _MAX_RANKS):
         raise ConfigError(
-            f"given {text!r}; supported is HOST:PORT, or HOST:FIRST-LAST with a port for each of "
-            f"up to {_MAX_RANKS} ranks"
+            f"given {text!r}; supported are HOST:PORT, and HOST:FIRST-LAST with one port for each "
+            f"of up to {_MAX_RANKS} ranks"
         )
     return [f"tcp://{found['host']}:{port}" for port in range(first, last + 1)]
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    """Raises ConfigError."""
+    """Parse a network. Raises ConfigError."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
-        raise ConfigError(f"{error}; supported is a network as 10.0.0.0/16") from error
+        raise ConfigError(f"{error}; supported is a network such as 10.0.0.0/16") from error
 
 
 class PeerOptions(StoreOptions):
-    """Where this node is, where the others are, and what it lends."""
+    """The address of this node, the other nodes, and the memory that this one lends."""
 
-    known_by = ()  # whichever nodes there are
+    known_by = ()  # one store, whichever nodes there are
 
     listen: str = Field(
         default="0.0.0.0:7801",
-        description="HOST:PORT on which rank 0 is asked by other nodes; a further rank has the "
-        "port as many further on.",
+        description="HOST:PORT at which rank 0 answers other nodes. Rank N listens at PORT + N.",
     )
     advertise: Annotated[str, Field(pattern=r"^([^\s:/]+|\[[0-9a-fA-F:]+\])$")] | None = Field(
         default=None,
-        description="HOST by which other nodes reach this one. Unset: that of `listen`, or this "
-        "host's name where that is every address.",
+        description="HOST at which other nodes reach this one. Unset: the host of `listen`, or "
+        "this host's name if `listen` is on every address.",
     )
     peers: list[str] | Literal["etcd"] = Field(
         default=[],
-        description="Every node, this one too: HOST:PORT, or HOST:FIRST-LAST where one has several "
-        'ranks. Or "etcd": nodes find each other through `[cluster]`, among those of the same '
-        "`cluster.model` and `cluster.group`.",
+        description="Every node, including this one: HOST:PORT, or HOST:FIRST-LAST for several "
+        'ranks. Or "etcd": nodes with the same `cluster.model` and `cluster.group` find each other '
+        "through `[cluster]`.",
     )
     guests: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
-        description="Hosts beside `peers` whose memory is read when a promise names them: names, "
-        'addresses, or networks as "10.0.0.0/16". A promise comes with a request, so whoever may '
-        "send requests may name any node of these. Empty: a promise names none but peers.",
+        description="Hosts besides `peers` that a promise may name, so that their memory is read: "
+        'names, addresses, or networks such as "10.0.0.0/16". A promise comes with a request, so '
+        "every client may name any node of these. Empty: promises may name peers only.",
     )
     lend: Size = Field(
         default=parse_size("1GiB"),
-        description="Bytes of host memory that each rank lends. They are beside `host.capacity`, "
-        "and what lies there is gone when the rank ends.",
+        description="Bytes of host memory that each rank lends, in addition to `host.capacity`. "
+        "Their content is lost when the rank ends.",
     )
     lease_s: Seconds = Field(
         default=10.0,
-        description="Longest time, in seconds, that a value stays in its place for a reader.",
+        description="Longest time, in seconds, for which a reader may lease a value.",
     )
     backend: Annotated[str, Field(min_length=1)] = Field(
-        default="UCX", description="NIXL's backend. What UCX uses is set by its own variables."
+        default="UCX",
+        description="NIXL's backend. UCX is configured by its own environment variables.",
     )
 
     @field_validator("listen")
     @classmethod
     def _one_address(cls, text: str) -> str:
         if len(addresses(text)) != 1:
-            raise ConfigError(f"given {text!r}; supported is HOST:PORT of rank 0")
+            raise ConfigError(f"given {text!r}; supported is the HOST:PORT of rank 0")
         return text
 
     @field_validator("peers")
@@ -160,8 +160,8 @@ class PeerOptions(StoreOptions):
                 _network(text)
         return texts
 
-    def invites(self, address: str) -> bool:
-        """Whether tcp://HOST:PORT may be a guest."""
+    def admits(self, address: str) -> bool:
+        """Return True if tcp://HOST:PORT may be a guest."""
         host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         try:
             number = ipaddress.ip_address(host)
@@ -172,13 +172,13 @@ class PeerOptions(StoreOptions):
         )
 
     def address(self, rank: int) -> str:
-        """Where ``rank`` is asked. Raises ConfigError where it would be no port."""
+        """Return where ``rank`` listens. Raises ConfigError if its port is out of range."""
         host, _, port = self.listen.rpartition(":")
         [address] = addresses(f"{host}:{int(port) + rank}")
         return address
 
-    def reached(self, rank: int) -> str:
-        """Where others ask ``rank``. Raises ConfigError where it would be no port."""
+    def advertised(self, rank: int) -> str:
+        """Return where others reach ``rank``. Raises ConfigError if its port is out of range."""
         host, _, port = self.address(rank).removeprefix("tcp://").rpartition(":")
         if self.advertise is not None:
             host = self.advertise
@@ -187,54 +187,59 @@ class PeerOptions(StoreOptions):
         return f"tcp://{host}:{port}"
 
 
-class _Find(NamedTuple):
-    """An item that another node has lent to us: its position, and where it lies."""
+class _RemoteItem(NamedTuple):
+    """An item that another node has leased to this one: its position, and where it lies."""
 
     position: int
     remote: Remote
 
 
 class PeerStore(BlockStore):
-    """``rank`` None lends nothing and reads nothing: it asks.
+    """The memory of all nodes. With ``rank`` None, the store only looks up and deletes.
 
-    NIXL is started with the first value that is put or read. A call takes ``timeout_s`` for each of
-    its steps at most: to ask, to meet a node that is new, to read, to say that it has read.
+    NIXL starts with the first value that is written or read. Each step of a call takes at most
+    ``timeout_s``: asking for leases, meeting a new node, reading, and ending the leases.
     """
 
     def __init__(self, options: PeerOptions, rank: int | None = None) -> None:
-        """Raises UnsupportedError without NIXL or pyzmq, ConfigError for addresses that cannot be,
-        TierUnavailable where ``listen`` is taken or the memory is not granted."""
+        """Allocate the lent memory, and start answering other nodes.
+
+        Raises UnsupportedError without NIXL or pyzmq, ConfigError for invalid addresses, and
+        TierUnavailable if ``listen`` cannot be bound or the memory cannot be allocated.
+        """
         nixl_module()
         self._options = options
         self._lock = threading.Lock()
         self._agent: Agent | None = None
-        self._told: set[str] = set()
-        self._uninvited: set[str] = set()
+        self._warned: set[str] = set()
+        self._refused: set[str] = set()
         self._memory: Pages | None = None
-        self.lending: Lending | None = None
-        self._answerer: Answerer | None = None
-        self._roster: Roster | None = None
-        self._reached: str | None = None
+        self.lent: LentMemory | None = None
+        self._server: PeerServer | None = None
+        self._discovery: PeerDiscovery | None = None
+        self._advertised: str | None = None
         own: list[str] = []
         if rank is not None:
-            self._reached = options.reached(rank)
-            own = [options.address(rank), self._reached]
+            self._advertised = options.advertised(rank)
+            own = [options.address(rank), self._advertised]
             self._memory = Pages(max(options.lend, 1))
-            self.lending = Lending(self._memory.view[: options.lend], lease_s=options.lease_s)
-            self._answerer = Answerer(
-                own[0], self.lending, self._memory.address, self._introduce, self._progress
+            self.lent = LentMemory(self._memory.view[: options.lend], lease_s=options.lease_s)
+            self._server = PeerServer(
+                own[0], self.lent, self._memory.address, self._introduce, self._progress
             )
         listed = [] if isinstance(options.peers, str) else options.peers
         every = [address for text in listed for address in addresses(text)]
         self.peers = Peers(every, options.timeout_s, own)
 
     def join(self, cluster: ClusterConfig | None) -> None:
-        """Find the other nodes, and be found by them, where ``peers`` says so. Does no I/O here.
+        """Start discovery of the other nodes if ``peers`` is "etcd". Does no I/O on this thread.
 
-        Raises ConfigError where ``cluster`` does not do for it.
+        Raises ConfigError if ``cluster`` does not name etcd.
         """
         if self._options.peers == "etcd":
-            self._roster = open_roster(cluster, self._reached, self.peers.update, _is_address)
+            self._discovery = open_discovery(
+                cluster, self._advertised, self.peers.update, _is_address
+            )
 
     # -- the contract -----------------------------------------------------------------------
 
@@ -242,8 +247,11 @@ class PeerStore(BlockStore):
         return [self._put(item) for item in items]
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
-        """As `BlockStore.get`. What only nodes that are away could have had is missing: each of
-        them is left alone by itself, and the store works, unless no peer answers any more."""
+        """Read values as `BlockStore.get` does, from this node and from others.
+
+        A value that only unreachable nodes may have is reported as BlockMissing, because the store
+        as a whole works. Only if no peer answers at all is it reported as TierUnavailable.
+        """
         results = [self._own(item) for item in items]
         nodes = dict.fromkeys(node for item in items for node in item.nodes)
         first = self.peers.available(a for node in nodes for a in self._promised(node))
@@ -255,7 +263,7 @@ class PeerStore(BlockStore):
                 heard |= self._fetch(items, absent[start : start + MAX_NAMES], results, at)
         if not heard and others:
             return results
-        return [BlockMissing(str(e)) if isinstance(e, _Away) else e for e in results]
+        return [BlockMissing(str(e)) if isinstance(e, _Unreachable) else e for e in results]
 
     @property
     def has_nodes(self) -> bool:
@@ -263,12 +271,14 @@ class PeerStore(BlockStore):
 
     @property
     def folders(self) -> set[str]:
-        own = self.lending.folders if self.lending is not None else ()
+        own = self.lent.folders if self.lent is not None else ()
         return self.peers.folders.union(own)
 
     def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
-        """What the node has not is asked of the others. Raises TierUnavailable where neither it nor
-        one of them answers."""
+        """Look up values at ``node`` first, and the rest at all other nodes.
+
+        Raises TierUnavailable if neither ``node`` nor any other node answers.
+        """
         promised = self._promised(node)
         there: set[str] = set()
         away: TierUnavailable | None = None
@@ -290,29 +300,29 @@ class PeerStore(BlockStore):
         return [name in there for name in names]
 
     def node(self, ranks: int) -> str:
-        first, last = self._options.reached(0), self._options.reached(ranks - 1)
+        first, last = self._options.advertised(0), self._options.advertised(ranks - 1)
         further = f"-{last.rpartition(':')[2]}" if ranks > 1 else ""
         return first.removeprefix("tcp://") + further
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        here = self.lending.exists(names) if self.lending is not None else [False] * len(names)
+        here = self.lent.exists(names) if self.lent is not None else [False] * len(names)
         held = {name for name, is_here in zip(names, here, strict=True) if is_here}
         rest = [name for name in names if name not in held]
         there = self._find(rest)
-        self._tell_strangers(rest)
+        self._warn_of_other_models(rest)
         return [name in held or name in there for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
-        if self.lending is not None:
-            self.lending.remove(names)
+        if self.lent is not None:
+            self.lent.remove(names)
         for start in range(0, len(names), MAX_NAMES):
             self._ask_all(Remove(list(names[start : start + MAX_NAMES])))
 
     def close(self) -> None:
-        if self._roster is not None:
-            self._roster.close()
-        if self._answerer is not None:
-            self._answerer.close()
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._server is not None:
+            self._server.close()
         self.peers.close()
         with self._lock:
             agent, self._agent = self._agent, None
@@ -322,43 +332,45 @@ class PeerStore(BlockStore):
     # -- this node --------------------------------------------------------------------------
 
     def _put(self, item: Item) -> TierError | None:
-        if self.lending is None:
-            return TierUnavailable(f"{item.name} has nowhere to lie: only ranks lend memory")
+        if self.lent is None:
+            return TierUnavailable(f"{item.name} cannot be stored: only ranks lend memory")
         nbytes = nbytes_of(item.parts)
         if nbytes > LANE_NBYTES:
-            return SlotError(f"{item.name} has {nbytes} bytes; others read {LANE_NBYTES} at most")
+            return SlotError(
+                f"given {nbytes} bytes as {item.name}; supported are at most {LANE_NBYTES}"
+            )
         try:
             self._started()
         except TierUnavailable as error:
             return error
-        if self.lending.put(item.name, item.parts):
+        if self.lent.put(item.name, item.parts):
             return None
         return TierUnavailable(
-            f"no room for {nbytes} bytes in the {self._options.lend} that are lent: raise `lend`"
+            f"no space for {nbytes} bytes in the {self._options.lend} that are lent: raise `lend`"
         )
 
     def _own(self, item: Item) -> TierError | None:
-        """What comes of reading a value of this node's own memory."""
+        """Read a value from this node's own memory."""
         missing = BlockMissing(f"no node holds {item.name}")
-        if self.lending is None:
+        if self.lent is None:
             return missing
         try:
-            lease, [place] = self.lending.lease([item.name])
+            lease, [place] = self.lent.lease([item.name])
         except CapacityError as error:
             return TierUnavailable(str(error))
         try:
             if place is None:
                 return missing
-            return None if fill(item, self.lending.view(place)) else _misfit(item, place.nbytes)
+            return None if fill(item, self.lent.view(place)) else _misfit(item, place.nbytes)
         finally:
-            self.lending.end(lease)
+            self.lent.end(lease)
 
     def _started(self) -> Agent:
-        """This node in NIXL. Raises TierUnavailable."""
+        """Return this node's NIXL agent, started if necessary. Raises TierUnavailable."""
         with self._lock:
             if self._agent is None:
                 name = f"kvcore-{socket.gethostname()}-{uuid.uuid4().hex}"
-                lanes = 2 * self._options.parallel  # as many as `StoreTier` has threads
+                lanes = 2 * self._options.parallel  # one per thread of `StoreTier`
                 self._agent = Agent(name, self._options.backend, lanes, self._memory)
             return self._agent
 
@@ -374,22 +386,22 @@ class PeerStore(BlockStore):
     # -- other nodes ------------------------------------------------------------------------
 
     def _promised(self, node: str) -> list[str]:
-        """The addresses of a node that a promise names, as far as they are peers' or guests'."""
+        """Return those addresses of a promised node that belong to peers or admitted guests."""
         try:
             every = addresses(node)
         except ConfigError as error:
-            _log.warning("a promise names no node: %s", error)
+            _log.warning("a promise names an invalid node: %s", error)
             return []
         others = [a for a in every if a not in self.peers.own]
-        welcome = [a for a in others if a in self.peers or self._options.invites(a)]
-        strange = len(welcome) < len(others) and node not in self._uninvited
-        if strange and len(self._uninvited) < _TOLD_NODES:
-            self._uninvited.add(node)
-            _log.warning("a promise names %s, which is not asked: no peer, nor of `guests`", node)
-        return welcome
+        admitted = [a for a in others if a in self.peers or self._options.admits(a)]
+        refused = len(admitted) < len(others) and node not in self._refused
+        if refused and len(self._refused) < _MAX_REFUSED:
+            self._refused.add(node)
+            _log.warning("a promise names %s, which is neither a peer nor in `guests`", node)
+        return admitted
 
     def _find(self, names: Sequence[str], at: Sequence[str] | None = None) -> set[str]:
-        """Names that nodes hold. Raises as `_ask_all` does."""
+        """Return the names that nodes hold. Raises what `_ask_all` raises."""
         held = set[str]()
         for start in range(0, len(names), MAX_NAMES):
             part = list(names[start : start + MAX_NAMES])
@@ -399,15 +411,17 @@ class PeerStore(BlockStore):
         return held
 
     def _ask_all(self, request: Request, at: Sequence[str] | None = None) -> list[Reply]:
-        """What the nodes answer that may be asked now, all of them or those ``at`` addresses.
-        Raises TierUnavailable where there are others than this, and none answers."""
+        """Ask the nodes at the addresses ``at``, or all available ones, and return their answers.
+
+        Raises TierUnavailable if there are other nodes and none of them answers.
+        """
         chosen = self.peers.available() if at is None else at
         asked = self.peers.ask(dict.fromkeys(chosen, request))
         answers = [answer for answer in asked.values() if not isinstance(answer, TierUnavailable)]
         if (at is not None or len(self.peers)) and not answers:
             raise next(
                 (error for error in asked.values() if isinstance(error, TierUnavailable)),
-                TierUnavailable("every other node is left alone for a while: none has answered"),
+                TierUnavailable("no other node has answered: all are left alone for a while"),
             )
         return answers
 
@@ -418,43 +432,55 @@ class PeerStore(BlockStore):
         results: list[TierError | None],
         at: Sequence[str],
     ) -> set[str]:
-        """Read the items at ``absent`` from those nodes ``at`` addresses that have them, under a
-        lease of each. Returns those that answered all the time."""
+        """Read the items at the positions ``absent`` under leases of the nodes at ``at``.
+
+        Fills in ``results``. Returns the nodes that answered every request.
+        """
         asked_at = time.monotonic()
         request = Lease([items[position].name for position in absent])
         asked = self.peers.ask(dict.fromkeys(at, request))
         read: dict[str, list[int]] = {}
         for answer in asked.values():
             if isinstance(answer, TierUnavailable):
-                for position in absent:  # it may be the one that has them
+                for position in absent:  # this node may be the one that has them
                     if isinstance(results[position], BlockMissing):
-                        results[position] = _Away(str(answer))
+                        results[position] = _Unreachable(str(answer))
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
-                finds = _fitting(items, absent, answer, results)
-                until = min(time.monotonic() + self._options.timeout_s, asked_at + answer.seconds)
-                error = self._read(address, answer.agent, items, finds, until)
-                for find in finds:
-                    results[find.position] = error
-                read[address] = [find.position for find in finds]
+                leased = _fitting(items, absent, answer, results)
+                leased_until = asked_at + answer.seconds
+                error = self._read(address, answer.agent, items, leased, leased_until)
+                for one in leased:
+                    results[one.position] = error
+                read[address] = [one.position for one in leased]
         used = {address: asked[address] for address in read}
-        gone = self._give_back(used, items, read, results)
+        gone = self._end_leases(used, items, read, results)
         return {a for a, said in asked.items() if not isinstance(said, TierUnavailable)} - gone
 
     def _read(
-        self, address: str, owner: str, items: Sequence[Item], finds: Sequence[_Find], until: float
+        self,
+        address: str,
+        owner: str,
+        items: Sequence[Item],
+        leased: Sequence[_RemoteItem],
+        leased_until: float,
     ) -> TierUnavailable | None:
-        """Fill the items that were found at a node; why that did not work, None if it did."""
+        """Read the items that were found at a node. Returns the error; None on success.
+
+        The timeout of the reads begins when this node can read. Starting NIXL and meeting the owner
+        may take long on a busy machine, and have timeouts of their own.
+        """
         try:
             agent = self._started()
             if owner == agent.name:
-                return TierUnavailable("this node asked itself for what it had not a moment ago")
-            if finds and not agent.knows(owner):
+                return TierUnavailable("this node reached itself under another address")
+            if leased and not agent.knows(owner):
                 self._meet(agent, address, owner)
-            for together in _lanes_of(finds):
-                with agent.read(owner, [find.remote for find in together], until) as values:
-                    for find, value in zip(together, values, strict=True):
-                        fill(items[find.position], value)
+            until = min(time.monotonic() + self._options.timeout_s, leased_until)
+            for together in _lanes_of(leased):
+                with agent.read(owner, [one.remote for one in together], until) as values:
+                    for one, value in zip(together, values, strict=True):
+                        fill(items[one.position], value)
         except TierUnavailable as error:
             return error
         return None
@@ -464,18 +490,21 @@ class PeerStore(BlockStore):
         if isinstance(reply, TierUnavailable):
             raise reply
         if not isinstance(reply, Met) or reply.agent != owner:
-            raise TierUnavailable(f"the node at {address} has been started anew")
+            raise TierUnavailable(f"the node at {address} has restarted")
         agent.meet(owner, reply.metadata)
 
-    def _give_back(
+    def _end_leases(
         self,
         asked: Mapping[str, Reply | TierUnavailable],
         items: Sequence[Item],
         read: Mapping[str, Sequence[int]],
         results: list[TierError | None],
     ) -> set[str]:
-        """End leases. What was read under one that had ended before may be anything. A node that
-        says nothing to that is gone, and what was read is judged by its checksum. Returns those."""
+        """End the leases of all nodes, and return the nodes that did not answer.
+
+        Values read under a lease that had expired may be wrong, and become BlockMissing. If a node
+        does not answer, its values are kept: their checksums tell whether they are right.
+        """
         gone: set[str] = set()
         used = {a: Done(leased.lease) for a, leased in asked.items() if isinstance(leased, Leased)}
         for address, answer in self.peers.ask(used).items():
@@ -483,34 +512,33 @@ class PeerStore(BlockStore):
                 gone.add(address)
                 for position in read[address]:
                     if results[position] is not None:
-                        results[position] = _Away(str(results[position]))
+                        results[position] = _Unreachable(str(results[position]))
             if isinstance(answer, Ended) and not answer.held:
                 for position in read[address]:
                     if results[position] is None:
                         results[position] = BlockMissing(
-                            f"{items[position].name} was lent by {address} for less time than "
-                            "reading it took"
+                            f"the lease of {items[position].name} at {address} expired too early"
                         )
         return gone
 
-    def _tell_strangers(self, names: Sequence[str]) -> None:
-        """Say once of each model and block shape that the other nodes hold nothing but others."""
+    def _warn_of_other_models(self, names: Sequence[str]) -> None:
+        """Log once per model and block shape that the other nodes hold only others."""
         wanted = {_model_of(folder_of(name)) for name in names}
         held = {_model_of(folder) for folder in self.peers.folders}
         if not held or wanted & held:
             return
-        for model in wanted - self._told:
-            self._told.add(model)
+        for model in wanted - self._warned:
+            self._warned.add(model)
             _log.warning("no other node holds KV of %s, only of %s", model, ", ".join(sorted(held)))
 
 
 def _model_of(folder: str) -> str:
-    """What a folder's values are of, whichever heads and layers: a model and a block shape."""
+    """Return the model and block shape of a folder, without its heads and layers."""
     return folder.rpartition("/")[0]
 
 
 def _is_address(text: str) -> bool:
-    """Whether it is tcp://HOST:PORT of one node."""
+    """Return True if ``text`` is tcp://HOST:PORT of one node."""
     try:
         return addresses(text.removeprefix("tcp://")) == [text]
     except ConfigError:
@@ -520,38 +548,41 @@ def _is_address(text: str) -> bool:
 def _fitting(
     items: Sequence[Item],
     absent: Sequence[int],
-    leased: Leased,
+    answer: Leased,
     results: list[TierError | None],
-) -> list[_Find]:
-    """What is still wanted of the values that a node has lent, and has the size it should have."""
-    finds = []
-    for position, place in zip(absent, leased.places, strict=False):
+) -> list[_RemoteItem]:
+    """Return the leased values that are still wanted and have the expected size.
+
+    A value of another size becomes an error in ``results``.
+    """
+    wanted = []
+    for position, place in zip(absent, answer.places, strict=False):
         if place is None or results[position] is None:
             continue
         address, nbytes = place
         if nbytes == nbytes_of(items[position].parts) <= LANE_NBYTES:
-            finds.append(_Find(position, Remote(address, nbytes)))
+            wanted.append(_RemoteItem(position, Remote(address, nbytes)))
         else:
             results[position] = _misfit(items[position], nbytes)
-    return finds
+    return wanted
 
 
-def _lanes_of(finds: Sequence[_Find]) -> Iterator[list[_Find]]:
-    """Finds that fit one lane, as many at a time as do."""
-    together: list[_Find] = []
+def _lanes_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
+    """Yield batches of items that fit one lane."""
+    together: list[_RemoteItem] = []
     room = LANE_NBYTES
-    for find in finds:
-        if find.remote.nbytes > room:
+    for one in wanted:
+        if one.remote.nbytes > room:
             yield together
             together, room = [], LANE_NBYTES
-        together.append(find)
-        room -= find.remote.nbytes
+        together.append(one)
+        room -= one.remote.nbytes
     if together:
         yield together
 
 
 def _misfit(item: Item, nbytes: int) -> CorruptBlock:
-    return CorruptBlock(f"{nbytes} bytes lie under {item.name}; {nbytes_of(item.parts)} are wanted")
+    return CorruptBlock(f"value {item.name} has {nbytes} bytes, not {nbytes_of(item.parts)}")
 
 
 def _join(store: PeerStore, context: TierContext) -> None:

@@ -1,4 +1,4 @@
-"""What tests of files on disk stand on."""
+"""Fixtures for tests of files on disk."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvcore.tiers.disk import files as disk_files
 
 @pytest.fixture(params=["queue", "threads"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernel's queue, and as where it cannot be had."""
+    """Run a test with the kernel's queue, and as if that were not available."""
     if request.param == "threads":
-        monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+        monkeypatch.setattr(disk_files, "_with_queue", lambda path, threads: threads)
     return str(request.param)
 
 
 @pytest.fixture
 def only_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that make os.preadv and os.pwritev fail."""
-    monkeypatch.setattr(disk_files, "_queue", lambda *_: None)
+    """Use threads only: for tests that make os.preadv and os.pwritev fail."""
+    monkeypatch.setattr(disk_files, "_with_queue", lambda path, threads: threads)
 
 
 @pytest.fixture

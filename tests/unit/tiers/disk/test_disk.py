@@ -1,4 +1,4 @@
-"""A disk that is full, missing, foreign or closed, and when it is flushed."""
+"""Disks that are full, missing or not ours; flushing; and calls after the tier is closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierUnavailable
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite
-from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, prepare_store
+from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, MountedStore, prepare_store
 from kvcore.tiers.disk import files as disk_files
 from support.disk import GEOMETRY, ROOM, SHAPE, SLOT, fill, opened, some_blocks
 
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_be_understood_is_left_alone(
         write_blocks(tier, blocks)
         tier.check_integrity()
     with pytest.raises(FormatError):
-        DiskTier(folder, GEOMETRY, shard=0, num_slots=2, slot_nbytes=SLOT)
+        DiskTier(MountedStore(folder, 2), GEOMETRY, shard=0, slot_nbytes=SLOT)
 
 
 def test_another_model_gets_another_store(path: Path) -> None:
@@ -197,7 +197,7 @@ def test_another_model_gets_another_store(path: Path) -> None:
 def test_slots_of_another_size_than_the_blocks_are_refused(path: Path) -> None:
     folder, _ = fill(path, 1)
     with pytest.raises(CapacityError, match="slots of"):
-        DiskTier(folder, GEOMETRY, shard=0, num_slots=1, slot_nbytes=2 * SLOT)
+        DiskTier(MountedStore(folder, 1), GEOMETRY, shard=0, slot_nbytes=2 * SLOT)
 
 
 # -- flushing -------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_slots_of_another_size_than_the_blocks_are_refused(path: Path) -> None:
 def test_what_was_written_is_flushed_within_the_interval(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when nothing is written after it."""
+    """Also if nothing is written afterwards."""
     flushed = threading.Event()
     real = disk_files.IndexFile.sync
 
@@ -250,7 +250,7 @@ def test_a_failing_flush_is_said_and_raised_where_it_was_asked_for(
 
 @contextmanager
 def reused(folder: Path) -> Iterator[list[Path]]:
-    """Files of somebody else, which have every number that was just given back."""
+    """Open other files, so that they get every file number that was just released."""
     paths = [folder / f"other-{i}" for i in range(16)]
     for other in paths:
         other.write_bytes(b"somebody else's" * 512)
@@ -266,7 +266,7 @@ def reused(folder: Path) -> Iterator[list[Path]]:
 def test_a_tier_that_is_closed_touches_no_file_that_was_opened_since(
     path: Path, tmp_path: Path, either_way: str
 ) -> None:
-    """A leader's word to forget slots may come after a worker has closed its tiers."""
+    """A leader's order to forget slots may arrive after a worker has closed its tiers."""
     blocks = some_blocks(3)
     with opened(path) as (_, tier):
         write_blocks(tier, blocks)
@@ -300,7 +300,7 @@ def test_a_data_file_that_is_closed_fails_every_piece(path: Path, either_way: st
 def test_a_read_that_fails_has_no_other_of_its_batch_still_writing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slots of a batch are given to others as soon as it has failed."""
+    """The slots of a batch are reused as soon as the batch has failed."""
     with opened(path) as (_, tier):
         running, ended = threading.Event(), threading.Event()
 
@@ -309,7 +309,7 @@ def test_a_read_that_fails_has_no_other_of_its_batch_still_writing(
                 assert running.wait(60)
                 raise MemoryError("no room for a staging buffer")
             running.set()
-            for _ in range(1000):  # gives way until the failure has long been seen
+            for _ in range(1000):  # yields until the failure has long been seen
                 time.sleep(0)
             ended.set()
             request.buffers[0][:1] = b"\1"

@@ -1,5 +1,6 @@
-"""Encryption at rest: nothing readable on disk, nothing served under another key or in another
-place, and in all else the tier that it is without."""
+"""Encryption at rest: nothing on disk is readable, and no block is served under another key or in
+another place. Apart from that the tier behaves as it does without encryption.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ from kvcore.runtime.tiers import BackingOpener, prepare_backings
 from kvcore.testing.tier_contract import Block, TierContract, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.checksum import checksum
-from kvcore.tiers.disk import DiskTier, Geometry, PreparedStore, prepare_store
+from kvcore.tiers.disk import DiskTier, Geometry, MountedStore, PreparedStore, prepare_store
 from kvcore.tiers.disk import tier as disk_tier
 from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher
 from kvcore.tiers.disk.format import Record
-from kvcore.tiers.disk.scrub import State, scrub
+from kvcore.tiers.disk.scrub import StoreState, scrub
 from kvcore.tiers.geometry import RECORD_NBYTES
 from support import disk as disk_rig
 
@@ -64,7 +65,7 @@ PARTS = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=4)
 def test_it_is_aes_gcm_under_a_key_drawn_for_the_nonce(
     parts: list[bytes], bound: bytes, padding: int
 ) -> None:
-    """Against the one-shot interface, and standard keys drawn here from the words of the page."""
+    """Compare with the one-shot interface, and with keys derived here as docs/format.md says."""
     data = b"".join(parts)
     into = memoryview(bytearray(len(data) + padding))
     views = [memoryview(part) for part in (*parts, b"p" * padding)]
@@ -110,7 +111,11 @@ class TestEncryptedDiskTier(TierContract):
         if not (folder / "store.json").exists():
             GEOMETRY.save(folder)
         return DiskTier(
-            folder, GEOMETRY, shard=0, num_slots=self.num_slots, slot_nbytes=SLOT, cipher=CIPHER
+            MountedStore(folder, self.num_slots),
+            GEOMETRY,
+            shard=0,
+            slot_nbytes=SLOT,
+            cipher=CIPHER,
         )
 
 
@@ -119,18 +124,18 @@ class TestEncryptedDiskTierFromOddMemory(TestEncryptedDiskTier):
 
 
 class TestEncryptedDiskTierOfLargeBlocks(TestEncryptedDiskTier):
-    """Those are decrypted on other threads."""
+    """Large blocks are decrypted by other threads."""
 
     @pytest.fixture(autouse=True)
     def all_are_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(disk_tier, "_HANDED_ON", 0)
+        monkeypatch.setattr(disk_tier, "_THREADED_DECRYPT_NBYTES", 0)
 
 
 def test_large_blocks_are_decrypted_several_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is wrong with one is told of that one."""
-    monkeypatch.setattr(disk_tier, "_HANDED_ON", 0)
+    """An error of one block is reported for that block only."""
+    monkeypatch.setattr(disk_tier, "_THREADED_DECRYPT_NBYTES", 0)
     blocks = some_blocks(8)
     bad = {1, 6}
     with opened(tmp_path) as (store, tier):
@@ -162,7 +167,7 @@ def test_large_blocks_are_decrypted_several_at_once(
 
 
 def test_blocks_come_back_and_cannot_be_read_on_disk(tmp_path: Path) -> None:
-    """More of them than are encrypted together; also in several pieces, as of a layerwise arena."""
+    """More blocks than are encrypted together, also in several pieces as in a layerwise arena."""
     blocks = some_blocks(2 * AT_ONCE + 3)
     with opened(tmp_path) as (store, tier):
         write_blocks(tier, blocks)
@@ -213,16 +218,18 @@ def test_what_another_key_or_none_wrote_is_never_served(
             read_back(tier, blocks[0])
         write_blocks(tier, blocks)
     with pytest.raises(FormatError, match=r"cipher|another model"):
-        DiskTier(mine.folder, other, shard=0, num_slots=3, slot_nbytes=SLOT, cipher=cipher)
-    with pytest.raises(FormatError, match="of the cipher"):
-        DiskTier(mine.folder, GEOMETRY, shard=0, num_slots=3, slot_nbytes=SLOT, cipher=cipher)
+        DiskTier(mine.mounted, other, shard=0, slot_nbytes=SLOT, cipher=cipher)
+    with pytest.raises(FormatError, match="uses the cipher"):
+        DiskTier(mine.mounted, GEOMETRY, shard=0, slot_nbytes=SLOT, cipher=cipher)
     with opened(tmp_path) as (_, tier):
         assert read_back(tier, blocks[2]) == blocks[2].data
 
 
 def test_a_block_is_bound_to_its_record_and_its_place(tmp_path: Path) -> None:
-    """One who can write the files, checksums and seals included, cannot move a block to another
-    key, nor pass a plain one for an encrypted one."""
+    """Someone who can write all files, seals included, cannot move a block to another key.
+
+    Neither can a plain block be passed off as an encrypted one.
+    """
     blocks = some_blocks(2)
     with opened(tmp_path) as (store, tier):
         write_blocks(tier, blocks)
@@ -271,10 +278,9 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     other = BlockCipher(OTHER)
     geometry = replace(GEOMETRY, cipher=other.name)
     store = prepare_store(tmp_path, geometry, ROOM, wait_s=0)
-    tier = DiskTier(  # told by a leader of a store that it cannot read
-        store.folder, geometry, shard=0, num_slots=2, slot_nbytes=SLOT, cipher=other,
-        foreign={1: found.foreign[1]},
-    )  # fmt: skip
+    # a leader mounts a store that this key cannot read
+    mounted = MountedStore(store.folder, 2, {1: found.foreign[1]})
+    tier = DiskTier(mounted, geometry, shard=0, slot_nbytes=SLOT, cipher=other)
     (error,) = tier.read([BlockRead(record.slot, key, [into])])
     assert isinstance(error, CorruptBlock)
     tier.close()
@@ -285,7 +291,7 @@ def test_scrub_needs_no_key(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, tier):
         write_blocks(tier, some_blocks(4))
     (report,) = scrub(tmp_path)
-    assert (report.state, report.blocks) == (State.WHOLE, 4)
+    assert (report.state, report.blocks) == (StoreState.WHOLE, 4)
     with (store.folder / "shard-0.data").open("r+b") as data:
         data.seek(SLOT + 9)
         data.write(b"rot")
@@ -325,14 +331,14 @@ def test_no_key_stops_the_start(tmp_path: Path) -> None:
 
 
 def test_the_settings_reach_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leader and worker through the hooks, as an engine does it."""
+    """The leader and the worker go through the hooks, as in an engine."""
     monkeypatch.setenv("DISK_KEY", KEY.hex())
     plain = Geometry(SHAPE, b"model", ((0, 2),))
     disk = {"path": str(tmp_path), "capacity": ROOM, "key_env": "DISK_KEY"}
     config = load_config(overrides={"disk": disk}, env={})
     plugins = PluginManager(entry_points=[])
     (found,) = prepare_backings(config, plain, plugins)
-    tier = BackingOpener(config, plain, 0, plugins)("disk", found.prepared.told)
+    tier = BackingOpener(config, plain, 0, plugins)("disk", found.prepared.rank_options)
     (block,) = some_blocks(1)
     write_blocks(tier, [block])
     tier.close()
@@ -345,7 +351,7 @@ def test_the_settings_reach_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tokens_are_not_kept_in_the_clear(tmp_path: Path) -> None:
-    """The file of segments is the user's text: with encryption it stays in memory."""
+    """Segments are the user's text. With encryption they stay in memory."""
     model: Any = SimpleNamespace(fingerprint=b"f" * 16)
     disk = {"path": str(tmp_path)}
     for more, files in (({}, 1), ({"key_env": "K"}, 0), ({"key_file": "k"}, 0)):

@@ -1,4 +1,4 @@
-"""What is on disk and does not hold: torn writes, flipped bits, swapped blocks."""
+"""Damage on disk: torn writes, flipped bits, swapped blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_record_reads_back_and_any_flipped_bit_that_counts_is_noticed(
     assert len(data) == RECORD_NBYTES
     assert Record.unpack(bytes(data)) == record
     data[bit // 8] ^= 1 << bit % 8
-    if bit // 8 in range(88, 96):  # a block that was read straight to the device fails by it
+    if bit // 8 in range(88, 96):  # it fails a block that is read straight into device memory
         changed = record._replace(sum=record.sum ^ 1 << bit - 8 * 88)
     else:
         changed = record if bit // 8 in range(96, 120) else None
@@ -182,7 +182,7 @@ def test_a_truncated_index_loses_what_was_cut(path: Path, left: int) -> None:
 
 @pytest.mark.usefixtures("either_way")
 def test_swapped_blocks_are_never_served(path: Path) -> None:
-    """The bytes change places, the records stay; then the records change places too."""
+    """First only the bytes of two blocks are swapped, then their records too."""
     folder, blocks = fill(path, 2)
     file = folder / "shard-0.data"
     data = file.read_bytes()
@@ -216,7 +216,7 @@ def test_another_blocks_bytes_do_not_pass_under_a_forged_key(path: Path) -> None
 
 @pytest.mark.parametrize("round_", range(4))
 def test_a_killed_writer_leaves_whole_blocks_or_none(path: Path, round_: int) -> None:
-    """kill -9 at a random moment, while the same slots are written over and over."""
+    """kill -9 at a random moment, while the same slots are overwritten again and again."""
     program = f"""
 import sys; sys.path.insert(0, {str(Path(disk_rig.__file__).parents[1])!r})
 import itertools
@@ -248,8 +248,10 @@ with t.opened(t.Path({str(path)!r})) as (_, tier):
 def test_a_write_cut_short_anywhere_is_no_block(
     path: Path, stop_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stops for good after the n-th system call of a write; half of a block's bytes count as one.
-    What is on disk then is what a killed process leaves."""
+    """Stop a write for good after its n-th system call. Half of a block's bytes count as one call.
+
+    What is on disk then is what a killed process leaves.
+    """
     folder, blocks = fill(path, 1)
     store = prepare_store(path, GEOMETRY, ROOM)
     tier = open_tier(store)

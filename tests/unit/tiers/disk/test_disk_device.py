@@ -1,4 +1,4 @@
-"""Blocks of the disk tier straight into a region on the device, which is host memory here."""
+"""Reads of the disk tier straight into device memory, for which host memory stands in here."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_another_block_than_the_slots_is_refused(path: Path, region: DeviceRegio
 
 
 class Watched(StagedReads):
-    """Reads with what they counted."""
+    """Reads, and what they counted."""
 
     def __init__(self, region: DeviceRegion) -> None:
         self.metrics = Metrics()
@@ -199,7 +199,7 @@ def test_blocks_of_other_stores_come_by_host_memory(path: Path, region: DeviceRe
 def test_after_an_error_another_agent_reads_the_rest(
     path: Path, region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error may end whatever else is in the agent's queue."""
+    """An error may end everything else in the agent's queue."""
     used: list[FileAgent] = []
     move = FileAgent.move
 

@@ -56,7 +56,7 @@ def all_outcomes(mover: Mover, file: int, moves: Sequence[Move], write: bool) ->
 
 
 def cut(memory: memoryview, lengths: Sequence[int]) -> list[memoryview]:
-    """Pieces of so many pages, one after the other."""
+    """Cut memory into consecutive pieces of the given numbers of pages."""
     parts, start = [], 0
     for length in lengths:
         parts.append(memory[start : start + length * PAGE])
@@ -77,8 +77,10 @@ def test_the_queue_does_what_threads_do(
     threads: ThreadMover,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Pieces of any number of pages at distinct places, also beyond the file's end, which may be at
-    any byte. Same outcomes, same memory, same file."""
+    """Pieces of any number of pages at distinct offsets give equal outcomes, memory and files.
+
+    Some lie beyond the file's end, which may be at any byte.
+    """
     shapes = data.draw(st.lists(lengths, max_size=6))
     content = random.Random(size).randbytes(size)
     results = []
@@ -117,10 +119,19 @@ def test_an_empty_batch(queue: AioMover, threads: ThreadMover, file: int) -> Non
         assert all_outcomes(mover, file, [], True) == {}
 
 
+def test_what_the_queue_cannot_take_goes_to_its_fallback(queue: AioMover, file: int) -> None:
+    """Memory at an odd address, between moves of whole pages, in one batch."""
+    expected = random.Random(0).randbytes(FILE_PAGES * PAGE)
+    memory = [Pages(2 * PAGE).view[i % 2 * 3 :][:PAGE] for i in range(8)]
+    moves = [Move(i, [view], i * PAGE) for i, view in enumerate(memory)]
+    assert set(all_outcomes(queue, file, moves, False).values()) == {PAGE}
+    assert b"".join(memory) == expected[: 8 * PAGE]
+
+
 def test_one_bad_move_does_not_fail_the_others(
     queue: AioMover, threads: ThreadMover, file: int
 ) -> None:
-    """A negative place is refused at the start; one beyond the limit while it is under way."""
+    """A negative offset is refused at the start, one beyond the limit while it is under way."""
     for mover in (queue, threads):
         memory = Pages(PAGE).view
         places = [0, -PAGE, PAGE, 40 * PAGE, 2 * PAGE]
@@ -154,7 +165,7 @@ def test_a_write_stopped_in_the_middle_is_an_error(
 def test_leaving_early_waits_for_what_is_under_way(
     queue: AioMover, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After that nothing may write to the caller's memory, and the queue is as good as new."""
+    """After that nothing writes to the caller's memory, and the queue can be used again."""
     started, ended = 0, 0
     submit, wait = aio._Context.submit, aio._Context.wait
 
@@ -197,7 +208,7 @@ def test_callers_at_once_do_not_see_each_others_moves(queue: AioMover, file: int
 def test_where_the_kernel_refuses_threads_do_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the start, said in the log; and later, when a limit leaves one caller more no queue."""
+    """The kernel may refuse at the start, which is logged, or later for one more caller."""
     real = aio._Context
 
     def refused() -> aio._Context:
@@ -221,7 +232,7 @@ def test_where_the_kernel_refuses_threads_do_it(
     data = files.DataFile(tmp_path / "b", PAGE, num_slots=2)
     with monkeypatch.context() as patch:
         patch.setattr(aio, "_Context", refused)
-        held = data._queue._take() if data._queue is not None else None
+        held = data._mover._take() if isinstance(data._mover, AioMover) else None
         round_trip(data)
     if held is not None:
         held.close()

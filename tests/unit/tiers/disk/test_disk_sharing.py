@@ -1,4 +1,4 @@
-"""A folder that several engines share, of other models and of other tensor-parallel sizes."""
+"""A folder shared by engines of different models and different tensor-parallel sizes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_smaller_capacity_keeps_the_blocks_that_fit(path: Path) -> None:
 
 
 def test_other_files_are_never_removed(path: Path) -> None:
-    """A folder that only looks like a store, and one that holds something else as well."""
+    """Neither a folder that only looks like a store, nor a store that holds another file too."""
     base = path / ("a" * 32)
     theirs = [path / "photos" / "store-1" / "lock", base / "store-1" / "mine.txt"]
     for file in theirs:
@@ -122,7 +122,7 @@ WIDE = BlockShape(layers=3, kv_heads=HEADS, head_dim=40, block_tokens=16, dtype=
 
 
 def split(ranks: int) -> Geometry:
-    """As ranks share heads; with more ranks than heads, several ranks keep the same one."""
+    """Split heads over ranks. With more ranks than heads, several ranks hold the same head."""
     if ranks <= HEADS:
         step = HEADS // ranks
         spans = tuple((r * step, (r + 1) * step) for r in range(ranks))
@@ -132,7 +132,7 @@ def split(ranks: int) -> Geometry:
 
 
 def numpy_block(seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """[layers, heads, bytes] of the whole model."""
+    """Return a block of the whole model, [layers, heads, bytes]."""
     shape = (WIDE.layers, HEADS, WIDE.head_nbytes)
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
@@ -147,7 +147,7 @@ def key_of(seed: int) -> bytes:
 
 
 def save_at(path: Path, geometry: Geometry, seeds: range) -> Path:
-    """Every rank writes its part of the blocks to slots of the same numbers."""
+    """Let every rank write its part of the blocks to slots with the same numbers."""
     store = prepare_store(path, geometry, ROOM)
     for rank in range(len(geometry.heads)):
         tier = open_tier(store, geometry, rank)

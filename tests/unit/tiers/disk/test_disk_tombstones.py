@@ -1,4 +1,4 @@
-"""A clear is for good, also where the engine dies, or its disk fails, before it is carried out."""
+"""A clear is final, even if the engine dies, or its disk fails, before it is carried out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def key(n: int) -> bytes:
 
 
 class Run:
-    """One life of an engine over ``path``; a block is named by its slot."""
+    """One run of an engine over ``path``. A block's key is its slot's number."""
 
     def __init__(self, path: Path, geometry: Geometry = ONE) -> None:
         self.store = prepare_store(path, geometry, 1 << 20, wait_s=0)
@@ -58,15 +58,15 @@ class Run:
 
 
 def test_what_was_cleared_is_not_found_though_nobody_erased_it(tmp_path: Path) -> None:
-    """And what was written since is."""
+    """Blocks that were written after the clear are found."""
     run = Run(tmp_path)
     run.write([1, 2])
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.write([3])
     run.end()
     run = Run(tmp_path)
     assert run.found == {3}
-    assert not (run.store.folder / "cleared").exists(), "it is paid"
+    assert not (run.store.folder / "cleared").exists(), "it is carried out"
     assert {int.from_bytes(r.key, "little") for r in run.tiers[0].scan()} == {3}, "erased for good"
     run.end()
     again = Run(tmp_path)
@@ -78,13 +78,13 @@ def test_one_namespace_is_cleared_and_the_others_stay(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.write([1], ANN)
     run.write([2], BOB)
-    run.store.debts.add(BOB)
+    run.store.tombstones.add(BOB)
     run.write([3], BOB)
     run.end()
     run = Run(tmp_path)
     assert run.found == {1, 3}
-    for number in range(40):  # more than are told apart
-        run.store.debts.add(number.to_bytes(KEY_BYTES, "little"))
+    for number in range(40):  # more than the file distinguishes
+        run.store.tombstones.add(number.to_bytes(KEY_BYTES, "little"))
     run.end()
     run = Run(tmp_path)
     assert run.found == set()
@@ -97,7 +97,7 @@ def test_stores_of_other_sizes_that_were_read_owe_it_too(tmp_path: Path) -> None
     run.end()
     run = Run(tmp_path, ONE)
     assert run.found == {1, 2}
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.end()
     for geometry in (TWO, ONE):
         run = Run(tmp_path, geometry)
@@ -108,14 +108,14 @@ def test_stores_of_other_sizes_that_were_read_owe_it_too(tmp_path: Path) -> None
 def test_a_clock_that_was_ahead_takes_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of a life whose clock was wrong are older than a clear, whatever their stamps say."""
+    """Blocks from a run whose clock was ahead are older than a later clear, despite their stamp."""
     run = Run(tmp_path)
     run.tiers[0]._stamps._ahead += 10**18
     run.write([1])
     run.end()
     run = Run(tmp_path)
     assert run.found == {1}
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.end()
     run = Run(tmp_path)
     assert run.found == set()
@@ -125,7 +125,7 @@ def test_a_clock_that_was_ahead_takes_nothing_back(
 def test_ranks_that_start_when_the_clock_is_ahead_take_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock is stepped forth after the leader's start, and back after that of its ranks."""
+    """The clock steps forward after the leader's start, and back after that of its ranks."""
     right = time.time_ns
     store = prepare_store(tmp_path, ONE, 1 << 20, wait_s=0)
     with monkeypatch.context() as patch:
@@ -133,7 +133,7 @@ def test_ranks_that_start_when_the_clock_is_ahead_take_nothing_back(
         patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
         run = Run(tmp_path)
     run.write([1])
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.write([2])
     run.end()
     run = Run(tmp_path)
@@ -144,7 +144,7 @@ def test_ranks_that_start_when_the_clock_is_ahead_take_nothing_back(
 def test_a_clock_that_was_set_back_between_two_lives_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is stored after a clear stays, though what was cleared seems to be younger."""
+    """Blocks that are stored after a clear stay, although the cleared ones seem younger."""
     right = time.time_ns
     with monkeypatch.context() as patch:
         patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
@@ -152,7 +152,7 @@ def test_a_clock_that_was_set_back_between_two_lives_loses_nothing(
         run.write([1])
         run.end()
     run = Run(tmp_path)
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.write([2])
     run.end()
     run = Run(tmp_path)
@@ -161,8 +161,8 @@ def test_a_clock_that_was_set_back_between_two_lives_loses_nothing(
 
 
 def test_ranks_of_another_machine_have_its_clock() -> None:
-    told = Stamps().told
-    assert next(Stamps.of(told | {"ahead": 0})) < 10**18
+    origin = Stamps().origin
+    assert next(Stamps.of(origin | {"ahead": 0})) < 10**18
     assert next(Stamps.of({"boot": "another", "ahead": 0})) > 10**18
 
 
@@ -187,7 +187,7 @@ def test_a_store_that_cannot_be_cleared_is_not_read(
 ) -> None:
     run = Run(tmp_path)
     run.write([1])
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.end()
 
     def fails(*_: Any) -> None:
@@ -207,9 +207,9 @@ def test_that_it_could_not_be_written_down_is_said(
 ) -> None:
     run = Run(tmp_path)
     (run.store.folder / "cleared.new").mkdir()
-    run.store.debts.add(None)
+    run.store.tombstones.add(None)
     run.end()
-    assert "may come undone with a restart" in caplog.text
+    assert "a restart may undo it" in caplog.text
     (run.store.folder / "cleared.new").rmdir()
 
 
