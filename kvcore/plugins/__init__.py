@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch
 from kvcore.plugins.hookspecs import (
     AttentionPlugin,
     EngineSpec,
@@ -16,7 +17,10 @@ from kvcore.plugins.manager import PluginManager
 from kvcore.tiers.spec import PreparedTier, TierContext, TierPlugin
 
 __all__ = [
+    "AttentionCall",
+    "AttentionHook",
     "AttentionPlugin",
+    "Batch",
     "EngineSpec",
     "OpsPlugin",
     "PluginManager",
