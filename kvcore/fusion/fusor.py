@@ -160,9 +160,9 @@ class Job:
         inside = (self.chunks >= self.exact) & (self.chunks < self.stop)
         if len(self.chunks) != len(self.offsets) or not bool(inside.all()):
             raise ConfigError(
-                f"{len(self.chunks)} chunk rows with {len(self.offsets)} offsets; "
-                f"{int((~inside).sum())} rows lie outside [{self.exact}, {self.stop}): give one "
-                "offset for each row, and rows inside"
+                f"{len(self.chunks)} chunk rows with {len(self.offsets)} offsets, "
+                f"{int((~inside).sum())} of them outside [{self.exact}, {self.stop}): give one "
+                "offset for each row, and only rows inside"
             )
 
     @property

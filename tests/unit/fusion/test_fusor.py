@@ -404,8 +404,8 @@ def test_what_a_layer_raises_reaches_the_caller() -> None:
     [
         (3, 3, [], "KV for"),
         (0, 11, [], "KV for"),
-        (2, 8, [1], "1 lie outside"),
-        (2, 8, [8], "1 lie outside"),
+        (2, 8, [1], "1 of them outside"),
+        (2, 8, [8], "1 of them outside"),
     ],
 )
 def test_jobs_that_cannot_be(exact: int, stop: int, chunks: list[int], words: str) -> None:

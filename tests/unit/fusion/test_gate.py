@@ -163,7 +163,7 @@ def test_nothing_is_said_where_no_row_was_recomputed() -> None:
 
 @pytest.mark.parametrize("budget", [Threshold(0.1), Ratio(0.0)])
 def test_a_gate_needs_a_ratio_to_enlarge(budget: Any) -> None:
-    with pytest.raises(ConfigError, match="ratio above 0"):
+    with pytest.raises(ConfigError, match="needs a Ratio above 0"):
         GateMonitor(Gate(1.0), budget, LAYERS)
 
 

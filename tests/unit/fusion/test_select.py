@@ -251,8 +251,8 @@ def test_a_threshold_counts_rows_above_it_once() -> None:
         (Ratio, {"ratio": 1.5}, "from 0 to 1, got 1.5"),
         (Ratio, {"ratio": math.nan}, "from 0 to 1"),
         (Ratio, {"ratio": 0.1, "spread": 2}, "spread"),
-        (Ratio, {"ratio": 0.1, "full_layers": 1}, "token alone"),
-        (Threshold, {"bound": 1, "full_layers": 0}, "token alone"),
+        (Ratio, {"ratio": 0.1, "full_layers": 1}, "only on the token"),
+        (Threshold, {"bound": 1, "full_layers": 0}, "only on the token"),
         (Threshold, {"bound": 1, "floor": 0.5, "ceiling": 0.1}, "floor <= ceiling"),
     ],
 )

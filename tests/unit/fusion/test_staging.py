@@ -169,5 +169,5 @@ def test_a_chunk_at_its_own_place_keeps_its_bits() -> None:
 
 def test_latent_attention_has_no_staging() -> None:
     latent = BlockShape(2, 1, 8, 4, "float32", kv_factor=1)
-    with pytest.raises(LayoutError, match="K and V of one head size"):
+    with pytest.raises(LayoutError, match="K and V with equal head sizes"):
         Staging(latent, 1, torch.device("cpu"))
