@@ -26,7 +26,7 @@ from kvcore.manager.load_policy import Action, Ask, Plan
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 
 __all__ = ["Watch"]
 
@@ -176,7 +176,7 @@ class Watch:
         self,
         counted: Data,
         profile: Sequence[tuple[int, float]] = (),
-        forwards: Sequence[tuple[Sequence[Part], float]] = (),
+        forwards: Sequence[tuple[Sequence[ForwardPart], float]] = (),
     ) -> None:
         """Take in what workers counted, and what they timed: (rows, seconds) of layers, (parts,
         seconds) of forwards."""
@@ -184,7 +184,7 @@ class Watch:
             rates = self._weigher.planner.rates
             learn_loads(rates, self._paths, counted)
             for rows, seconds in profile:
-                rates.prefilled([Part(rows, 0)], seconds)
+                rates.prefilled([ForwardPart(rows, 0)], seconds)
             for parts, seconds in forwards:
                 rates.prefilled(parts, seconds)
 

@@ -27,7 +27,15 @@ from enum import Enum
 
 from kvcore.errors import ConfigError
 from kvcore.telemetry.fit import Fit, is_amount
-from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs, pipelined, seen
+from kvcore.telemetry.rates import (
+    ComputeRates,
+    ForwardPart,
+    Rates,
+    TierRates,
+    pairs,
+    pipelined,
+    seen,
+)
 
 __all__ = [
     "BlendCandidate",
@@ -35,8 +43,8 @@ __all__ = [
     "Controller",
     "ControllerSettings",
     "Decision",
+    "ForwardPart",
     "Mode",
-    "Part",
     "TierRates",
     "hidden_ratio",
     "pipelined",
@@ -220,7 +228,7 @@ class Controller:
 
     # -- what was measured ----------------------------------------------------------------------
 
-    def prefilled(self, parts: Iterable[Part], seconds: float) -> bool:
+    def prefilled(self, parts: Iterable[ForwardPart], seconds: float) -> bool:
         """Record one forward of the engine over these parts of requests, including decodes."""
         return self.rates.prefilled(parts, seconds)
 

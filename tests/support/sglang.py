@@ -28,7 +28,7 @@ from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import Staging  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
-from kvcore.telemetry.rates import Part  # noqa: E402
+from kvcore.telemetry.rates import ForwardPart  # noqa: E402
 from kvcore.transfer.graph import OpReport  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402
 from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
@@ -136,7 +136,7 @@ class SGLangRig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
+        clock = ForwardClock[Sequence[ForwardPart]](torch.device("cpu")) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         watch = Watch.of(self.config)
         self.leader = Leader(

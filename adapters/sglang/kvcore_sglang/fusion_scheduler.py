@@ -21,7 +21,7 @@ from kvcore.errors import ConfigError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Data
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 
 Tokens = npt.NDArray[np.int64]
 
@@ -85,7 +85,7 @@ class SglangFusionScheduler(FusionScheduler):
     def learn_times(
         self,
         profile: Sequence[tuple[int, float]],
-        forwards: Sequence[tuple[Sequence[Part], float]],
+        forwards: Sequence[tuple[Sequence[ForwardPart], float]],
         counted: Data,
     ) -> None:
         """Learn from the layers, forwards and copies that workers timed, in seconds."""
