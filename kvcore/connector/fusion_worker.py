@@ -24,7 +24,7 @@ from torch import Tensor
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
 from kvcore.errors import TransferError
-from kvcore.fusion.fusor import BlendOutcome, DecoderLayers, Fusor, Job
+from kvcore.fusion.fusor import BlendJob, BlendOutcome, DecoderLayers, Fusor
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
@@ -268,7 +268,7 @@ class FusionWorker:
             self._worker.ops, self._view, self._shape, pages.ravel().tolist(), order.readable
         )
 
-    def _report(self, order: BlendOrder, job: Job, outcome: BlendOutcome) -> None:
+    def _report(self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome) -> None:
         timings = outcome.layers + outcome.abandoned
         later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
         verdicts = outcome.verdicts
@@ -340,12 +340,12 @@ def _landed(layer: int) -> None:
     """All loads have arrived before."""
 
 
-def _job(order: BlendOrder, device: torch.device) -> Job:
+def _job(order: BlendOrder, device: torch.device) -> BlendJob:
     tokens = torch.from_numpy(np.frombuffer(order.tokens, dtype="<u4").astype(np.int64))
     rows = [np.arange(c.position, c.position + c.length, dtype=np.int64) for c in order.chunks]
     offsets = [np.arange(c.length, dtype=np.int64) for c in order.chunks]
     empty = [np.empty(0, dtype=np.int64)]
-    return Job(
+    return BlendJob(
         tokens.to(device),
         order.readable,
         order.stop,

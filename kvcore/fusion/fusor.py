@@ -37,11 +37,11 @@ from kvcore.telemetry.timeline import Tracer
 
 __all__ = [
     "Attend",
+    "BlendJob",
     "BlendOutcome",
     "DecoderLayers",
     "Fusor",
     "HiddenState",
-    "Job",
     "LayerTiming",
     "Placed",
 ]
@@ -133,7 +133,7 @@ class Placed(ABC):
 
 
 @dataclass(frozen=True)
-class Job:
+class BlendJob:
     """One prompt to blend.
 
     Args:
@@ -202,7 +202,7 @@ class BlendOutcome:
     verdicts: list[Verdict] = field(default_factory=list)
     abandoned: list[LayerTiming] = field(default_factory=list)
 
-    def share(self, job: Job) -> float:
+    def share(self, job: BlendJob) -> float:
         """Return the rows computed, including abandoned walks, as a share of layers x rows made."""
         rows = sum(layer.rows for layer in (*self.layers, *self.abandoned))
         return rows / (len(self.layers) * (job.stop - job.exact))
@@ -316,7 +316,7 @@ class Fusor:
     @torch.inference_mode()
     def blend(
         self,
-        job: Job,
+        job: BlendJob,
         placed: Placed,
         selector: Selector,
         budget: Budget,
@@ -387,7 +387,7 @@ class Fusor:
         return True
 
     @torch.inference_mode()
-    def look(self, job: Job, placed: Placed, sharpness: float) -> Tensor:
+    def look(self, job: BlendJob, placed: Placed, sharpness: float) -> Tensor:
         """Return the question's attention to each token of the reused cache: [tokens] float32.
 
         It is summed over layers and ranks (see `kvcore.fusion.select.attention_mass`). All fresh
@@ -457,7 +457,7 @@ class _Walk:
         self,
         pieces: _Pieces,
         ops: FusionOps,
-        job: Job,
+        job: BlendJob,
         placed: Placed,
         selector: Selector,
         budget: Budget,

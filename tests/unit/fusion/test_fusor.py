@@ -23,7 +23,7 @@ from kvcore.fusion.attend import (  # noqa: E402
     look_rows,
     naive_attend_rows,
 )
-from kvcore.fusion.fusor import Attend, Fusor, HiddenState, Job  # noqa: E402
+from kvcore.fusion.fusor import Attend, BlendJob, Fusor, HiddenState  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.ops import TorchFusion  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Prefix, PromptPlan  # noqa: E402
@@ -411,4 +411,4 @@ def test_what_a_layer_raises_reaches_the_caller() -> None:
 def test_jobs_that_cannot_be(exact: int, stop: int, chunks: list[int], words: str) -> None:
     rows = torch.tensor(chunks, dtype=torch.int64)
     with pytest.raises(ConfigError, match=words):
-        Job(torch.arange(10), exact, stop, rows, torch.zeros_like(rows))
+        BlendJob(torch.arange(10), exact, stop, rows, torch.zeros_like(rows))
