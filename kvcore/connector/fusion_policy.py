@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendReport
 from kvcore.fusion.controller import BlendCandidate, Controller, ControllerSettings, Decision
-from kvcore.fusion.gate import Step
+from kvcore.fusion.gate import GateAction
 from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.telemetry.rates import ForwardPart, Rates
 
@@ -96,7 +96,7 @@ class FusionPolicy:
 
     def blended(self, report: BlendReport, exact: int) -> None:
         """Learn from a blend behind ``exact`` tokens. A blend that started over is ignored."""
-        if report.ok and set(report.verdicts) <= {Step.GO_ON.value}:
+        if report.ok and set(report.verdicts) <= {GateAction.GO_ON.value}:
             seconds = report.compute_s + report.look_s
             self._controller.blended(report.rows, report.kept, exact, seconds)
 

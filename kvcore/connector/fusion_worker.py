@@ -278,7 +278,7 @@ class FusionWorker:
             rows=job.stop - job.exact,
             kept=round(sum(later) / max(len(later), 1)),
             ratio=verdicts[-1].ratio if verdicts else order.ratio,
-            verdicts=[verdict.step.value for verdict in verdicts],
+            verdicts=[verdict.action.value for verdict in verdicts],
             reason=verdicts[-1].reason if verdicts else "",
             wait_s=sum(t.wait_s for t in timings),
             compute_s=sum(t.compute_s for t in timings),

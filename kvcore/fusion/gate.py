@@ -26,10 +26,10 @@ import torch
 from kvcore.errors import ConfigError
 from kvcore.fusion.select import Budget, Ratio, Seen, deviation
 
-__all__ = ["Gate", "GateMonitor", "Observed", "Step", "Verdict", "values_off"]
+__all__ = ["Gate", "GateMonitor", "Observed", "GateAction", "Verdict", "values_off"]
 
 
-class Step(str, Enum):
+class GateAction(str, Enum):
     """What a blend does after a gate has judged it."""
 
     GO_ON = "go on"
@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
     ``expected`` is the deviation expected at that ratio, in the unit of the gate's bound.
     """
 
-    step: Step
+    action: GateAction
     ratio: float
     expected: float
     reason: str
@@ -103,10 +103,10 @@ class Gate:
         for ratio in ratios:
             expected = observed.off * (1 - ratio)
             if expected <= self.bound:
-                step = Step.GO_ON if ratio == observed.ratio else Step.LARGER
+                action = GateAction.GO_ON if ratio == observed.ratio else GateAction.LARGER
                 reason = f"{seen}: {expected:.3g} expected at {ratio:.2f}, allowed {self.bound:.3g}"
-                return Verdict(step, ratio, expected, reason)
-        return Verdict(Step.FULL, 1.0, 0.0, f"{seen}: past {self.bound:.3g} at every ratio")
+                return Verdict(action, ratio, expected, reason)
+        return Verdict(GateAction.FULL, 1.0, 0.0, f"{seen}: past {self.bound:.3g} at every ratio")
 
 
 def values_off(seen: Seen) -> float:
@@ -144,7 +144,7 @@ class GateMonitor:
     @property
     def next_gate(self) -> Gate | None:
         """The gate of the next walk; None if that computes every row."""
-        full = self.verdict is not None and self.verdict.step is Step.FULL
+        full = self.verdict is not None and self.verdict.action is GateAction.FULL
         return None if full else self.gate
 
     def see(self, seen: Seen) -> bool:
@@ -157,4 +157,4 @@ class GateMonitor:
             return False
         verdict = self.gate.judge(Observed(seen.layer, self.budget.ratio, values_off(seen)))
         self.verdict, self.budget = verdict, replace(self.budget, ratio=verdict.ratio)
-        return verdict.step is not Step.GO_ON
+        return verdict.action is not GateAction.GO_ON

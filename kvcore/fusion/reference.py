@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.gate import Gate, GateMonitor, Step, Verdict
+from kvcore.fusion.gate import Gate, GateMonitor, GateAction, Verdict
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
 from kvcore.fusion.select import Budget, Seen, Selector, attention_mass, narrow
 
@@ -256,7 +256,7 @@ class Blended:
     @property
     def gave_up(self) -> bool:
         """Whether a gate turned this blend into a full prefill."""
-        return bool(self.verdicts) and self.verdicts[-1].step is Step.FULL
+        return bool(self.verdicts) and self.verdicts[-1].action is GateAction.FULL
 
     @property
     def logits(self) -> Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.gate import Gate, GateMonitor, Observed, Step, values_off
+from kvcore.fusion.gate import Gate, GateMonitor, Observed, GateAction, values_off
 from kvcore.fusion.select import KeyDeviation, QuestionDeviation, Ratio, Seen, Threshold
 
 wrong = st.floats(0, 10)
@@ -49,8 +49,8 @@ def test_the_least_ratio_that_keeps_the_bound(
     tried = [ratio, *(more for more in larger if more > ratio)]
     keeping = [one for one in tried if off * (1 - one) <= bound]
     assert verdict.ratio == min(keeping, default=1.0)
-    expected = {ratio: Step.GO_ON, 1.0: Step.FULL}.get(verdict.ratio, Step.LARGER)
-    assert verdict.step is expected
+    expected = {ratio: GateAction.GO_ON, 1.0: GateAction.FULL}.get(verdict.ratio, GateAction.LARGER)
+    assert verdict.action is expected
     assert verdict.expected == off * (1 - verdict.ratio) <= bound
 
 
@@ -65,7 +65,7 @@ def test_rows_further_off_or_less_allowed_never_lower_the_ratio(
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_no_number_is_past_the_bound(broken: float) -> None:
-    assert Gate(9.0).judge(Observed(5, 0.15, broken)).step is Step.FULL
+    assert Gate(9.0).judge(Observed(5, 0.15, broken)).action is GateAction.FULL
 
 
 def test_a_verdict_says_why() -> None:
@@ -190,7 +190,7 @@ def test_a_gate_with_nothing_to_say_changes_nothing(world: Any) -> None:
         blender.blend(ASKING, BUDGET),
     )
     assert torch.equal(gated.hidden, plain.hidden)
-    assert [verdict.step for verdict in gated.verdicts] == [Step.GO_ON]
+    assert [verdict.action for verdict in gated.verdicts] == [GateAction.GO_ON]
     assert not gated.gave_up
     assert plain.verdicts == ()
 
@@ -211,7 +211,7 @@ def test_past_its_bound_a_blend_is_one_with_a_larger_ratio(world: Any) -> None:
     (said,) = blender.blend(ASKING, BUDGET, None, Gate(math.inf)).verdicts
     gate = Gate(said.expected * 0.99, larger=(0.3, 0.5, 0.9))
     blended = blender.blend(ASKING, BUDGET, None, gate)
-    assert [verdict.step for verdict in blended.verdicts] == [Step.LARGER, Step.GO_ON]
+    assert [verdict.action for verdict in blended.verdicts] == [GateAction.LARGER, GateAction.GO_ON]
     used = blended.verdicts[-1].ratio
     assert used == 0.3
     again = blender.blend(ASKING, replace(BUDGET, ratio=used))
@@ -225,4 +225,4 @@ def test_chunks_that_are_exact_where_they_stand_keep_any_bound(world: Any) -> No
     behind = Cached(world.chunk(0, behind=prefix.tokens))
     plan = PromptPlan([Prefix(prefix), behind, Fresh(world.words(5, 21))])
     blended = world.make(plan).blend(KeyDeviation(), BUDGET, None, Gate(1e-6))
-    assert [verdict.step for verdict in blended.verdicts] == [Step.GO_ON]
+    assert [verdict.action for verdict in blended.verdicts] == [GateAction.GO_ON]
