@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks._report import Report, Row
-from kvcore.fusion.gate import Gate, Observed, GateAction
+from kvcore.fusion.gate import Gate, GateAction, Observed
 from kvcore.fusion.select import Ratio
 
 __all__ = ["Played", "bounds", "observables", "play"]

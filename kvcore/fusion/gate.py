@@ -26,7 +26,7 @@ import torch
 from kvcore.errors import ConfigError
 from kvcore.fusion.select import Budget, Ratio, Seen, deviation
 
-__all__ = ["Gate", "GateMonitor", "Observed", "GateAction", "Verdict", "values_off"]
+__all__ = ["Gate", "GateAction", "GateMonitor", "Observed", "Verdict", "values_off"]
 
 
 class GateAction(str, Enum):

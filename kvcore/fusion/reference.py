@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.gate import Gate, GateMonitor, GateAction, Verdict
+from kvcore.fusion.gate import Gate, GateAction, GateMonitor, Verdict
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
 from kvcore.fusion.select import Budget, Seen, Selector, attention_mass, narrow
 

@@ -70,7 +70,7 @@ class _LoadSample(NamedTuple):
 
 
 class ForwardPart(NamedTuple):
-    """Consecutive rows of one request in a forward, after ``context`` tokens; a decode is one row."""
+    """Rows of one request in a forward, after ``context`` tokens. A decode is one row."""
 
     tokens: int
     context: int

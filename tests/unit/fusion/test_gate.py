@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.gate import Gate, GateMonitor, Observed, GateAction, values_off
+from kvcore.fusion.gate import Gate, GateAction, GateMonitor, Observed, values_off
 from kvcore.fusion.select import KeyDeviation, QuestionDeviation, Ratio, Seen, Threshold
 
 wrong = st.floats(0, 10)
