@@ -1,6 +1,6 @@
 """Device memory that holds chunks as they were stored, until a blend reads them layer by layer.
 
-    arena slots ──H2D, layer by layer──▶ Staging ──K rotated, V as is──▶ LayerKV of the prompt
+    arena slots ──H2D, layer by layer──▶ ChunkStaging ──K rotated, V as is──▶ LayerKV of the prompt
     engine pages ──────────── exact prefix, one layer at a time ───────▶
 
 A transfer graph uses staging like the engine's pages: it is a `DeviceGroup` whose pages are the
@@ -25,7 +25,7 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import Axis, DeviceGroup, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
 
-__all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]
+__all__ = ["ChunkStaging", "Place", "PlacedChunks", "PrefixReader"]
 
 
 def _token_major(shape: BlockShape, layers: int, pages: int, page_tokens: int) -> KVLayout:
@@ -55,7 +55,7 @@ def _check_shape(shape: BlockShape) -> None:
         raise LayoutError(f"a blend needs K and V with equal head sizes, got {shape}")
 
 
-class Staging:
+class ChunkStaging:
     """Memory for ``blocks`` canonical blocks of ``shape``, all layers, on ``device``.
 
     ``tensor`` is [layers, k/v, blocks * block_tokens, kv_heads, dim].
@@ -120,7 +120,7 @@ class PlacedChunks(Placed):
     def __init__(
         self,
         tokens: int,
-        staging: Staging,
+        staging: ChunkStaging,
         places: Sequence[Place],
         ropes: Sequence[Rope | None],
         prefix: PrefixReader,

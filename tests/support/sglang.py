@@ -25,7 +25,7 @@ from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E4
 from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.explain.recorder import Watch  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
-from kvcore.fusion.staging import Staging  # noqa: E402
+from kvcore.fusion.staging import ChunkStaging  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.telemetry.rates import ForwardPart  # noqa: E402
@@ -86,11 +86,11 @@ class Landing:
 
     def __init__(self, worker: Any, shape: BlockShape) -> None:
         self._worker, self._shape = worker, shape
-        self.landed: list[tuple[BlendOrder, Staging]] = []
+        self.landed: list[tuple[BlendOrder, ChunkStaging]] = []
 
     def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
         for order in orders:
-            staging = Staging(self._shape, order.blocks, torch.device("cpu"))
+            staging = ChunkStaging(self._shape, order.blocks, torch.device("cpu"))
             self.landed.append((order, staging))
             for chunk in order.chunks:
                 assert not self._worker.submit(chunk.graph, staging.groups)
