@@ -32,7 +32,7 @@ from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, GateMonitor, Verdict
 from kvcore.fusion.ops import FusionOps, TorchFusion
 from kvcore.fusion.plan import LayerKV
-from kvcore.fusion.select import Budget, Seen, Selector, narrow
+from kvcore.fusion.select import Budget, Candidates, Selector, narrow
 from kvcore.telemetry.timeline import Tracer
 
 __all__ = [
@@ -485,12 +485,12 @@ class _Walk:
         if gate is not None:
             self._watch = GateMonitor(gate, self.budget, self.layers.layers)
 
-    def _judge(self, seen: Seen) -> None:
+    def _judge(self, candidates: Candidates) -> None:
         """Show the gate a layer. Raises _Over if it wants rows that have left already."""
         watch = self._watch
         if watch is None:
             return
-        over = watch.see(seen)
+        over = watch.see(candidates)
         if watch.verdict is not None and watch.verdict not in self.verdicts[-1:]:
             self.verdicts.append(watch.verdict)
         if over:
@@ -580,7 +580,7 @@ class _Walk:
         """Return which rows the next layer computes too: [rows] bool."""
         candidate = self.is_chunk[rows]
         chunk_rows = rows[candidate]
-        seen = Seen(
+        candidates = Candidates(
             layer,
             chunk_rows,
             keys[candidate],
@@ -592,11 +592,11 @@ class _Walk:
             self.layers.reduce,
             self.ops.deviation,
         )
-        self._judge(seen)
+        self._judge(candidates)
         kept = narrow(
             self.selector,
             self.budget,
-            seen,
+            candidates,
             self.layers.layers,
             len(self.job.chunks),
             self.ops.keep_top,

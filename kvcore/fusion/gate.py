@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.select import Budget, Ratio, Seen, deviation
+from kvcore.fusion.select import Budget, Candidates, Ratio, deviation
 
 __all__ = ["Gate", "GateAction", "GateMonitor", "Observed", "Verdict", "values_off"]
 
@@ -109,14 +109,16 @@ class Gate:
         return Verdict(GateAction.FULL, 1.0, 0.0, f"{seen}: past {self.bound:.3g} at every ratio")
 
 
-def values_off(seen: Seen) -> float:
+def values_off(candidates: Candidates) -> float:
     """Return the squared deviation of these rows' cached V, as a share of the fresh V's square.
 
     0 is exact, and 1 is as wrong as zeros would be. Performs two reductions over ranks, and waits
     for the device.
     """
-    size = seen.reduce(deviation(seen.values, torch.zeros_like(seen.values))).sum()
-    return float(seen.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
+    size = candidates.reduce(
+        deviation(candidates.values, torch.zeros_like(candidates.values))
+    ).sum()
+    return float(candidates.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
 
 
 class GateMonitor:
@@ -147,14 +149,16 @@ class GateMonitor:
         full = self.verdict is not None and self.verdict.action is GateAction.FULL
         return None if full else self.gate
 
-    def see(self, seen: Seen) -> bool:
+    def see(self, candidates: Candidates) -> bool:
         """Return True if the walk must start over with `budget`, which has then been updated.
 
         Every rank must call this at every layer with the rows computed there. Only the observed
         layer has a cost.
         """
-        if seen.layer != self._layer or not len(seen.rows):
+        if candidates.layer != self._layer or not len(candidates.rows):
             return False
-        verdict = self.gate.judge(Observed(seen.layer, self.budget.ratio, values_off(seen)))
+        verdict = self.gate.judge(
+            Observed(candidates.layer, self.budget.ratio, values_off(candidates))
+        )
         self.verdict, self.budget = verdict, replace(self.budget, ratio=verdict.ratio)
         return verdict.action is not GateAction.GO_ON

@@ -31,7 +31,7 @@ from torch.nn import functional
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.fusion.gate import Gate, GateAction, GateMonitor, Verdict
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
-from kvcore.fusion.select import Budget, Seen, Selector, attention_mass, narrow
+from kvcore.fusion.select import Budget, Candidates, Selector, attention_mass, narrow
 
 __all__ = [
     "ARCHITECTURES",
@@ -333,7 +333,7 @@ class Blender:
         hidden = self.decoder.embed(self.plan.tokens[rows])
         for layer in range(self.decoder.layers):
             new = self.decoder.project(layer, hidden, rows)
-            if watch and watch.see(self.seen(layer, rows, new, question)):
+            if watch and watch.see(self.candidates(layer, rows, new, question)):
                 again = self.blend(selector, watch.budget, question, watch.next_gate)
                 return replace(again, verdicts=(*_said(watch), *again.verdicts))
             going = self.going(selector, budget, layer, rows, new, question)
@@ -365,15 +365,17 @@ class Blender:
         question: Tensor | None,
     ) -> Tensor:
         """Return which rows of this layer the next one computes too: [rows] bool."""
-        seen = self.seen(layer, rows, new, question)
-        kept = narrow(selector, budget, seen, self.decoder.layers, len(self.chunks))
+        candidates = self.candidates(layer, rows, new, question)
+        kept = narrow(selector, budget, candidates, self.decoder.layers, len(self.chunks))
         return torch.isin(rows, self.fresh) | torch.isin(rows, kept)
 
-    def seen(self, layer: int, rows: Tensor, new: Projected, question: Tensor | None) -> Seen:
+    def candidates(
+        self, layer: int, rows: Tensor, new: Projected, question: Tensor | None
+    ) -> Candidates:
         """Return the chunk rows computed at one layer together with their cached KV."""
         candidate = torch.isin(rows, self.chunks)
         chunk_rows = rows[candidate]
-        return Seen(
+        return Candidates(
             layer,
             chunk_rows,
             new.keys[candidate],

@@ -34,6 +34,7 @@ from kvcore.errors import ConfigError
 __all__ = [
     "BUILTIN_SELECTORS",
     "Budget",
+    "Candidates",
     "ChunkHeads",
     "HeadsToo",
     "KeyDeviation",
@@ -43,7 +44,6 @@ __all__ = [
     "RandomRows",
     "Ratio",
     "RelativeDeviation",
-    "Seen",
     "Selector",
     "Smoothed",
     "Threshold",
@@ -103,7 +103,7 @@ def _same(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Candidates:
     """The candidates that a selector scores: n chunk rows at one layer.
 
     Args:
@@ -265,7 +265,7 @@ class Selector(ABC):
         return 1.0
 
     @abstractmethod
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, candidates: Candidates) -> Tensor:
         """Return scores [n] float32, equal on all ranks. Rows with high scores are recomputed."""
 
 
@@ -274,8 +274,8 @@ class KeyDeviation(Selector):
 
     name = "key"
 
-    def score(self, seen: Seen) -> Tensor:
-        return seen.key_deviation
+    def score(self, candidates: Candidates) -> Tensor:
+        return candidates.key_deviation
 
 
 class ValueDeviation(Selector):
@@ -283,8 +283,8 @@ class ValueDeviation(Selector):
 
     name = "value"
 
-    def score(self, seen: Seen) -> Tensor:
-        return seen.value_deviation
+    def score(self, candidates: Candidates) -> Tensor:
+        return candidates.value_deviation
 
 
 class KeyValueDeviation(Selector):
@@ -292,8 +292,8 @@ class KeyValueDeviation(Selector):
 
     name = "key+value"
 
-    def score(self, seen: Seen) -> Tensor:
-        key, value = seen.key_deviation, seen.value_deviation
+    def score(self, candidates: Candidates) -> Tensor:
+        key, value = candidates.key_deviation, candidates.value_deviation
         tiny = torch.finfo(key.dtype).tiny
         return key / key.mean().clamp_min(tiny) + value / value.mean().clamp_min(tiny)
 
@@ -303,9 +303,9 @@ class RelativeDeviation(Selector):
 
     name = "relative"
 
-    def score(self, seen: Seen) -> Tensor:
-        size = seen.reduce(deviation(seen.keys, torch.zeros_like(seen.keys)))
-        return seen.key_deviation / size.clamp_min(torch.finfo(size.dtype).tiny)
+    def score(self, candidates: Candidates) -> Tensor:
+        size = candidates.reduce(deviation(candidates.keys, torch.zeros_like(candidates.keys)))
+        return candidates.key_deviation / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 class ChunkHeads(Selector):
@@ -313,8 +313,8 @@ class ChunkHeads(Selector):
 
     name = "heads"
 
-    def score(self, seen: Seen) -> Tensor:
-        return -seen.offsets.float()
+    def score(self, candidates: Candidates) -> Tensor:
+        return -candidates.offsets.float()
 
 
 @dataclass(frozen=True)
@@ -324,19 +324,21 @@ class RandomRows(Selector):
     name: ClassVar[str] = "random"
     seed: int = 0
 
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, candidates: Candidates) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        everyone = torch.rand(int(seen.rows[-1]) + 1 if len(seen.rows) else 0, generator=generator)
-        return everyone.to(seen.rows.device)[seen.rows]
+        everyone = torch.rand(
+            int(candidates.rows[-1]) + 1 if len(candidates.rows) else 0, generator=generator
+        )
+        return everyone.to(candidates.rows.device)[candidates.rows]
 
 
-def _question(seen: Seen) -> Tensor:
-    if seen.question is None:
+def _question(candidates: Candidates) -> Tensor:
+    if candidates.question is None:
         raise ConfigError(
             "this selector weighs rows by the question's attention, which was not computed: "
             "run the question over the reused cache first (Selector.needs_question)"
         )
-    return seen.question.float()
+    return candidates.question.float()
 
 
 class QuestionAttention(Selector):
@@ -348,8 +350,8 @@ class QuestionAttention(Selector):
     def needs_question(self) -> bool:
         return True
 
-    def score(self, seen: Seen) -> Tensor:
-        return _question(seen)
+    def score(self, candidates: Candidates) -> Tensor:
+        return _question(candidates)
 
 
 @dataclass(frozen=True)
@@ -368,8 +370,8 @@ class QuestionDeviation(Selector):
     def sharpness(self) -> float:
         return self.sharp
 
-    def score(self, seen: Seen) -> Tensor:
-        return _question(seen) * seen.key_deviation.pow(self.power / 2)
+    def score(self, candidates: Candidates) -> Tensor:
+        return _question(candidates) * candidates.key_deviation.pow(self.power / 2)
 
 
 @dataclass(frozen=True)
@@ -399,8 +401,8 @@ class HeadsToo(_OfAnother):
     name: ClassVar[str] = "heads, then another"
     heads: int = 1
 
-    def score(self, seen: Seen) -> Tensor:
-        return self.inner.score(seen).masked_fill(seen.offsets < self.heads, math.inf)
+    def score(self, candidates: Candidates) -> Tensor:
+        return self.inner.score(candidates).masked_fill(candidates.offsets < self.heads, math.inf)
 
 
 @dataclass(frozen=True)
@@ -414,15 +416,15 @@ class Smoothed(_OfAnother):
     name: ClassVar[str] = "runs of another"
     reach: int = 1
 
-    def score(self, seen: Seen) -> Tensor:
-        scores = self.inner.score(seen).float()
+    def score(self, candidates: Candidates) -> Tensor:
+        scores = self.inner.score(candidates).float()
         if not len(scores):
             return scores
-        line = scores.new_zeros(int(seen.rows[-1]) + 1)
-        line[seen.rows] = scores
+        line = scores.new_zeros(int(candidates.rows[-1]) + 1)
+        line[candidates.rows] = scores
         window = 2 * self.reach + 1
         mean = functional.avg_pool1d(line[None, None], window, 1, self.reach)
-        return mean[0, 0, seen.rows]
+        return mean[0, 0, candidates.rows]
 
 
 def runs(reach: int = 2, power: float = 2.0, sharp: float = 2.0) -> Selector:
@@ -448,28 +450,28 @@ BUILTIN_SELECTORS: dict[str, Callable[..., Selector]] = {
 def narrow(
     selector: Selector,
     budget: Budget,
-    seen: Seen,
+    candidates: Candidates,
     layers: int,
     tokens: int,
     keep: Callable[[Tensor, Tensor, int], Tensor] = keep_top,
 ) -> Tensor:
-    """Return the chunk rows to compute at the layer after ``seen.layer``: positions, ascending.
+    """Return the chunk rows to compute at the layer after that of ``candidates``, ascending.
 
     ``tokens`` counts all tokens of the chunks, including those of rows that have left. Scores are
-    computed only if rows must leave. No more than ``seen.rows`` are kept. ``keep`` computes
+    computed only if rows must leave. No more than ``candidates.rows`` are kept. ``keep`` computes
     `keep_top` on the device of these rows.
     """
-    target = seen.layer + 1
+    target = candidates.layer + 1
     if target < budget.full_layers or target >= layers:
-        return seen.rows
+        return candidates.rows
     scores: list[Tensor] = []
 
     def scored() -> Tensor:
         if not scores:
-            scores.append(selector.score(seen))
+            scores.append(selector.score(candidates))
         return scores[0]
 
     count = budget.rows_at(target, layers, tokens, scored)
-    if count >= len(seen.rows):
-        return seen.rows
-    return keep(seen.rows, scored(), count)
+    if count >= len(candidates.rows):
+        return candidates.rows
+    return keep(candidates.rows, scored(), count)

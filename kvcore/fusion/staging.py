@@ -1,7 +1,7 @@
 """Device memory that holds chunks as they were stored, until a blend reads them layer by layer.
 
     arena slots ──H2D, layer by layer──▶ ChunkStaging ──K rotated, V as is──▶ LayerKV of the prompt
-    engine pages ──────────── exact prefix, one layer at a time ───────▶
+    engine pages ────────────── exact prefix, one layer at a time ──────────▶
 
 A transfer graph uses staging like the engine's pages: it is a `DeviceGroup` whose pages are the
 rows of the chunks' graphs. So chunks are loaded by the same copies, in the same layer steps and
