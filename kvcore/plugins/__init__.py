@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch
+from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
 from kvcore.plugins.hookspecs import (
     AttentionPlugin,
     EngineSpec,
@@ -17,10 +17,10 @@ from kvcore.plugins.manager import PluginManager
 from kvcore.tiers.spec import PreparedTier, TierContext, TierPlugin
 
 __all__ = [
+    "AttentionBatch",
     "AttentionCall",
     "AttentionHook",
     "AttentionPlugin",
-    "Batch",
     "EngineSpec",
     "OpsPlugin",
     "PluginManager",
