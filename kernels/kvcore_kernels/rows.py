@@ -68,7 +68,7 @@ def check_fresh(
         wanted = len(keys), view.layout.kv_heads, plane.head_dim
         if tuple(part.shape) != wanted:
             raise LayoutError(
-                f"rows of {tuple(part.shape)} for KV of [rows, {wanted[1]}, {wanted[2]}]"
+                f"rows of {tuple(part.shape)}; this KV needs [rows, {wanted[1]}, {wanted[2]}]"
             )
     if slots.shape != keys.shape[:1] or slots.dtype not in (torch.int32, torch.int64):
         raise LayoutError(

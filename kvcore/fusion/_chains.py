@@ -155,7 +155,7 @@ class Chains:
         if segment is None:
             segment = self.segments[segment_id] = Segment(segment_id, piece)
             self._branch(segment, piece)
-        self._name(segment, piece.keys)
+        self._register(segment, piece.keys)
         self._append(segment, piece.tokens)
         return segment, piece
 
@@ -164,7 +164,7 @@ class Chains:
 
         The caller must handle the segment's records in the file.
         """
-        self._unname(segment, blocks)
+        self._release(segment, blocks)
         length = self.num_tokens(segment)
         kept = self.tokens(segment)[:length]
         if segment.waiting is not None or not self.index.cut(segment.id, length):
@@ -177,7 +177,7 @@ class Chains:
             del branches[bisect_left(branches, (self._first_block(segment), segment.id))]
             if not branches:
                 del self._branches[segment.parent]
-        self._unname(segment, 0)
+        self._release(segment, 0)
         self.index.remove(segment.id)
         del self.segments[segment.id]
 
@@ -246,7 +246,7 @@ class Chains:
     def _first_block(self, segment: Segment) -> bytes:
         return self.tokens(segment)[segment.head :][: self.block_tokens].tobytes()
 
-    def _name(self, segment: Segment, keys: Sequence[bytes]) -> None:
+    def _register(self, segment: Segment, keys: Sequence[bytes]) -> None:
         """Register the keys of blocks that follow the segment's last block."""
         new = len(keys) - len(self._free)
         if new > 0:
@@ -260,7 +260,7 @@ class Chains:
             self._owners[node] = segment
         segment.nodes.extend(nodes)
 
-    def _unname(self, segment: Segment, blocks: int) -> None:
+    def _release(self, segment: Segment, blocks: int) -> None:
         """Release the nodes after the first ``blocks``."""
         gone = segment.nodes[blocks:]
         for node in gone:

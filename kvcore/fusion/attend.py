@@ -134,7 +134,7 @@ def _check(queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> 
         )
     if len(positions) and int(positions[-1]) >= len(keys):
         raise LayoutError(
-            f"a row at position {int(positions[-1])} needs more than {len(keys)} keys"
+            f"a row at position {int(positions[-1])} sees that many keys and its own: got {len(keys)}"
         )
 
 

@@ -220,9 +220,7 @@ class Controller:
             otherwise=otherwise,
         )
         self._blend = Fit(compute, settings.memory, settings.enough)
-        self._quiet = set(
-            self.rates.tiers
-        )  # without a load since the last time rates were forgotten
+        self._quiet = set(self.rates.tiers)  # without a load since rates were last forgotten
         self._blending: set[int] = set()
         self._refused = 0
 
@@ -354,7 +352,10 @@ class Controller:
         """Forget old measurements after blends were refused `retry` times in a row."""
         self._refused = 0 if mode is Mode.BLEND else self._refused + 1
         if self._refused >= self.settings.retry:
-            _log.info("blends refused %d times, measuring them anew", self._refused)
+            _log.info(
+                "blends were refused %d times in a row: their rates will be measured again",
+                self._refused,
+            )
             self._refused = 0
             self._blend.forget()
             for tier in self._quiet:

@@ -287,11 +287,11 @@ class _InStep:
             raise self._error or KVCoreError("another rank failed in this blend")
 
 
-class _Over(Exception):
+class _StartOver(Exception):
     """Raised to start the walk over with more rows."""
 
 
-class _Fewer(Exception):
+class _RunAgain(Exception):
     """Raised to run the layer again with fewer rows."""
 
     def __init__(self, going: Tensor) -> None:
@@ -375,7 +375,7 @@ class Fusor:
         for layer in range(self.layers.layers):
             try:
                 rows, state, timing = walk.layer(layer, rows, state)
-            except _Over:
+            except _StartOver:
                 outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
                 return False
             outcome.layers.append(timing)
@@ -486,7 +486,7 @@ class _Walk:
             self._watch = GateMonitor(gate, self.budget, self.layers.layers)
 
     def _judge(self, candidates: Candidates) -> None:
-        """Show the gate a layer. Raises _Over if it wants rows that have left already."""
+        """Show the gate a layer. Raises _StartOver if it wants rows that have left already."""
         watch = self._watch
         if watch is None:
             return
@@ -496,7 +496,7 @@ class _Walk:
         if over:
             self.budget = watch.budget
             self.watch(watch.next_gate)
-            raise _Over
+            raise _StartOver
 
     def layer(
         self, layer: int, rows: Tensor, state: HiddenState
@@ -532,14 +532,14 @@ class _Walk:
             if last:
                 raise _Done
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
-                raise _Fewer(going)
+                raise _RunAgain(going)
             return self._attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
         except _Done:  # no layer follows
             pass
-        except _Fewer as fewer:
+        except _RunAgain as fewer:
             state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
         return going, state
 

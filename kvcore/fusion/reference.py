@@ -206,7 +206,7 @@ class BlendContext:
         return BlendContext(self.decoder, self.layers)
 
 
-def _nothing(decoder: Decoder) -> BlendContext:
+def _empty_context(decoder: Decoder) -> BlendContext:
     attention = decoder.model.model.layers[0].self_attn
     empty = torch.empty(0, decoder.config.num_key_value_heads, attention.head_dim)
     return BlendContext(decoder, [LayerKV(empty, empty)] * decoder.layers)
@@ -214,7 +214,7 @@ def _nothing(decoder: Decoder) -> BlendContext:
 
 def prefill(decoder: Decoder, tokens: Iterable[int]) -> tuple[BlendContext, Tensor]:
     """Compute every token. Return the context and the last layer's output [tokens, hidden]."""
-    context = _nothing(decoder)
+    context = _empty_context(decoder)
     return context, context.append(tokens)
 
 
@@ -335,7 +335,7 @@ class Blender:
             new = self.decoder.project(layer, hidden, rows)
             if watch and watch.see(self.candidates(layer, rows, new, question)):
                 again = self.blend(selector, watch.budget, question, watch.next_gate)
-                return replace(again, verdicts=(*_said(watch), *again.verdicts))
+                return replace(again, verdicts=(*_verdicts(watch), *again.verdicts))
             going = self.going(selector, budget, layer, rows, new, question)
             self.merge(layer, cache[layer], rows, new)
             computed.append(rows)
@@ -344,7 +344,7 @@ class Blender:
             hidden = self.decoder.finish(layer, hidden, attended)
         context = BlendContext(self.decoder, cache)
         exact = self.plan.exact_tokens
-        return Blended(context, rows, hidden, tuple(computed), exact, _said(watch))
+        return Blended(context, rows, hidden, tuple(computed), exact, _verdicts(watch))
 
     def start(self) -> list[LayerKV]:
         """Return a copy of the placed cache, which a blend starts with and writes to."""
@@ -392,7 +392,7 @@ class Blender:
         cache.values[rows] = new.values
 
 
-def _said(watch: GateMonitor | None) -> tuple[Verdict, ...]:
+def _verdicts(watch: GateMonitor | None) -> tuple[Verdict, ...]:
     """Return the verdict on a walk, if there is one."""
     return (watch.verdict,) if watch and watch.verdict else ()
 

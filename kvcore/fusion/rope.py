@@ -42,7 +42,9 @@ def _as_listed(config: Config, layer: int) -> bool:
 def _sliding_layers(config: Config, layer: int) -> bool:
     """Follow Cohere2, in which a layer without a window has no positions."""
     if config.get("sliding_window") is None:
-        _decline(config, "sliding_window is not set, and engines differ in what then rotates")
+        _decline(
+            config, "sliding_window is not set, and engines then differ in which layers rotate"
+        )
     return _layer_type(config, layer) == "sliding_attention"
 
 
@@ -163,7 +165,7 @@ _FAMILIES: dict[str, _Family] = {
 _EXACT = "serve exact prefixes only for this model"
 _LOAD = "pass the text config as Transformers 5 writes it (config.to_dict())"
 _LENGTH = "its frequencies depend on the prompt's length, so cached K does not move by a rotation"
-_IMAGE = "its positions are more than one number a token (multimodal rope)"
+_IMAGE = "a token's position is more than one number (multimodal rope)"
 
 _DECLINED_TYPES = {
     "dynamic": f"dynamic NTK: {_LENGTH}",
@@ -172,8 +174,8 @@ _DECLINED_TYPES = {
     "mrope": _IMAGE,
 }
 _DECLINED_FIELDS = {
-    "qk_rope_head_dim": "multi-head latent attention keeps K otherwise (kv_lora_rank)",
-    "kv_lora_rank": "multi-head latent attention keeps K otherwise (kv_lora_rank)",
+    "qk_rope_head_dim": "multi-head latent attention stores K differently (kv_lora_rank)",
+    "kv_lora_rank": "multi-head latent attention stores K differently (kv_lora_rank)",
     "dual_chunk_attention_config": "dual chunk attention rotates by positions within a chunk",
     "layer_rope_theta": "theta by layer is read by some engines and ignored by others",
     "mrope_section": _IMAGE,
@@ -277,7 +279,7 @@ def _pairing(config: Config, family: _Family, given: Pairing | None) -> Pairing:
             "pass pairing= as the engine's attention layer has it",
         )
     if family.pairing is not None and given not in (None, family.pairing):
-        _decline(config, f"the engine pairs {given}, {family.pairing} was expected")
+        _decline(config, f"the engine's pairing is {given}; {family.pairing} was expected")
     return given or family.pairing or Pairing.NEOX
 
 
@@ -291,19 +293,19 @@ def _rotary_dim(config: Config, parameters: Config, head_dim: int, family: _Fami
     share = parameters.get("partial_rotary_factor")
     if not family.partial:
         if share not in (None, 1):
-            _decline(config, f"partial_rotary_factor {share!r} is heeded by some engines only")
+            _decline(config, f"only some engines use partial_rotary_factor ({share!r})")
         return head_dim
     share = _number(config, parameters, "partial_rotary_factor")
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
-        _decline(config, f"{share} of {head_dim} dimensions is not a number of whole pairs")
+        _decline(config, f"{share} of {head_dim} dimensions is not a whole number of pairs")
     return rotary_dim
 
 
 def _count(config: Config, name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        _decline(config, f"{name} is {value!r}, a positive whole number is needed", _LOAD)
+        _decline(config, f"{name} is {value!r}; it must be a positive integer", _LOAD)
     return value
 
 
@@ -313,7 +315,7 @@ def _number(config: Config, parameters: Config, name: str, default: float | None
     value = default if value is None else value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None or not number or not 0 < value < math.inf:
-        _decline(config, f"{name} is {value!r}, a positive number is needed", _LOAD)
+        _decline(config, f"{name} is {value!r}; it must be a positive number", _LOAD)
     return float(value)
 
 
@@ -326,7 +328,7 @@ def _scaling(config: Config, parameters: Config, family: _Family) -> Scaling:
     if kind not in family.scalings:
         _decline(config, f"rope type {kind!r} is not one of {', '.join(family.scalings)}")
     if family.layered and parameters.get("truncate") is False:
-        _decline(config, "truncate for one layer type is heeded by some engines only")
+        _decline(config, "only some engines use truncate for one layer type")
     read, known = _SCALINGS[kind]
     for name in sorted(set(parameters) - _COMMON - known):
         if parameters[name] is not None:
@@ -361,7 +363,7 @@ def _read_llama3(config: Config, parameters: Config) -> Scaling:
 def _read_yarn(config: Config, parameters: Config) -> Scaling:
     truncate = parameters.get("truncate", True)
     if not isinstance(truncate, bool):
-        _decline(config, f"truncate is {truncate!r}, true or false is needed", _LOAD)
+        _decline(config, f"truncate is {truncate!r}; it must be true or false", _LOAD)
     factor = _number(config, parameters, "factor")
     return Yarn(
         factor=factor,

@@ -105,9 +105,7 @@ class Segments:
         self._bounds = {"max_twins": max_twins, "max_checks": max_checks}
         self._new_index()  # raises now if a bound is out of range
         self._chains: dict[bytes, Chains] = {}
-        self._used: dict[
-            bytes, bytes
-        ] = {}  # namespace by segment id, the least recently used first
+        self._used: dict[bytes, bytes] = {}  # segment id -> namespace, least recently used first
         self._num_tokens = 0
         self._last_id = 0
         self._file = _open(path, block_tokens) if path is not None else None

@@ -132,12 +132,12 @@ class Candidates:
 
     @property
     def key_deviation(self) -> Tensor:
-        """[n], over the heads of all ranks."""
+        """K deviation [n], summed over the heads of all ranks. A collective."""
         return self.reduce(self.distance(self.keys, self.cached_keys))
 
     @property
     def value_deviation(self) -> Tensor:
-        """[n], over the heads of all ranks."""
+        """V deviation [n], summed over the heads of all ranks. A collective."""
         return self.reduce(self.distance(self.values, self.cached_values))
 
 

@@ -19,5 +19,5 @@ def check_merge(
     for part, plane in zip(parts, view.layout.planes[layer], strict=True):
         held = view.tensors[plane.tensor].dtype
         if part.dtype != held:
-            raise LayoutError(f"rows of {part.dtype} for KV of {held}: convert them first")
+            raise LayoutError(f"rows of {part.dtype} for KV of {held}: convert the rows first")
     return parts

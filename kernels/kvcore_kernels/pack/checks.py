@@ -79,4 +79,4 @@ def _check_planes(wide: KVView, packed: KVView, layers: Sequence[int], heads: He
     for layer in layers:
         dims = [[plane.head_dim for plane in layout.planes[layer]] for layout in (a, b)]
         if dims[0] != dims[1]:
-            raise LayoutError(f"layer {layer}: head dims {dims[0]} and {dims[1]} differ")
+            raise LayoutError(f"layer {layer}: head dims {dims[0]} and {dims[1]} must be equal")
