@@ -133,9 +133,8 @@ def _check(queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> 
             f"{queries.shape[1]} query heads over {keys.shape[1]} KV heads: give a multiple"
         )
     if len(positions) and int(positions[-1]) >= len(keys):
-        raise LayoutError(
-            f"a row at position {int(positions[-1])} sees that many keys and its own: got {len(keys)}"
-        )
+        last = int(positions[-1])
+        raise LayoutError(f"a row at position {last} needs {last + 1} keys; got {len(keys)}")
 
 
 def _tiles(positions: Tensor) -> list[tuple[int, int]]:
