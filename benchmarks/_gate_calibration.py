@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks._report import Report, Row
-from kvcore.fusion.gate import Gate, Observed, Step
+from kvcore.fusion.gate import Gate, GateAction, Observed
 from kvcore.fusion.select import Ratio
 
 __all__ = ["Played", "bounds", "observables", "play"]
@@ -128,10 +128,10 @@ def play(blends: dict[float, Row], gate: Gate) -> Played:
     while True:
         row = blends[ratio]
         verdict = gate.judge(Observed(layer, ratio, off(row, layer)))
-        if verdict.step is Step.GO_ON:
+        if verdict.action is GateAction.GO_ON:
             return Played(row["rows"] + given_up, loss(row), ratio)
         given_up += _so_far(row, layer)
-        if verdict.step is Step.FULL:
+        if verdict.action is GateAction.FULL:
             return Played(1.0 + given_up, 0.0, 1.0)
         ratio = verdict.ratio
 

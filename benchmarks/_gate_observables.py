@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.fusion_quality import METHODS, Case
 from kvcore.fusion.reference import Blended, Decoder, Projected
 from kvcore.fusion.reference import question_mass as look
-from kvcore.fusion.select import Seen, deviation
+from kvcore.fusion.select import Candidates, deviation
 
 __all__ = ["METHOD", "Tap", "Witness"]
 
@@ -99,7 +99,7 @@ class Witness:
         rows = rows[chosen]
         gone = ~torch.isin(rows, kept)
         placed = self.blender.placed[1]
-        shown = Seen(
+        shown = Candidates(
             1, rows, new.keys[chosen], new.values[chosen], placed.keys[rows], placed.values[rows],
             self.blender.offsets[rows], self.mass[rows],
         )  # fmt: skip

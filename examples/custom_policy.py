@@ -11,11 +11,9 @@ other block of the tier builds on. The policy names the next victim. It runs in 
 scheduling loop, so every call has to be fast.
 """
 
-from array import array
 from collections.abc import Iterable
 
 from kvcore.index.policy import EvictionPolicy, LeafHeap, Recency
-from kvcore.index.policy.base import fit
 from kvcore.plugins import PolicyPlugin, hookimpl
 
 
@@ -27,12 +25,11 @@ class Fifo(EvictionPolicy):
 
     def __init__(self, capacity: int, recency: Recency) -> None:
         super().__init__(capacity, recency)
-        self._stored = array("q")  # when each block was stored, by the block's number
+        self._stored: dict[int, int] = {}  # when each block was stored, by the block's number
         self._now = 0
-        self._leaves = LeafHeap(self._stored.__getitem__)  # gives the block of least score
+        self._leaves = LeafHeap(self._stored.__getitem__)  # pops the block with the lowest score
 
     def stored(self, node: int, key: bytes) -> None:
-        fit(node, self._stored)
         self._now += 1
         self._stored[node] = self._now
 

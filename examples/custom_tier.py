@@ -18,8 +18,7 @@ from contextlib import closing
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.plugins import TierPlugin, hookimpl, store_plugin
-from kvcore.tiers.remote import BlockStore, Item, StoreKind, StoreOptions
-from kvcore.tiers.remote.base import fill
+from kvcore.tiers.remote import BlockStore, Item, StoreKind, StoreOptions, fill
 
 TABLE = "CREATE TABLE IF NOT EXISTS block (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID"
 
@@ -31,7 +30,7 @@ class SqliteOptions(StoreOptions):
 
 
 class SqliteStore(BlockStore):
-    """Values in the file ``path``. Each call has a connection of its own, so threads may call."""
+    """A store in the file ``path``. Each call has its own connection, so it is thread-safe."""
 
     def __init__(self, path: str, timeout_s: float = 2.0) -> None:
         self._path, self._timeout_s = path, timeout_s

@@ -1,9 +1,9 @@
-"""vLLM offline with a disk tier: the second answer reads its KV from host memory, and the first
-answer of the next run reads it from disk.
+"""vLLM offline with a disk tier.
 
     python examples/vllm_offline.py MODEL [DISK_FOLDER]
 
-Run it twice. MODEL is a Hugging Face name or a folder.
+Run it twice. The second answer of a run reads its KV from host memory, and the first answer of the
+next run reads it from disk. MODEL is a Hugging Face name or a folder.
 """
 
 import os

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, DecoderLayers, HiddenState, Job, Placed
+from kvcore.fusion.fusor import Attend, BlendJob, DecoderLayers, HiddenState, Placed
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan
 from kvcore.fusion.reference import Blended, Blender, Decoder, Shift, precompute
 from kvcore.fusion.select import KeyDeviation, Ratio, Selector
@@ -235,12 +235,12 @@ class ReferencePlaced(Placed):
         self.written[layer] = LayerKV(kv.keys.clone(), kv.values.clone())
 
 
-def job_of(plan: PromptPlan) -> Job:
+def job_of(plan: PromptPlan) -> BlendJob:
     """A plan as the fast blend takes it: the last segment is left to the engine."""
     exact = len(plan.segments[0].tokens) if isinstance(plan.segments[0], Prefix) else 0
     chunks = plan.rows(Cached)
     stop = len(plan) - len(plan.question)
-    return Job(plan.tokens, exact, stop, chunks, plan.offsets[chunks])
+    return BlendJob(plan.tokens, exact, stop, chunks, plan.offsets[chunks])
 
 
 def close(got: Tensor, expected: Tensor, bar: float) -> None:

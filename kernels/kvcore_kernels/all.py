@@ -1,4 +1,4 @@
-"""Imports every kernel: for tools and tests that want them decorated at one time."""
+"""All kernels, imported at once for tools and tests."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Compiles every kernel in its shipped configurations, without a GPU, and says what each uses.
+"""Compile every kernel in its shipped configurations, without a GPU, and report its resources.
 
     python -m kvcore_kernels.aot [--target sm_90 ...] [--kernel copy ...] [--json FILE] [--table]
 
-One line a build: registers a thread, bytes of shared memory, bytes a thread spilled to memory,
-scalar registers that stand in lanes of vector registers (AMD: they cost an instruction, no memory),
-bytes of the widest access of one thread to global memory. Exits with 1 when a build spills, or
-wants more shared memory than a program may have. Must not run with TRITON_INTERPRET set: an
-interpreted kernel has nothing to compile.
+Each build is one line: registers per thread, bytes of shared memory, bytes spilled to memory per
+thread, scalar registers kept in lanes of vector registers (on AMD; they cost an instruction but no
+memory), and bytes of the widest access of one thread to global memory. The exit status is 1 if a
+build spills or needs more shared memory than a program may have. TRITON_INTERPRET must not be set,
+because interpreted kernels cannot be compiled.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -39,12 +39,12 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-"""Bytes of shared memory that one program may have."""
+"""Maximum bytes of shared memory of one program."""
 _ALIGNMENT = 16
 
 
 class Usage(NamedTuple):
-    """What one build takes of the hardware."""
+    """The hardware resources of one build."""
 
     kernel: str
     target: str
@@ -56,13 +56,15 @@ class Usage(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Spills nothing and finds its shared memory."""
+        """Whether nothing spills and the shared memory suffices."""
         return not self.spills and self.shared <= _SHARED[self.target]
 
 
 def compile_build(build: Build, target: str) -> Usage:
-    """Compile for a GPU that need not be here. Blocks for seconds; raises UnsupportedError when the
-    kernels are interpreted."""
+    """Compile for a GPU that need not be present. Blocks for seconds.
+
+    Raises UnsupportedError if the kernels are interpreted.
+    """
     if not hasattr(build.kernel, "cache_key"):
         raise UnsupportedError(
             "the kernels are interpreted (TRITON_INTERPRET is set) and cannot be compiled: unset it"
@@ -89,7 +91,7 @@ def compile_build(build: Build, target: str) -> Usage:
 
 
 def _aligned(build: Build) -> Iterator[tuple[int]]:
-    """Places of the arguments that a launch finds to be multiples of 16."""
+    """Yield the indices of arguments that a launch specializes as multiples of 16."""
     for place, name in enumerate(build.kernel.arg_names):
         pointer = build.signature[name].startswith("*") and name not in build.unaligned
         if pointer or name in build.multiples:
@@ -97,7 +99,7 @@ def _aligned(build: Build) -> Iterator[tuple[int]]:
 
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of local memory: what was spilled, since no kernel asks it."""
+    """Return registers per thread and bytes of local memory, which only spills use here."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -109,7 +111,7 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_usage(text: str) -> tuple[int, int, int]:
-    """Vector registers a thread, its bytes of scratch memory, and scalars kept in lanes."""
+    """Return vector registers and scratch bytes per thread, and scalars kept in lanes."""
     found = {
         name: int(count)
         for name, count in re.findall(
@@ -122,7 +124,7 @@ def _amd_usage(text: str) -> tuple[int, int, int]:
 
 
 def _widest(text: str) -> int:
-    """Bytes of the widest load or store of global memory in PTX or in AMD's assembly."""
+    """Return the bytes of the widest global load or store in PTX or AMD assembly."""
     ptx = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", text)
     asynchronous = re.findall(r"cp\.async\.c[ag]\.shared\.global\b[^;]*?0x(\w+)", text)
     amd = re.findall(r"(?:global|buffer|flat)_(?:load|store)_dword(?:x(\d))?", text)
@@ -149,8 +151,11 @@ def _compiled(targets: Iterable[str], builds: Sequence[Build]) -> Iterator[Usage
 
 
 def markdown(table: Iterable[Usage]) -> str:
-    """A line a build, a column a target: registers, KiB of shared memory where it is as much as
-    one, and bytes spilled to memory where there are any."""
+    """Return a Markdown table with a row for each build and a column for each target.
+
+    A cell has the registers, the KiB of shared memory if it is at least one, and the bytes spilled
+    to memory if there are any.
+    """
     cells: dict[str, dict[str, str]] = {}
     for usage in table:
         text = str(usage.registers)
@@ -166,9 +171,13 @@ def markdown(table: Iterable[Usage]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvcore_kernels.aot", description=__doc__)
     parser.add_argument("--target", nargs="*", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--kernel", nargs="*", help="builds whose names begin so (default: all)")
+    parser.add_argument(
+        "--kernel", nargs="*", help="builds whose names begin with this (default: all)"
+    )
     parser.add_argument("--json", type=Path, help="also write the table here")
-    parser.add_argument("--table", action="store_true", help="at the end the table in Markdown")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table in Markdown at the end"
+    )
     options = parser.parse_args(arguments)
     wanted = tuple(options.kernel or [""])
     builds = [build for build in shipped() if build.name.startswith(wanted)]

@@ -1,4 +1,4 @@
-"""The configurations that are compiled ahead of time: those a launch chooses for real models."""
+"""The configurations compiled ahead of time, which are those that launches choose for models."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["Build", "shipped"]
 class Build(NamedTuple):
     """One compilation. ``signature`` has a type for every argument, "constexpr" for constants.
 
-    ``unaligned`` names pointers that are not taken to be multiples of 16 bytes, and ``multiples``
-    integers that are taken to be multiples of 16. ``targets`` are those it is shipped for, all
-    where it is empty.
+    ``unaligned`` names pointers that are not assumed to be multiples of 16 bytes. ``multiples``
+    names integers that are assumed to be multiples of 16. ``targets`` names the targets it is
+    shipped for; empty means all.
     """
 
     name: str
@@ -59,7 +59,7 @@ def _build(
     multiples: tuple[str, ...] = (),
     targets: tuple[str, ...] = (),
 ) -> Build:
-    """``types`` names the arguments that are not constants; others default to i32."""
+    """Return a build. ``types`` has the types of arguments that are neither constants nor i32."""
     signature = {
         arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names
     }
@@ -69,7 +69,7 @@ def _build(
 
 
 def shipped() -> Iterator[Build]:
-    """Every build, op by op."""
+    """Yield every build, op by op."""
     yield from _copies()
     yield from _shifts()
     yield from _attentions()
@@ -120,7 +120,7 @@ def _shifts() -> Iterator[Build]:
     }
     types = _tables(*_SHIFT) | dict.fromkeys(("cos", "sin"), "*fp32")
     for name, tile in tiles.items():
-        # Angles follow the tables in one copy to the device, so they need not be aligned.
+        # Cosines and sines share one copy to the device, so the sines may be unaligned.
         yield _build(
             f"shift {name}", shift_kernel, types, tile.constants(), unaligned=(*_SHIFT, "sin")
         )
@@ -201,7 +201,7 @@ _HEADS = {
              "256": (256, 256, 2), "latent": (576, 512, 128)},
     "fp32": {"64": (64, 64, 4), "128": (128, 128, 4)},
 }  # fmt: skip
-"""Head dim, value dim and query heads a KV head, by the dtype of queries and KV."""
+"""Head dim, value dim and query heads per KV head, by the dtype of queries and KV."""
 
 
 def _attentions() -> Iterator[Build]:

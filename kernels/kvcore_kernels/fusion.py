@@ -1,4 +1,4 @@
-"""A blend's work in Triton, on the KV of a prompt: rows of tokens, the index being the position."""
+"""The device operations of a blend in Triton, on a prompt's KV indexed by position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["TritonFusion"]
 
 
 class TritonFusion(TorchFusion):
-    """One launch an operation. What a kernel does not serve (a dtype, a small head) torch does."""
+    """Operations of one launch each. Torch handles unsupported cases (a dtype, a small head)."""
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -34,7 +34,7 @@ class TritonFusion(TorchFusion):
     def place(
         self, staged: LayerKV, into: LayerKV, places: Sequence[Place], rope: Rope | None
     ) -> None:
-        """All places in one launch: a token is a unit, since a place begins at any."""
+        """Copy all places in one launch, in units of one token, because a place begins anywhere."""
         src, dst, distances = _tokens(places)
         source, target = _view(staged), _view(into)
         heads = HeadRange(0, 0, source.layout.kv_heads)
@@ -74,7 +74,7 @@ def _view(parts: Sequence[Tensor]) -> KVView:
 
 
 def _tokens(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each token's place in the staging, its position and its distance; int64."""
+    """Return each token's index in the staging, its position and its distance; int64."""
     table = np.array(places, dtype=np.int64).reshape(-1, len(Place._fields))
     first, length, position, distance = table.T
     index = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)

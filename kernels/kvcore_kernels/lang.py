@@ -1,4 +1,4 @@
-"""Device functions that several kernels share."""
+"""Device functions shared by several kernels."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -22,8 +22,10 @@ __all__ = [
 
 @triton.jit
 def along(index, stride, inner, inner_stride, CUT: tl.constexpr):
-    """``kvcore.memory.layout.Axis`` at ``index``, an int32; not CUT means that no run is packed.
-    int64."""
+    """Return the int64 offset of ``index`` (int32) on a ``kvcore.memory.layout.Axis``.
+
+    If CUT is false, no run is packed.
+    """
     if CUT:
         run = inner.to(tl.int32)
         offset = (index // run).to(tl.int64) * stride + (index % run).to(tl.int64) * inner_stride
@@ -34,10 +36,11 @@ def along(index, stride, inner, inner_stride, CUT: tl.constexpr):
 
 @triton.jit
 def locate(plane, page, head, token, CUT: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Offset of element 0 of ``token`` in ``page`` and ``head``, after the plane's address.
+    """Return the offset of element 0 of ``token`` in ``page`` and ``head`` from the plane's start.
 
-    ``plane`` points at a row of ``planes.FIELDS`` int64. The rest broadcast. int64, and known to be
-    a multiple of MULTIPLE: a hint on the value that a call returns would be lost in inlining it.
+    ``plane`` points to a row of ``planes.FIELDS`` int64 values. The other arguments broadcast. The
+    result is int64 and hinted as a multiple of MULTIPLE; a hint by the caller would be lost when
+    this function is inlined.
     """
     at = page.to(tl.int64) * tl.load(plane + 1) + head.to(tl.int64) * tl.load(plane + 2)
     at += along(token, tl.load(plane + 3), tl.load(plane + 4), tl.load(plane + 5), CUT)
@@ -48,14 +51,14 @@ def locate(plane, page, head, token, CUT: tl.constexpr, MULTIPLE: tl.constexpr):
 def locate_unit(
     plane, unit, page_units, unit_tokens, head, token, CUT: tl.constexpr, MULTIPLE: tl.constexpr
 ):
-    """As `locate`, of ``token`` in ``unit``: a page holds ``page_units`` of ``unit_tokens``."""
+    """Do `locate` for ``token`` in ``unit``: a page has ``page_units`` units of ``unit_tokens``."""
     in_page = (unit % page_units).to(tl.int32) * unit_tokens + token
     return locate(plane, unit // page_units, head, in_page, CUT, MULTIPLE)
 
 
 @triton.jit
 def along_dim(plane, dim, CUT: tl.constexpr, UNIT: tl.constexpr):
-    """Offset of ``dim`` in its row; UNIT says that every row is contiguous."""
+    """Return the offset of ``dim`` in its row; UNIT means that every row is contiguous."""
     if UNIT:
         offset = dim
     else:
@@ -65,7 +68,7 @@ def along_dim(plane, dim, CUT: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def plane_pointer(plane, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
-    """The plane's address as a pointer to DTYPE, a multiple of WIDTH bytes."""
+    """Return the plane's address as a pointer to DTYPE, hinted as a multiple of WIDTH bytes."""
     address = tl.multiple_of(tl.load(plane), WIDTH)
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), WIDTH)
 
@@ -83,7 +86,7 @@ def copy_dims(
     UNIT: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):
-    """Copies rows from dim FIRST on, DIM at a time; the head dim is a multiple of MULTIPLE."""
+    """Copy rows from dim FIRST on, DIM at a time; the head dim is a multiple of MULTIPLE."""
     size = tl.multiple_of(tl.load(source + 9), MULTIPLE)
     for first in range(FIRST, size, DIM):
         dims = first + tl.arange(0, DIM)
@@ -93,10 +96,10 @@ def copy_dims(
 
 
 def word_type(size: int) -> tl.dtype:
-    """The integer of ``size`` bytes: 1, 2, 4 or 8."""
+    """Return the integer type of ``size`` bytes: 1, 2, 4 or 8."""
     return {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[size]
 
 
 def float_type(name: str) -> tl.dtype:
-    """The float that torch calls ``name``."""
+    """Return the float type that torch calls ``name``."""
     return {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}[name]

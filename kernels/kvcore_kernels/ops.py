@@ -1,4 +1,4 @@
-"""kvcore's device operations, in Triton."""
+"""kvcore's device operations in Triton."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["TritonOps"]
 
 
 class TritonOps(DeviceOps):
-    """One launch a copy, on the current stream, between device memory and device or pinned memory.
+    """Copies between device memory and device or pinned memory, in one launch each.
 
-    Returns when the copy is enqueued. Units and plane tables go to the device from pinned memory,
-    so nothing waits for the stream.
+    A call returns when the copy is enqueued on the current stream. Units and plane tables are sent
+    to the device from pinned memory, so nothing waits for the stream.
     """
 
     name: ClassVar[str] = "triton"
     priority: ClassVar[int] = 20
 
     def supports(self, src: KVView, dst: KVView) -> bool:
-        """One GPU's memory on at least one side; all else of it too, or pinned host memory."""
+        """Return True if all memory is one GPU's or pinned, and some of it is the GPU's."""
         tensors = [*src.tensors, *dst.tensors]
         devices = {t.device for t in tensors if t.device.type == "cuda"}
         return len(devices) == 1 and all(_reachable(t) for t in tensors)
 
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
-        """In one launch; offsets are multiples of 16."""
+        """Compute checksums in one launch. Offsets must be multiples of 16."""
         return sums(data, offsets, nbytes)
 
     def copy(

@@ -1,4 +1,4 @@
-"""Planes of KV as tables of integers that a kernel reads, and the device they are read on."""
+"""Tables that describe planes of KV to kernels, and the device that kernels run on."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
 Table = npt.NDArray[np.int64]
 
 FIELDS = 10
-"""Columns of a row of `kvcore.memory.copy.base.plane_rows`. ``kvcore_kernels.lang.locate`` reads
-them."""
+"""Number of columns of `kvcore.memory.copy.base.plane_rows`, which ``kvcore_kernels.lang.locate``
+reads."""
 
 _ADDRESS = 0
 _STRIDES = (1, 2, 3, 5)
@@ -41,35 +41,37 @@ HEAD_DIM = 9
 _TOKEN_INNER = 4
 
 _WIDEST = 16
-"""Bytes of the widest load or store of one thread, on every GPU served."""
+"""Bytes of the widest load or store of one thread, on every supported GPU."""
 
 
 class Words(NamedTuple):
-    """How wide the elements may be moved: ``size`` bytes a word, addresses multiples of ``width``
-    bytes, ``width`` at most 16 and ``size`` at most 8."""
+    """The words in which elements are copied.
+
+    A word has ``size`` bytes, at most 8. Addresses are multiples of ``width`` bytes, at most 16.
+    """
 
     size: int
     width: int
 
 
 class PlaneTable(NamedTuple):
-    """``rows`` is ``[planes, FIELDS]``; ``cut`` says that an axis of a plane is packed."""
+    """Planes as ``rows`` ``[planes, FIELDS]``; ``cut`` means that an axis of a plane is packed."""
 
     rows: Table
     cut: bool
 
 
 def plane_table(view: KVView, layers: Sequence[int], first_head: int) -> PlaneTable:
-    """Planes of ``layers``, K before V, with addresses of ``first_head``. Reads no memory."""
+    """Return planes of ``layers``, K before V, starting at ``first_head``. Reads no memory."""
     table = plane_rows(view, layers, first_head)
     cut = bool((table[:, [_TOKEN_INNER, _DIM_INNER]] != 1).any())
     return PlaneTable(table, cut)
 
 
 def widen(tables: Sequence[PlaneTable], itemsize: int) -> tuple[list[PlaneTable], Words]:
-    """The tables in the widest words that fit all of them, and how wide those are.
+    """Return the tables in units of the widest words that fit all of them, and these words.
 
-    Words are wider than elements only where each row of a head is contiguous in every table.
+    Words are wider than elements only if each row of a head is contiguous in every table.
     """
     width = common_width(tables, itemsize)
     size = min(width, 8)
@@ -80,13 +82,15 @@ def widen(tables: Sequence[PlaneTable], itemsize: int) -> tuple[list[PlaneTable]
 
 
 def is_contiguous(tables: Sequence[PlaneTable]) -> bool:
-    """Whether every row of a head is one run of memory, in all of them."""
+    """Return True if every row of a head is contiguous in all tables."""
     return all(not table.cut and bool((table.rows[:, _DIM] == 1).all()) for table in tables)
 
 
 def common_width(tables: Sequence[PlaneTable], itemsize: int) -> int:
-    """The largest power of two up to 16 that divides every address, stride and head, in bytes;
-    ``itemsize`` where rows are not contiguous."""
+    """Return the largest power of two up to 16 that divides all addresses, strides and heads.
+
+    The result is in bytes. It is ``itemsize`` if rows are not contiguous.
+    """
     return min(_common_width(table, itemsize) for table in tables)
 
 
@@ -107,19 +111,18 @@ def _in_words(table: PlaneTable, factor: int) -> PlaneTable:
 
 
 def device_of(views: Sequence[KVView]) -> torch.device:
-    """Where a kernel over these views runs: the GPU of any of them, else the CPU."""
+    """Return the device of a kernel over these views: the GPU of any of them, else the CPU."""
     devices = [tensor.device for view in views for tensor in view.tensors]
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def guard(device: torch.device) -> AbstractContextManager[object]:
-    """Makes ``device`` the current one: Triton launches on the current device's current stream."""
+    """Make ``device`` current, because Triton launches on the current device's current stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays, all of one dtype, on ``device``, flat, by one copy that the host does not wait
-    for."""
+    """Copy arrays of one dtype to ``device``, flat, in one copy that the host does not wait for."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
@@ -127,5 +130,5 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The smallest power of two that is at least ``count``, and at least ``least``, one itself."""
+    """Return the smallest power of two >= ``count`` and >= ``least``, itself a power of two."""
     return max(least, 1 << max(count - 1, 0).bit_length())

@@ -1,4 +1,4 @@
-"""Offers the Triton operations to kvcore. Light: Triton is imported when they are made."""
+"""The plugin that offers the Triton operations. Triton is imported only when they are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kvcore_ops() -> list[OpsPlugin]:
 
 
 def _copies() -> DeviceOps:
-    """Raise UnsupportedError where there is no Triton or no GPU that torch can use."""
+    """Make the copies. Raise UnsupportedError without Triton or a GPU that torch can use."""
     _check()
     from kvcore_kernels.ops import TritonOps
 
@@ -29,7 +29,7 @@ def _copies() -> DeviceOps:
 
 
 def _fusion() -> FusionOps:
-    """Raise UnsupportedError as `_copies` does."""
+    """Make the fusion operations. Raises UnsupportedError as `_copies` does."""
     _check()
     from kvcore_kernels.fusion import TritonFusion
 

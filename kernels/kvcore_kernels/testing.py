@@ -1,6 +1,6 @@
-"""KV in memory as engines keep it, filled with noise: for tests and benchmarks of the kernels.
+"""KV in the memory layouts of engines, filled with noise, for tests and benchmarks of kernels.
 
-Imports torch, not Triton.
+This imports torch but not Triton.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Maker = Callable[[BlockShape, int, int], KVView]
 
 
 def noise(count: int, dtype: str, seed: int = 0) -> torch.Tensor:
-    """Random bits: NaNs, infinities and all."""
+    """Return random bits, including NaNs and infinities."""
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8)
@@ -50,7 +50,7 @@ def noise(count: int, dtype: str, seed: int = 0) -> torch.Tensor:
 
 
 def vllm_view(shape: BlockShape, pages: int, page: int, order: tuple[int, ...]) -> KVView:
-    """A tensor a layer, whose five axes lie in memory in ``order``: one of `ORDERS`."""
+    """Return one tensor per layer, whose five axes are in memory in ``order``, one of `ORDERS`."""
     logical = (shape.layers, pages, shape.kv_heads, page, sum(shape.dims()))
     physical = [logical[axis] for axis in order]
     whole = noise(math.prod(physical), shape.dtype).view(physical)
@@ -59,7 +59,7 @@ def vllm_view(shape: BlockShape, pages: int, page: int, order: tuple[int, ...]) 
 
 
 def slot_view(shape: BlockShape, pages: int, page: int) -> KVView:
-    """A tensor a layer for K and one for V, addressed by token."""
+    """Return one tensor per layer for K and one for V, addressed by token."""
     parts = [
         [noise(pages * page * shape.kv_heads * dim, shape.dtype, n).view(-1, shape.kv_heads, dim)
          for n in range(shape.layers)]
@@ -72,14 +72,14 @@ def slot_view(shape: BlockShape, pages: int, page: int) -> KVView:
 
 
 def one_tensor_view(shape: BlockShape, pages: int, page: int, order: str) -> KVView:
-    """All layers in one tensor; ``order`` is "HND" or "NHD"."""
+    """Return all layers in one tensor; ``order`` is "HND" or "NHD"."""
     count = pages * shape.layers * shape.kv_factor * shape.kv_heads * page * shape.head_dim
     layout = trtllm_layout(shape, pages, page, order)
     return KVView(layout, [noise(count, shape.dtype)])
 
 
 def packed_view(shape: BlockShape, pages: int, page: int) -> KVView:
-    """K column-major: axes that are not contiguous, and with "amx" cut into runs."""
+    """Return K column-major: its axes are not contiguous, and with "amx" they are cut into runs."""
     isa = "amx" if page % 32 == 0 and shape.itemsize == 2 and shape.head_dim % 16 == 0 else "vec"
     layout = vllm_cpu_layout(
         isa, layers=shape.layers, num_pages=pages, page_tokens=page,
@@ -90,7 +90,7 @@ def packed_view(shape: BlockShape, pages: int, page: int) -> KVView:
 
 
 def arena_view(shape: BlockShape, slots: int, arrangement: str = "blockwise") -> KVView:
-    """Canonical blocks."""
+    """Return canonical blocks."""
     count = slots * shape.nbytes // shape.itemsize
     return KVView(arena_layout(shape, slots, arrangement), [noise(count, shape.dtype, 9)])
 
@@ -102,11 +102,11 @@ ENGINES: dict[str, Maker] = {
     "one-NHD": partial(one_tensor_view, order="NHD"),
     "packed": packed_view,
 }
-"""Makes a view of a model's shape, a number of pages and tokens a page: filled with `noise`."""
+"""Functions that make a view filled with `noise`, given shape, pages and tokens per page."""
 
 
 def normal(view: KVView, seed: int = 0) -> KVView:
-    """The view, all of its memory filled with normal numbers in place."""
+    """Fill all memory of the view with normal numbers in place, and return the view."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in view.tensors:
         whole = raw(tensor).view(tensor.dtype)
@@ -115,14 +115,14 @@ def normal(view: KVView, seed: int = 0) -> KVView:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's whole storage as integers."""
+    """Return a tensor's whole storage as integers."""
     kind = RAW[tensor.element_size()]
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.view(kind).as_strided((count,), (1,), 0)
 
 
 def twin(view: KVView) -> KVView:
-    """The same view over a copy of its memory, with storages shared as before."""
+    """Return the same view over a copy of its memory, with storages shared as before."""
     copies: dict[int, torch.Tensor] = {}
     tensors = []
     for tensor in view.tensors:
@@ -136,5 +136,5 @@ def twin(view: KVView) -> KVView:
 
 
 def assert_same(a: KVView, b: KVView) -> None:
-    """Every byte of both memories is equal."""
+    """Assert that every byte of both memories is equal."""
     assert all(torch.equal(raw(x), raw(y)) for x, y in zip(a.tensors, b.tensors, strict=True))

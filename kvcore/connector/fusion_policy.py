@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendReport
 from kvcore.fusion.controller import BlendCandidate, Controller, ControllerSettings, Decision
-from kvcore.fusion.gate import Step
+from kvcore.fusion.gate import GateAction
 from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
-from kvcore.telemetry.rates import Part, Rates
+from kvcore.telemetry.rates import ForwardPart, Rates
 
 if TYPE_CHECKING:
     from kvcore.config.schema import FusionConfig
@@ -56,7 +56,7 @@ class FusionPolicy:
         self._controller = controller
         self._paths = dict(paths)
         self._ranks = ranks
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[ForwardPart]] = {}
         self._steps = 0
 
     @property
@@ -64,7 +64,7 @@ class FusionPolicy:
         """The measured rates of prefill and loads."""
         return self._controller.rates
 
-    def time(self, parts: Sequence[Part]) -> int:
+    def time(self, parts: Sequence[ForwardPart]) -> int:
         """Return a number for a step of these parts; pass it to `learn` with the step's seconds.
 
         Returns 0 if the step is not worth timing.
@@ -89,14 +89,14 @@ class FusionPolicy:
         from `time`, seconds) of steps, and ``counted`` the transfer counters.
         """
         for rows, seconds in profile:
-            self._controller.prefilled([Part(rows, 0)], seconds)
+            self._controller.prefilled([ForwardPart(rows, 0)], seconds)
         for step, seconds in forwards:
             self._controller.prefilled(self._parts.pop(step, []), seconds)
         learn_loads(self._controller, self._paths, counted or {})
 
     def blended(self, report: BlendReport, exact: int) -> None:
         """Learn from a blend behind ``exact`` tokens. A blend that started over is ignored."""
-        if report.ok and set(report.verdicts) <= {Step.GO_ON.value}:
+        if report.ok and set(report.verdicts) <= {GateAction.GO_ON.value}:
             seconds = report.compute_s + report.look_s
             self._controller.blended(report.rows, report.kept, exact, seconds)
 

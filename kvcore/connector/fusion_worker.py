@@ -24,13 +24,13 @@ from torch import Tensor
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
 from kvcore.errors import TransferError
-from kvcore.fusion.fusor import BlendOutcome, DecoderLayers, Fusor, Job
+from kvcore.fusion.fusor import BlendJob, BlendOutcome, DecoderLayers, Fusor
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
-from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging
+from kvcore.fusion.staging import ChunkStaging, Place, PlacedChunks, PrefixReader
 from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
@@ -127,7 +127,7 @@ class FusionWorker:
         self._page_tokens = page_tokens
         self._view = worker.groups[0].view
         self._device = self._view.tensors[0].device
-        self._orders: list[tuple[BlendOrder, Staging | None]] = []
+        self._orders: list[tuple[BlendOrder, ChunkStaging | None]] = []
         self._reports: list[BlendReport] = []
         self._profile = self._profiled() if config.fusion.adaptive else []
 
@@ -145,10 +145,10 @@ class FusionWorker:
                     refused += self._worker.submit(chunk.graph, staging.groups, together)
         return refused
 
-    def _stage(self, order: BlendOrder) -> Staging | None:
+    def _stage(self, order: BlendOrder) -> ChunkStaging | None:
         """Allocate memory for the chunks of an order; returns None if there is none left."""
         try:
-            return Staging(self._shape, max(order.blocks, 1), self._device)
+            return ChunkStaging(self._shape, max(order.blocks, 1), self._device)
         except (RuntimeError, MemoryError) as error:  # what torch raises on a device, and on a CPU
             _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
             return None
@@ -173,7 +173,7 @@ class FusionWorker:
         return failed
 
     def _done(
-        self, order: BlendOrder, staging: Staging | None, landed: Callable[[int], None]
+        self, order: BlendOrder, staging: ChunkStaging | None, landed: Callable[[int], None]
     ) -> bool:
         assert staging is not None
         try:
@@ -217,7 +217,9 @@ class FusionWorker:
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def _blend(self, order: BlendOrder, staging: Staging, landed: Callable[[int], None]) -> None:
+    def _blend(
+        self, order: BlendOrder, staging: ChunkStaging, landed: Callable[[int], None]
+    ) -> None:
         job = _job(order, self._device)
         slots = self._slots(order)
 
@@ -268,7 +270,7 @@ class FusionWorker:
             self._worker.ops, self._view, self._shape, pages.ravel().tolist(), order.readable
         )
 
-    def _report(self, order: BlendOrder, job: Job, outcome: BlendOutcome) -> None:
+    def _report(self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome) -> None:
         timings = outcome.layers + outcome.abandoned
         later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
         verdicts = outcome.verdicts
@@ -278,7 +280,7 @@ class FusionWorker:
             rows=job.stop - job.exact,
             kept=round(sum(later) / max(len(later), 1)),
             ratio=verdicts[-1].ratio if verdicts else order.ratio,
-            verdicts=[verdict.step.value for verdict in verdicts],
+            verdicts=[verdict.action.value for verdict in verdicts],
             reason=verdicts[-1].reason if verdicts else "",
             wait_s=sum(t.wait_s for t in timings),
             compute_s=sum(t.compute_s for t in timings),
@@ -321,7 +323,7 @@ class PromisedFusionWorker(FusionWorker):
                 for chunk in order.chunks:
                     self._worker.release(chunk.graph.graph_id)
 
-    def _carry_out(self, order: BlendOrder, staging: Staging | None) -> None:
+    def _carry_out(self, order: BlendOrder, staging: ChunkStaging | None) -> None:
         able = self._layers.agree(staging is not None)
         if able and self._done(order, staging, _landed):
             return
@@ -340,12 +342,12 @@ def _landed(layer: int) -> None:
     """All loads have arrived before."""
 
 
-def _job(order: BlendOrder, device: torch.device) -> Job:
+def _job(order: BlendOrder, device: torch.device) -> BlendJob:
     tokens = torch.from_numpy(np.frombuffer(order.tokens, dtype="<u4").astype(np.int64))
     rows = [np.arange(c.position, c.position + c.length, dtype=np.int64) for c in order.chunks]
     offsets = [np.arange(c.length, dtype=np.int64) for c in order.chunks]
     empty = [np.empty(0, dtype=np.int64)]
-    return Job(
+    return BlendJob(
         tokens.to(device),
         order.readable,
         order.stop,

@@ -26,7 +26,7 @@ from kvcore.manager.load_policy import Action, Plan, PlanRequest
 from kvcore.model.keys import Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, Metrics, MissReason
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 
 __all__ = ["RequestRecorder"]
 
@@ -187,7 +187,7 @@ class RequestRecorder:
         self,
         counted: Data,
         profile: Sequence[tuple[int, float]] = (),
-        forwards: Sequence[tuple[Sequence[Part], float]] = (),
+        forwards: Sequence[tuple[Sequence[ForwardPart], float]] = (),
     ) -> None:
         """Learn rates from what workers counted and timed.
 
@@ -197,7 +197,7 @@ class RequestRecorder:
             rates = self._weigher.planner.rates
             learn_loads(rates, self._paths, counted)
             for rows, seconds in profile:
-                rates.prefilled([Part(rows, 0)], seconds)
+                rates.prefilled([ForwardPart(rows, 0)], seconds)
             for parts, seconds in forwards:
                 rates.prefilled(parts, seconds)
 

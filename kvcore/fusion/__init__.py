@@ -1,13 +1,19 @@
-"""Fusion: cached chunks assembled into a prompt, with the rows that need it recomputed.
+"""Fusion: assemble a prompt from cached chunks, and recompute the rows that need it.
 
-    controller  from measured seconds: how many rows, whether at all, where to put chunks
-    find        where stored segments stand in a prompt that does not mark them
-    gate        whether a blend under way is going to be too far off
     plan        a prompt as segments: exact prefix, cached chunks, fresh tokens
-    reference   the readable oracle over a Hugging Face model; what a fast path must agree with
-    rope        cached K, stored after RoPE, moved to another position
+    rope        cached K, stored after RoPE, rotated to another position
     select      which rows to recompute, and how many at each layer
+    fusor       the blend, run through an engine's own decoder layers
+    attend      attention of scattered rows
+    ops         the device operations of a blend, and the choice between implementations
+    staging     device memory that holds chunks until a blend reads them
+    gate        estimates a blend's error while it runs, and enlarges its ratio
+    controller  whether to blend, and how many rows to recompute, from measured seconds
+    find        finds stored segments in a prompt that does not mark them
+    segments    the tokens of stored blocks, in which `find` searches
+    options     what a request may set
+    reference   a readable oracle over a Hugging Face model; the fast path must agree with it
 
-Nothing here imports an engine. The submodules import torch, all but `controller` and `find`; this
-module does not.
+Nothing here imports an engine. This module does not import torch, and neither do `controller`,
+`find`, `options` and `segments`; the other submodules do.
 """

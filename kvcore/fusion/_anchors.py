@@ -1,6 +1,6 @@
-"""Hashes of token windows, and the table in which the finder looks them up.
+"""Hashes of token windows, and the table that maps them to places.
 
-A hash leads to places that may hold the same tokens; it never decides that they do.
+Equal hashes only suggest equal tokens. The finder compares the tokens before it reports a match.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Offsets = npt.NDArray[np.int64]
 TAG_BITS = 32
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, with its bits well mixed (2^64 / golden ratio)
 _FOLD = np.uint64(29)
-_TAIL = 64  # slots after the last home, at first, so that probing need not wrap around
+_TAIL = 64  # initial number of slots after the last home, so that probing need not wrap around
 _LEAST = 6  # bits of the smallest table
 
 
 def window_tags(tokens: Tokens, window: int, salt: int, bits: int = TAG_BITS) -> Tags:
-    """A non-zero tag for every window of ``window`` tokens: [tokens - window + 1].
+    """Return a non-zero tag for every window of ``window`` tokens: [tokens - window + 1].
 
-    Windows of 1, 2, 4, ... tokens are hashed from two of half the length, at all offsets at once;
-    a length between powers of two is two overlapping ones. ``salt`` (64 bits) keeps others from
-    preparing collisions; ``bits`` keeps only so many bits of a tag, to provoke them in tests.
-    Arithmetic is modulo 2^64, which numpy does silently on arrays.
+    A window of 2, 4, 8, ... tokens is hashed from its two halves, at all offsets at once. For a
+    length between two powers of two, two overlapping windows are joined. ``salt`` (64 bits)
+    prevents prepared collisions. ``bits`` limits the significant bits of a tag, so that tests can
+    provoke collisions. Arithmetic is modulo 2^64, which numpy does silently on arrays.
     """
     if len(tokens) < window:
         return np.empty(0, dtype=np.uint32)
@@ -53,11 +53,12 @@ def _join(left: Hashes, right: Hashes) -> Hashes:
 
 
 class AnchorTable:
-    """Maps 32-bit tags to the places where their windows stand. A tag may have several places.
+    """A map from 32-bit tags to the places of their windows. A tag may have several places.
 
-    Open addressing in two numpy arrays, 12 bytes a slot, a quarter to a half full: 24 to 48 bytes
-    an anchor. A tag's home is its highest bits, so that doubling keeps the order of homes and is
-    one vectorised pass (0.1 s a million anchors). Not thread-safe.
+    The table uses open addressing in two numpy arrays. A slot takes 12 bytes and the table is a
+    quarter to a half full, so an anchor takes 24 to 48 bytes. A tag's home slot is given by its
+    highest bits: doubling the table keeps the order of homes and is one vectorised pass (0.1 s per
+    million anchors). Not thread-safe.
     """
 
     __slots__ = ("_bits", "_places", "_tags", "_tail", "count", "max_twins")
@@ -70,11 +71,11 @@ class AnchorTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both arrays."""
+        """Size of both arrays in bytes."""
         return self._tags.nbytes + self._places.nbytes
 
     def put(self, tag: int, place: int) -> bool:
-        """Enter a place. False, and nothing done, if ``max_twins`` places have that tag already."""
+        """Add a place. Return False, and add nothing, if the tag has ``max_twins`` places."""
         if 2 * (self.count + 1) > 1 << self._bits:
             self._rebuild(self._bits + 1)
         tags = self._tags.data
@@ -84,7 +85,7 @@ class AnchorTable:
             at += 1
         if twins >= self.max_twins:
             return False
-        if at == len(tags) - 1:  # the last one stays empty: it ends every search
+        if at == len(tags) - 1:  # the last slot stays empty, because it ends every search
             self._tail *= 2
             self._rebuild(self._bits)
             return self.put(tag, place)
@@ -94,7 +95,7 @@ class AnchorTable:
         return True
 
     def remove(self, tag: int, place: int) -> bool:
-        """Take a place out and close the gap. False if it is not there."""
+        """Remove a place and close the gap. Return False if it is not there."""
         tags, places, shift = self._tags.data, self._places.data, TAG_BITS - self._bits
         gap = tag >> shift
         while tags[gap] != tag or places[gap] != place:
@@ -103,7 +104,7 @@ class AnchorTable:
             gap += 1
         at = gap
         while seen := tags[at := at + 1]:
-            if seen >> shift <= gap:  # its home is not past the gap: it may move there
+            if seen >> shift <= gap:  # its home is not behind the gap, so it may move there
                 tags[gap], places[gap] = seen, places[at]
                 gap = at
         tags[gap] = 0
@@ -111,7 +112,7 @@ class AnchorTable:
         return True
 
     def lookup(self, tags: Tags) -> tuple[Offsets, Places]:
-        """All places of all tags: indices into ``tags`` and, beside them, places. In no order."""
+        """Return all places of all tags, in no order: indices into ``tags``, and the places."""
         queries: list[Offsets] = []
         places: list[Places] = []
         query = np.arange(len(tags))
@@ -128,7 +129,7 @@ class AnchorTable:
         return np.concatenate(queries), np.concatenate(places)
 
     def check_integrity(self) -> None:
-        """Assert that every entry can be reached from its home, and the count."""
+        """Assert that every entry can be reached from its home, and that the count is right."""
         filled = np.flatnonzero(self._tags)
         assert len(filled) == self.count <= 1 << self._bits >> 1
         assert not self._tags[-1]
@@ -140,13 +141,13 @@ class AnchorTable:
         assert (homes <= filled).all()
 
     def _allocate(self, bits: int) -> None:
-        assert bits < TAG_BITS, "more anchors than 32-bit tags can tell apart"
+        assert bits < TAG_BITS, "more anchors than 32-bit tags can distinguish"
         self._bits = bits
         self._tags = np.zeros((1 << bits) + self._tail, dtype=np.uint32)
         self._places = np.zeros((1 << bits) + self._tail, dtype=np.uint64)
 
     def _rebuild(self, bits: int) -> None:
-        """Enter all anew, in order of homes: each at its home, or right after the one before."""
+        """Add all entries again in the order of homes, each at its home or after the last one."""
         filled = np.flatnonzero(self._tags)
         filled = filled[np.argsort(self._tags[filled], kind="stable")]
         tags, places = self._tags[filled], self._places[filled]

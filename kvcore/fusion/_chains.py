@@ -1,13 +1,13 @@
-"""The stored chains of one namespace, cut into segments that the finder can hold.
+"""The stored chains of one namespace, cut into segments for the finder.
 
     chain A   a0 a1 a2 a3 a4          segment 1   a0 a1 a2 a3 a4
     chain B   a0 a1 a2 b3 b4          segment 2         ..a2 b3 b4      behind a2
     chain C   a0 a1 a2 b3 b4 c5       segment 2         ..a2 b3 b4 c5   (it grew)
 
 Every block belongs to one segment. A segment that branches off has a *head*: up to ``min_tokens -
-1`` tokens that stand before its first block, so that each stretch of ``min_tokens`` tokens of a
-chain lies in one segment, and is found. What such a stretch belongs to may reach farther, over the
-end of its segment; `Chains.follow` goes on where the chain does.
+1`` tokens that precede its first block. Thanks to the head, every run of ``min_tokens`` tokens of a
+chain lies within one segment and can be found. A match may extend beyond the end of its segment;
+`Chains.follow` continues it along the chain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcore.model.key_table import KeyTable
 
 __all__ = ["ChainPiece", "Chains", "Segment"]
 
-_NEAR = 5  # branches looked at: the nearest before, and four that begin with the same block
+_NEAR = 5  # branches to compare: the nearest before, and four that begin with the same block
 _EMPTY = as_array(())
 
 
@@ -33,10 +33,10 @@ class ChainPiece(NamedTuple):
     """Consecutive blocks of a chain with their tokens.
 
     Args:
-        first: place in the chain of the first block.
+        first: index of the first block in its chain.
         parent: key of the block before it; ROOT_PARENT if it starts the chain.
         keys: prefix keys of the blocks.
-        head: how many tokens from before the first block are there.
+        head: how many tokens from before the first block are included.
         tokens: [head + blocks * block_tokens].
     """
 
@@ -47,7 +47,7 @@ class ChainPiece(NamedTuple):
     tokens: Tokens
 
     def part(self, begin: int, stop: int, most_head: int) -> ChainPiece:
-        """Blocks [begin, stop) of the piece's own, behind up to ``most_head`` tokens."""
+        """Return the piece's blocks [begin, stop) with a head of up to ``most_head`` tokens."""
         block_tokens = (len(self.tokens) - self.head) // len(self.keys)
         start = self.head + begin * block_tokens
         head = min(start, most_head)
@@ -61,7 +61,7 @@ class ChainPiece(NamedTuple):
 
 
 class Segment:
-    """Blocks [first, stop) of a chain. ``nodes`` name them in the table of keys."""
+    """Blocks [first, stop) of a chain. ``nodes`` are their numbers in the table of keys."""
 
     __slots__ = ("first", "head", "id", "nodes", "parent", "records", "waiting")
 
@@ -71,21 +71,21 @@ class Segment:
         self.parent = piece.parent
         self.head = piece.head
         self.nodes = array("I")
-        self.waiting: Tokens | None = _EMPTY  # head and blocks, until the finder takes them
-        self.records: list[tuple[int, int]] = []  # in the file: (number, place of first block)
+        self.waiting: Tokens | None = _EMPTY  # head and blocks, until the finder holds them
+        self.records: list[tuple[int, int]] = []  # in the file: (number, index of first block)
 
     @property
     def stop(self) -> int:
-        """Place in the chain behind the last block."""
+        """Index in the chain of the block after the last one."""
         return self.first + len(self.nodes)
 
 
 class Chains:
-    """Known blocks of one namespace, by key and by their tokens. Not thread-safe; nothing blocks.
+    """Known blocks of one namespace, by key and by tokens. Not thread-safe; nothing blocks.
 
-    ``index`` is the namespace's own and is filled here. About 40 bytes a block and 1 KB a segment,
-    besides the index. The table of keys is made for ``expected_blocks``: past these it doubles now
-    and then, a pause of 1 s a million blocks.
+    ``index`` belongs to this namespace and is filled here. A block takes about 40 bytes and a
+    segment 1 KB, in addition to the index. The table of keys is sized for ``expected_blocks``.
+    Beyond that it doubles when it is full, which takes 1 s per million blocks.
     """
 
     def __init__(self, block_tokens: int, index: SegmentIndex, expected_blocks: int = 0) -> None:
@@ -96,35 +96,36 @@ class Chains:
         self._owners: list[Segment | None] = []  # by node
         self._free: list[int] = []
         self._branches: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        """By key of the block before them: (packed tokens of the first block, id), sorted."""
+        """By the key of the block before a segment: sorted (packed tokens of first block, id)."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tokens, anchors and keys; Python's own objects a segment not counted. O(1)."""
+        """Bytes of tokens, anchors and keys, without the Python objects of each segment. O(1)."""
         return self.index.nbytes + self._keys.nbytes + 8 * len(self._owners)
 
     def key(self, segment: Segment, block: int) -> bytes:
-        """Prefix key of a block of the segment, by its place in the chain."""
+        """Return the prefix key of a block of the segment, given its index in the chain."""
         return self._keys.key(segment.nodes[block - segment.first])
 
     def num_tokens(self, segment: Segment) -> int:
-        """Tokens kept for a segment, those of its head included."""
+        """Return how many tokens are kept for a segment, including its head."""
         return segment.head + len(segment.nodes) * self.block_tokens
 
     def token_start(self, segment: Segment) -> int:
-        """Place in the chain of the segment's first token, head included."""
+        """Return the position in the chain of the segment's first token, including its head."""
         return segment.first * self.block_tokens - segment.head
 
     def tokens(self, segment: Segment) -> Tokens:
-        """Head and blocks, not to be written to."""
+        """Return the tokens of head and blocks. The caller must not write to them."""
         return self.index.tokens(segment.id) if segment.waiting is None else segment.waiting
 
     # -- growing and shrinking ------------------------------------------------------------------
 
     def unknown(self, first: int, keys: Sequence[bytes], begin: int) -> list[tuple[int, int]]:
-        """Runs [start, stop) of keys[begin:] that are not known; keys[i] is of block first + i.
+        """Return the runs [start, stop) of keys[begin:] that are not known.
 
-        O(unknown blocks + segments): what shares a key shares all that stands before it.
+        keys[i] is the key of block first + i. O(unknown blocks + segments), because chains that
+        share a key share all blocks before it.
         """
         runs: list[tuple[int, int]] = []
         at, stop = len(keys), len(keys)
@@ -143,10 +144,10 @@ class Chains:
         return runs[::-1]
 
     def enter(self, piece: ChainPiece, segment_id: bytes) -> tuple[Segment, ChainPiece]:
-        """Take in blocks that are not known; returns their segment and what is new of the piece.
+        """Add unknown blocks. Return their segment, and the part of the piece that is new.
 
-        They go on the segment that ends before them, which needs no head of theirs; else
-        ``segment_id`` is the name of a new one.
+        The blocks extend the segment that ends before them, which makes their head redundant. If
+        there is none, they become a new segment named ``segment_id``.
         """
         segment = self._ending_before(piece)
         most_head = 0 if segment is not None else self.index.min_tokens - 1
@@ -154,16 +155,16 @@ class Chains:
         if segment is None:
             segment = self.segments[segment_id] = Segment(segment_id, piece)
             self._branch(segment, piece)
-        self._name(segment, piece.keys)
+        self._register(segment, piece.keys)
         self._append(segment, piece.tokens)
         return segment, piece
 
     def cut(self, segment: Segment, blocks: int) -> None:
-        """Forget all but the first ``blocks`` blocks, at least one, of a segment.
+        """Forget all but the first ``blocks`` (at least one) blocks of a segment.
 
-        Its records in the file are the caller's to take care of.
+        The caller must handle the segment's records in the file.
         """
-        self._unname(segment, blocks)
+        self._release(segment, blocks)
         length = self.num_tokens(segment)
         kept = self.tokens(segment)[:length]
         if segment.waiting is not None or not self.index.cut(segment.id, length):
@@ -176,7 +177,7 @@ class Chains:
             del branches[bisect_left(branches, (self._first_block(segment), segment.id))]
             if not branches:
                 del self._branches[segment.parent]
-        self._unname(segment, 0)
+        self._release(segment, 0)
         self.index.remove(segment.id)
         del self.segments[segment.id]
 
@@ -190,17 +191,17 @@ class Chains:
         text: Tokens,
         keep: Callable[[Segment], bool],
     ) -> tuple[Segment, int]:
-        """Follow a match into the segments that go on where its own ends or turns away.
+        """Extend a match into segments that continue or branch off from its own.
 
-        text[:length] equals the segment's chain from token ``source`` on. Returns the segment
-        that holds the last token, and the length, of the longest match of ``text`` on a chain that
-        has the same full blocks. ``keep`` is asked of every segment met whether it is still there,
-        and may cut or forget it.
+        text[:length] must equal the segment's chain from token ``source`` on. The longest match of
+        ``text`` on a chain with the same full blocks is found. Returns the segment that holds its
+        last token, and its length. ``keep`` is called for every segment that is considered. It
+        returns whether the segment is still stored, and may cut or forget it.
         """
         while length < len(text):
             block = (source + length) // self.block_tokens
             before = block * self.block_tokens - source
-            if before < 0:  # the match lies within one block: no other chain has more of it
+            if before < 0:  # the match lies within one block, so no other chain has more of it
                 break
             parent = segment.parent if block == segment.first else self.key(segment, block - 1)
             best = segment
@@ -245,8 +246,8 @@ class Chains:
     def _first_block(self, segment: Segment) -> bytes:
         return self.tokens(segment)[segment.head :][: self.block_tokens].tobytes()
 
-    def _name(self, segment: Segment, keys: Sequence[bytes]) -> None:
-        """Enter the keys of blocks that follow the segment's last."""
+    def _register(self, segment: Segment, keys: Sequence[bytes]) -> None:
+        """Register the keys of blocks that follow the segment's last block."""
         new = len(keys) - len(self._free)
         if new > 0:
             self._free += range(len(self._owners), len(self._owners) + new)
@@ -259,8 +260,8 @@ class Chains:
             self._owners[node] = segment
         segment.nodes.extend(nodes)
 
-    def _unname(self, segment: Segment, blocks: int) -> None:
-        """Let go of the nodes behind the first ``blocks``."""
+    def _release(self, segment: Segment, blocks: int) -> None:
+        """Release the nodes after the first ``blocks``."""
         gone = segment.nodes[blocks:]
         for node in gone:
             self._keys.remove(node)
@@ -278,9 +279,10 @@ class Chains:
     def _nearest(
         self, parent: bytes, text: Tokens, keep: Callable[[Segment], bool]
     ) -> list[Segment]:
-        """Segments behind ``parent`` among which is one that shares most with ``text``.
+        """Return segments after ``parent``, among them one that shares most with ``text``.
 
-        Beside the place of a string in a sorted list stand those with the longest common prefix.
+        In a sorted list, the strings with the longest common prefix are next to the insertion
+        point.
         """
         block = text[: self.block_tokens].tobytes()
         while branches := self._branches.get(parent):

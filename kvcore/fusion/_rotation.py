@@ -1,14 +1,16 @@
 """The arithmetic of rotary embeddings: frequencies, and the rotation that moves cached K.
 
-    stored   K_q = R(q f) k        R(a): every pair of dimensions (x, y) turned by its angle,
+    stored   K_q = R(q f) k        R(a) turns every pair of dimensions (x, y) by its angle:
     wanted   K_p = R(p f) k              x' = x cos a - y sin a,  y' = y cos a + x sin a
     hence    K_p = R((p - q) f) K_q      since R(a) R(b) = R(a + b)
 
-Pair ``i`` turns by ``frequencies[i]`` radians a token. The values are float32, made by the same
-float32 operations in the same order as Transformers and vLLM make theirs, so that they are the
-same to the last bit on the same processor: at position 100,000 one unit in the last place of a
-frequency near 1 turns K by 0.006 radians. Each scaling is a value; its ``magnitude`` is the factor
-it puts on cos and sin, hence on cached K, which a rotation of that K needs no more.
+Pair ``i`` turns by ``frequencies[i]`` radians per token. The values are float32. They are computed
+by the same float32 operations in the same order as in Transformers and vLLM, so they are equal to
+the last bit on the same processor. This matters: at position 100,000, one unit in the last place of
+a frequency near 1 turns K by 0.006 radians.
+
+Each scaling is a value. Its ``magnitude`` is the factor that it applies to cos and sin, and so to
+K. Cached K contains it already, so moving K does not apply it again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _ROTATABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _wavelengths(theta: float, dim: int) -> Tensor:
-    """Positions per radian of each pair, unscaled: float32 [dim / 2]."""
+    """Return the positions per radian of each pair, unscaled: float32 [dim / 2]."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     powers: Tensor = theta**exponents
     return powers
@@ -41,35 +43,35 @@ def _wavelengths(theta: float, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Unscaled:
-    """theta^(-2i/dim), as in RoFormer (arXiv 2104.09864)."""
+    """Frequencies theta^(-2i/dim), as in RoFormer (arXiv 2104.09864)."""
 
     name: ClassVar[str] = "default"
     magnitude: ClassVar[float] = 1.0
 
     def frequencies(self, theta: float, dim: int) -> Tensor:
-        """Float32 [dim / 2], on the CPU."""
+        """Return float32 [dim / 2] on the CPU: radians per token of each pair."""
         return 1.0 / _wavelengths(theta, dim)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Every frequency divided by ``factor``: position interpolation (arXiv 2306.15595)."""
+    """Position interpolation: every frequency divided by ``factor`` (arXiv 2306.15595)."""
 
     name: ClassVar[str] = "linear"
     magnitude: ClassVar[float] = 1.0
     factor: float
 
     def frequencies(self, theta: float, dim: int) -> Tensor:
-        """Float32 [dim / 2], on the CPU."""
+        """Return float32 [dim / 2] on the CPU: radians per token of each pair."""
         return Unscaled().frequencies(theta, dim) / self.factor
 
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a ramp between.
+    """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a ramp in between.
 
-    A pair is high if it turns more than ``high_freq_factor`` times over ``original_positions``
-    tokens, low if it turns less than ``low_freq_factor`` times.
+    A frequency is high if its pair turns more than ``high_freq_factor`` times over
+    ``original_positions`` tokens, and low if it turns less than ``low_freq_factor`` times.
     """
 
     name: ClassVar[str] = "llama3"
@@ -80,7 +82,7 @@ class Llama3:
     original_positions: float
 
     def frequencies(self, theta: float, dim: int) -> Tensor:
-        """Float32 [dim / 2], on the CPU."""
+        """Return float32 [dim / 2] on the CPU: radians per token of each pair."""
         plain = Unscaled().frequencies(theta, dim)
         period = 2 * math.pi / plain
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -94,10 +96,10 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): a ramp over the pairs from kept to divided by ``factor``.
+    """YaRN (arXiv 2309.00071): a ramp over the pairs, from kept to divided by ``factor``.
 
     The ramp runs from the pair that turns ``beta_fast`` times over ``original_positions`` tokens
-    to the one that turns ``beta_slow`` times, its ends rounded outwards if ``truncate``.
+    to the pair that turns ``beta_slow`` times. With ``truncate`` its ends are rounded outwards.
     """
 
     name: ClassVar[str] = "yarn"
@@ -109,7 +111,7 @@ class Yarn:
     magnitude: float = 1.0
 
     def frequencies(self, theta: float, dim: int) -> Tensor:
-        """Float32 [dim / 2], on the CPU."""
+        """Return float32 [dim / 2] on the CPU: radians per token of each pair."""
         wavelengths = _wavelengths(theta, dim)
         kept = 1.0 / wavelengths
         divided = 1.0 / (self.factor * wavelengths)
@@ -117,7 +119,7 @@ class Yarn:
         return divided * (1 - keep) + kept * keep
 
     def _ramp(self, theta: float, dim: int) -> Tensor:
-        """0 where a frequency is kept, 1 where it is divided: float32 [dim / 2]."""
+        """Return 0 for a frequency that is kept, 1 for one that is divided: float32 [dim / 2]."""
         first = self._pair_that_turns(self.beta_fast, theta, dim)
         last = self._pair_that_turns(self.beta_slow, theta, dim)
         if self.truncate:
@@ -129,7 +131,7 @@ class Yarn:
         return ((pairs - first) / (last - first)).clamp(0, 1)
 
     def _pair_that_turns(self, times: float, theta: float, dim: int) -> float:
-        """The (fractional) pair that turns so many times over the original positions."""
+        """Return the (fractional) pair that turns ``times`` times over the original positions."""
         turns = self.original_positions / (times * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(theta))
 
@@ -139,7 +141,7 @@ UNSCALED = Unscaled()
 
 
 class Pairing(str, Enum):
-    """Which two of ``n`` rotated dimensions make pair ``i``."""
+    """Which two of ``n`` rotated dimensions form pair ``i``."""
 
     NEOX = "neox"  # i and i + n/2: the two halves
     GPTJ = "gptj"  # 2i and 2i + 1: interleaved
@@ -147,7 +149,7 @@ class Pairing(str, Enum):
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding of one layer. A value: equal fields rotate equally.
+    """The rotary embedding of one layer. A value: ropes with equal fields rotate equally.
 
     Only the first ``rotary_dim`` of a head's ``head_dim`` dimensions are rotated.
     """
@@ -162,20 +164,21 @@ class Rope:
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ConfigError(
                 f"rotary_dim {self.rotary_dim} of head_dim {self.head_dim}: "
-                "an even number of dimensions, at most the head's, can be rotated"
+                "give an even number of dimensions, at most head_dim"
             )
 
     @cached_property
     def frequencies(self) -> tuple[float, ...]:
-        """Radians a token of each pair, as the engines round them (float32 values)."""
+        """Radians per token of each pair, rounded as the engines do (float32 values)."""
         return tuple(self.scaling.frequencies(self.theta, self.rotary_dim).tolist())
 
     @cached_property
     def identity(self) -> bytes:
-        """16 bytes: K made under ropes of different identity does not compare. For namespaces.
+        """16 bytes for namespaces: K under ropes of different identities must not be mixed.
 
-        It counts what the frequencies are computed from, not their last bits, which may differ
-        between processors; and YaRN's magnitude, which is in the K.
+        They are a hash of what the frequencies are computed from, not of the frequencies, whose
+        last bits may differ between processors. YaRN's magnitude is included, because K contains
+        it.
         """
         fields = {
             "head_dim": self.head_dim,
@@ -189,11 +192,12 @@ class Rope:
     def cos_sin(
         self, distance: int | Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles of a move, each [tokens, rotary_dim / 2] (one row for an int).
+        """Return cos and sin of the angles of a move, each [tokens, rotary_dim / 2].
 
-        ``distance`` is in tokens, new position minus old, or an integer tensor [tokens] whose
-        device the tables are made on. Angles are float64 and rounded only as cos and sin: a
-        float32 angle is wrong by 0.03 radians at position 1,000,000. No magnitude is applied.
+        ``distance`` is the new position minus the old one, in tokens: an int, which gives one row,
+        or an integer tensor [tokens], on whose device the tables are made. Angles are float64, and
+        only their cos and sin are rounded: a float32 angle is wrong by 0.03 radians at position
+        1,000,000. No magnitude is applied.
         """
         distances = _distances(distance)
         radians = torch.tensor(self.frequencies, dtype=torch.float64, device=distances.device)
@@ -201,12 +205,16 @@ class Rope:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def shift(self, keys: Tensor, distance: int | Tensor) -> Tensor:
-        """K as it would be ``distance`` tokens later in the prompt (earlier where negative).
+        """Return K as it would be ``distance`` tokens later in the prompt (earlier if negative).
 
-        ``keys`` is [..., tokens, head_dim], after RoPE, bfloat16 or wider, and is not changed;
-        a new tensor of the same dtype comes back. ``distance`` is one number for all tokens or an
-        integer tensor [tokens]. Computed in float32 (float64 keys in float64) and rounded once;
-        a row at distance 0 comes back bit for bit. Thread-safe.
+        ``keys`` is [..., tokens, head_dim] after RoPE, bfloat16 or wider. It is not changed: the
+        result is a new tensor of the same dtype. ``distance`` is one number for all tokens, or an
+        integer tensor [tokens]. The rotation is computed in float32 (in float64 for float64 keys)
+        and rounded once. A row at distance 0 keeps its bits. Thread-safe.
+
+        Raises:
+            UnsupportedError: keys of a dtype that cannot be rotated, such as fp8.
+            LayoutError: shapes that do not fit.
         """
         self._check(keys, distance)
         distances = _distances(distance).to(keys.device)
@@ -228,27 +236,26 @@ class Rope:
     def _check(self, keys: Tensor, distance: int | Tensor) -> None:
         if keys.dtype not in _ROTATABLE:
             raise UnsupportedError(
-                f"cannot rotate K of {keys.dtype}: a rotated value may pass the format's largest, "
+                f"cannot rotate K of {keys.dtype}: a rotated value may exceed the format's range, "
                 "and its scale is not known here; unpack it to bfloat16 or wider first"
             )
         if keys.dim() < 2 or keys.shape[-1] != self.head_dim:
             raise LayoutError(
-                f"keys of shape {list(keys.shape)}: "
-                f"[..., tokens, {self.head_dim}] is wanted by this rope"
+                f"keys of shape {list(keys.shape)}: this rope needs [..., tokens, {self.head_dim}]"
             )
         if isinstance(distance, Tensor) and distance.shape != keys.shape[-2:-1]:
             raise LayoutError(
                 f"distances of shape {list(distance.shape)} for keys of {list(keys.shape)}: "
-                f"give one integer, or one each for {keys.shape[-2]} tokens"
+                f"give one integer, or one for each of {keys.shape[-2]} tokens"
             )
 
 
 def _distances(distance: int | Tensor) -> Tensor:
-    """Integers [tokens], on the device they came on; one row for an int."""
+    """Return integers [tokens] on the device of ``distance``; one row for an int."""
     if not isinstance(distance, Tensor):
         return torch.tensor([distance], dtype=torch.int64)
     if distance.dim() != 1 or distance.is_floating_point() or distance.dtype == torch.bool:
         raise LayoutError(
-            f"distances of {distance.dtype} {list(distance.shape)}: integers [tokens] are wanted"
+            f"distances of {distance.dtype} {list(distance.shape)}: give integers [tokens]"
         )
     return distance

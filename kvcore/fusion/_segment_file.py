@@ -1,34 +1,36 @@
-"""The file that keeps the tokens of stored blocks over a restart, version 1.
+"""The file that keeps the tokens of stored blocks across restarts, format version 1.
 
     header | record | record | ...                 all numbers little-endian and unsigned
 
     header    0  8s   "KVCSEGS" and a zero byte
               8  u32  version
-             12  u32  tokens a block
+             12  u32  tokens per block
              16  8s   zeros
              24  u64  XXH3-64 of bytes 0 .. 24
 
     record    0  4s   "KVSR"
               4  u32  blocks, at least 1
-              8  u32  place of the first block in its chain
-             12  u32  head: tokens that stand before the first block and are kept with it, at most
-                      as many as the chain has there
-             16  u32  bytes of the namespace
+              8  u32  index of the first block in its chain
+             12  u32  head: number of tokens kept from before the first block; at most as many as
+                      the chain has there
+             16  u32  length of the namespace in bytes
              20  16s  prefix key of the block before the first; zeros if it starts the chain
              36  u64  XXH3-64 of the body
              44  u64  XXH3-64 of bytes 0 .. 44
-             52       the body: namespace | keys, 16 bytes a block | tokens, 4 bytes each, those of
-                      the head and of the blocks
+             52       body: namespace | keys, 16 bytes per block | tokens of the head and of the
+                      blocks, 4 bytes each
 
-Records are only ever appended. A record whose header is good and whose body is not is skipped;
-where a header is not good, reading goes on at the next good one. What follows the last whole record
-is cut off. A record that goes on where an earlier one ends continues its segment, and has no head.
-Blocks that an earlier record has are not taken twice.
+Records are only appended. A record with a good header and a damaged body is skipped. After a
+damaged header, reading continues at the next good one. Bytes after the last whole record are cut
+off. A record that starts where an earlier one ends continues its segment and has no head. Blocks
+that an earlier record contains are ignored.
 
-A record dies when all its blocks are forgotten. When more than half of the file is dead, or when a
-namespace is cleared, what lives is copied to ``<name>.new``, which then takes the file's place. The
-file is the user's text: mode 0600. Who writes holds a lock (flock) on it; others may read. It is
-flushed to the medium when it is compacted and closed: the checksums tell what a power cut left.
+A record is dead when all its blocks are forgotten. When more than half of the file is dead, or when
+a namespace is cleared, the live records are copied to ``<name>.new``, which then replaces the file.
+
+The file contains the users' text, so its mode is 0600. The writer holds a lock (flock) on it; other
+processes may read it. It is synced to the medium when it is compacted and when it is closed. After
+a power cut the checksums show which records are whole.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ _SEAL = struct.Struct("<Q")
 FILE_HEADER_NBYTES = _FILE.size + _SEAL.size
 RECORD_HEADER_NBYTES = _RECORD.size + _SEAL.size
 _QUEUE_NBYTES = 16 << 20
-_COMPACT_NBYTES = 1 << 20  # a smaller file is not worth it
+_COMPACT_NBYTES = 1 << 20  # a smaller file is not worth compacting
 _MODE = 0o600
 
 
@@ -77,7 +79,7 @@ class SegmentRecord(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What a record's header says, besides what vouches for it."""
+    """The fields of a record's header, without its magic and its checksum."""
 
     blocks: int
     first: int
@@ -88,7 +90,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: mmap.mmap, offset: int) -> _Header | None:
-        """The header there; None if it is torn or no header."""
+        """Return the header at ``offset``; None if it is torn, or if there is none."""
         if offset + RECORD_HEADER_NBYTES > len(data):
             return None
         sealed = data[offset : offset + _RECORD.size]
@@ -103,7 +105,7 @@ class _Header(NamedTuple):
         return self.namespace_nbytes + self.blocks * per_block + self.head * TOKEN_BYTES
 
     def piece(self, body: bytes, block_tokens: int) -> tuple[bytes, ChainPiece] | None:
-        """(namespace, piece) of a body; None if it is damaged or cannot be."""
+        """Return (namespace, piece) of a body; None if it is damaged or impossible."""
         if xxhash.xxh3_64_intdigest(body) != self.body_digest:
             return None
         if not self.blocks or self.head > self.first * block_tokens:
@@ -125,7 +127,7 @@ def _pack(namespace: bytes, piece: ChainPiece) -> bytes:
 
 
 def _nbytes(namespace: bytes, piece: ChainPiece) -> int:
-    """Of the record."""
+    """Return the size of the record in bytes."""
     body = len(namespace) + len(piece.keys) * KEY_BYTES + piece.tokens.nbytes
     return RECORD_HEADER_NBYTES + body
 
@@ -136,7 +138,7 @@ def _file_header(block_tokens: int) -> bytes:
 
 
 class _Span(NamedTuple):
-    """Where a record is in the file."""
+    """The location of a record in the file."""
 
     offset: int
     nbytes: int
@@ -145,8 +147,10 @@ class _Span(NamedTuple):
 def _walk(
     data: mmap.mmap, block_tokens: int
 ) -> Iterator[tuple[_Span, tuple[bytes, ChainPiece] | None, bool]]:
-    """Where each record is, what it holds (None: damaged), whether bytes before it are no record's.
-    Ends at the last that is there to its end."""
+    """Yield the location of each record, its content, and whether damaged bytes precede it.
+
+    The content is None if the body is damaged. The walk ends after the last complete record.
+    """
     at, damaged = FILE_HEADER_NBYTES, False
     while 0 <= at < len(data):
         header = _Header.unpack(data, at)
@@ -163,15 +167,18 @@ def _walk(
 
 
 class SegmentCounts(NamedTuple):
-    """What a file of segments holds: records that are whole and that are not."""
+    """How many records of a file are whole, and how many are damaged."""
 
     records: int
     corrupt: int
 
 
 def verify(path: Path, *, repair: bool = False) -> SegmentCounts | None:
-    """Read every record of a file; None when an engine writes it. ``repair`` leaves it with those
-    that are whole, otherwise nothing is changed. Raises FormatError, OSError."""
+    """Read every record of a file and count them. Return None if an engine is writing it.
+
+    With ``repair`` only the whole records are kept; otherwise the file is not changed. Raises
+    FormatError if it is not a file of segments, and OSError if it cannot be read.
+    """
     with path.open("rb") as file:
         header = file.read(FILE_HEADER_NBYTES)
     block_tokens = _FILE.unpack_from(header)[2] if len(header) == FILE_HEADER_NBYTES else 0
@@ -187,16 +194,19 @@ def verify(path: Path, *, repair: bool = False) -> SegmentCounts | None:
 
 
 class SegmentFile:
-    """Records of pieces, each with a number by which it is declared dead.
+    """A file of chain pieces. Each record has a number, by which it can be declared dead.
 
-    Open it, take what `records` yields, then `start`. From then on `append`, `forget` and `close`
-    are one thread's; they never wait for the disk (but `close` does), and a thread of its own
-    writes. What finds the queue full, or the disk failing, is dropped and counted.
+    Open the file, consume `records`, then call `start`. After that, one thread may call `append`,
+    `forget` and `close`. A background thread writes, so only `close` waits for the disk. Records
+    are dropped and counted in `dropped` if the queue is full or the disk fails.
     """
 
     def __init__(self, path: Path, block_tokens: int, *, queue_nbytes: int = _QUEUE_NBYTES) -> None:
-        """Raises OSError where the file cannot be opened, and FormatError, leaving it as it is,
-        where it holds something else. Where another engine writes it, it is opened to be read."""
+        """Open the file, or create it. It is read-only if another engine is writing it.
+
+        Raises OSError if the file cannot be opened. Raises FormatError, and leaves the file
+        unchanged, if it holds something else.
+        """
         self.corrupt = 0
         self.dropped = 0
         self._path = path
@@ -205,19 +215,19 @@ class SegmentFile:
         try:
             self._check_header()
             if self.writable:
-                _draft(path).unlink(missing_ok=True)  # of a compaction that was interrupted
+                _draft(path).unlink(missing_ok=True)  # left by an interrupted compaction
         except BaseException:
             os.close(self._file)
             raise
         self._end = FILE_HEADER_NBYTES
-        self._spans: dict[int, _Span] = {}  # of living records by number, in the file's order
-        self._live = 0  # bytes of them
+        self._spans: dict[int, _Span] = {}  # of live records by number, in file order
+        self._live = 0  # bytes of live records
         self._last = 0
         self._queue_nbytes = queue_nbytes
         self._failing = False
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
-        # under _wake:
+        # Guarded by _wake:
         self._pending: list[SegmentRecord] = []
         self._pending_nbytes = 0
         self._dead: set[int] = set()
@@ -227,7 +237,7 @@ class SegmentFile:
     # -- the caller's side ----------------------------------------------------------------------
 
     def records(self) -> Iterator[SegmentRecord]:
-        """What the file holds. A torn end is cut off, and what is damaged is counted. Blocks."""
+        """Yield the whole records, count the damaged ones, and cut off a torn end. Blocks."""
         if os.fstat(self._file).st_size > FILE_HEADER_NBYTES:
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
                 yield from self._scan(data)
@@ -235,7 +245,7 @@ class SegmentFile:
             os.ftruncate(self._file, self._end)
 
     def count(self, *, repair: bool) -> SegmentCounts:
-        """Read every record, instead of `records`; ``repair`` drops what is damaged."""
+        """Read and count every record, in place of `records`. ``repair`` drops damaged ones."""
         if os.fstat(self._file).st_size > FILE_HEADER_NBYTES:
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as data:
                 for _ in self._scan(data):
@@ -247,7 +257,7 @@ class SegmentFile:
         return counts
 
     def start(self) -> None:
-        """Begin to write, where this engine is the one that may."""
+        """Start writing, unless another engine is writing the file."""
         if not self.writable:
             _log.warning("%s is written by another engine: tokens are not kept", self._path)
             return
@@ -255,7 +265,7 @@ class SegmentFile:
         self._thread.start()
 
     def append(self, namespace: bytes, piece: ChainPiece) -> int:
-        """Have a record written. Its number; 0 if it is dropped."""
+        """Queue a record for writing. Return its number, or 0 if it is dropped."""
         if not self.writable:
             return 0
         nbytes = _nbytes(namespace, piece)
@@ -270,7 +280,7 @@ class SegmentFile:
         return self._last
 
     def forget(self, numbers: Iterable[int], *, erase: bool = False) -> None:
-        """These records are dead; ``erase``: and no trace of dead ones is to be left."""
+        """Declare records dead. With ``erase``, also remove all dead records from the file."""
         if not self.writable:
             return
         with self._wake:
@@ -288,23 +298,23 @@ class SegmentFile:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
-            with contextlib.suppress(OSError):  # the records tell if they are whole
+            with contextlib.suppress(OSError):  # checksums show which records are whole
                 os.fsync(self._file)
         os.close(self._file)
 
     # -- reading --------------------------------------------------------------------------------
 
     def _check_header(self) -> None:
-        """Write it where the file is new."""
+        """Check the file's header, or write it if the file is new."""
         wanted = _file_header(self._block_tokens)
         header = os.pread(self._file, FILE_HEADER_NBYTES, 0)
         if header == wanted:
             return
-        if len(header) < len(wanted) and wanted.startswith(header):  # new, or torn at its making
+        if len(header) < len(wanted) and wanted.startswith(header):  # new, or torn at its creation
             if self.writable:
                 _write(self._file, wanted, 0)
             return
-        raise FormatError(f"{_what_it_is(header, self._block_tokens)}: it is left as it is")
+        raise FormatError(f"{_what_it_is(header, self._block_tokens)}: it is left unchanged")
 
     def _scan(self, data: mmap.mmap) -> Iterator[SegmentRecord]:
         for span, found, damaged in _walk(data, self._block_tokens):
@@ -343,7 +353,7 @@ class SegmentFile:
         try:
             _write(self._file, b"".join(packed), self._end)
         except OSError as error:
-            with contextlib.suppress(OSError):  # the next write begins at the same place
+            with contextlib.suppress(OSError):  # the next write starts at the same offset
                 os.ftruncate(self._file, self._end)
             self._failed("written", error)
             self.dropped += len(records)
@@ -354,7 +364,7 @@ class SegmentFile:
         self._failing = False
 
     def _compact(self) -> bool:
-        """Copy what lives to a new file and put it in the place of this one."""
+        """Copy the live records to a new file, and replace this one by it."""
         try:
             file, spans = self._copy_to(_draft(self._path))
         except OSError as error:
@@ -366,7 +376,7 @@ class SegmentFile:
         return True
 
     def _empty(self) -> None:
-        """Lose what lives rather than keep what was to be erased."""
+        """Drop the live records too, because keeping the file would keep erased text."""
         self._spans, self._live, self._end = {}, 0, FILE_HEADER_NBYTES
         try:
             os.ftruncate(self._file, self._end)
@@ -399,7 +409,7 @@ class SegmentFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """(The file, whether its lock is held)."""
+    """Return the open file, and whether this process holds its lock."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
         try:
@@ -414,7 +424,7 @@ def _open(path: Path) -> tuple[int, bool]:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # it was compacted, and is another file now
+        os.close(file)  # it was compacted and replaced meanwhile
 
 
 def _draft(path: Path) -> Path:

@@ -1,12 +1,12 @@
 """Attention of scattered rows: the row at position p sees keys 0..p and never p + 1.
 
     keys      0 1 2 3 4 5 6 7 8 9
-    row 3     x x x x                 the mask follows from positions, not from the order of the
-    row 7     x x x x x x x x         rows: rows that were left out leave no hole in it
+    row 3     x x x x                 the mask follows from the rows' positions, not from their
+    row 7     x x x x x x x x         order: rows that are left out leave no hole in it
     row 9     x x x x x x x x x x
 
-`attend_rows` never builds the mask of all rows by all keys: it takes rows in tiles and reads the
-keys that a tile can see. `naive_attend_rows` says the same in a few lines.
+`attend_rows` never builds a mask of all rows by all keys. It processes rows in tiles and reads only
+the keys that a tile can see. `naive_attend_rows` defines the same in a few lines.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from kvcore.errors import LayoutError
 __all__ = ["Attention", "attend_rows", "look_rows", "naive_attend_rows"]
 
 TILE_SCORES = 1 << 20
-"""Scores a head of one tile, at most: rows x keys."""
+"""Maximum number of scores (rows x keys) per head of one tile."""
 TILE_ROWS = 128
-"""Rows of one tile, at most. A tile reads the keys that its last row sees; the fewer rows, the
-fewer of them are hidden from most."""
+"""Maximum number of rows of one tile. A tile reads the keys that its last row sees, so in a smaller
+tile fewer keys are masked for the other rows."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What a layer's attention computes beside q, k and v.
+    """The parameters of a layer's attention, besides q, k and v.
 
-    ``window`` counts the keys a row sees, itself included; None for all before it. ``soft_cap``
-    bounds scores to (-cap, cap) by a tanh; 0 for none.
+    ``window`` is how many keys a row sees, including its own; None means all up to its own.
+    ``soft_cap`` bounds scores to (-cap, cap) by a tanh; 0 means no bound.
     """
 
     scale: float
@@ -44,11 +44,11 @@ class Attention:
 def attend_rows(
     queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor, attention: Attention
 ) -> Tensor:
-    """Attention of rows at ``positions`` over keys whose index is their position.
+    """Compute attention of rows at ``positions`` over keys whose index is their position.
 
-    ``queries`` [rows, heads, dim], ``positions`` [rows] int64 ascending, ``keys`` and ``values``
-    [tokens, kv_heads, dim]; gives [rows, heads, v_dim]. Keys that no row sees are not read. Raises
-    LayoutError when a position has no key or the heads do not divide.
+    ``queries`` is [rows, heads, dim], ``positions`` [rows] int64 ascending, ``keys`` and
+    ``values`` [tokens, kv_heads, dim]. Returns [rows, heads, v_dim]. Keys that no row sees are not
+    read. Raises LayoutError if a position has no key, or if kv_heads does not divide heads.
     """
     _check(queries, positions, keys, values)
     out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
@@ -74,10 +74,11 @@ def look_rows(
     asking: Tensor,
     interest: Tensor,
 ) -> Tensor:
-    """`attend_rows`, noting what the most interested of the ``asking`` rows gives each key.
+    """Compute `attend_rows`, and record the maximum attention that each key gets.
 
-    ``asking`` is [rows] bool. ``interest`` [heads, tokens] float32, zeros at first, is raised to
-    the probability that each head gives each key; rows may come in several calls.
+    The maximum is over the rows selected by ``asking``, [rows] bool. It is accumulated in place in
+    ``interest``, [heads, tokens] float32, which starts as zeros. The rows may be spread over
+    several calls.
     """
     _check(queries, positions, keys, values)
     k, v = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
@@ -87,7 +88,7 @@ def look_rows(
     for start, stop in _tiles(positions):
         seen, rows = int(positions[stop - 1]) + 1, slice(start, stop)
         scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
-        # Keys up to the first row are seen by all of them: nothing to hide there.
+        # Every row sees the keys up to the first row, so nothing is masked there.
         first = 0 if attention.window is not None else int(positions[start]) + 1
         mask = _visible(positions[rows], first, seen, attention.window)
         scores[..., first:].masked_fill_(~mask, float("-inf"))
@@ -105,7 +106,7 @@ def look_rows(
 def naive_attend_rows(
     queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor, attention: Attention
 ) -> Tensor:
-    """As `attend_rows`, one row at a time."""
+    """Compute `attend_rows` one row at a time."""
     group = queries.shape[1] // keys.shape[1]
     out = []
     for query, position in zip(queries, positions.tolist(), strict=True):
@@ -125,16 +126,19 @@ def _check(queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> 
     if len(queries) != len(positions) or len(keys) != len(values):
         raise LayoutError(
             f"{len(queries)} queries for {len(positions)} positions, "
-            f"{len(keys)} keys for {len(values)} values"
+            f"{len(keys)} keys for {len(values)} values: give as many of each"
         )
     if queries.shape[1] % keys.shape[1]:
-        raise LayoutError(f"{queries.shape[1]} query heads over {keys.shape[1]} KV heads")
+        raise LayoutError(
+            f"{queries.shape[1]} query heads over {keys.shape[1]} KV heads: give a multiple"
+        )
     if len(positions) and int(positions[-1]) >= len(keys):
-        raise LayoutError(f"a row at position {int(positions[-1])} and {len(keys)} keys")
+        last = int(positions[-1])
+        raise LayoutError(f"a row at position {last} needs {last + 1} keys; got {len(keys)}")
 
 
 def _tiles(positions: Tensor) -> list[tuple[int, int]]:
-    """Runs of at most `TILE_ROWS` rows whose scores fit `TILE_SCORES`; at least one row each."""
+    """Split rows into runs of at most `TILE_ROWS` rows and, from two rows on, `TILE_SCORES`."""
     seen = (positions + 1).tolist()
     tiles, start = [], 0
     while start < len(seen):
@@ -148,7 +152,7 @@ def _tiles(positions: Tensor) -> list[tuple[int, int]]:
 
 
 def _visible(positions: Tensor, first: int, seen: int, window: int | None) -> Tensor:
-    """[rows, seen - first] bool."""
+    """Return which keys in [first, seen) each row sees: [rows, seen - first] bool."""
     keys, rows = torch.arange(first, seen, device=positions.device), positions[:, None]
     return keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
 
@@ -156,7 +160,7 @@ def _visible(positions: Tensor, first: int, seen: int, window: int | None) -> Te
 def _tile(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, attention: Attention
 ) -> Tensor:
-    """[heads, rows, v_dim] of one tile."""
+    """Compute attention of one tile: [heads, rows, v_dim]."""
     q, k, v = queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
     if not attention.soft_cap:
         out: Tensor = functional.scaled_dot_product_attention(
@@ -169,7 +173,10 @@ def _tile(
 
 
 def _scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor:
-    """[kv_heads, heads a KV head, rows, tokens] float32, before the mask; both [heads, n, dim]."""
+    """Return unmasked scores of [heads, n, dim] tensors, float32.
+
+    The shape is [kv_heads, heads per KV head, rows, tokens].
+    """
     heads = keys.shape[0]
     grouped = queries.reshape(heads, -1, queries.shape[2])
     scores = (grouped @ keys.transpose(1, 2)).float().mul_(attention.scale)

@@ -1,19 +1,20 @@
-"""Whether to blend a request, and how many rows to recompute: from measured seconds.
+"""The decision whether to blend a request and how many rows to recompute, from measured seconds.
 
-Layer i + 1 loads while layer i recomputes, so rows are free until recomputing takes longer than
-loading:
+Layer i + 1 loads while layer i recomputes, so recomputing rows is free as long as it does not take
+longer than loading:
 
     load       ├─ 0 ─┼─ 1 ─┼─ 2 ─┼─ 3 ─┼─ 4 ─┼─ ...
     recompute        ├─ 0 ───┼─ 1 ───┼─2─┤ ├─3─┤ ├─4─┤      ratio = the largest whose
                       full layers      └ r·chunks + fresh ┘   rows fit under a load
 
-The ratio is that one, never under the floor that quality asks for. A blend with it is weighed
-against the plain way, the exact prefix loaded and everything behind it computed by the engine; it
-is chosen where it is clearly faster. Where even the fastest load is hidden by the floor's rows, a
-slower and cheaper tier costs nothing: `Controller.best_tier` (CacheBlend, arXiv 2405.16444, 5.1).
+That ratio is used, unless it is below the floor that quality requires. The blend is then compared
+with the plain way, in which the exact prefix is loaded and the engine computes the rest. The blend
+is chosen if it is clearly faster. If recomputing the floor's rows hides even the fastest load, a
+slower and cheaper tier costs nothing: see `Controller.best_tier` (CacheBlend, arXiv 2405.16444,
+section 5.1).
 
-Everything here is arithmetic on seconds that the caller measured: no clock, no I/O, tens of
-microseconds a decision.
+This module only does arithmetic on seconds that the caller measured. It uses no clock and no I/O,
+and a decision takes tens of microseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from enum import Enum
 
 from kvcore.errors import ConfigError
 from kvcore.telemetry.fit import Fit, is_amount
-from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs, pipelined, seen
+from kvcore.telemetry.rates import (
+    ComputeRates,
+    ForwardPart,
+    Rates,
+    TierRates,
+    pairs,
+    pipelined,
+    seen,
+)
 
 __all__ = [
     "BlendCandidate",
@@ -34,8 +43,8 @@ __all__ = [
     "Controller",
     "ControllerSettings",
     "Decision",
+    "ForwardPart",
     "Mode",
-    "Part",
     "TierRates",
     "hidden_ratio",
     "pipelined",
@@ -45,7 +54,7 @@ _log = logging.getLogger("kvcore.fusion.controller")
 
 
 class Mode(str, Enum):
-    """What to do with a request's cached chunks."""
+    """How to serve a request that has cached chunks."""
 
     BLEND = "blend"
     PREFIX = "prefix"
@@ -53,14 +62,14 @@ class Mode(str, Enum):
 
 @dataclass(frozen=True)
 class BlendCandidate:
-    """What a prompt would load and compute.
+    """What a prompt would have to load and to compute.
 
     Args:
-        tokens: all of the prompt's.
-        prefix: of them, those with exact KV from position 0 on, wherever it is.
-        chunks: of them, those of cached chunks behind the prefix; the others are fresh.
-        prefix_bytes, chunk_bytes: of KV to load for these, over all layers, by tier. What the
-            engine already holds is not loaded.
+        tokens: number of tokens of the prompt.
+        prefix: how many of them, from position 0 on, have exact KV in any tier or in the engine.
+        chunks: how many of them belong to cached chunks after the prefix; the others are fresh.
+        prefix_bytes, chunk_bytes: bytes of KV to load for these, over all layers, by tier. KV that
+            the engine holds already is not counted.
     """
 
     tokens: int
@@ -71,17 +80,17 @@ class BlendCandidate:
 
     @property
     def behind(self) -> int:
-        """Tokens behind the prefix."""
+        """Number of tokens after the prefix."""
         return self.tokens - self.prefix
 
     @property
     def fresh(self) -> int:
-        """Tokens without cached KV."""
+        """Number of tokens without cached KV."""
         return self.behind - self.chunks
 
     @property
     def is_sound(self) -> bool:
-        """Whether these counts can be a prompt's."""
+        """Whether these counts are possible for a prompt."""
         counts = (self.tokens, self.prefix, self.chunks, self.fresh)
         loads = (*self.prefix_bytes.values(), *self.chunk_bytes.values())
         return all(map(is_amount, (*counts, *loads)))
@@ -89,15 +98,15 @@ class BlendCandidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and what it is expected to cost.
+    """How to serve a request, and what that is expected to cost.
 
     Args:
-        mode: the way to go.
-        ratio: what a blend recomputes, or would, of the chunks' tokens; a mean over the layers
-            behind the full ones.
-        blend_seconds, prefix_seconds: expected of each way, loading included.
-        load_seconds, row_seconds: of one layer behind the full ones, in a blend: loading it, and
-            recomputing its rows.
+        mode: the choice.
+        ratio: share of the chunks' tokens that a blend recomputes, or would recompute: the mean
+            over the layers after the full ones.
+        blend_seconds, prefix_seconds: expected seconds of each mode, including loading.
+        load_seconds, row_seconds: seconds to load one layer after the full ones in a blend, and to
+            recompute its rows.
         reason: a sentence for the log.
     """
 
@@ -112,22 +121,22 @@ class Decision:
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """What a controller is told.
+    """Settings of a controller.
 
     Args:
-        layers: of the model.
-        full_layers: the first ones, where a blend computes every row.
-        floor, ceiling: no ratio under or over these, whatever would hide behind loading.
-        looks: the question is run over the reused cache before the walk. That takes every layer,
-            so nothing is left for the walk to hide behind: the ratio is the floor.
-        enter: a blend is chosen if it saves this share of the plain way's time;
-        leave: and chosen again while it saves this much. The gap keeps requests of one size from
-            going one way and the other in turns.
-        memory: observations after which one counts about a third.
-        enough: observations of a kind before they are believed over the prior.
-        retry: refusals of a blend in a row, with no blend measured since, after which what was
-            measured of blends is forgotten, and of tiers that loaded nothing meanwhile: a bad hour
-            must not rule them out for ever.
+        layers: number of layers of the model.
+        full_layers: number of first layers in which a blend computes every row.
+        floor, ceiling: limits of the ratio, however many rows would hide behind loading.
+        looks: whether the question runs over the reused cache before the walk. That pass loads
+            every layer, so no load remains for the walk to hide behind, and the ratio is the floor.
+        enter: a blend is chosen if it saves at least this share of the plain way's time.
+        leave: after a blend was chosen, it is chosen again if it saves at least this share. The gap
+            prevents requests of one size from alternating between the modes.
+        memory: number of further observations after which the weight of one is about a third.
+        enough: number of observations of a kind that replace the prior.
+        retry: number of blends refused in a row, with none measured in between, after which the
+            measurements of blends are forgotten. Those of tiers that loaded nothing meanwhile are
+            forgotten too. So one bad hour cannot rule them out forever.
     """
 
     layers: int
@@ -144,27 +153,30 @@ class ControllerSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.full_layers <= self.layers:
             raise ConfigError(
-                f"full_layers is from 1 to the model's {self.layers} layers, got {self.full_layers}"
+                f"full_layers must be from 1 to {self.layers}, the model's layers, "
+                f"got {self.full_layers}"
             )
         if not 0 <= self.floor <= self.ceiling <= 1:
             raise ConfigError(
                 f"floor and ceiling of the ratio are shares of the chunks' tokens, "
-                f"0 <= floor <= ceiling <= 1: got {self.floor} and {self.ceiling}"
+                f"0 <= floor <= ceiling <= 1; got {self.floor} and {self.ceiling}"
             )
         if not 0 <= self.leave <= self.enter < 1:
             raise ConfigError(
-                f"the time a blend must save is a share, 0 <= leave <= enter < 1: "
+                f"the time that a blend must save is a share, 0 <= leave <= enter < 1; "
                 f"got leave {self.leave} and enter {self.enter}"
             )
         if self.retry < 1:
-            raise ConfigError(f"retry counts refusals and is at least 1, got {self.retry}")
+            raise ConfigError(f"retry counts refusals and must be at least 1, got {self.retry}")
 
 
 def hidden_ratio(load: float, once: float, row: float, chunks: int, fresh: int) -> float:
-    """The largest share of ``chunks`` whose rows, beside all fresh ones, recompute within ``load``.
+    """Return the largest share of ``chunks`` whose rows can be recomputed within ``load``.
 
-    Seconds of one layer: ``load``, ``once`` and of one ``row``. From 0 to 1, a whole number of
-    rows. It does not fall as the load takes longer or a row takes less.
+    All ``fresh`` rows are recomputed too. ``load`` is the seconds to load one layer. Recomputing
+    one layer takes ``once`` seconds, and ``row`` seconds more for each row. The share is from 0 to
+    1 and gives a whole number of rows. It never falls if the load takes longer or a row takes less
+    time.
     """
     spare = load - once
     if spare <= 0 or chunks <= 0:
@@ -175,20 +187,20 @@ def hidden_ratio(load: float, once: float, row: float, chunks: int, fresh: int) 
 
 
 class Controller:
-    """Learns what computing, blending and loading cost, and decides request by request.
+    """Learns the cost of computing, blending and loading, and decides for each request.
 
-    One owner, not thread-safe; it lives beside the engine's scheduler and is told there what the
-    workers measured. Numbers that cannot be a measurement (nothing done, no time, NaN) are left
-    out: the methods that take one say whether it was used.
+    It has one owner and is not thread-safe. It runs in the engine's scheduler process, which passes
+    on what the workers measured. Numbers that cannot be a measurement (no work, no time, NaN) are
+    ignored: the methods that take a measurement return whether it was used.
 
     Args:
-        settings: floors and margins.
-        compute: of the engine's prefill before anything is measured; blends are taken to be
-            computed at the engine's own rates until some were measured.
-        tiers: every tier that KV may be loaded from, with what to expect before it was measured.
-        otherwise: what to expect of a tier that is met later; None where that is an error.
+        settings: limits and margins.
+        compute: expected rates of the engine's prefill before it is measured. They also apply to
+            blends until some are measured.
+        tiers: every tier that KV may be loaded from, with its expected rates before it is measured.
+        otherwise: expected rates of a tier that appears later; None makes such a tier an error.
 
-    ``rates`` are what it has learnt of prefill and of loads; a planner decides by the same ones.
+    ``rates`` holds what was learnt about prefill and loads. The load planner shares it.
     """
 
     def __init__(
@@ -208,22 +220,22 @@ class Controller:
             otherwise=otherwise,
         )
         self._blend = Fit(compute, settings.memory, settings.enough)
-        self._quiet = set(self.rates.tiers)  # without a load since blends were measured anew
+        self._quiet = set(self.rates.tiers)  # without a load since rates were last forgotten
         self._blending: set[int] = set()
         self._refused = 0
 
     # -- what was measured ----------------------------------------------------------------------
 
-    def prefilled(self, parts: Iterable[Part], seconds: float) -> bool:
-        """One forward of the engine over these parts of requests, decodes included."""
+    def prefilled(self, parts: Iterable[ForwardPart], seconds: float) -> bool:
+        """Record one forward of the engine over these parts of requests, including decodes."""
         return self.rates.prefilled(parts, seconds)
 
     def blended(self, rows: int, kept: int, context: int, seconds: float) -> bool:
-        """One blend: ``rows`` at the full layers, ``kept`` (a mean) at the others.
+        """Record one blend of ``rows`` at the full layers and ``kept`` (a mean) at the others.
 
-        ``context`` is the exact prefix before the first of them. ``seconds`` are those of
-        computing, over all layers and with the question's look where one was made; waits for a
-        layer to arrive are not part of them.
+        ``context`` is the length of the exact prefix before the rows. ``seconds`` is the computing
+        time over all layers. It includes the question's look if there was one, and excludes waits
+        for layers to arrive.
         """
         if not all(map(is_amount, (rows, kept, context))) or not 0 < kept <= rows:
             return False
@@ -233,7 +245,7 @@ class Controller:
         return used
 
     def loaded(self, tier: str, nbytes: int, seconds: float, layers: int = 1) -> bool:
-        """``layers`` layers of KV, ``nbytes`` together, came from a tier one after the other."""
+        """Record that ``layers`` layers, ``nbytes`` in total, were loaded from a tier in turn."""
         used = self.rates.loaded(tier, nbytes, seconds, layers)
         if used:
             self._quiet.discard(tier)
@@ -242,10 +254,10 @@ class Controller:
     # -- what follows ---------------------------------------------------------------------------
 
     def decide(self, request: BlendCandidate) -> Decision:
-        """The way to go for one request; remembers which way requests of its size went.
+        """Decide how to serve one request, and remember the choice for requests of its size.
 
         Raises:
-            ConfigError: it loads from a tier that this controller was not told of.
+            ConfigError: the request loads from a tier that this controller does not know.
         """
         if not request.is_sound or not request.chunks or not request.fresh:
             return self._refuse(request)
@@ -266,13 +278,13 @@ class Controller:
         return Decision(mode, ratio, blend, prefix, load, rows, reason)
 
     def best_tier(self, tokens: int, nbytes: int, tiers: Sequence[str], context: int = 0) -> str:
-        """Where to put a chunk: the first of ``tiers`` that loads under recompute at the floor.
+        """Return the first of ``tiers`` whose load of a chunk hides behind recomputing the floor.
 
-        ``tiers`` are in the order of preference, the cheapest first; if a load of ``nbytes`` hides
-        from none of them, it is the one that loads fastest.
+        ``tiers`` is in order of preference, the cheapest first. If a load of ``nbytes`` is hidden
+        from no tier, return the tier that loads fastest.
 
         Raises:
-            ConfigError: no tiers, or one that this controller was not told of.
+            ConfigError: ``tiers`` is empty, or has a tier that this controller does not know.
         """
         if not tiers:
             raise ConfigError("no tiers to choose from: name at least one")
@@ -285,7 +297,7 @@ class Controller:
     # -- arithmetic -----------------------------------------------------------------------------
 
     def _walk(self, rows: float, kept: float, context: float) -> tuple[float, float, float]:
-        """Amounts of a blend: all rows on the full layers, fewer on the rest."""
+        """Return the amounts of work of a blend: all rows on the full layers, fewer on the rest."""
         full, rest = self.settings.full_layers, self.settings.layers - self.settings.full_layers
         keys = full * pairs(rows, context) + rest * kept * seen(rows, context)
         return 1.0, full * rows + rest * kept, keys
@@ -295,12 +307,12 @@ class Controller:
         return (self._blend if self._blend.is_learnt else self.rates.prefill).rates
 
     def _layer(self, rows: float, context: float) -> tuple[float, float]:
-        """Seconds of one layer of a blend: once, and for each row."""
+        """Return the seconds of one layer of a blend: once, and per row."""
         once, row, pair = self._walking
         return once / self.settings.layers, row + pair * seen(rows, context)
 
     def _load(self, *loads: Mapping[str, int]) -> float:
-        """Seconds until one layer of all these is there: tiers beside each other."""
+        """Return the seconds to load one layer of all these. Tiers load in parallel."""
         nbytes: dict[str, int] = {}
         for load in loads:
             for tier, some in load.items():
@@ -312,7 +324,7 @@ class Controller:
         )
 
     def _blend_seconds(self, request: BlendCandidate, load: float, rows: float) -> float:
-        """The walk, and the engine's own step over the last row that follows it."""
+        """Return the seconds of the walk and of the engine's step over the last row after it."""
         full, layers = self.settings.full_layers, self.settings.layers
         once, row = self._layer(request.behind, request.prefix)
         walk = (full, once + row * request.behind), (layers - full, rows)
@@ -322,7 +334,7 @@ class Controller:
         return pipelined(load, *walk) + last
 
     def _prefix_seconds(self, request: BlendCandidate) -> float:
-        """Layers of the prefix arrive while the engine computes what is behind it."""
+        """Return the seconds of a prefill whose prefix loads layer by layer while it computes."""
         load, layers = self._load(request.prefix_bytes), self.settings.layers
         keys = pairs(request.behind, request.prefix)
         computing = self.rates.prefill.predict(self.rates.amounts(request.behind, keys))
@@ -337,10 +349,13 @@ class Controller:
         return Mode.PREFIX
 
     def _remember(self, mode: Mode) -> None:
-        """Forget what keeps on speaking against blends once it has grown old."""
+        """Forget old measurements after blends were refused `retry` times in a row."""
         self._refused = 0 if mode is Mode.BLEND else self._refused + 1
         if self._refused >= self.settings.retry:
-            _log.info("blends refused %d times, measuring them anew", self._refused)
+            _log.info(
+                "blends were refused %d times in a row: their rates will be measured again",
+                self._refused,
+            )
             self._refused = 0
             self._blend.forget()
             for tier in self._quiet:

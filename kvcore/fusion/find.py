@@ -1,20 +1,20 @@
-"""Finds stored segments anywhere in a prompt that does not mark them.
+"""Search for stored segments anywhere in a prompt that does not mark them.
 
     stored    [====]     [====]     [====]     [=       an anchor: a window at every ``stride``
                    |<-   a match  ->|
     prompt    .....|................|............       a window is looked up at every offset
 
-``window + stride - 1 = min_tokens``: a stretch of ``min_tokens`` tokens holds a whole anchor of
-the segment it was taken from, wherever it was cut, so no match of that length goes unseen. What a
-hash leads to is compared token by token, and extended to both sides as far as it is the same.
+``window + stride - 1 = min_tokens``, so any run of ``min_tokens`` tokens of a segment contains a
+whole anchor, and every match of that length is found. Each place that a hash leads to is compared
+token by token, and extended in both directions as far as the tokens are equal.
 
-Of all matches the prompt is covered from the left: at the first place where one of at least
-``min_tokens`` begins, the longest that begins there is taken (then the smallest segment id, then
-the smallest start), and the search goes on behind it. What is left uncovered holds no further
-match. `NaiveSegmentIndex` says the same in a few lines.
+The prompt is covered with matches from the left. At the first position where a match of at least
+``min_tokens`` begins, the longest match that begins there is taken (then the smallest segment id,
+then the smallest start). The search continues after it. The uncovered parts contain no further
+match. `NaiveSegmentIndex` defines the same result in a few lines.
 
-Memory: 4 bytes a token for the comparison (KV is thousands of times that), 24 to 48 bytes a
-``stride`` for the anchors, and about 400 bytes a segment.
+Memory: 4 bytes per token for the comparison (KV takes thousands of times as much), 24 to 48 bytes
+per anchor, and about 400 bytes per segment.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SegmentMatch(NamedTuple):
 
 
 class _MatchRun(NamedTuple):
-    """A match that cannot be extended to either side: ``start`` and ``stop`` in the prompt."""
+    """A match, extended as far as possible; ``start`` and ``stop`` are in the prompt."""
 
     number: int
     start: int
@@ -62,19 +62,20 @@ class _MatchRun(NamedTuple):
 
 
 class SegmentIndex:
-    """Stored segments, to be found again in prompts. Not thread-safe; nothing blocks.
+    """An index of stored segments, which finds them in prompts. Not thread-safe; nothing blocks.
 
-    ``min_tokens``: the shortest match that counts. ``expected_tokens``: of all segments together;
-    the table is sized for it at once, where it would otherwise double now and then (a pause of
-    0.1 s a million anchors). Two bounds keep repetitive text from costing memory and time:
+    ``min_tokens`` is the shortest match that counts. ``expected_tokens`` is the total size of all
+    segments. The table is sized for it from the start. Beyond that size it doubles when it is full,
+    which takes 0.1 s per million anchors. Two bounds limit the memory and time that repetitive text
+    can cost:
 
-    - ``max_twins`` places are kept of windows that hash alike. Segments that begin alike are found
-      all the same, by the windows in which they differ. A window that was not kept stays out until
-      its segment is removed and added again.
-    - `find` compares at ``max_checks`` places (about 5 us each). Past that, what was found so far
-      is the answer, and `cut_short` counts it.
+    - At most ``max_twins`` places are kept for windows with equal hashes. Segments that begin alike
+      are still found, by the windows in which they differ. A window that was not kept is not added
+      until its segment is removed and added again.
+    - `find` compares tokens at no more than ``max_checks`` places (about 5 us each). Then it
+      returns what it has found so far, and counts that in `cut_short`.
 
-    ``tag_bits`` below 32 makes hashes collide: for tests.
+    ``tag_bits`` below 32 makes hashes collide, for tests.
     """
 
     def __init__(
@@ -89,9 +90,9 @@ class SegmentIndex:
         bounds = {"min_tokens": min_tokens, "max_twins": max_twins, "max_checks": max_checks}
         for name, value in bounds.items():
             if value < 1:
-                raise ConfigError(f"{name} is {value}; at least 1 is needed")
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         if not 1 <= tag_bits <= TAG_BITS:
-            raise ConfigError(f"tag_bits is {tag_bits}; 1 .. {TAG_BITS} are possible")
+            raise ConfigError(f"tag_bits is {tag_bits}; it must be from 1 to {TAG_BITS}")
         self.min_tokens = min_tokens
         self.max_checks = max_checks
         self.cut_short = 0
@@ -114,18 +115,18 @@ class SegmentIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tokens and anchors; Python's own (about 400 a segment) not counted. O(1)."""
+        """Bytes of tokens and anchors, without Python objects (about 400 per segment). O(1)."""
         return self._table.nbytes + self._num_tokens * TOKEN_BYTES
 
     def tokens(self, segment_id: bytes) -> Tokens:
-        """A held segment's tokens, not to be written to."""
+        """Return the tokens of a held segment. The caller must not write to them."""
         return self._tokens[self._numbers[segment_id]]
 
     def add(self, segment_id: bytes, tokens: Iterable[int]) -> bool:
-        """Enter a segment. False, and nothing done, if it is too short ever to be found.
+        """Add a segment. Return False, and add nothing, if it is too short to be found.
 
-        An id that is there already may be added again with the same tokens; with others it is a
-        `ConfigError`, for then one of them is not what the id says. O(tokens).
+        A held segment may be added again with the same tokens. With other tokens, a `ConfigError`
+        is raised, because one of the two does not belong to the id. O(tokens).
         """
         segment = as_array(tokens)
         held = self._numbers.get(segment_id)
@@ -133,7 +134,7 @@ class SegmentIndex:
             if not np.array_equal(self._tokens[held], segment):
                 raise ConfigError(
                     f"segment {segment_id.hex()} is held with other tokens; "
-                    "give every segment an id of its own, or remove it first"
+                    "give every segment its own id, or remove it first"
                 )
             return True
         if len(segment) < self.min_tokens:
@@ -144,7 +145,7 @@ class SegmentIndex:
         return True
 
     def extend(self, segment_id: bytes, tokens: Iterable[int]) -> None:
-        """Append tokens to a held segment. O(tokens) in Python, and the segment is copied."""
+        """Append tokens to a held segment. O(tokens) in Python; the segment is copied."""
         number = self._numbers[segment_id]
         known = self._tokens[number]
         self._hold(number, np.concatenate((known, as_array(tokens))))
@@ -152,8 +153,11 @@ class SegmentIndex:
             self._table.put(tag, place)
 
     def cut(self, segment_id: bytes, length: int) -> bool:
-        """Forget all but the first ``length`` tokens of a held segment; False if it is held no
-        more, being too short. O(tokens forgotten) in Python, and the rest is copied."""
+        """Forget all but the first ``length`` tokens of a held segment.
+
+        Return False if the rest is too short, so that the segment is removed. O(tokens forgotten)
+        in Python; the rest is copied.
+        """
         if length < self.min_tokens:
             self.remove(segment_id)
             return False
@@ -164,7 +168,7 @@ class SegmentIndex:
         return True
 
     def remove(self, segment_id: bytes) -> bool:
-        """Forget a segment. False if it is not held. O(tokens)."""
+        """Forget a segment. Return False if it is not held. O(tokens)."""
         number = self._numbers.pop(segment_id, None)
         if number is None:
             return False
@@ -176,12 +180,14 @@ class SegmentIndex:
         return True
 
     def find(self, tokens: Iterable[int]) -> list[SegmentMatch]:
-        """What of the prompt is stored: in the prompt's order, not overlapping in the prompt."""
+        """Return the stored parts of the prompt, in its order and without overlaps."""
         return self.search(tokens).cover()
 
     def search(self, tokens: Iterable[int]) -> SegmentSearch:
-        """`find` in two steps, for who wants to `remove` or `cut` some of its candidates before
-        it compares."""
+        """Start a `find` in two steps.
+
+        Before the second step the caller may `remove` or `cut` candidates.
+        """
         prompt = as_array(tokens)
         if not self._numbers or len(prompt) < self.min_tokens:
             return SegmentSearch(self, prompt, [], [])
@@ -217,11 +223,11 @@ class SegmentIndex:
         self._tokens[number] = tokens
 
     def _count_anchors(self, length: int) -> int:
-        """How many anchors so many tokens have."""
+        """Return how many anchors ``length`` tokens have."""
         return max(0, -(-(length - self._window + 1) // self._stride))
 
     def _anchors(self, number: int, begin: int) -> Iterable[tuple[int, int]]:
-        """Tag and place of each of a segment's anchors from the ``begin``-th on."""
+        """Return tag and place of a segment's anchors from number ``begin`` on."""
         start = begin * self._stride
         rest = self._tokens[number][start:]
         tags = window_tags(rest, self._window, self._salt, self._tag_bits)
@@ -232,9 +238,9 @@ class SegmentIndex:
 
 
 class SegmentSearch:
-    """One prompt's search. ``offsets`` (ascending) and ``places`` are where hashes agree.
+    """The search in one prompt. Hashes are equal at ``offsets`` (ascending) and ``places``.
 
-    Between its making and `cover`, segments may be removed and cut, but none added or extended.
+    Before `cover` is called, segments may be removed and cut, but not added or extended.
     """
 
     def __init__(
@@ -244,19 +250,17 @@ class SegmentSearch:
         self.prompt = prompt
         self._offsets = offsets
         self._places = places
-        self._runs: dict[
-            tuple[int, int], _MatchRun
-        ] = {}  # by segment and diagonal, the last one seen
+        self._runs: dict[tuple[int, int], _MatchRun] = {}  # the last run by (segment, diagonal)
         self._checks = index.max_checks
 
     @property
     def candidates(self) -> list[bytes]:
-        """Ids of the held segments that `cover` may find, and perhaps of others."""
+        """Ids of held segments, including all that `cover` may find."""
         numbers = sorted({place >> 32 for place in self._places})
         return [self._index._ids[number] for number in numbers if self._index._ids[number]]
 
     def cover(self) -> list[SegmentMatch]:
-        """Cover the prompt from the left, as the module's docstring says."""
+        """Return matches that cover the prompt from the left: see the module's docstring."""
         covered, done = [], 0
         while self._checks and (found := self._next(done)) is not None:
             covered.append(found)
@@ -265,7 +269,7 @@ class SegmentSearch:
         return covered
 
     def _next(self, done: int) -> SegmentMatch | None:
-        """The match that begins first at or after ``done``, the longest of those."""
+        """Return the first match at or after ``done``; of several, the longest."""
         best: SegmentMatch | None = None
         hit = bisect_left(self._offsets, done)
         while self._checks and (hit := self._worth(hit, best)) < len(self._offsets):
@@ -277,10 +281,10 @@ class SegmentSearch:
         return best
 
     def _worth(self, hit: int, best: SegmentMatch | None) -> int:
-        """The next hit, from this one on, that may lead to something better than ``best``.
+        """Return the next hit, from ``hit`` on, that may lead to a better match than ``best``.
 
-        Whatever begins no later has an anchor in the first stride. Where that is one of many twins
-        and was not kept, a longer match shows by the first anchor that reaches past the best.
+        A match that begins no later has an anchor in the first stride. If that anchor was one of
+        too many twins and was not kept, a longer match has an anchor that reaches past the best.
         """
         offsets, stride = self._offsets, self._index._stride
         if best is None or hit == len(offsets) or offsets[hit] < best.prompt_start + stride:
@@ -290,7 +294,7 @@ class SegmentSearch:
         return hit if hit < len(offsets) and offsets[hit] <= past + stride else len(offsets)
 
     def _may_beat(self, hit: int, done: int, best: SegmentMatch) -> bool:
-        """Whether the segment, laid at the hit, begins before ``best`` or else reaches as far."""
+        """Return True if the segment, aligned at the hit, starts earlier or reaches as far."""
         number, start = self._place(hit)
         first = self._offsets[hit] - start
         start, stop = max(first, done), first + len(self._index._tokens[number])
@@ -299,12 +303,12 @@ class SegmentSearch:
         )
 
     def _place(self, hit: int) -> tuple[int, int]:
-        """Number of the segment, and where in it the window stands."""
+        """Return the segment's number and the window's position in it."""
         place = self._places[hit]
         return place >> 32, place & 0xFFFFFFFF
 
     def _found(self, hit: int, done: int) -> SegmentMatch | None:
-        """The match at a hit, without what is covered already; None if it is too short then."""
+        """Return the uncovered rest of the match at a hit; None if that is too short."""
         run = self._run(hit)
         if run is None:
             return None
@@ -315,7 +319,7 @@ class SegmentSearch:
         return SegmentMatch(self._index._ids[run.number], start, segment_start, run.stop - start)
 
     def _run(self, hit: int) -> _MatchRun | None:
-        """The run of equal tokens around a hit; None if only the hashes agree."""
+        """Return the run of equal tokens around a hit; None if only the hashes are equal."""
         at, (number, start) = self._offsets[hit], self._place(hit)
         known = self._runs.get((number, start - at))
         if known is not None and known.start <= at < known.stop:
@@ -332,12 +336,12 @@ class SegmentSearch:
 
 
 def _rank(found: SegmentMatch) -> tuple[int, int, bytes, int]:
-    """Smaller is better."""
+    """Return the sort key of a match; smaller is better."""
     return found.prompt_start, -found.length, found.segment_id, found.segment_start
 
 
 def common(left: Tokens, right: Tokens) -> int:
-    """How many tokens two sequences begin with alike; looks little further than that."""
+    """Return the length of the common prefix. Reads little more than that."""
     stop, done, step = min(len(left), len(right)), 0, 256
     while done < stop:
         ahead = slice(done, min(done + step, stop))
@@ -350,7 +354,7 @@ def common(left: Tokens, right: Tokens) -> int:
 
 
 def as_array(tokens: Iterable[int]) -> Tokens:
-    """Token ids of any kind that `pack_tokens` takes, as an array of their own."""
+    """Return token ids, of any kind that `pack_tokens` accepts, as a new array."""
     return np.frombuffer(pack_tokens(tokens), dtype="<u4")
 
 
@@ -358,14 +362,14 @@ _NO_TOKENS = as_array(())
 
 
 class NaiveSegmentIndex:
-    """The same answers as `SegmentIndex` by comparing everything with everything."""
+    """A reference for `SegmentIndex` that compares everything with everything."""
 
     def __init__(self, min_tokens: int = 64) -> None:
         self.min_tokens = min_tokens
         self._segments: dict[bytes, list[int]] = {}
 
     def add(self, segment_id: bytes, tokens: Iterable[int]) -> bool:
-        """As `SegmentIndex.add`."""
+        """See `SegmentIndex.add`."""
         segment = list(tokens)
         if len(segment) < self.min_tokens:
             return False
@@ -373,19 +377,19 @@ class NaiveSegmentIndex:
         return True
 
     def extend(self, segment_id: bytes, tokens: Iterable[int]) -> None:
-        """As `SegmentIndex.extend`."""
+        """See `SegmentIndex.extend`."""
         self._segments[segment_id] = [*self._segments[segment_id], *tokens]
 
     def cut(self, segment_id: bytes, length: int) -> bool:
-        """As `SegmentIndex.cut`."""
+        """See `SegmentIndex.cut`."""
         return self.add(segment_id, self._segments.pop(segment_id)[:length])
 
     def remove(self, segment_id: bytes) -> bool:
-        """As `SegmentIndex.remove`."""
+        """See `SegmentIndex.remove`."""
         return self._segments.pop(segment_id, None) is not None
 
     def find(self, tokens: Iterable[int]) -> list[SegmentMatch]:
-        """As `SegmentIndex.find`. O(tokens of the prompt x tokens stored x length)."""
+        """See `SegmentIndex.find`. O(tokens of the prompt x tokens stored x length)."""
         prompt, covered, at = list(tokens), [], 0
         while at < len(prompt):
             best = max(self._matches(prompt, at), key=lambda found: found.length, default=None)
@@ -397,7 +401,7 @@ class NaiveSegmentIndex:
         return covered
 
     def _matches(self, prompt: list[int], at: int) -> Iterable[SegmentMatch]:
-        """Long enough matches that begin at ``at``, by segment id and start."""
+        """Yield matches that begin at ``at`` and are long enough, by segment id and start."""
         for segment_id in sorted(self._segments):
             segment = self._segments[segment_id]
             for start in range(len(segment)):

@@ -1,17 +1,17 @@
 """The fast blend: an engine's own decoder layers, run over a shrinking set of rows.
 
-The engine lends its layers (`DecoderLayers`), somebody brings the cached KV layer by layer
-(`Placed`), and `Fusor.blend` writes merged KV back, one layer after another:
+The engine provides its layers (`DecoderLayers`), a `Placed` provides the cached KV layer by layer,
+and `Fusor.blend` writes merged KV back, one layer after another:
 
     layer    placed cache          rows computed                      written
     0        waits till it landed  all that are not exact             K, V of every row
-    1        ...                   all; here it is chosen who goes on
+    1        ...                   all; then the rows to keep are chosen
     2 ..     ...                   the chosen and the fresh ones
     last     ...                   the same, up to K and V            nothing reads its output
 
-The question (fresh tokens behind the last chunk) is left to the engine's own forward; it is run
-here only where the selector asks where it looks. What a blend computes is what
-`kvcore.fusion.reference` computes, which is written to be read; tests hold the two together.
+The engine's own forward computes the question (the fresh tokens after the last chunk). A blend runs
+the question only if the selector needs its attention. A blend computes the same as
+`kvcore.fusion.reference`, which is written for readers; tests compare the two.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from kvcore.fusion.attend import Attention, look_rows
 from kvcore.fusion.gate import Gate, GateMonitor, Verdict
 from kvcore.fusion.ops import FusionOps, TorchFusion
 from kvcore.fusion.plan import LayerKV
-from kvcore.fusion.select import Budget, Seen, Selector, narrow
+from kvcore.fusion.select import Budget, Candidates, Selector, narrow
 from kvcore.telemetry.timeline import Tracer
 
 __all__ = [
     "Attend",
+    "BlendJob",
     "BlendOutcome",
     "DecoderLayers",
     "Fusor",
     "HiddenState",
-    "Job",
     "LayerTiming",
     "Placed",
 ]
 
 WORTH_A_SECOND_RUN = 0.7
-"""Where fewer of the rows than this go on, the layer is run again for them alone: projecting them
-twice costs less than attention and MLP for the rows that leave."""
+"""If a smaller share of the rows is kept, the layer runs again for the kept rows alone. Projecting
+these twice costs less than attention and MLP of the rows that leave."""
 
 
 class HiddenState(NamedTuple):
-    """What flows between decoder layers, [rows, hidden] each; ``residual`` None before layer 0."""
+    """State between decoder layers, [rows, hidden] each; ``residual`` is None before layer 0."""
 
     hidden: Tensor
     residual: Tensor | None
 
     def of(self, rows: Tensor | slice) -> HiddenState:
-        """The state of some rows: a boolean mask, indices, or a view of consecutive ones."""
+        """Return the state of some rows, given as a boolean mask or indices; of a slice, a view."""
         residual = None if self.residual is None else self.residual[rows]
         return HiddenState(self.hidden[rows], residual)
 
     def copy(self) -> HiddenState:
-        """One of its own memory."""
+        """Return a copy in new memory."""
         return HiddenState(
             self.hidden.clone(), None if self.residual is None else self.residual.clone()
         )
 
 
 def _joined(states: Sequence[HiddenState]) -> HiddenState:
-    """Of all their rows."""
+    """Concatenate the rows of all states."""
     if len(states) == 1:
         return states[0]
     residuals = [state.residual for state in states if state.residual is not None]
@@ -80,14 +80,15 @@ def _joined(states: Sequence[HiddenState]) -> HiddenState:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, v_dim]."""
+"""Maps q [rows, heads, dim], k and v [rows, kv_heads, dim] after RoPE to [rows, heads, v_dim]."""
 
 
 class DecoderLayers(ABC):
-    """An engine's decoder, as far as a blend needs it. One rank's share of the heads.
+    """The parts of an engine's decoder that a blend needs, with one rank's share of the heads.
 
-    ``layers`` is how many there are, ``attention`` what each one's attention computes. A call is of
-    ``max_rows`` rows at most, None for any number: engines have memory for one batch.
+    ``layers`` is the number of layers, and ``attention`` has the parameters of each layer's
+    attention. A call gets at most ``max_rows`` rows (None: any number), because engines have memory
+    for one batch.
     """
 
     layers: int
@@ -96,52 +97,52 @@ class DecoderLayers(ABC):
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
-        """[rows] int64 -> [rows, hidden]: what goes into layer 0."""
+        """Return the input of layer 0, [rows, hidden], for tokens [rows] int64."""
 
     @abstractmethod
     def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
-        """One layer, with ``attend`` in the place of its attention.
+        """Run one layer with ``attend`` in place of its attention, and return the new state.
 
-        The state given may be overwritten: engines add residuals in place. What ``attend`` raises
-        passes through, and the layer is as it was before.
+        The given state may be overwritten, because engines add residuals in place. An exception
+        from ``attend`` propagates; the layer itself is then unchanged.
         """
 
     def reduce(self, scores: Tensor) -> Tensor:
-        """Sum over the ranks that hold other heads. A collective."""
+        """Return the sum over the ranks that hold other heads. A collective."""
         return scores
 
     def agree(self, well: bool) -> bool:
-        """Whether all is ``well`` on every rank that holds other heads. A collective."""
+        """Return True if ``well`` is true on every rank that holds other heads. A collective."""
         return well
 
 
 class Placed(ABC):
-    """The cached KV of one prompt, moved to where it stands there."""
+    """The cached KV of one prompt, moved to its positions in the prompt."""
 
     @abstractmethod
     def layer(self, layer: int) -> LayerKV:
-        """K and V of all positions, [tokens, kv_heads, dim]; unspecified where nothing is cached.
+        """Return K and V of all positions, [tokens, kv_heads, dim] each.
 
-        Blocks until the layer has landed. The caller may write to what it gets, and owns it until
-        the next call.
+        Positions without cached KV have unspecified values. Blocks until the layer has been loaded.
+        The caller owns the result until the next call, and may write to it.
         """
 
     @abstractmethod
     def write(self, layer: int, kv: LayerKV) -> None:
-        """Take the merged K and V of one layer into the engine's pages."""
+        """Write the merged K and V of one layer to the engine's pages."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One prompt to be blended.
+class BlendJob:
+    """One prompt to blend.
 
     Args:
-        tokens: [n] int64, the prompt with the question.
-        exact: positions [0, exact) have exact KV: read, never computed.
-        stop: KV is made for [exact, stop); what stands behind is the question.
-        chunks: [c] int64 ascending, positions in [exact, stop) with cached KV. All others there
-            are fresh.
-        offsets: [c] int64, each one's place in its chunk.
+        tokens: [n] int64, the prompt including the question.
+        exact: positions [0, exact) have exact KV, which is read and never computed.
+        stop: the blend makes KV for [exact, stop); the question is [stop, n).
+        chunks: [c] int64 ascending, the positions in [exact, stop) that have cached KV. The other
+            positions there are fresh.
+        offsets: [c] int64, the index of each of these positions in its chunk.
     """
 
     tokens: Tensor
@@ -153,13 +154,15 @@ class Job:
     def __post_init__(self) -> None:
         if not 0 <= self.exact < self.stop <= len(self.tokens):
             raise ConfigError(
-                f"KV for [{self.exact}, {self.stop}) of a prompt of {len(self.tokens)} tokens"
+                f"KV for positions [{self.exact}, {self.stop}) of a prompt of {len(self.tokens)} "
+                "tokens: give 0 <= exact < stop <= tokens"
             )
         inside = (self.chunks >= self.exact) & (self.chunks < self.stop)
         if len(self.chunks) != len(self.offsets) or not bool(inside.all()):
             raise ConfigError(
-                f"{len(self.chunks)} chunk rows with {len(self.offsets)} offsets, of which "
-                f"{int((~inside).sum())} lie outside [{self.exact}, {self.stop})"
+                f"{len(self.chunks)} chunk rows with {len(self.offsets)} offsets, "
+                f"{int((~inside).sum())} of them outside [{self.exact}, {self.stop}): give one "
+                "offset for each row, and only rows inside"
             )
 
     @property
@@ -179,7 +182,7 @@ class Job:
 
 
 class LayerTiming(NamedTuple):
-    """Seconds a layer waited for its cache and computed, and how many rows it computed."""
+    """The seconds a layer waited for its cache, its computing seconds, and its number of rows."""
 
     wait_s: float
     compute_s: float
@@ -188,9 +191,9 @@ class LayerTiming(NamedTuple):
 
 @dataclass
 class BlendOutcome:
-    """What a blend did. ``chosen`` are the chunks' rows computed on the last layer, ascending.
+    """What a blend did. ``chosen`` has the chunk rows computed on the last layer, ascending.
 
-    ``verdicts`` are a gate's, ``abandoned`` the layers of a walk it gave up.
+    ``verdicts`` come from the gate. ``abandoned`` has the layers of walks that it restarted.
     """
 
     layers: list[LayerTiming] = field(default_factory=list)
@@ -199,20 +202,20 @@ class BlendOutcome:
     verdicts: list[Verdict] = field(default_factory=list)
     abandoned: list[LayerTiming] = field(default_factory=list)
 
-    def share(self, job: Job) -> float:
-        """Rows computed, those of an abandoned walk too, by the rows KV was made for x layers."""
+    def share(self, job: BlendJob) -> float:
+        """Return the rows computed, including abandoned walks, as a share of layers x rows made."""
         rows = sum(layer.rows for layer in (*self.layers, *self.abandoned))
         return rows / (len(self.layers) * (job.stop - job.exact))
 
 
 class _Done(Exception):
-    """K and V of the last layer are merged; its output is not wanted."""
+    """Raised to leave the last layer after K and V: its output is not needed."""
 
 
 class _Pieces:
-    """Layers over any number of rows, in calls of as many as they take at once.
+    """Runs layers over any number of rows, in calls of at most `DecoderLayers.max_rows`.
 
-    Rows ascend, so what a piece's rows see of other pieces was computed before it.
+    Rows ascend, so the keys that a piece needs from other pieces were computed before it.
     """
 
     def __init__(self, layers: DecoderLayers) -> None:
@@ -233,7 +236,7 @@ class _Pieces:
         state: HiddenState,
         attend: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
     ) -> HiddenState:
-        """``attend`` is told which of the rows a call is of."""
+        """Run one layer. The first argument of ``attend`` says which rows a call covers."""
         return _joined(
             [
                 self.layers.run(layer, rows[piece], state.of(piece), partial(attend, piece))
@@ -242,7 +245,7 @@ class _Pieces:
         )
 
     def project(self, layer: int, rows: Tensor, state: HiddenState) -> LayerKV:
-        """K and V of the rows alone; the state stays as it is."""
+        """Return K and V of the rows. The state is not changed."""
         found: list[LayerKV] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -259,15 +262,18 @@ T = TypeVar("T")
 
 
 class _InStep:
-    """Holds ranks together. Layers are collectives: a rank that stopped alone would leave the
-    others waiting for it, so what fails on one is kept until all of them `meet`, and stop."""
+    """Keeps ranks in step if one of them fails.
+
+    Layers are collectives: if one rank stopped alone, the others would wait for it. So an error is
+    kept until all ranks `meet`, and then all of them stop.
+    """
 
     def __init__(self, layers: DecoderLayers) -> None:
         self._layers = layers
         self._error: Exception | None = None
 
     def alone(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """``work``, of this rank only; ``otherwise`` where it failed, or something did before."""
+        """Return ``work()`` of this rank, or ``otherwise()`` if this or earlier work failed."""
         if self._error is None:
             try:
                 return work()
@@ -276,27 +282,27 @@ class _InStep:
         return otherwise()
 
     def meet(self) -> None:
-        """Raise on every rank what has failed on one."""
+        """Raise on every rank if something failed on one. A collective."""
         if not self._layers.agree(self._error is None):
-            raise self._error or KVCoreError("another rank could not go on with this blend")
+            raise self._error or KVCoreError("another rank failed in this blend")
 
 
-class _Over(Exception):
-    """The walk starts over, with more rows."""
+class _StartOver(Exception):
+    """Raised to start the walk over with more rows."""
 
 
-class _Fewer(Exception):
-    """The layer is worth running again with fewer rows."""
+class _RunAgain(Exception):
+    """Raised to run the layer again with fewer rows."""
 
     def __init__(self, going: Tensor) -> None:
         self.going = going
 
 
 class Fusor:
-    """Blends prompts through one engine's layers. One owner; holds no state between blends.
+    """Blends prompts through one engine's layers. It has one owner and no state between blends.
 
-    Each layer of a blend is a span of ``tracer``. ``ops`` work on the device of the KV; torch's
-    where none are given.
+    Each layer of a blend is a span of ``tracer``. ``ops`` must support the device of the KV; the
+    default is torch's.
     """
 
     def __init__(
@@ -310,15 +316,15 @@ class Fusor:
     @torch.inference_mode()
     def blend(
         self,
-        job: Job,
+        job: BlendJob,
         placed: Placed,
         selector: Selector,
         budget: Budget,
         gate: Gate | None = None,
     ) -> BlendOutcome:
-        """Make KV for positions [exact, stop) and write it. Blocks; see the module's picture.
+        """Make KV for positions [exact, stop) and write it. Blocks. See the module's diagram.
 
-        A ``gate`` may enlarge the ratio, and once it has seen how errors grow, start over.
+        A ``gate`` may start the walk over with a larger ratio, after it has seen the error.
         """
         outcome = BlendOutcome()
         reuse = budget.is_reuse
@@ -338,8 +344,10 @@ class Fusor:
 
     @torch.inference_mode()
     def compute(self, tokens: Tensor) -> HiddenState:
-        """Run every layer over a prompt [rows] of which nothing is cached: what comes out of the
-        last. Nothing is written; what a blend's layers cost is measured with it."""
+        """Run every layer over a prompt [rows] without cached KV, and return the last output.
+
+        Nothing is written. This is used to measure the cost of a blend's layers.
+        """
         rows = torch.arange(len(tokens), device=tokens.device)
         state = self._pieces.embed(tokens)
         for layer in range(self.layers.layers):
@@ -362,12 +370,12 @@ class Fusor:
         return state
 
     def _walked(self, walk: _Walk, rows: Tensor, outcome: BlendOutcome) -> bool:
-        """Walk through all layers; False where the gate wants to start over."""
+        """Walk through all layers. Return False if the gate wants to start over."""
         state = self._pieces.embed(walk.job.tokens[rows])
         for layer in range(self.layers.layers):
             try:
                 rows, state, timing = walk.layer(layer, rows, state)
-            except _Over:
+            except _StartOver:
                 outcome.layers.append(LayerTiming(0.0, 0.0, len(rows)))
                 return False
             outcome.layers.append(timing)
@@ -379,11 +387,12 @@ class Fusor:
         return True
 
     @torch.inference_mode()
-    def look(self, job: Job, placed: Placed, sharpness: float) -> Tensor:
-        """[tokens] float32: how the question looks at the cache as it is, summed over layers.
+    def look(self, job: BlendJob, placed: Placed, sharpness: float) -> Tensor:
+        """Return the question's attention to each token of the reused cache: [tokens] float32.
 
-        All fresh rows are run, the question's are those behind ``stop`` (all of them where the
-        prompt ends there). Additive over ranks, and added up here.
+        It is summed over layers and ranks (see `kvcore.fusion.select.attention_mass`). All fresh
+        rows are run. The question is the rows from ``stop`` on, or all fresh rows if the prompt
+        ends at ``stop``. A collective; blocks.
         """
         rows = torch.cat([job.fresh, job.question])
         asking = rows >= job.stop if len(job.question) else torch.ones_like(rows, dtype=torch.bool)
@@ -429,7 +438,7 @@ class Fusor:
 
 
 def _landed(step: _InStep, placed: Placed, layer: int) -> LayerKV:
-    """The cached KV of a layer, once it is there on every rank."""
+    """Return the cached KV of a layer once every rank has it."""
     kv = step.alone(lambda: placed.layer(layer), lambda: None)
     step.meet()
     assert kv is not None
@@ -437,18 +446,18 @@ def _landed(step: _InStep, placed: Placed, layer: int) -> LayerKV:
 
 
 def _zeros(queries: Tensor, values: Tensor) -> Tensor:
-    """[rows, heads, v_dim]: an attention's answer without one."""
+    """Return zeros in the shape of an attention's result: [rows, heads, v_dim]."""
     return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
 
 class _Walk:
-    """One blend on its way through the layers."""
+    """The walk of one blend through the layers."""
 
     def __init__(
         self,
         pieces: _Pieces,
         ops: FusionOps,
-        job: Job,
+        job: BlendJob,
         placed: Placed,
         selector: Selector,
         budget: Budget,
@@ -471,32 +480,32 @@ class _Walk:
         self._watch: GateMonitor | None = None
 
     def watch(self, gate: Gate | None) -> None:
-        """Have a gate look at the walk from here on."""
+        """Let a gate observe the walk from now on; None stops that."""
         self._watch = None
         if gate is not None:
             self._watch = GateMonitor(gate, self.budget, self.layers.layers)
 
-    def _judge(self, seen: Seen) -> None:
-        """Show the gate a layer. Raises _Over where it wants rows that have left already."""
+    def _judge(self, candidates: Candidates) -> None:
+        """Show the gate a layer. Raises _StartOver if it wants rows that have left already."""
         watch = self._watch
         if watch is None:
             return
-        over = watch.see(seen)
+        over = watch.see(candidates)
         if watch.verdict is not None and watch.verdict not in self.verdicts[-1:]:
             self.verdicts.append(watch.verdict)
         if over:
             self.budget = watch.budget
             self.watch(watch.next_gate)
-            raise _Over
+            raise _StartOver
 
     def layer(
         self, layer: int, rows: Tensor, state: HiddenState
     ) -> tuple[Tensor, HiddenState, LayerTiming]:
-        """Run one layer over ``rows``; gives the rows and the state that go on."""
+        """Run one layer over ``rows``. Return the rows and the state that the next layer gets."""
         started = time.monotonic()
         kv = _landed(self.step, self.placed, layer)
         landed = time.monotonic()
-        if not len(rows):  # pure reuse without a gap: there is nothing to compute
+        if not len(rows):  # pure reuse without a gap, so there is nothing to compute
             self.step.alone(lambda: self.placed.write(layer, kv), lambda: None)
             return rows, state, LayerTiming(landed - started, time.monotonic() - landed, 0)
         if len(self.pieces.of(len(rows))) > 1:
@@ -509,11 +518,11 @@ class _Walk:
     def _at_once(
         self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV
     ) -> tuple[Tensor, HiddenState]:
-        """(which rows go on [rows] bool, their state): decided inside the layer's one call."""
+        """Run a layer in one call. Return which rows are kept, [rows] bool, and their state."""
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
         going = torch.empty(0)
-        # Rows may leave at this layer, which is then run again from the state it began with.
+        # Rows may leave at this layer. It may then run again from the state it began with.
         given = state.copy() if layer + 1 >= self.budget.full_layers and not last else state
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -523,21 +532,21 @@ class _Walk:
             if last:
                 raise _Done
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
-                raise _Fewer(going)
+                raise _RunAgain(going)
             return self._attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
-        except _Done:  # nothing goes on from here
+        except _Done:  # no layer follows
             pass
-        except _Fewer as fewer:
+        except _RunAgain as fewer:
             state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
         return going, state
 
     def _in_pieces(
         self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV
     ) -> tuple[Tensor, HiddenState]:
-        """`_at_once` for more rows than a call takes: K and V of all first, then who goes on."""
+        """Do `_at_once` for more rows than fit a call: K and V of all rows first, then the rest."""
         new = self.pieces.project(layer, rows, state)
         going = self.going(layer, rows, new.keys, new.values, kv)
         self._merge(layer, rows, new, kv)
@@ -568,10 +577,10 @@ class _Walk:
         )
 
     def going(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, kv: LayerKV) -> Tensor:
-        """[rows] bool: which rows the next layer computes too."""
+        """Return which rows the next layer computes too: [rows] bool."""
         candidate = self.is_chunk[rows]
         chunk_rows = rows[candidate]
-        seen = Seen(
+        candidates = Candidates(
             layer,
             chunk_rows,
             keys[candidate],
@@ -583,11 +592,11 @@ class _Walk:
             self.layers.reduce,
             self.ops.deviation,
         )
-        self._judge(seen)
+        self._judge(candidates)
         kept = narrow(
             self.selector,
             self.budget,
-            seen,
+            candidates,
             self.layers.layers,
             len(self.job.chunks),
             self.ops.keep_top,

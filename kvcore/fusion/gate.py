@@ -1,17 +1,17 @@
-"""The quality gate: how wrong a blend is going to be, seen while it runs.
+"""The quality gate: an estimate of a blend's error, made while the blend runs.
 
-What a stale row is off by deep down is not known, but the rows that are recomputed there can be
-compared with what the cache had for them. The further off these are, the worse for the rows that
-stay as they were:
+The error of a stale row at a deep layer is unknown. But the rows that are recomputed there can be
+compared with their cached KV, and if these deviate much, the stale rows deviate much too:
 
     layer       0   1   2 ────────── depth ────────── last
     rows        all all recomputed ones ...
     measured                         off = |V fresh - V cached|^2 / |V fresh|^2, recomputed rows
     expected                         off x (1 - ratio)            the share of rows left stale
 
-Past a bound the walk starts over with a larger ratio, or every row is computed. Of what could be
-seen on the way this predicted a blend's loss best; ``docs/fusion.md`` has the others, and what a
-bound costs.
+If the expected deviation exceeds a bound, the walk starts over with a larger ratio, or computes
+every row. Of the values that can be observed during a blend, this one predicted the loss best.
+``docs/fusion-measurements.md`` compares it with the others and shows what a bound costs ("What a
+bound of the gate is worth"); the defaults below come from there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.select import Budget, Ratio, Seen, deviation
+from kvcore.fusion.select import Budget, Candidates, Ratio, deviation
 
-__all__ = ["Gate", "GateMonitor", "Observed", "Step", "Verdict", "values_off"]
+__all__ = ["Gate", "GateAction", "GateMonitor", "Observed", "Verdict", "values_off"]
 
 
-class Step(str, Enum):
-    """What a blend does next."""
+class GateAction(str, Enum):
+    """What a blend does after a gate has judged it."""
 
     GO_ON = "go on"
     LARGER = "larger ratio"
@@ -38,24 +38,24 @@ class Step(str, Enum):
 
 
 class Verdict(NamedTuple):
-    """What a gate says: ``ratio`` is the one to go on or to start over with, 1.0 if in full.
+    """The decision of a gate. ``ratio`` is the ratio to use from now on; 1.0 for all rows.
 
-    ``expected`` is in the unit of the gate's bound, at that ratio.
+    ``expected`` is the deviation expected at that ratio, in the unit of the gate's bound.
     """
 
-    step: Step
+    action: GateAction
     ratio: float
     expected: float
     reason: str
 
 
 class Observed(NamedTuple):
-    """What a gate is shown of one walk.
+    """What a gate observes of one walk.
 
     Args:
-        layer: at which it was seen, counted from 0.
-        ratio: the one walked with.
-        off: `values_off` of the chunks' rows recomputed there.
+        layer: the layer of the observation, counted from 0.
+        ratio: the ratio of the walk.
+        off: `values_off` of the chunk rows that are recomputed at that layer.
     """
 
     layer: int
@@ -65,13 +65,14 @@ class Observed(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """Judges blends. Settings only: one instance serves all requests and threads.
+    """Judges blends. It holds settings only, so one instance serves all requests and threads.
 
     Args:
-        bound: the largest expected deviation to go on with, in shares of V's square.
-        larger: ratios to take instead, where one of them keeps the bound; else a full prefill.
-        depth: where to look, as a share of the layers. Further down is a better view and a dearer
-            walk to give up.
+        bound: the largest expected deviation with which a blend continues, as a share of the square
+            of V.
+        larger: ratios to try instead. If none of them keeps the bound, every row is computed.
+        depth: the layer to observe, as a share of the layers. A deeper layer gives a better
+            estimate, but more work is lost if the walk starts over.
     """
 
     bound: float
@@ -80,60 +81,63 @@ class Gate:
 
     def __post_init__(self) -> None:
         if not self.bound >= 0:
-            raise ConfigError(f"a gate's bound is not below zero: got {self.bound}")
+            raise ConfigError(f"a gate's bound must be at least 0, got {self.bound}")
         if not all(0 < ratio < 1 for ratio in self.larger) or not 0 < self.depth < 1:
             raise ConfigError(
-                f"a gate's ratios and depth are between 0 and 1: got {self.larger} and {self.depth}"
+                f"a gate's ratios and depth must be between 0 and 1, got {self.larger} "
+                f"and {self.depth}"
             )
 
     def layer(self, layers: int, full_layers: int) -> int:
-        """Where to look, behind the layers that compute every row."""
+        """Return the layer to observe, which is after the layers that compute every row."""
         return max(full_layers, math.floor(self.depth * layers))
 
     def judge(self, observed: Observed) -> Verdict:
-        """Go on, or the least of the larger ratios that is expected to keep the bound, or in full.
+        """Decide to go on, to take the smallest ratio expected to keep the bound, or all rows.
 
-        A larger ratio is expected to leave fewer rows stale, and these as far off as was seen; they
-        are less far off, since the worst rows are chosen first. What is not a number is past the
-        bound.
+        The estimate for a larger ratio assumes fewer stale rows with the observed deviation. This
+        is pessimistic, because the worst rows are chosen first. NaN counts as above the bound.
         """
         ratios = [observed.ratio, *sorted({more for more in self.larger if more > observed.ratio})]
         seen = f"rows are off by {observed.off:.3g} at layer {observed.layer}"
         for ratio in ratios:
             expected = observed.off * (1 - ratio)
             if expected <= self.bound:
-                step = Step.GO_ON if ratio == observed.ratio else Step.LARGER
+                action = GateAction.GO_ON if ratio == observed.ratio else GateAction.LARGER
                 reason = f"{seen}: {expected:.3g} expected at {ratio:.2f}, allowed {self.bound:.3g}"
-                return Verdict(step, ratio, expected, reason)
-        return Verdict(Step.FULL, 1.0, 0.0, f"{seen}: past {self.bound:.3g} at every ratio")
+                return Verdict(action, ratio, expected, reason)
+        return Verdict(GateAction.FULL, 1.0, 0.0, f"{seen}: past {self.bound:.3g} at every ratio")
 
 
-def values_off(seen: Seen) -> float:
-    """Square of what the cached V of these rows is off by, as a share of the fresh V's square.
+def values_off(candidates: Candidates) -> float:
+    """Return the squared deviation of these rows' cached V, as a share of the fresh V's square.
 
-    0 is right, 1 is as wrong as zeros. Two reductions over ranks; waits for the device.
+    0 is exact, and 1 is as wrong as zeros would be. Performs two reductions over ranks, and waits
+    for the device.
     """
-    size = seen.reduce(deviation(seen.values, torch.zeros_like(seen.values))).sum()
-    return float(seen.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
+    size = candidates.reduce(
+        deviation(candidates.values, torch.zeros_like(candidates.values))
+    ).sum()
+    return float(candidates.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
 
 
 class GateMonitor:
-    """Follows one walk for a gate. One owner.
+    """Observes one walk on behalf of a gate. One owner.
 
     Args:
-        gate: what judges.
-        budget: of the walk. A gate enlarges a `Ratio`; it has no say in another.
-        layers: of the model.
+        gate: the gate that judges.
+        budget: the budget of the walk. It must be a `Ratio`, which a gate can enlarge.
+        layers: number of layers of the model.
 
     Attributes:
-        budget: to walk with: that of the walk, or the one to start over with.
-        verdict: on this walk, once there is one.
+        budget: the budget of the walk, or the one to start over with.
+        verdict: the verdict on this walk; None until there is one.
     """
 
     def __init__(self, gate: Gate, budget: Budget, layers: int) -> None:
         if not isinstance(budget, Ratio) or budget.is_reuse:
             raise ConfigError(
-                f"a gate enlarges a ratio above 0, and sees nothing where none is: got {budget}"
+                f"a gate needs a Ratio above 0, because it compares recomputed rows: got {budget}"
             )
         self.gate, self.budget = gate, budget
         self.verdict: Verdict | None = None
@@ -141,18 +145,20 @@ class GateMonitor:
 
     @property
     def next_gate(self) -> Gate | None:
-        """The gate of the walk that starts over; none where every row is computed."""
-        full = self.verdict is not None and self.verdict.step is Step.FULL
+        """The gate of the next walk; None if that computes every row."""
+        full = self.verdict is not None and self.verdict.action is GateAction.FULL
         return None if full else self.gate
 
-    def see(self, seen: Seen) -> bool:
-        """Whether the walk has to start over, with what `budget` is by then.
+    def see(self, candidates: Candidates) -> bool:
+        """Return True if the walk must start over with `budget`, which has then been updated.
 
-        To be called at every layer with the rows computed there, by every rank alike. All but one
-        layer cost nothing.
+        Every rank must call this at every layer with the rows computed there. Only the observed
+        layer has a cost.
         """
-        if seen.layer != self._layer or not len(seen.rows):
+        if candidates.layer != self._layer or not len(candidates.rows):
             return False
-        verdict = self.gate.judge(Observed(seen.layer, self.budget.ratio, values_off(seen)))
+        verdict = self.gate.judge(
+            Observed(candidates.layer, self.budget.ratio, values_off(candidates))
+        )
         self.verdict, self.budget = verdict, replace(self.budget, ratio=verdict.ratio)
-        return verdict.step is not Step.GO_ON
+        return verdict.action is not GateAction.GO_ON

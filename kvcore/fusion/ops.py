@@ -1,14 +1,14 @@
-"""What a blend does to KV on its device, beside the engine's own layers.
+"""Device operations of a blend, besides the engine's own layers.
 
-    place      cached K and V to where they stand in the prompt, K rotated on the way
-    merge      computed rows over the cached ones
-    deviation  how far cached rows are off
-    keep_top   the rows that score highest
-    attend     attention of the rows that go on
+    place      copy cached K and V to their positions in the prompt, and rotate K
+    merge      write computed rows over the cached ones
+    deviation  compute how far cached rows deviate
+    keep_top   choose the rows with the highest scores
+    attend     compute attention of the kept rows
 
-`TorchFusion` is the definition of right and serves every device. Device operations may bring a
-faster one along (`kvcore.plugins.OpsPlugin.fusion`); `select_fusion` chooses as `select_ops` does
-for copies.
+`TorchFusion` defines the correct results and supports every device. Device operations may come with
+a faster implementation (`kvcore.plugins.OpsPlugin.fusion`). `select_fusion` chooses one, as
+`select_ops` does for copies.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ __all__ = ["FusionOps", "Place", "TorchFusion", "select_fusion"]
 
 
 class Place(NamedTuple):
-    """Tokens [first, first + length) of the staging stand at ``position`` of the prompt, and were
-    computed ``distance`` positions earlier (later where negative)."""
+    """A run of staged tokens and its position in the prompt.
+
+    Tokens [first, first + length) of the staging belong at ``position``. They were computed
+    ``distance`` positions earlier (later if negative).
+    """
 
     first: int
     length: int
@@ -41,25 +44,24 @@ class Place(NamedTuple):
 
 
 class FusionOps(ABC):
-    """One way to do a blend's work. Stateless, and safe to use from several threads at once.
+    """An implementation of a blend's device operations. Stateless and thread-safe.
 
-    K and V of a layer are [tokens, kv_heads, dim] each, the index being the position, in strides of
-    any kind. On a GPU everything is enqueued on the current stream.
+    K and V of a layer are [tokens, kv_heads, dim] each, indexed by position, with any strides. On a
+    GPU all work is enqueued on the current stream.
     """
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
-        """Whether this can work on KV that lies there."""
+        """Return True if KV on this device is supported."""
 
     @abstractmethod
     def place(
         self, staged: LayerKV, into: LayerKV, places: Sequence[Place], rope: Rope | None
     ) -> None:
-        """Write what is ``staged`` to its ``places`` in ``into``, each one's K rotated by its
-        distance.
+        """Copy ``staged`` rows to their ``places`` in ``into``, with K rotated by the distance.
 
-        Where the distance is 0, or ``rope`` None, bits are kept; V always is. ``staged`` is not
-        written to. Places do not overlap.
+        V keeps its bits, and so does K if the distance is 0 or ``rope`` is None. ``staged`` is not
+        changed. Places do not overlap.
         """
 
     @abstractmethod
@@ -68,21 +70,21 @@ class FusionOps(ABC):
 
     @abstractmethod
     def deviation(self, fresh: Tensor, cached: Tensor) -> Tensor:
-        """`kvcore.fusion.select.deviation`."""
+        """Compute `kvcore.fusion.select.deviation`."""
 
     @abstractmethod
     def keep_top(self, rows: Tensor, scores: Tensor, count: int) -> Tensor:
-        """`kvcore.fusion.select.keep_top`."""
+        """Compute `kvcore.fusion.select.keep_top`."""
 
     @abstractmethod
     def attend(
         self, queries: Tensor, positions: Tensor, kv: LayerKV, attention: Attention
     ) -> Tensor:
-        """`kvcore.fusion.attend.attend_rows` over ``kv``."""
+        """Compute `kvcore.fusion.attend.attend_rows` over ``kv``."""
 
 
 class TorchFusion(FusionOps):
-    """The naive twin of every operation, in torch."""
+    """The reference implementation, in torch."""
 
     def supports(self, device: torch.device) -> bool:
         return True
@@ -119,13 +121,14 @@ def select_fusion(
     brought: Mapping[str, FusionOps],
     backend: str = "auto",
 ) -> FusionOps:
-    """Return the fusion of the device operations called ``backend``, else of the fastest of
-    ``candidates`` that brings one for ``device``. Torch's serves where they only copy.
+    """Return the fusion operations of ``backend``, or the fastest that support ``device``.
 
-    ``brought`` are the fusions that the candidates bring, by the name of their operations
-    (`kvcore.plugins.PluginManager.fusion_ops`).
+    ``brought`` maps names of candidates to the fusion operations that come with them
+    (`kvcore.plugins.PluginManager.fusion_ops`). If the named candidate has none, or if none
+    supports the device, torch's are returned.
 
-    Raises ConfigError when ``backend`` names none, or one whose fusion does not serve the device.
+    Raises ConfigError if ``backend`` names no candidate, or one whose fusion operations do not
+    support the device.
     """
     by_name = {ops.name: ops for ops in candidates}
     if backend != "auto":
@@ -136,7 +139,7 @@ def select_fusion(
         chosen = brought.get(backend) or TorchFusion()
         if not chosen.supports(device):
             raise ConfigError(
-                f"ops.backend = {backend!r} cannot blend on {device}; auto takes what can"
+                f"ops.backend = {backend!r} cannot blend on {device}; set auto to use one that can"
             )
         return chosen
     for ops in sorted(by_name.values(), key=lambda ops: ops.priority, reverse=True):

@@ -1,8 +1,8 @@
-"""What a request may say of fusion, in whatever field the engine passes on.
+"""The fusion options of a request, in whatever field the engine passes on.
 
     {"kvcore": {"fusion": {"ratio": 0.3, "chunks": [[12, 512], [512, 1040]]}}}
 
-``true`` in the place of the inner table asks for the report only.
+``true`` in place of the inner table asks only for the report.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["FusionOptions", "fusion_options"]
 
 
 class FusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request's wishes.
+    """The fusion options of one request.
 
-    ``enabled`` False keeps the answer exact. ``ratio`` None takes the configured one. ``chunks``
-    are [start, stop) token offsets of texts that were warmed on their own; None looks for stored
-    text, an empty list reuses nothing.
+    ``enabled`` False keeps the answer exact. ``ratio`` None means the configured ratio. ``chunks``
+    has [start, stop) token offsets of texts that were warmed separately. With None, kvcore searches
+    for stored text; an empty list reuses nothing.
     """
 
     enabled: bool = True
@@ -29,7 +29,7 @@ class FusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunks: tuple[tuple[int, int], ...] | None = None
 
     def check(self, tokens: int) -> None:
-        """Raises ConfigError unless this fits a prompt of ``tokens`` tokens."""
+        """Raise ConfigError unless the options fit a prompt of ``tokens`` tokens."""
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise ConfigError(f"fusion.ratio is {self.ratio}; 0 to 1 is supported")
         last = 0
@@ -43,9 +43,9 @@ class FusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fusion_options(given: Any, tokens: int) -> FusionOptions:
-    """The options in what a request said under ``kvcore``; the defaults where it said nothing.
+    """Return the options that a request gave under ``kvcore``, or the defaults.
 
-    Raises ConfigError, naming what was given, when it does not fit.
+    Raises ConfigError, which names the given value, if they are not valid.
     """
     if not isinstance(given, dict) or "fusion" not in given:
         return FusionOptions()

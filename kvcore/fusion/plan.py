@@ -1,11 +1,11 @@
-"""A prompt as fusion sees it: what is exact, what is cached from elsewhere, what is new.
+"""A prompt as fusion sees it: exact prefix, chunks cached from elsewhere, and fresh tokens.
 
     0          12               212              412        440
     ├─ Prefix ─┼──── Cached ─────┼──── Cached ────┼── Fresh ─┤
       exact      computed at 0,    computed at 9,   no KV yet:
-      KV         wanted at 12      wanted at 212    always computed
+      KV         needed at 12      needed at 212    always computed
 
-A row is a token of the prompt, and its number is its position.
+A row is a token of the prompt; its number is its position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Cached", "ChunkKV", "Fresh", "LayerKV", "Prefix", "PromptPlan", "Pro
 
 
 class LayerKV(NamedTuple):
-    """K after RoPE and V of one layer, each [tokens, kv_heads, head_dim]."""
+    """K (after RoPE) and V of one layer, each [tokens, kv_heads, head_dim]."""
 
     keys: Tensor
     values: Tensor
@@ -31,13 +31,13 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """KV of consecutive tokens as it was computed. Never written to by anything here.
+    """KV of consecutive tokens as it was computed. Nothing in this package writes to it.
 
     Args:
-        tokens: the chunk's own.
-        layers: one `LayerKV` a layer.
-        start: the position of its first token when it was computed.
-        behind: the tokens it was computed behind; empty if it stood alone.
+        tokens: the tokens of the chunk.
+        layers: one `LayerKV` per layer.
+        start: the position of the first token when the KV was computed.
+        behind: the tokens that preceded the chunk then; empty if it was computed alone.
     """
 
     tokens: tuple[int, ...]
@@ -49,17 +49,20 @@ class ChunkKV:
         for layer, kv in enumerate(self.layers):
             if not len(kv.keys) == len(kv.values) == len(self.tokens):
                 raise ConfigError(
-                    f"layer {layer} holds KV of {len(kv.keys)} and {len(kv.values)} tokens "
-                    f"for a chunk of {len(self.tokens)}"
+                    f"layer {layer} has K of {len(kv.keys)} and V of {len(kv.values)} tokens "
+                    f"for a chunk of {len(self.tokens)}: give one row for each token"
                 )
 
     def part(self, start: int, stop: int) -> ChunkKV:
-        """Tokens [start, stop) of this chunk, over the same memory: what is left of an evicted one.
+        """Return tokens [start, stop) of this chunk, over the same memory.
 
-        What stood before them counts as something they were computed behind.
+        This is what remains of a chunk that was partly evicted. The tokens before ``start`` are
+        added to `behind`.
         """
         if not 0 <= start < stop <= len(self.tokens):
-            raise ConfigError(f"no tokens [{start}, {stop}) in a chunk of {len(self.tokens)}")
+            raise ConfigError(
+                f"tokens [{start}, {stop}) of a chunk of {len(self.tokens)}: give a range in it"
+            )
         return ChunkKV(
             self.tokens[start:stop],
             tuple(LayerKV(kv.keys[start:stop], kv.values[start:stop]) for kv in self.layers),
@@ -70,7 +73,7 @@ class ChunkKV:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The start of the prompt with exact KV: read, never recomputed, no part of the budget."""
+    """The start of the prompt with exact KV: it is never recomputed nor counted in the budget."""
 
     kv: ChunkKV
 
@@ -81,7 +84,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Cached:
-    """A chunk, wherever it was computed: approximate at its place in this prompt."""
+    """A chunk that was computed elsewhere, whose KV is approximate at its position here."""
 
     kv: ChunkKV
 
@@ -92,7 +95,7 @@ class Cached:
 
 @dataclass(frozen=True)
 class Fresh:
-    """Tokens without KV. The last of them are the question."""
+    """Tokens without KV. The last `Fresh` of a prompt is the question."""
 
     tokens: tuple[int, ...]
 
@@ -103,19 +106,21 @@ PromptSegment: TypeAlias = Prefix | Cached | Fresh
 class PromptPlan:
     """The segments of one prompt, in order. Immutable.
 
-    Raises `ConfigError` where they cannot be a prompt: one without fresh tokens at its end has no
-    row to take the next token from, and only a chunk computed at 0 can be an exact prefix.
+    Raises `ConfigError` if the last segment is not fresh, because then no row yields the next
+    token, or if a prefix is not the first segment or was not computed at position 0.
     """
 
     def __init__(self, segments: Sequence[PromptSegment]) -> None:
         self.segments = tuple(segment for segment in segments if segment.tokens)
         if not self.segments or not isinstance(self.segments[-1], Fresh):
-            raise ConfigError("a plan ends with fresh tokens: give the question as Fresh(tokens)")
+            raise ConfigError(
+                "a plan must end with fresh tokens: give the question as Fresh(tokens)"
+            )
         for index, segment in enumerate(self.segments):
             if isinstance(segment, Prefix) and (index or segment.kv.start):
                 raise ConfigError(
                     f"segment {index} is a prefix with KV from position {segment.kv.start}: a "
-                    "prefix is the first segment and was computed at 0; anything else is Cached"
+                    "prefix is the first segment and was computed at 0; use Cached instead"
                 )
 
     def __len__(self) -> int:
@@ -123,18 +128,18 @@ class PromptPlan:
 
     @property
     def tokens(self) -> Tensor:
-        """[tokens] int64."""
+        """The tokens of all segments: [tokens] int64."""
         return torch.tensor([token for segment in self.segments for token in segment.tokens])
 
     def placed(self) -> Iterator[tuple[int, PromptSegment]]:
-        """Each segment with the position of its first token."""
+        """Yield each segment with the position of its first token."""
         position = 0
         for segment in self.segments:
             yield position, segment
             position += len(segment.tokens)
 
     def rows(self, kind: type[Prefix] | type[Cached] | type[Fresh]) -> Tensor:
-        """Positions of all tokens in segments of this kind, ascending, int64."""
+        """Return the positions of all tokens in segments of this kind, ascending, int64."""
         parts = [
             torch.arange(start, start + len(segment.tokens))
             for start, segment in self.placed()
@@ -149,11 +154,11 @@ class PromptPlan:
 
     @property
     def offsets(self) -> Tensor:
-        """[tokens] int64: each row's place in its own segment."""
+        """The index of each row in its segment: [tokens] int64."""
         return torch.cat([torch.arange(len(segment.tokens)) for segment in self.segments])
 
     @property
     def exact_tokens(self) -> int:
-        """How many tokens from the start have exact KV after a blend: those before any chunk."""
+        """How many tokens, from the start to the first chunk, have exact KV after a blend."""
         first = [start for start, segment in self.placed() if isinstance(segment, Cached)]
         return min(first, default=len(self))

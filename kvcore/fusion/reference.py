@@ -1,19 +1,20 @@
-"""Selective recomputation, written to be read: the oracle that the fast path must agree with.
+"""Selective recomputation, written for readers: the oracle that the fast path must agree with.
 
-A Hugging Face decoder is taken apart into its own submodules (`Decoder`), and `blend` walks its
+`Decoder` takes a Hugging Face decoder apart into its submodules, and `blend` walks through its
 layers with a shrinking set of rows:
 
-    cache = the chunks' KV, K shifted to where the chunks now stand
+    cache = the chunks' KV, K shifted to the chunks' positions in the prompt
     rows  = everything that is not an exact prefix
     for each layer:
         q, k, v of `rows`                           at their true positions
-        choose which rows go on                     by k, v against the cache
+        choose the rows to keep                     by k, v against the cache
         cache[rows] = k, v                          merged: later rows and decode read it
-        attention of the rows that go on            the row at position p sees cache[0..p]
+        attention of the kept rows                  the row at position p sees cache[0..p]
         MLP; hidden states shrink with the rows
 
-Llama, Qwen2, Qwen3 (q/k norm) and Mistral. Meant for float32 on a CPU: a mask of rows x tokens is
-built at every layer. One `Decoder` serves any number of threads; a `Blended` belongs to one owner.
+It supports Llama, Qwen2, Qwen3 (q/k norm) and Mistral, and is intended for float32 on a CPU: at
+every layer it builds a mask of rows x tokens. A `Decoder` may be used by any number of threads. A
+`Blended` has one owner.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.gate import Gate, GateMonitor, Step, Verdict
+from kvcore.fusion.gate import Gate, GateAction, GateMonitor, Verdict
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
-from kvcore.fusion.select import Budget, Seen, Selector, attention_mass, narrow
+from kvcore.fusion.select import Budget, Candidates, Selector, attention_mass, narrow
 
 __all__ = [
     "ARCHITECTURES",
@@ -45,19 +46,19 @@ __all__ = [
 ]
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of ``config.model_type`` whose layers have the steps that `Decoder` takes."""
+"""Values of ``config.model_type`` whose layers consist of the steps of `Decoder`."""
 
 
 class Shift(Protocol):
-    """Moves K that is stored after RoPE, as `kvcore.fusion.rope.Rope` does; ``keys`` stay as is."""
+    """Moves K that is stored after RoPE, as `kvcore.fusion.rope.Rope` does."""
 
     def shift(self, keys: Tensor, distance: int) -> Tensor:
-        """[..., tokens, head_dim] moved ``distance`` positions on, as a new tensor."""
+        """Return [..., tokens, head_dim] moved by ``distance`` positions, as a new tensor."""
         ...
 
 
 class Projected(NamedTuple):
-    """One layer's attention inputs of n rows: q [n, heads, dim], k and v [n, kv_heads, dim]."""
+    """Attention inputs of n rows at one layer: q [n, heads, dim], k and v [n, kv_heads, dim]."""
 
     queries: Tensor
     keys: Tensor
@@ -65,29 +66,29 @@ class Projected(NamedTuple):
 
 
 class Decoder:
-    """The steps of a Hugging Face causal language model's layers. Reads the model, never writes.
+    """The steps of the layers of a Hugging Face causal language model. The model is not changed.
 
-    Rows come without a batch dimension; ``positions`` are [rows] int64.
+    Rows have no batch dimension. ``positions`` is [rows] int64.
     """
 
     def __init__(self, model: Any) -> None:
         kind = model.config.model_type
         if kind not in ARCHITECTURES:
             raise UnsupportedError(
-                f"the reference takes apart {', '.join(ARCHITECTURES)}, not {kind!r}: "
-                "its layers may have other steps"
+                f"the reference does not know the layers of {kind!r}; "
+                f"supported are {', '.join(ARCHITECTURES)}"
             )
         self.model = model
         self.config = model.config
         self.layers = int(model.config.num_hidden_layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[rows, hidden]."""
+        """Return the input of layer 0: [rows, hidden]."""
         hidden: Tensor = self.model.model.embed_tokens(tokens)
         return hidden
 
     def project(self, layer: int, hidden: Tensor, positions: Tensor) -> Projected:
-        """Norm, q, k, v, the heads' own norms where the model has them, and RoPE on q and k."""
+        """Apply the norm, q, k and v, the per-head norms if the model has them, and RoPE."""
         block = self.model.model.layers[layer]
         attention = block.self_attn
         normed = block.input_layernorm(hidden)
@@ -102,14 +103,14 @@ class Decoder:
         return Projected(_rotated(queries, cos, sin), _rotated(keys, cos, sin), values)
 
     def visible(self, layer: int, positions: Tensor, tokens: int) -> Tensor:
-        """[rows, tokens] bool: the row at position p sees keys 0..p, or those of its window."""
+        """Return [rows, tokens] bool: a row at position p sees keys 0..p, or its window of them."""
         keys = torch.arange(tokens)
         ago = positions[:, None] - keys[None, :]
         window = self._window(layer)
         return (ago >= 0) if window is None else (ago >= 0) & (ago < window)
 
     def attend(self, layer: int, queries: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """[rows, heads * dim]: rows at ``positions`` over K and V whose index is their position."""
+        """Compute attention over K and V that are indexed by position: [rows, heads * dim]."""
         mask = self.visible(layer, positions, len(kv.keys))
         out = functional.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],  # [1, heads, rows, dim]
@@ -121,7 +122,7 @@ class Decoder:
         return out[0].transpose(0, 1).flatten(1)
 
     def probabilities(self, layer: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """[heads, rows, tokens]: what `attend` weighs the values by."""
+        """Return the weights that `attend` gives to the values: [heads, rows, tokens]."""
         scale = self.model.model.layers[layer].self_attn.scaling
         logits = queries.transpose(0, 1) @ self._for_each_head(queries, keys).transpose(1, 2)
         hidden = ~self.visible(layer, positions, len(keys))
@@ -129,7 +130,7 @@ class Decoder:
         return weights
 
     def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output: o_proj, residual, norm, MLP, residual."""
+        """Return the layer's output: o_proj, residual, norm, MLP, residual."""
         block = self.model.model.layers[layer]
         hidden = hidden + block.self_attn.o_proj(attended)
         out: Tensor = hidden + block.mlp(block.post_attention_layernorm(hidden))
@@ -137,7 +138,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary], from the last layer's output."""
+        """Return [rows, vocabulary] from the last layer's output."""
         out: Tensor = self.model.lm_head(self.model.model.norm(hidden))
         return out
 
@@ -150,22 +151,22 @@ class Decoder:
 
     @staticmethod
     def _for_each_head(queries: Tensor, kv: Tensor) -> Tensor:
-        """[tokens, kv_heads, dim] -> [heads, tokens, dim]; neighbouring query heads share one."""
+        """Map [tokens, kv_heads, dim] to [heads, tokens, dim]; adjacent query heads share one."""
         return kv.repeat_interleave(queries.shape[1] // kv.shape[1], dim=1).transpose(0, 1)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE with halves paired; [rows, heads, dim] with [rows, 1, dim]."""
+    """Apply RoPE with paired halves to [rows, heads, dim], with cos and sin [rows, 1, dim]."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 # ---------------------------------------------------------------------------------------------
-# plain prefill, and what it leaves behind
+# plain prefill and its KV
 
 
 class BlendContext:
-    """KV of positions 0 .. n - 1 of one prompt, to run further rows over. Grows; one owner."""
+    """KV of positions 0 .. n - 1 of one prompt, to which rows can be appended. One owner."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[LayerKV]) -> None:
         self.decoder = decoder
@@ -173,12 +174,12 @@ class BlendContext:
 
     @property
     def tokens(self) -> int:
-        """How many positions have KV."""
+        """Number of positions that have KV."""
         return len(self.layers[0].keys)
 
     @torch.inference_mode()
     def append(self, tokens: Iterable[int]) -> Tensor:
-        """Run further tokens, keep their KV, and give their hidden states [tokens, hidden]."""
+        """Run further tokens and keep their KV. Return their hidden states [tokens, hidden]."""
         given = torch.tensor(list(tokens))
         positions = torch.arange(self.tokens, self.tokens + len(given))
         hidden = self.decoder.embed(given)
@@ -192,7 +193,7 @@ class BlendContext:
         return hidden
 
     def greedy(self, logits: Tensor, count: int, stop: int | None = None) -> list[int]:
-        """Decode up to ``count`` tokens from ``logits`` [vocabulary] of the last row so far."""
+        """Decode up to ``count`` tokens. ``logits`` [vocabulary] are those of the last row."""
         answer: list[int] = []
         while len(answer) < count and (not answer or answer[-1] != stop):
             answer.append(int(logits.argmax()))
@@ -201,24 +202,24 @@ class BlendContext:
         return answer
 
     def copy(self) -> BlendContext:
-        """A context that goes its own way from here."""
+        """Return a context that can grow independently of this one."""
         return BlendContext(self.decoder, self.layers)
 
 
-def _nothing(decoder: Decoder) -> BlendContext:
+def _empty_context(decoder: Decoder) -> BlendContext:
     attention = decoder.model.model.layers[0].self_attn
     empty = torch.empty(0, decoder.config.num_key_value_heads, attention.head_dim)
     return BlendContext(decoder, [LayerKV(empty, empty)] * decoder.layers)
 
 
 def prefill(decoder: Decoder, tokens: Iterable[int]) -> tuple[BlendContext, Tensor]:
-    """Every token computed: the context, and the last layer's output [tokens, hidden]."""
-    context = _nothing(decoder)
+    """Compute every token. Return the context and the last layer's output [tokens, hidden]."""
+    context = _empty_context(decoder)
     return context, context.append(tokens)
 
 
 def precompute(decoder: Decoder, tokens: Sequence[int], behind: Sequence[int] = ()) -> ChunkKV:
-    """KV of a chunk computed behind other tokens, or alone at position 0."""
+    """Compute the KV of a chunk after the tokens of ``behind``, or alone at position 0."""
     context, _ = prefill(decoder, [*behind, *tokens])
     start = len(behind)
     own = tuple(
@@ -233,16 +234,16 @@ def precompute(decoder: Decoder, tokens: Sequence[int], behind: Sequence[int] = 
 
 @dataclass(frozen=True)
 class Blended:
-    """What a blend leaves: approximate KV from `exact_tokens` on, never to be stored as exact.
+    """The result of a blend. KV from `exact_tokens` on is approximate: never store it as exact.
 
     Args:
-        context: merged KV of the whole prompt; decoding goes on from here.
+        context: merged KV of the whole prompt, from which decoding continues.
         rows: positions computed on the last layer, ascending.
         hidden: the last layer's output for them, [rows, hidden].
         computed: for each layer, the positions whose K and V were computed and merged there.
-        exact_tokens: how many tokens from the start have the KV that a full prefill gives.
-        verdicts: what a gate said, of walks that were given up and then of this one; the ratio used
-            is that of the last. A walk that computes every row is not judged.
+        exact_tokens: how many tokens from the start have the KV of a full prefill.
+        verdicts: a gate's verdicts on abandoned walks, and then on this one. The ratio of the last
+            verdict was used. A walk that computes every row is not judged.
     """
 
     context: BlendContext
@@ -254,30 +255,32 @@ class Blended:
 
     @property
     def gave_up(self) -> bool:
-        """Whether a gate made this a full prefill."""
-        return bool(self.verdicts) and self.verdicts[-1].step is Step.FULL
+        """Whether a gate turned this blend into a full prefill."""
+        return bool(self.verdicts) and self.verdicts[-1].action is GateAction.FULL
 
     @property
     def logits(self) -> Tensor:
-        """[vocabulary] of the prompt's last row."""
+        """Logits of the prompt's last row: [vocabulary]."""
         return self.context.decoder.logits(self.hidden[-1:])[0]
 
     @property
     def share(self) -> float:
-        """Rows computed, as a share of rows times layers: what the blend cost."""
+        """The cost of the blend: rows computed, as a share of rows times layers."""
         rows = sum(len(rows) for rows in self.computed)
         return rows / (len(self.computed) * self.context.tokens)
 
 
 class Blender:
-    """One prompt, ready to be blended in any number of ways. Its chunks are read, never written.
+    """One prompt, which can be blended any number of times. Its chunks are not changed.
 
-    The placed cache is made once, so comparing selectors costs each only its own blend.
+    The placed cache is made once and shared by all blends, for example of different selectors.
     """
 
     def __init__(self, decoder: Decoder, plan: PromptPlan, ropes: Sequence[Shift | None]) -> None:
         if len(ropes) != decoder.layers:
-            raise ConfigError(f"{len(ropes)} ropes for {decoder.layers} layers: give one a layer")
+            raise ConfigError(
+                f"{len(ropes)} ropes for {decoder.layers} layers: give one for each layer"
+            )
         self.decoder = decoder
         self.plan = plan
         self.fresh = plan.rows(Fresh)
@@ -286,7 +289,7 @@ class Blender:
         self.placed = [self.place(layer, rope) for layer, rope in enumerate(ropes)]
 
     def place(self, layer: int, rope: Shift | None) -> LayerKV:
-        """The prompt's cache at one layer: K shifted to its place, NaN where there is none."""
+        """Return the prompt's cache at one layer: K shifted to its position, NaN for fresh rows."""
         attention = self.decoder.model.model.layers[layer].self_attn
         shape = (len(self.plan), self.decoder.config.num_key_value_heads, attention.head_dim)
         cache = LayerKV(torch.full(shape, float("nan")), torch.full(shape, float("nan")))
@@ -296,14 +299,15 @@ class Blender:
             chunk, there = segment.kv, slice(position, position + len(segment.tokens))
             if len(chunk.layers) != self.decoder.layers:
                 raise ConfigError(
-                    f"a chunk has KV of {len(chunk.layers)} layers, the model {self.decoder.layers}"
+                    f"a chunk has KV of {len(chunk.layers)} layers, and the model has "
+                    f"{self.decoder.layers}: give chunks of this model"
                 )
             cache.keys[there] = self.moved(rope, chunk.layers[layer].keys, position - chunk.start)
             cache.values[there] = chunk.layers[layer].values
         return cache
 
     def moved(self, rope: Shift | None, keys: Tensor, distance: int) -> Tensor:
-        """[tokens, kv_heads, dim] at its new place; the same bits where that is the old one."""
+        """Return [tokens, kv_heads, dim] at the new position; the same bits if it did not move."""
         if rope is None or distance == 0:
             return keys
         return rope.shift(keys.transpose(0, 1), distance).transpose(0, 1)
@@ -316,10 +320,10 @@ class Blender:
         question: Tensor | None = None,
         gate: Gate | None = None,
     ) -> Blended:
-        """Compute the fresh rows everywhere and the chosen rows of the chunks, layer by layer.
+        """Compute all fresh rows and the chosen rows of the chunks, layer by layer.
 
-        ``question`` is `question_mass` of this plan where the caller has it already. A ``gate`` may
-        have the walk start over with a larger ratio, or with all rows.
+        ``question`` is the `question_mass` of this plan, if the caller has it already. A ``gate``
+        may start the walk over with a larger ratio, or with all rows.
         """
         if question is None and selector.needs_question and not budget.is_reuse:
             question = question_mass(self, partial(attention_mass, sharpness=selector.sharpness))
@@ -329,9 +333,9 @@ class Blender:
         hidden = self.decoder.embed(self.plan.tokens[rows])
         for layer in range(self.decoder.layers):
             new = self.decoder.project(layer, hidden, rows)
-            if watch and watch.see(self.seen(layer, rows, new, question)):
+            if watch and watch.see(self.candidates(layer, rows, new, question)):
                 again = self.blend(selector, watch.budget, question, watch.next_gate)
-                return replace(again, verdicts=(*_said(watch), *again.verdicts))
+                return replace(again, verdicts=(*_verdicts(watch), *again.verdicts))
             going = self.going(selector, budget, layer, rows, new, question)
             self.merge(layer, cache[layer], rows, new)
             computed.append(rows)
@@ -340,14 +344,14 @@ class Blender:
             hidden = self.decoder.finish(layer, hidden, attended)
         context = BlendContext(self.decoder, cache)
         exact = self.plan.exact_tokens
-        return Blended(context, rows, hidden, tuple(computed), exact, _said(watch))
+        return Blended(context, rows, hidden, tuple(computed), exact, _verdicts(watch))
 
     def start(self) -> list[LayerKV]:
-        """The cache that a blend begins with and writes to: a copy of the one placed."""
+        """Return a copy of the placed cache, which a blend starts with and writes to."""
         return [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in self.placed]
 
     def first_rows(self, budget: Budget) -> Tensor:
-        """Positions computed at layer 0: all but the prefix, or the fresh ones alone."""
+        """Return the positions computed at layer 0: all but the prefix, or only the fresh ones."""
         rows = self.fresh if budget.is_reuse else torch.cat([self.fresh, self.chunks])
         return rows.sort().values
 
@@ -360,16 +364,18 @@ class Blender:
         new: Projected,
         question: Tensor | None,
     ) -> Tensor:
-        """[rows] bool: which of the rows computed at this layer the next one computes too."""
-        seen = self.seen(layer, rows, new, question)
-        kept = narrow(selector, budget, seen, self.decoder.layers, len(self.chunks))
+        """Return which rows of this layer the next one computes too: [rows] bool."""
+        candidates = self.candidates(layer, rows, new, question)
+        kept = narrow(selector, budget, candidates, self.decoder.layers, len(self.chunks))
         return torch.isin(rows, self.fresh) | torch.isin(rows, kept)
 
-    def seen(self, layer: int, rows: Tensor, new: Projected, question: Tensor | None) -> Seen:
-        """The chunks' rows of one layer, beside what the chunks hold."""
+    def candidates(
+        self, layer: int, rows: Tensor, new: Projected, question: Tensor | None
+    ) -> Candidates:
+        """Return the chunk rows computed at one layer together with their cached KV."""
         candidate = torch.isin(rows, self.chunks)
         chunk_rows = rows[candidate]
-        return Seen(
+        return Candidates(
             layer,
             chunk_rows,
             new.keys[candidate],
@@ -386,18 +392,17 @@ class Blender:
         cache.values[rows] = new.values
 
 
-def _said(watch: GateMonitor | None) -> tuple[Verdict, ...]:
-    """The verdict on a walk, if there was one."""
+def _verdicts(watch: GateMonitor | None) -> tuple[Verdict, ...]:
+    """Return the verdict on a walk, if there is one."""
     return (watch.verdict,) if watch and watch.verdict else ()
 
 
 @torch.inference_mode()
 def question_mass(blender: Blender, pool: Callable[[Tensor], Tensor] = attention_mass) -> Tensor:
-    """Where the question looks when chunks are reused as they are: [tokens].
+    """Return the question's attention to each token of the reused cache: [tokens].
 
-    All fresh rows run through all layers; the question's rows are those of the last segment.
-    ``pool`` makes [tokens] of one layer's probabilities [heads, question rows, tokens], and the
-    layers are added up.
+    All fresh rows run through all layers. The question is the last segment. ``pool`` reduces one
+    layer's probabilities [heads, question rows, tokens] to [tokens], and the layers are summed.
     """
     decoder, rows = blender.decoder, blender.fresh
     asking = torch.isin(rows, blender.plan.question)
@@ -420,8 +425,8 @@ def blend(
     selector: Selector,
     budget: Budget,
 ) -> Blended:
-    """Assemble a prompt from its segments, recomputing what ``selector`` and ``budget`` choose.
+    """Assemble a prompt from its segments and recompute what ``selector`` and ``budget`` choose.
 
-    ``ropes`` has one `Shift` a layer, None for a layer without positions.
+    ``ropes`` has one `Shift` for each layer; None for a layer without positions.
     """
     return Blender(decoder, plan, ropes).blend(selector, budget)

@@ -1,12 +1,12 @@
 """Position recovery: the rope of a model's layers, read from its config.
 
-Cached K is stored after RoPE, and moves with its chunk by a rotation (`Rope.shift`). That holds
-wherever the frequencies depend on nothing but the pair of dimensions. Where they depend on the
-prompt's length, or a position is more than one number, `rope_of` declines by name. Which
-dimensions make a pair is the architecture's business and not in its config: see `_FAMILIES`.
+Cached K is stored after RoPE. A rotation moves it together with its chunk (`Rope.shift`), provided
+that the frequencies depend only on the pair of dimensions. If they depend on the prompt's length,
+or if a position is more than one number, `rope_of` raises `UnsupportedError` with the reason. Which
+dimensions form a pair depends on the architecture's code and is not in its config: see `_FAMILIES`.
 
-Keep chunks with the offset they were computed at, and rotate once, at load: rotating to zero at
-store and again at load rounds twice (measured, and a test).
+Store chunks with the offset at which they were computed, and rotate once, at load. Rotating to zero
+at store and again at load would round twice (a test shows the error).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _every_layer(config: Config, layer: int) -> bool:
 
 
 def _as_listed(config: Config, layer: int) -> bool:
-    """``no_rope_layers`` has 1 for a layer that rotates (sic) and 0 for one that does not."""
+    """Read ``no_rope_layers``, which has 1 (sic) for a layer that rotates and 0 for others."""
     listed = config.get("no_rope_layers")
     if not isinstance(listed, (list, tuple)) or layer >= len(listed):
         _decline(config, "no_rope_layers does not name every layer", _LOAD)
@@ -40,14 +40,16 @@ def _as_listed(config: Config, layer: int) -> bool:
 
 
 def _sliding_layers(config: Config, layer: int) -> bool:
-    """Cohere2: a layer without a window has no positions."""
+    """Follow Cohere2, in which a layer without a window has no positions."""
     if config.get("sliding_window") is None:
-        _decline(config, "sliding_window is not set, and engines differ in what then rotates")
+        _decline(
+            config, "sliding_window is not set, and engines then differ in which layers rotate"
+        )
     return _layer_type(config, layer) == "sliding_attention"
 
 
 def _sliding_layers_if_any(config: Config, layer: int) -> bool:
-    """EXAONE 4: as Cohere2, but a model without windows rotates everywhere."""
+    """Follow EXAONE 4: like Cohere2, but a model without windows rotates in every layer."""
     sliding = "sliding_attention" in (config.get("layer_types") or ())
     if sliding != (config.get("sliding_window") is not None):
         _decline(
@@ -62,7 +64,7 @@ def _as_is(config: Config) -> Config:
 
 
 def _gptj_config(config: Config) -> Config:
-    """GPT-J has names of its own, and a theta that is fixed in the code."""
+    """Translate GPT-J's field names; its theta is fixed in the code."""
     heads, hidden = _count(config, "n_head"), _count(config, "n_embd")
     head_dim = hidden // heads
     rotary_dim = head_dim if config.get("rotary_dim") is None else _count(config, "rotary_dim")
@@ -76,14 +78,14 @@ def _gptj_config(config: Config) -> Config:
 
 
 def _gpt_neox_config(config: Config) -> Config:
-    """Files from before Transformers 5 say rotary_emb_base and rotary_pct."""
+    """Translate rotary_emb_base and rotary_pct of files from before Transformers 5."""
     old = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     found = {new: config[name] for new, name in old.items() if config.get(name) is not None}
     return {**found, **config}
 
 
 def _gemma3_config(config: Config) -> Config:
-    """Files from before Transformers 5: one theta for each layer type, scaling for full ones."""
+    """Translate files from before Transformers 5: a theta per layer type, scaling in full ones."""
     if config.get("rope_parameters"):
         return config
     full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
@@ -97,14 +99,15 @@ def _gemma3_config(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class _Family:
-    """What the code of an architecture does that its config does not say.
+    """What the code of an architecture does and its config does not say.
 
-    ``pairing`` None: engines reorder the weights or not, so only the engine can tell.
+    ``pairing`` is None if some engines reorder the weights and others do not, so that only the
+    engine knows.
     """
 
     pairing: Pairing | None = Pairing.NEOX
-    partial: bool = False  # heeds partial_rotary_factor, whose default is not 1 everywhere
-    layered: bool = False  # has rope parameters by layer type
+    partial: bool = False  # uses partial_rotary_factor, whose default is not always 1
+    layered: bool = False  # has rope parameters for each layer type
     rotates: Callable[[Config, int], bool] = _every_layer
     reread: Callable[[Config], Config] = _as_is
     scalings: Collection[str] = ("default", "linear", "llama3", "yarn")
@@ -114,9 +117,9 @@ _NEOX = _Family()
 _INTERLEAVED = _Family(Pairing.GPTJ)
 _PARTIAL = _Family(partial=True)
 
-# By ``model_type``; each read in Transformers 5.19 and, where vLLM 0.32 has a model of its own, in
-# that too (arcee, glm, gpt_neox, olmo, olmo2, olmo3, phi, seed_oss, smollm3 and starcoder2 run on
-# Transformers' code there). tests/unit/fusion/test_rope.py runs every one.
+# By ``model_type``. Each was checked in the source of Transformers 5.19, and in vLLM 0.32 if it has
+# its own model (vLLM runs arcee, glm, gpt_neox, olmo, olmo2, olmo3, phi, seed_oss, smollm3 and
+# starcoder2 on Transformers' code). tests/unit/fusion/test_rope.py runs every one.
 _FAMILIES: dict[str, _Family] = {
     "apertus": _NEOX,
     "arcee": _NEOX,
@@ -162,7 +165,7 @@ _FAMILIES: dict[str, _Family] = {
 _EXACT = "serve exact prefixes only for this model"
 _LOAD = "pass the text config as Transformers 5 writes it (config.to_dict())"
 _LENGTH = "its frequencies depend on the prompt's length, so cached K does not move by a rotation"
-_IMAGE = "its positions are more than one number a token (multimodal rope)"
+_IMAGE = "a token's position is more than one number (multimodal rope)"
 
 _DECLINED_TYPES = {
     "dynamic": f"dynamic NTK: {_LENGTH}",
@@ -171,8 +174,8 @@ _DECLINED_TYPES = {
     "mrope": _IMAGE,
 }
 _DECLINED_FIELDS = {
-    "qk_rope_head_dim": "multi-head latent attention keeps K otherwise (kv_lora_rank)",
-    "kv_lora_rank": "multi-head latent attention keeps K otherwise (kv_lora_rank)",
+    "qk_rope_head_dim": "multi-head latent attention stores K differently (kv_lora_rank)",
+    "kv_lora_rank": "multi-head latent attention stores K differently (kv_lora_rank)",
     "dual_chunk_attention_config": "dual chunk attention rotates by positions within a chunk",
     "layer_rope_theta": "theta by layer is read by some engines and ignored by others",
     "mrope_section": _IMAGE,
@@ -190,15 +193,15 @@ _COMMON = frozenset(
 
 
 def rope_of(config: Config, layer: int, pairing: Pairing | None = None) -> Rope | None:
-    """The rope of layer ``layer`` (from 0) of a Hugging Face text config, None if it has none.
+    """Return the rope of ``layer`` (from 0) of a Hugging Face text config; None if it has none.
 
-    ``config`` is a dict as Transformers 5 writes it (``rope_parameters``) or an older one
-    (``rope_theta``, ``rope_scaling``) that states its theta: nothing is guessed. ``pairing`` is
-    what the running engine does, where it is known: needed where engines differ (Llama 4), and
-    checked against what this module knows elsewhere.
+    ``config`` is a dict as Transformers 5 writes it (``rope_parameters``), or an older one
+    (``rope_theta``, ``rope_scaling``) that states its theta; nothing is guessed. ``pairing`` is the
+    pairing of the running engine, if it is known. It is required if engines differ (Llama 4), and
+    otherwise checked against what this module expects.
 
-    Raises `UnsupportedError`, naming the reason, for anything whose K does not move by a rotation
-    or that is not known to; `ConfigError` for a layer the model does not have.
+    Raises `UnsupportedError`, with the reason, if K is not known to move by a rotation.
+    Raises `ConfigError` for a layer that the model does not have.
     """
     for name, reason in _DECLINED_FIELDS.items():
         if config.get(name):
@@ -207,7 +210,7 @@ def rope_of(config: Config, layer: int, pairing: Pairing | None = None) -> Rope 
     config = family.reread(config)
     layers = _count(config, "num_hidden_layers")
     if not 0 <= layer < layers:
-        raise ConfigError(f"layer {layer} of a model of {layers} layers")
+        raise ConfigError(f"layer {layer} of a model of {layers} layers: give 0 to {layers - 1}")
     if not family.rotates(config, layer):
         return None
     parameters = _parameters(config, layer, family)
@@ -240,14 +243,14 @@ def _layer_type(config: Config, layer: int) -> str:
     types = config.get("layer_types")
     if isinstance(types, (list, tuple)) and layer < len(types):
         return str(types[layer])
-    every = config.get("sliding_window_pattern")  # before Transformers 5: every so many is full
+    every = config.get("sliding_window_pattern")  # before Transformers 5: every n-th layer is full
     if isinstance(every, int) and every > 0:
         return "sliding_attention" if (layer + 1) % every else "full_attention"
     _decline(config, f"layer_types does not name layer {layer}", _LOAD)
 
 
 def _parameters(config: Config, layer: int, family: _Family) -> dict[str, Any]:
-    """The rope parameters of a layer as one flat dict, whichever form the config has."""
+    """Return a layer's rope parameters as one flat dict, whichever form the config has."""
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if new and old and dict(new) != dict(old):
         _decline(config, "rope_parameters and rope_scaling are both set and differ", _LOAD)
@@ -276,7 +279,7 @@ def _pairing(config: Config, family: _Family, given: Pairing | None) -> Pairing:
             "pass pairing= as the engine's attention layer has it",
         )
     if family.pairing is not None and given not in (None, family.pairing):
-        _decline(config, f"the engine pairs {given}, {family.pairing} was expected")
+        _decline(config, f"the engine's pairing is {given}; {family.pairing} was expected")
     return given or family.pairing or Pairing.NEOX
 
 
@@ -290,29 +293,29 @@ def _rotary_dim(config: Config, parameters: Config, head_dim: int, family: _Fami
     share = parameters.get("partial_rotary_factor")
     if not family.partial:
         if share not in (None, 1):
-            _decline(config, f"partial_rotary_factor {share!r} is heeded by some engines only")
+            _decline(config, f"only some engines use partial_rotary_factor ({share!r})")
         return head_dim
     share = _number(config, parameters, "partial_rotary_factor")
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
-        _decline(config, f"{share} of {head_dim} dimensions is not a number of whole pairs")
+        _decline(config, f"{share} of {head_dim} dimensions is not a whole number of pairs")
     return rotary_dim
 
 
 def _count(config: Config, name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        _decline(config, f"{name} is {value!r}, a positive whole number is needed", _LOAD)
+        _decline(config, f"{name} is {value!r}; it must be a positive integer", _LOAD)
     return value
 
 
 def _number(config: Config, parameters: Config, name: str, default: float | None = None) -> float:
-    """A positive number, stated; ``default`` where there is one and the value is None or absent."""
+    """Return a positive number; ``default``, if given, replaces a value that is None or absent."""
     value = parameters.get(name)
     value = default if value is None else value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None or not number or not 0 < value < math.inf:
-        _decline(config, f"{name} is {value!r}, a positive number is needed", _LOAD)
+        _decline(config, f"{name} is {value!r}; it must be a positive number", _LOAD)
     return float(value)
 
 
@@ -325,7 +328,7 @@ def _scaling(config: Config, parameters: Config, family: _Family) -> Scaling:
     if kind not in family.scalings:
         _decline(config, f"rope type {kind!r} is not one of {', '.join(family.scalings)}")
     if family.layered and parameters.get("truncate") is False:
-        _decline(config, "truncate for one layer type is heeded by some engines only")
+        _decline(config, "only some engines use truncate for one layer type")
     read, known = _SCALINGS[kind]
     for name in sorted(set(parameters) - _COMMON - known):
         if parameters[name] is not None:
@@ -343,7 +346,7 @@ def _read_linear(config: Config, parameters: Config) -> Scaling:
 
 
 def _original_positions(config: Config, parameters: Config) -> float:
-    """What the model was trained on; its maximum where that is not said, as Transformers has it."""
+    """Return the trained context length; by default the maximum, as in Transformers."""
     name = "original_max_position_embeddings"
     return _number(config, parameters, name, default=config.get("max_position_embeddings"))
 
@@ -360,7 +363,7 @@ def _read_llama3(config: Config, parameters: Config) -> Scaling:
 def _read_yarn(config: Config, parameters: Config) -> Scaling:
     truncate = parameters.get("truncate", True)
     if not isinstance(truncate, bool):
-        _decline(config, f"truncate is {truncate!r}, true or false is needed", _LOAD)
+        _decline(config, f"truncate is {truncate!r}; it must be true or false", _LOAD)
     factor = _number(config, parameters, "factor")
     return Yarn(
         factor=factor,

@@ -1,12 +1,12 @@
-"""Which tokens the stored blocks hold, to find runs of them anywhere in a new prompt.
+"""The tokens of stored blocks, and the search for runs of them anywhere in a new prompt.
 
     stored    prompt A   [b0][b1][b2][b3][b4]        tiers know a block by its prefix key alone
                               .....:.....
     asked     prompt C   ..........:.....:......     Reusable: these tokens, computed at 19 in A,
                                                      stored in the blocks up to b3
 
-Tiers hold prefix-closed chains, so whether a run is still stored shows by the key of its last
-block. It is asked when the run is looked for; nobody reports evictions here.
+Tiers hold prefix-closed chains, so a run is still stored if its last block is. This is checked by
+the block's key when the run is looked up; evictions are not reported to this module.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _log = logging.getLogger("kvcore.fusion.segments")
 
 
 class Reusable(NamedTuple):
-    """Tokens of a prompt whose KV is stored, computed at another place in another prompt.
+    """A run of tokens of a prompt whose KV is stored, computed at any position of another prompt.
 
     Args:
-        prompt_start: the first of them in the prompt asked about.
-        length: how many.
-        source_start: where the first stood when its KV was computed.
-        last_key: prefix key of the block that holds the last of them: block ``(source_start +
+        prompt_start: position of the first token in the given prompt.
+        length: number of tokens.
+        source_start: position of the first token when its KV was computed.
+        last_key: prefix key of the block that holds the last token: block ``(source_start +
             length - 1) // block_tokens`` of its chain.
     """
 
@@ -46,7 +46,7 @@ class Reusable(NamedTuple):
 
 
 class SegmentBook(Protocol):
-    """What a leader asks of `Segments`, which say what each means: its own, or a server's."""
+    """The methods of `Segments` that a leader uses, on its own segments or on a server's."""
 
     def add(
         self, namespace: bytes, keys: Sequence[bytes], start: int, tokens: Sequence[int]
@@ -67,22 +67,23 @@ class SegmentBook(Protocol):
 
 
 class Segments:
-    """Tokens of stored blocks, by namespace. Leader thread only; no call does I/O or waits.
+    """The tokens of stored blocks, by namespace. Leader thread only.
 
-    Making and closing it does: with ``path``, a file in a folder that exists, what is added is
-    written there by a thread of its own, and read when it is made again (about 10 us a block). A
-    file that cannot be read or written costs that, and a line in the log, and no more. It takes up
-    to twice what it would take new (4 bytes a token, 16 a block, 70 an `add`), and 1 MiB.
+    Only the constructor and `close` do I/O or wait. With ``path``, a file in an existing folder, a
+    background thread writes added tokens to that file, and the constructor reads it (about 10 us
+    per block). If the file cannot be read or written, a line is logged and the tokens are lost at a
+    restart; nothing else is affected. The file takes 4 bytes per token, 16 per block and 70 per
+    `add`. Before it is compacted it takes up to twice that, plus 1 MiB.
 
-    ``min_tokens``: the shortest run that counts. ``max_tokens``: kept at most, over all
-    namespaces; past that the segments are forgotten that were added to or found the longest ago.
-    A token takes 4 bytes, its anchors 1 more, a block about 40, and a segment 1 KB: that is what a
-    prompt does not share with those before it.
+    ``min_tokens`` is the shortest run that counts. ``max_tokens`` limits the tokens of all
+    namespaces. Beyond it, the segments that were extended or found least recently are forgotten. A
+    token takes 4 bytes plus 1 for its anchors, a block about 40 bytes, and a segment 1 KB. A
+    segment is the part of a prompt that it does not share with earlier prompts.
 
-    Tokens alone decide here. Where a placeholder stands for other content (an image), equal tokens
-    do not mean equal KV: such prompts must neither be added nor asked about.
+    Only tokens are compared. If a placeholder stands for other content (an image), equal tokens do
+    not mean equal KV, so such prompts must neither be added nor looked up.
 
-    ``max_twins`` and ``max_checks`` are those of `SegmentIndex`.
+    ``max_twins`` and ``max_checks`` are the bounds of `SegmentIndex`.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class Segments:
     ) -> None:
         for name, value in (("block_tokens", block_tokens), ("max_tokens", max_tokens)):
             if value < 1:
-                raise ConfigError(f"{name} is {value}; at least 1 is needed")
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         self.block_tokens = block_tokens
         self.min_tokens = min_tokens
         self.max_tokens = max_tokens
         self._bounds = {"max_twins": max_twins, "max_checks": max_checks}
-        self._new_index()  # refuses bounds out of range now
+        self._new_index()  # raises now if a bound is out of range
         self._chains: dict[bytes, Chains] = {}
-        self._used: dict[bytes, bytes] = {}  # namespace by segment id, the longest unused first
+        self._used: dict[bytes, bytes] = {}  # segment id -> namespace, least recently used first
         self._num_tokens = 0
         self._last_id = 0
         self._file = _open(path, block_tokens) if path is not None else None
@@ -114,22 +115,22 @@ class Segments:
             self._file.start()
 
     def __len__(self) -> int:
-        """Segments held."""
+        """Return the number of segments."""
         return len(self._used)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held; those that two segments share are counted in both."""
+        """Number of tokens; those that two segments share count in both."""
         return self._num_tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory; Python's own objects, about 1 KB a segment, are not counted."""
+        """Bytes of memory, without Python objects (about 1 KB per segment)."""
         return sum(chains.nbytes for chains in self._chains.values())
 
     @property
     def dropped(self) -> int:
-        """Records that were not written, since the queue was full or the disk failed."""
+        """Records that were not written because the queue was full or the disk failed."""
         return self._file.dropped if self._file is not None else 0
 
     @property
@@ -145,13 +146,14 @@ class Segments:
         tokens: Sequence[int],
         first: int = 0,
     ) -> None:
-        """Blocks [start, len(keys)) of a chain are stored and may be asked for from now on.
+        """Add blocks [start, len(keys)) of a chain, which are stored from now on.
 
-        ``tokens`` are the whole prompt's, at least as many as the keys cover; with ``first``, keys
-        and tokens begin with that block of the chain, and ``start`` is 1 at least. Call it when the
-        blocks are published: `find` forgets what it is told is not held. About 5 us a block that
-        is not known, and nearly nothing for those that are. Where the finder's table doubles it
-        takes longer: 0.1 s a million anchors, of which 32 tokens or so have one.
+        ``tokens`` are the tokens of the whole prompt, at least as many as the keys cover. With
+        ``first``, keys and tokens begin with that block of the chain, and ``start`` is at least 1.
+        Call this when the blocks are published, because `find` forgets blocks that are not held.
+
+        This takes about 5 us for each unknown block, and almost no time for known ones. Whenever
+        the finder's table doubles, it takes 0.1 s per million anchors (about one for 32 tokens).
         """
         covered = len(keys) * self.block_tokens
         if not min(first, 1) <= start <= len(keys) or len(tokens) < covered:
@@ -178,15 +180,17 @@ class Segments:
         start: int = 0,
         stop: int | None = None,
     ) -> list[Reusable]:
-        """Runs of at least ``min_tokens`` tokens within tokens[start:stop] that are stored.
+        """Find stored runs of at least ``min_tokens`` tokens within tokens[start:stop].
 
-        In order and not overlapping; what is left over holds no further one. ``held`` says of a
-        block's key whether the block is in a tier: what it denies is not returned, and is
-        forgotten. A run that continues in another segment of its chain is one run.
+        The runs are in order and do not overlap; the rest contains no further one. ``held`` returns
+        whether the block of a key is in a tier. Blocks that are not are forgotten. A run that
+        continues in another segment of its chain is returned as one run.
         """
         stop = len(tokens) if stop is None else min(stop, len(tokens))
         if start < 0:
-            raise ConfigError(f"start is {start}: give the first token to look at, from 0 on")
+            raise ConfigError(
+                f"start is {start}: give the position of the first token to search, 0 or more"
+            )
         chains = self._chains.get(namespace)
         if chains is None or stop - start < self.min_tokens:
             return []
@@ -205,7 +209,7 @@ class Segments:
         ]
 
     def clear(self, namespace: bytes | None = None) -> None:
-        """Forget everything, or everything of a namespace: soon in the file too."""
+        """Forget everything, or one namespace. The file follows in the background."""
         dead: list[int] = []
         for name in list(self._chains) if namespace is None else [namespace]:
             chains = self._chains.pop(name, None)
@@ -218,12 +222,12 @@ class Segments:
             self._file.forget(dead, erase=True)
 
     def close(self) -> None:
-        """Write what is left to be written, and let go of the file. Blocks. Idempotent."""
+        """Write what is queued and close the file. Blocks. Idempotent."""
         if self._file is not None:
             self._file.close()
 
     def check_integrity(self) -> None:
-        """Assert that all parts agree. Slow."""
+        """Assert that all parts are consistent. Slow."""
         held = {}
         for namespace, chains in self._chains.items():
             assert chains.segments, "a namespace without segments is forgotten"
@@ -244,7 +248,7 @@ class Segments:
         return SegmentIndex(self.min_tokens, **self._bounds)
 
     def _piece(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> ChainPiece:
-        """Blocks from ``first`` on, behind as many tokens as a head may have."""
+        """Return the blocks from ``first`` on, with a head as long as possible."""
         if any(len(key) != KEY_BYTES for key in keys[first:]):
             raise FormatError(f"keys are {KEY_BYTES} bytes long: make them with KeyChain")
         begin = first * self.block_tokens
@@ -255,9 +259,9 @@ class Segments:
         )
 
     def _chains_of(self, namespace: bytes) -> Chains:
-        """Those of a namespace, which it has from the first segment on.
+        """Return a namespace's chains, or new ones that are kept once they have a segment.
 
-        Nearly always there is but one namespace: the first has room for all blocks at once.
+        There is nearly always only one namespace, so the first one is sized for all blocks.
         """
         chains = self._chains.get(namespace)
         if chains is None:
@@ -268,7 +272,7 @@ class Segments:
     def _enter(
         self, namespace: bytes, chains: Chains, piece: ChainPiece, record: int | None = None
     ) -> None:
-        """Take in blocks that are not known, and write a record if they are in none yet."""
+        """Add unknown blocks, and write a record if ``record`` does not name theirs."""
         self._chains[namespace] = chains
         self._last_id += 1
         segment, new = chains.enter(piece, self._last_id.to_bytes(8, "big"))
@@ -279,7 +283,7 @@ class Segments:
             segment.records.append((record, new.first))
 
     def _restore(self, file: SegmentFile, kept: SegmentRecord) -> None:
-        """Take in a record of the file, as far as its blocks are not known."""
+        """Add those blocks of a record of the file that are not known yet."""
         number, namespace, piece = kept
         chains = self._chains_of(namespace)
         runs = chains.unknown(piece.first, piece.keys, 0)
@@ -296,7 +300,7 @@ class Segments:
             self._forget_oldest()
 
     def _use(self, namespace: bytes, segment: Segment) -> None:
-        """It is the one used last now."""
+        """Mark a segment as the most recently used one."""
         self._used.pop(segment.id, None)
         self._used[segment.id] = namespace
 
@@ -307,10 +311,10 @@ class Segments:
         segment: Segment,
         held: Callable[[bytes], bool],
     ) -> bool:
-        """Forget those of a segment's blocks that are held no more; whether any is left."""
+        """Forget a segment's blocks that are no longer held. Return True if any are left."""
         if held(chains.key(segment, segment.stop - 1)):
             return True
-        low, high = segment.first, segment.stop - 1  # all before low are held, high is not
+        low, high = segment.first, segment.stop - 1  # blocks before low are held, high is not
         while low < high:
             middle = (low + high) // 2
             if held(chains.key(segment, middle)):
@@ -334,7 +338,7 @@ class Segments:
             del self._chains[namespace]
 
     def _forget_records(self, segment: Segment, block: int) -> None:
-        """Those that begin at this block of the chain or behind it."""
+        """Forget the records that begin at this block of the chain or after it."""
         if self._file is not None:
             self._file.forget(number for number, first in segment.records if first >= block)
             segment.records = [record for record in segment.records if record[1] < block]
@@ -353,7 +357,7 @@ class Segments:
         keep: Callable[[Segment], bool],
         start: int,
     ) -> Reusable:
-        """A match, followed as far as the chain and ``prompt`` go."""
+        """Extend a match as far as the chain and ``prompt`` agree."""
         first = chains.segments[match.segment_id]
         source = chains.token_start(first) + match.segment_start
         text = prompt[match.prompt_start :]
@@ -365,7 +369,7 @@ class Segments:
 
 
 def _open(path: Path, block_tokens: int) -> SegmentFile | None:
-    """The file; None, with a line in the log, if it cannot serve."""
+    """Open the file; log a warning and return None if that fails."""
     try:
         return SegmentFile(path, block_tokens)
     except (OSError, FormatError) as error:

@@ -1,20 +1,20 @@
-"""Which cached rows to recompute.
+"""The choice of cached rows to recompute.
 
-A row is one token of the prompt, named by its position. Rows leave on the way down and none
-returns, since a row computed at layer ``i + 1`` needs its hidden state of layer ``i``:
+A row is one token of the prompt, identified by its position. Rows leave from layer to layer and
+never return, because a row at layer ``i + 1`` needs its hidden state of layer ``i``:
 
     layer   0    1    2    3    4  ...  last
     rows    all  all  ┐
                       └ 1.5r ─ ─ ─ ─ ─ 0.5r   of the chunks' tokens, and every fresh token
 
-A `Selector` scores the rows of the chunks at one layer, a `Budget` says how many go on, and
-`narrow` puts the two together. Fresh rows (the question, and whatever has no cached KV) are always
-computed; they are no candidates and no part of the budget.
+A `Selector` scores the chunk rows at one layer, a `Budget` sets how many are kept, and `narrow`
+combines the two. Fresh rows (the question, and all other tokens without cached KV) are always
+computed. They are not candidates and do not count in the budget.
 
-K at layer 0 depends on the token alone, so a deviation there is rounding noise: no selector is
-asked before layer 1. Everything here is a function of tensors on any device, and thread-safe.
+K at layer 0 depends only on the token, so its deviation is rounding noise. Selectors are therefore
+used from layer 1 on. All functions here work on tensors of any device, and are thread-safe.
 
-CacheBlend (arXiv 2405.16444) is the source of the deviation and of gradual filtering.
+The deviation and gradual filtering come from CacheBlend (arXiv 2405.16444).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvcore.errors import ConfigError
 __all__ = [
     "BUILTIN_SELECTORS",
     "Budget",
+    "Candidates",
     "ChunkHeads",
     "HeadsToo",
     "KeyDeviation",
@@ -43,7 +44,6 @@ __all__ = [
     "RandomRows",
     "Ratio",
     "RelativeDeviation",
-    "Seen",
     "Selector",
     "Smoothed",
     "Threshold",
@@ -55,41 +55,43 @@ __all__ = [
 ]
 
 FIRST_TELLING_LAYER = 1
-"""The first layer whose K tells one row from another by what stands before it."""
+"""The first layer whose K depends on the preceding tokens."""
 
 ROUNDING = 1e-9
-"""Taken off before rounding up, so that 7% of 100 rows are 7 though 0.07 * 100 > 7."""
+"""Subtracted before rounding up, so that 7% of 100 rows is 7 although 0.07 * 100 > 7."""
 
 
 # ---------------------------------------------------------------------------------------------
-# what rows are scored by
+# quantities for scores
 
 
 def deviation(fresh: Tensor, cached: Tensor) -> Tensor:
-    """How far the cache is off: sum over heads and dims of (fresh - cached)^2.
+    """Return the error of the cache: the sum over heads and dims of (fresh - cached)^2.
 
-    Both are [rows, kv_heads, head_dim], K at the *same* positions: cached K must be shifted first,
-    or this measures the distance of the shift. Gives [rows] in float32. It is additive over heads,
-    so tensor-parallel ranks add theirs up before anything is chosen.
+    Both are [rows, kv_heads, head_dim], with K at the *same* positions: cached K must be shifted
+    first, or else the result measures the shift. Returns [rows] in float32. The result is additive
+    over heads, so tensor-parallel ranks sum theirs before rows are chosen.
     """
     difference = fresh.float() - cached.float()
     return difference.square().sum(dim=(-2, -1))
 
 
 def attention_mass(probabilities: Tensor, sharpness: float = 1.0) -> Tensor:
-    """What the most interested question row gives each key, summed over heads.
+    """Return the maximum over question rows of each key's probability, summed over heads.
 
-    [heads, question rows, keys] -> [keys]. A ``sharpness`` above 1 lets the few heads that retrieve
-    outweigh the many that spread: probabilities are raised to that power. Additive over heads and
-    layers: a caller adds the layers up and tensor-parallel ranks add theirs.
+    Maps [heads, question rows, keys] to [keys]. Probabilities are raised to the power
+    ``sharpness``. Above 1, the few heads that retrieve outweigh the many that spread their
+    attention. The result is additive over heads and layers: the caller sums the layers, and
+    tensor-parallel ranks sum theirs.
     """
     return probabilities.float().amax(dim=1).pow(sharpness).sum(dim=0)
 
 
 def keep_top(rows: Tensor, scores: Tensor, count: int) -> Tensor:
-    """The ``count`` rows of highest score, sorted by position; among equals the earlier row.
+    """Return the ``count`` rows with the highest scores, sorted by position.
 
-    A score that is not a number marks a broken row: it counts as the highest.
+    Of rows with equal scores the earlier ones are taken. NaN marks a broken row and counts as the
+    highest score.
     """
     scores = torch.nan_to_num(scores.float(), nan=math.inf)
     order = torch.sort(scores, descending=True, stable=True).indices
@@ -101,20 +103,20 @@ def _same(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a selector is shown: the candidates at one layer, n rows of chunks.
+class Candidates:
+    """The candidates that a selector scores: n chunk rows at one layer.
 
     Args:
-        layer: counts from 0.
+        layer: the layer, counted from 0.
         rows: [n] int64, positions, ascending.
         keys, values: computed at this layer, [n, kv_heads, head_dim], K after RoPE.
-        cached_keys, cached_values: what the chunks hold for the same rows, K shifted.
-        offsets: [n] int64, each row's place in its own chunk.
+        cached_keys, cached_values: the cached KV of the same rows, with K shifted.
+        offsets: [n] int64, the index of each row in its chunk.
         question: [n] `attention_mass` of the question over the reused cache, all layers and heads;
             None unless the selector `needs_question`.
-        reduce: adds [n] scores up over tensor-parallel ranks. A collective: every rank calls it
-            equally often.
-        distance: `deviation`, on the device of these rows.
+        reduce: sums [n] scores over tensor-parallel ranks. It is a collective: every rank must call
+            it equally often.
+        distance: computes `deviation` on the device of these rows.
     """
 
     layer: int
@@ -130,12 +132,12 @@ class Seen:
 
     @property
     def key_deviation(self) -> Tensor:
-        """[n], over the heads of all ranks."""
+        """K deviation [n], summed over the heads of all ranks. A collective."""
         return self.reduce(self.distance(self.keys, self.cached_keys))
 
     @property
     def value_deviation(self) -> Tensor:
-        """[n], over the heads of all ranks."""
+        """V deviation [n], summed over the heads of all ranks. A collective."""
         return self.reduce(self.distance(self.values, self.cached_values))
 
 
@@ -144,22 +146,23 @@ class Seen:
 
 
 class Budget(ABC):
-    """How many rows of the chunks are computed at each layer."""
+    """The number of chunk rows computed at each layer."""
 
     full_layers: int
-    """The first layers compute every row: at least 2, for layer 0 tells nothing."""
+    """How many first layers compute every row: at least 2, because K of layer 0 shows no error."""
 
     @property
     def is_reuse(self) -> bool:
-        """Whether no row of a chunk is ever computed, the first layers included."""
+        """Whether no chunk row is computed at any layer, not even at the first ones."""
         return False
 
     @abstractmethod
     def rows_at(self, layer: int, layers: int, tokens: int, scores: Callable[[], Tensor]) -> int:
-        """Rows to compute at ``layer`` of ``layers``, of ``tokens`` in the chunks.
+        """Return how many rows to compute at ``layer`` of ``layers``.
 
-        Only asked from `full_layers` on. ``scores`` gives those of the rows that can still be kept;
-        it is called only by a budget that depends on them.
+        ``tokens`` is the number of tokens in the chunks. This is called only for layers from
+        `full_layers` on. ``scores`` returns the scores of the rows that can still be kept; only a
+        budget that depends on them should call it.
         """
 
 
@@ -167,16 +170,17 @@ def _check_full_layers(full_layers: int) -> None:
     if full_layers <= FIRST_TELLING_LAYER:
         raise ConfigError(
             f"full_layers must be at least {FIRST_TELLING_LAYER + 1}, got {full_layers}: "
-            "K of layer 0 depends on the token alone and cannot tell which rows deviate"
+            "K of layer 0 depends only on the token and does not show which rows deviate"
         )
 
 
 @dataclass(frozen=True)
 class Ratio(Budget):
-    """A share of the chunks' tokens, rounded up: ``ceil(ratio * tokens)`` rows a layer.
+    """A share of the chunks' tokens, rounded up: ``ceil(ratio * tokens)`` rows per layer.
 
-    With a ``spread`` of s it falls linearly from ``ratio * (1 + s)`` at the first layer chosen for
-    to ``ratio * (1 - s)`` at the last, so its mean stays; s shrinks where the first would pass 1.
+    With a ``spread`` of s, the share falls linearly from ``ratio * (1 + s)`` at the first layer
+    after the full ones to ``ratio * (1 - s)`` at the last, so the mean is ``ratio``. s is reduced
+    if the first share would exceed 1.
     """
 
     ratio: float
@@ -186,10 +190,10 @@ class Ratio(Budget):
     def __post_init__(self) -> None:
         _check_full_layers(self.full_layers)
         if not 0 <= self.ratio <= 1:
-            raise ConfigError(f"a ratio of rows to recompute is from 0 to 1, got {self.ratio}")
+            raise ConfigError(f"a ratio of rows to recompute must be from 0 to 1, got {self.ratio}")
         if not 0 <= self.spread <= 1:
             raise ConfigError(
-                f"the spread of a ratio over the layers is from 0 to 1: {self.spread}"
+                f"the spread of a ratio over layers must be from 0 to 1, got {self.spread}"
             )
 
     @property
@@ -197,7 +201,7 @@ class Ratio(Budget):
         return self.ratio == 0
 
     def share(self, layer: int, layers: int) -> float:
-        """Of the chunks' tokens, what `layer` computes, before rounding."""
+        """Return the share of the chunks' tokens that ``layer`` computes, before rounding."""
         if self.is_reuse:
             return 0.0
         if layer < self.full_layers:
@@ -213,10 +217,10 @@ class Ratio(Budget):
 
 @dataclass(frozen=True)
 class Threshold(Budget):
-    """As many rows as score above ``bound``, between ``floor`` and ``ceiling`` of the tokens.
+    """All rows that score above ``bound``, within the shares ``floor`` and ``ceiling`` of tokens.
 
-    Decided once, after `full_layers`. The bound is in the selector's own unit; `RelativeDeviation`
-    has one that means the same on every model.
+    The number is decided once, after `full_layers`. The bound is in the selector's unit. The unit
+    of `RelativeDeviation` has the same meaning for every model.
     """
 
     bound: float
@@ -229,7 +233,7 @@ class Threshold(Budget):
         if not 0 <= self.floor <= self.ceiling <= 1:
             raise ConfigError(
                 f"floor and ceiling of a threshold are shares of the chunks' tokens, "
-                f"0 <= floor <= ceiling <= 1: got {self.floor} and {self.ceiling}"
+                f"0 <= floor <= ceiling <= 1; got {self.floor} and {self.ceiling}"
             )
 
     def rows_at(self, layer: int, layers: int, tokens: int, scores: Callable[[], Tensor]) -> int:
@@ -246,97 +250,99 @@ class Threshold(Budget):
 
 
 class Selector(ABC):
-    """Scores rows. Holds settings only, so one instance serves all requests at once."""
+    """Scores rows. It holds settings only, so one instance serves all requests at once."""
 
     name: ClassVar[str]
 
     @property
     def needs_question(self) -> bool:
-        """True: the question's rows are run over the reused cache first, to see where they look."""
+        """True if the question must run over the reused cache first, to see what it attends to."""
         return False
 
     @property
     def sharpness(self) -> float:
-        """The power in `attention_mass` of that look."""
+        """The power in the `attention_mass` of the question."""
         return 1.0
 
     @abstractmethod
-    def score(self, seen: Seen) -> Tensor:
-        """[n] float32; the higher, the sooner a row is recomputed. Equal on all ranks."""
+    def score(self, candidates: Candidates) -> Tensor:
+        """Return scores [n] float32, equal on all ranks. Rows with high scores are recomputed."""
 
 
 class KeyDeviation(Selector):
-    """CacheBlend's own: the rows whose K is furthest off."""
+    """The rows whose K deviates most, as in CacheBlend."""
 
     name = "key"
 
-    def score(self, seen: Seen) -> Tensor:
-        return seen.key_deviation
+    def score(self, candidates: Candidates) -> Tensor:
+        return candidates.key_deviation
 
 
 class ValueDeviation(Selector):
-    """The rows whose V is furthest off."""
+    """The rows whose V deviates most."""
 
     name = "value"
 
-    def score(self, seen: Seen) -> Tensor:
-        return seen.value_deviation
+    def score(self, candidates: Candidates) -> Tensor:
+        return candidates.value_deviation
 
 
 class KeyValueDeviation(Selector):
-    """K and V deviation, each in units of its own mean over the candidates."""
+    """The sum of K and V deviation, each in units of its mean over the candidates."""
 
     name = "key+value"
 
-    def score(self, seen: Seen) -> Tensor:
-        key, value = seen.key_deviation, seen.value_deviation
+    def score(self, candidates: Candidates) -> Tensor:
+        key, value = candidates.key_deviation, candidates.value_deviation
         tiny = torch.finfo(key.dtype).tiny
         return key / key.mean().clamp_min(tiny) + value / value.mean().clamp_min(tiny)
 
 
 class RelativeDeviation(Selector):
-    """K deviation as a share of the fresh K's square; 1 is a row with nothing right in it."""
+    """K deviation as a share of the fresh K's square; 1 is as wrong as zeros would be."""
 
     name = "relative"
 
-    def score(self, seen: Seen) -> Tensor:
-        size = seen.reduce(deviation(seen.keys, torch.zeros_like(seen.keys)))
-        return seen.key_deviation / size.clamp_min(torch.finfo(size.dtype).tiny)
+    def score(self, candidates: Candidates) -> Tensor:
+        size = candidates.reduce(deviation(candidates.keys, torch.zeros_like(candidates.keys)))
+        return candidates.key_deviation / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 class ChunkHeads(Selector):
-    """The first tokens of every chunk: these were computed as if a text began there."""
+    """The first tokens of every chunk, which were computed as if a text began there."""
 
     name = "heads"
 
-    def score(self, seen: Seen) -> Tensor:
-        return -seen.offsets.float()
+    def score(self, candidates: Candidates) -> Tensor:
+        return -candidates.offsets.float()
 
 
 @dataclass(frozen=True)
 class RandomRows(Selector):
-    """Any rows: the control that every other selector must beat."""
+    """Random rows: the control that every other selector must beat."""
 
     name: ClassVar[str] = "random"
     seed: int = 0
 
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, candidates: Candidates) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        everyone = torch.rand(int(seen.rows[-1]) + 1 if len(seen.rows) else 0, generator=generator)
-        return everyone.to(seen.rows.device)[seen.rows]
+        everyone = torch.rand(
+            int(candidates.rows[-1]) + 1 if len(candidates.rows) else 0, generator=generator
+        )
+        return everyone.to(candidates.rows.device)[candidates.rows]
 
 
-def _question(seen: Seen) -> Tensor:
-    if seen.question is None:
+def _question(candidates: Candidates) -> Tensor:
+    if candidates.question is None:
         raise ConfigError(
-            "this selector weighs rows by the question's attention, and none was computed: "
+            "this selector weighs rows by the question's attention, which was not computed: "
             "run the question over the reused cache first (Selector.needs_question)"
         )
-    return seen.question.float()
+    return candidates.question.float()
 
 
 class QuestionAttention(Selector):
-    """The rows the question looks at."""
+    """The rows that the question attends to."""
 
     name = "question"
 
@@ -344,13 +350,13 @@ class QuestionAttention(Selector):
     def needs_question(self) -> bool:
         return True
 
-    def score(self, seen: Seen) -> Tensor:
-        return _question(seen)
+    def score(self, candidates: Candidates) -> Tensor:
+        return _question(candidates)
 
 
 @dataclass(frozen=True)
 class QuestionDeviation(Selector):
-    """The rows the question looks at and that are wrong: mass * |K deviation|^power."""
+    """Deviating rows that the question attends to: mass * |K deviation|^power."""
 
     name: ClassVar[str] = "question*key"
     power: float = 2.0
@@ -364,13 +370,13 @@ class QuestionDeviation(Selector):
     def sharpness(self) -> float:
         return self.sharp
 
-    def score(self, seen: Seen) -> Tensor:
-        return _question(seen) * seen.key_deviation.pow(self.power / 2)
+    def score(self, candidates: Candidates) -> Tensor:
+        return _question(candidates) * candidates.key_deviation.pow(self.power / 2)
 
 
 @dataclass(frozen=True)
 class _OfAnother(Selector):
-    """Makes something of another selector's scores, and wants to see what that one does."""
+    """A base for selectors that transform the scores of another one and share its needs."""
 
     inner: Selector
 
@@ -385,44 +391,44 @@ class _OfAnother(Selector):
 
 @dataclass(frozen=True)
 class HeadsToo(_OfAnother):
-    """Another selector's rows, after the first ``heads`` tokens of every chunk.
+    """The first ``heads`` tokens of every chunk, and then the rows of another selector.
 
-    What a text begins with draws attention from everything behind it (an attention sink). A chunk
-    computed alone has such a beginning and its place in a prompt has not; that shows at layers
-    deeper than those a deviation is taken at.
+    The beginning of a text draws attention from everything after it (an attention sink). A chunk
+    that was computed alone has such a beginning, but the middle of a prompt has none. This shows
+    only at deeper layers than the one at which the deviation is measured.
     """
 
     name: ClassVar[str] = "heads, then another"
     heads: int = 1
 
-    def score(self, seen: Seen) -> Tensor:
-        return self.inner.score(seen).masked_fill(seen.offsets < self.heads, math.inf)
+    def score(self, candidates: Candidates) -> Tensor:
+        return self.inner.score(candidates).masked_fill(candidates.offsets < self.heads, math.inf)
 
 
 @dataclass(frozen=True)
 class Smoothed(_OfAnother):
-    """Another selector's scores, each the mean over the rows up to ``reach`` tokens away.
+    """Another selector's scores, each averaged over the rows up to ``reach`` tokens away.
 
     A fact is a run of tokens, and a recomputed row reads its neighbours. Rows that have left count
-    as zero; a neighbour in another chunk counts as any.
+    as zero. Neighbours in another chunk count like any others.
     """
 
     name: ClassVar[str] = "runs of another"
     reach: int = 1
 
-    def score(self, seen: Seen) -> Tensor:
-        scores = self.inner.score(seen).float()
+    def score(self, candidates: Candidates) -> Tensor:
+        scores = self.inner.score(candidates).float()
         if not len(scores):
             return scores
-        line = scores.new_zeros(int(seen.rows[-1]) + 1)
-        line[seen.rows] = scores
+        line = scores.new_zeros(int(candidates.rows[-1]) + 1)
+        line[candidates.rows] = scores
         window = 2 * self.reach + 1
         mean = functional.avg_pool1d(line[None, None], window, 1, self.reach)
-        return mean[0, 0, seen.rows]
+        return mean[0, 0, candidates.rows]
 
 
 def runs(reach: int = 2, power: float = 2.0, sharp: float = 2.0) -> Selector:
-    """Runs of rows that the question looks at sharply and that are wrong: the default."""
+    """Return the default selector: runs of deviating rows that the question attends to sharply."""
     return Smoothed(QuestionDeviation(power, sharp), reach)
 
 
@@ -444,28 +450,28 @@ BUILTIN_SELECTORS: dict[str, Callable[..., Selector]] = {
 def narrow(
     selector: Selector,
     budget: Budget,
-    seen: Seen,
+    candidates: Candidates,
     layers: int,
     tokens: int,
     keep: Callable[[Tensor, Tensor, int], Tensor] = keep_top,
 ) -> Tensor:
-    """Positions of the chunks' rows to compute at the layer after ``seen.layer``, ascending.
+    """Return the chunk rows to compute at the layer after that of ``candidates``, ascending.
 
-    ``tokens`` counts all tokens of the chunks, so a ratio keeps its meaning as rows leave. Scores
-    are computed only where rows must go. At most all of ``seen.rows`` are kept. ``keep`` is
-    `keep_top`, on the device of these rows.
+    ``tokens`` counts all tokens of the chunks, including those of rows that have left. Scores are
+    computed only if rows must leave. No more than ``candidates.rows`` are kept. ``keep`` computes
+    `keep_top` on the device of these rows.
     """
-    target = seen.layer + 1
+    target = candidates.layer + 1
     if target < budget.full_layers or target >= layers:
-        return seen.rows
+        return candidates.rows
     scores: list[Tensor] = []
 
     def scored() -> Tensor:
         if not scores:
-            scores.append(selector.score(seen))
+            scores.append(selector.score(candidates))
         return scores[0]
 
     count = budget.rows_at(target, layers, tokens, scored)
-    if count >= len(seen.rows):
-        return seen.rows
-    return keep(seen.rows, scored(), count)
+    if count >= len(candidates.rows):
+        return candidates.rows
+    return keep(candidates.rows, scored(), count)

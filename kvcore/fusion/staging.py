@@ -1,11 +1,11 @@
-"""Where chunks wait for a blend: their blocks as they were stored, and the prompt made of them.
+"""Device memory that holds chunks as they were stored, until a blend reads them layer by layer.
 
-    arena slots ──H2D, layer by layer──▶ Staging ──K rotated, V as is──▶ LayerKV of the prompt
-    engine pages ──────────── exact prefix, one layer at a time ───────▶
+    arena slots ──H2D, layer by layer──▶ ChunkStaging ──K rotated, V as is──▶ LayerKV of the prompt
+    engine pages ────────────── exact prefix, one layer at a time ──────────▶
 
-Staging is to a transfer graph what the engine's pages are: a `DeviceGroup` whose pages are the
-rows of the chunks' graphs. So chunks are loaded by the same copies, in the same layer steps, with
-the same reports as any load, and layer i + 1 lands while layer i is computed.
+A transfer graph uses staging like the engine's pages: it is a `DeviceGroup` whose pages are the
+rows of the chunks' graphs. So chunks are loaded by the same copies, in the same layer steps and
+with the same reports as any load, and layer i + 1 is loaded while layer i is computed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import Axis, DeviceGroup, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
 
-__all__ = ["Place", "PlacedChunks", "PrefixReader", "Staging"]
+__all__ = ["ChunkStaging", "Place", "PlacedChunks", "PrefixReader"]
 
 
 def _token_major(shape: BlockShape, layers: int, pages: int, page_tokens: int) -> KVLayout:
-    """[layers, k/v, pages * page_tokens, kv_heads, dim] in one tensor."""
+    """Return the layout of one tensor [layers, k/v, pages * page_tokens, kv_heads, dim]."""
     row = shape.kv_heads * shape.head_dim
     part = pages * page_tokens * row
     planes = tuple(
@@ -52,11 +52,11 @@ def _token_major(shape: BlockShape, layers: int, pages: int, page_tokens: int) -
 
 def _check_shape(shape: BlockShape) -> None:
     if shape.kv_factor != 2 or shape.dims() != (shape.head_dim, shape.head_dim):
-        raise LayoutError(f"a blend needs K and V of one head size, not {shape}")
+        raise LayoutError(f"a blend needs K and V with equal head sizes, got {shape}")
 
 
-class Staging:
-    """Room for ``blocks`` canonical blocks of ``shape`` on ``device``, all layers.
+class ChunkStaging:
+    """Memory for ``blocks`` canonical blocks of ``shape``, all layers, on ``device``.
 
     ``tensor`` is [layers, k/v, blocks * block_tokens, kv_heads, dim].
     """
@@ -71,14 +71,14 @@ class Staging:
 
     @staticmethod
     def nbytes(shape: BlockShape, blocks: int) -> int:
-        """Bytes of memory one of this size takes."""
+        """Return the size in bytes of a staging for ``blocks`` blocks."""
         return blocks * shape.nbytes
 
 
 class PrefixReader:
-    """Reads the exact prefix of a prompt out of the engine's pages, one layer at a time.
+    """Reads the exact prefix of a prompt from the engine's pages, one layer at a time.
 
-    ``view`` are the engine's pages of all layers, ``pages`` those of the prefix in order.
+    ``view`` covers the engine's pages of all layers. ``pages`` are the prefix's pages in order.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PrefixReader:
         self._into = KVView(layout, [self._scratch])
 
     def read(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill the first rows of ``keys`` and ``values``, [tokens, kv_heads, dim] each."""
+        """Write the prefix to the first rows of ``keys`` and ``values`` [tokens, kv_heads, dim]."""
         if not len(self._pages):
             return
         everything = np.arange(len(self._pages), dtype=np.int64)
@@ -109,17 +109,18 @@ class PrefixReader:
 
 
 class PlacedChunks(Placed):
-    """The cached KV of one prompt of ``tokens`` tokens, out of a staging and a prefix.
+    """The cached KV of a prompt of ``tokens`` tokens, from a staging and an exact prefix.
 
-    ``ropes`` has one a layer, None where nothing rotates. ``landed(layer)`` blocks until the
-    staging holds a layer; ``sink(layer, kv)`` takes what was merged. ``ops`` rotates and places.
-    Where layers are read ``again``, K is rotated at the first reading and the staging keeps it so.
+    ``ropes`` has one rope for each layer; None for a layer that does not rotate. ``landed(layer)``
+    blocks until the staging holds a layer. ``sink(layer, kv)`` receives merged KV. ``ops`` rotates
+    and places. If layers are read ``again``, the first read writes the rotated K back to the
+    staging.
     """
 
     def __init__(
         self,
         tokens: int,
-        staging: Staging,
+        staging: ChunkStaging,
         places: Sequence[Place],
         ropes: Sequence[Rope | None],
         prefix: PrefixReader,
@@ -140,8 +141,7 @@ class PlacedChunks(Placed):
         self._turned: set[int] = set()
         staged = staging.tensor
         size = (tokens, *staged.shape[3:])
-        # Zeros, not garbage: rows without KV are written before they are read, and a NaN there
-        # would poison even what a mask hides.
+        # Zeros, because a NaN in a row that is not yet written would spread even through a mask.
         self._kv = LayerKV(staged.new_zeros(size), staged.new_zeros(size))
 
     def layer(self, layer: int) -> LayerKV:

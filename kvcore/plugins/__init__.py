@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
 from kvcore.plugins.hookspecs import (
     AttentionPlugin,
     EngineSpec,
@@ -16,6 +17,9 @@ from kvcore.plugins.manager import PluginManager
 from kvcore.tiers.spec import PreparedTier, TierContext, TierPlugin
 
 __all__ = [
+    "AttentionBatch",
+    "AttentionCall",
+    "AttentionHook",
     "AttentionPlugin",
     "EngineSpec",
     "OpsPlugin",

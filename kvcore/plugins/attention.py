@@ -23,13 +23,13 @@ from kvcore.errors import LayoutError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AttentionCall", "AttentionHook", "Batch", "Hooks"]
+__all__ = ["AttentionBatch", "AttentionCall", "AttentionHook", "Hooks"]
 
 _log = logging.getLogger("kvcore.plugins.attention")
 
 
 @dataclass(frozen=True)
-class Batch:
+class AttentionBatch:
     """The requests of one forward. Its tensors are on the device, so that nothing waits for them.
 
     Args:
@@ -64,7 +64,7 @@ class AttentionCall:
     query: Tensor
     key: Tensor
     value: Tensor
-    batch: Batch
+    batch: AttentionBatch
 
 
 class AttentionHook(ABC):  # noqa: B024  # a hook may care for one side only

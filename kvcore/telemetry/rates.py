@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kvcore.errors import ConfigError
 from kvcore.telemetry.fit import Fit, is_amount
 
-__all__ = ["ComputeRates", "Part", "Rates", "TierRates", "pairs", "pipelined", "seen"]
+__all__ = ["ComputeRates", "ForwardPart", "Rates", "TierRates", "pairs", "pipelined", "seen"]
 
 RECENT = 3
 """Number of recent loads whose median error is the drift, so that one outlier is ignored."""
@@ -69,8 +69,8 @@ class _LoadSample(NamedTuple):
     seconds: float
 
 
-class Part(NamedTuple):
-    """Consecutive rows computed after ``context`` tokens; a decode is one row."""
+class ForwardPart(NamedTuple):
+    """Rows of one request in a forward, after ``context`` tokens. A decode is one row."""
 
     tokens: int
     context: int
@@ -127,7 +127,7 @@ class Rates:
 
     # -- what was measured ----------------------------------------------------------------------
 
-    def prefilled(self, parts: Iterable[Part], seconds: float) -> bool:
+    def prefilled(self, parts: Iterable[ForwardPart], seconds: float) -> bool:
         """Learn from one forward pass over these parts of requests, decodes included.
 
         Returns False and learns nothing if the numbers cannot be those of a forward pass.

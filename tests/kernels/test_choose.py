@@ -60,9 +60,9 @@ def test_lists_longer_than_a_block(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("twin", [launch, naive])
 def test_what_does_not_fit_is_refused(twin) -> None:  # type: ignore[no-untyped-def]
     rows, scores = listed([1.0, 2.0])
-    with pytest.raises(LayoutError, match="int64 row and a score"):
+    with pytest.raises(LayoutError, match="int64 rows and one score"):
         twin.keep_top(rows.int(), scores, 1)
-    with pytest.raises(LayoutError, match="int64 row and a score"):
+    with pytest.raises(LayoutError, match="int64 rows and one score"):
         twin.keep_top(rows, scores[:1], 1)
     with pytest.raises(LayoutError, match="at least 3 and at most 2"):
         twin.keep_above(rows, scores, 0.0, 3, 2)

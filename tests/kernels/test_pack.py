@@ -188,10 +188,10 @@ PACKED = packed_like(VIEW, 16, 2, "int8")
     [
         ({"dst": VIEW}, UnsupportedError, "packed as bfloat16"),
         ({"src": PACKED}, UnsupportedError, "int8 packed as int8"),
-        ({"src_units": np.array([0])}, LayoutError, "a row of units a block"),
+        ({"src_units": np.array([0])}, LayoutError, "a row of units per block"),
         ({"src_units": np.array([[0, 1, 2]])}, LayoutError, "3 units for a block of 16"),
-        ({"src_units": np.array([[4]])}, LayoutError, "unit 4 of 4"),
-        ({"dst_blocks": np.array([2])}, LayoutError, "block 2 of 2"),
+        ({"src_units": np.array([[4]])}, LayoutError, "unit 4 is out of range: there are 4"),
+        ({"dst_blocks": np.array([2])}, LayoutError, "block 2 is out of range: there are 2"),
         ({"layers": [1]}, LayoutError, r"layers \[1\]"),
         ({"heads": HeadRange(1, 0, 2)}, LayoutError, "HeadRange"),
         ({"scales": torch.zeros(2, 1, 2, 1)}, LayoutError, "scales of"),

@@ -128,13 +128,13 @@ ROPE = Rope(64, 64, Pairing.NEOX, 1e4)
     ("shape", "change", "error", "message"),
     [
         (SHAPE, {"ropes": [ROPE]}, LayoutError, "1 ropes for 2 layers"),
-        (SHAPE, {"distances": np.zeros(2, np.int64)}, LayoutError, "one distance a unit"),
+        (SHAPE, {"distances": np.zeros(2, np.int64)}, LayoutError, "one distance per unit"),
         (SHAPE, {"ropes": [Rope(128, 64, Pairing.NEOX, 1e4), None]}, LayoutError, "head dim 128"),
         (
             SHAPE,
             {"ropes": [ROPE, Rope(64, 32, Pairing.NEOX, 1e4)]},
             UnsupportedError,
-            "differently",
+            "differ in pairing",
         ),
         (SHAPE, {"src_units": np.array([7])}, LayoutError, "unit 7"),
         (BlockShape(2, 2, 64, 8, "float8_e4m3fn"), {}, UnsupportedError, "unpack it first"),

@@ -31,10 +31,10 @@ from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.explain.recorder import RequestRecorder  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
-from kvcore.fusion.staging import Staging  # noqa: E402
+from kvcore.fusion.staging import ChunkStaging  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
-from kvcore.telemetry.rates import Part  # noqa: E402
+from kvcore.telemetry.rates import ForwardPart  # noqa: E402
 from kvcore.transfer.graph import OpReport  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402
 from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
@@ -92,11 +92,11 @@ class Landing:
 
     def __init__(self, worker: Any, shape: BlockShape) -> None:
         self._worker, self._shape = worker, shape
-        self.landed: list[tuple[BlendOrder, Staging]] = []
+        self.landed: list[tuple[BlendOrder, ChunkStaging]] = []
 
     def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
         for order in orders:
-            staging = Staging(self._shape, order.blocks, torch.device("cpu"))
+            staging = ChunkStaging(self._shape, order.blocks, torch.device("cpu"))
             self.landed.append((order, staging))
             for chunk in order.chunks:
                 assert not self._worker.submit(chunk.graph, staging.groups)
@@ -142,7 +142,7 @@ class SGLangRig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
+        clock = ForwardClock[Sequence[ForwardPart]](torch.device("cpu")) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         outbox, recorder = Outbox(), RequestRecorder.of(self.config)
         made = build_leader(self.config, model, outbox, recorder)

@@ -23,7 +23,7 @@ from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.rope import Rope
 from kvcore.runtime.build import segments_of
 from kvcore.telemetry.metrics import Data
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.describe import Served
 from kvcore_sglang.fusion import SglangLayers
@@ -83,7 +83,9 @@ def build(
         layers, ropes = fusable.layers, fusable.ropes
         blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
-    clock = ForwardClock[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
+    clock = (
+        ForwardClock[Sequence[ForwardPart]](served.pool.view.tensors[0].device) if timed else None
+    )
     worker = WorkerConnector(parts, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)

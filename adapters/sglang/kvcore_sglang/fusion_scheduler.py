@@ -20,7 +20,7 @@ from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, re
 from kvcore.errors import ConfigError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.telemetry.metrics import Data
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 
 Tokens = npt.NDArray[np.int64]
 
@@ -84,7 +84,7 @@ class SglangFusionScheduler(FusionScheduler):
     def learn_times(
         self,
         profile: Sequence[tuple[int, float]],
-        forwards: Sequence[tuple[Sequence[Part], float]],
+        forwards: Sequence[tuple[Sequence[ForwardPart], float]],
         counted: Data,
     ) -> None:
         """Learn from the layers, forwards and copies that workers timed, in seconds."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_policy import is_prefill
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang.worker import WorkerConnector
 
@@ -58,7 +58,7 @@ class LayerGate:
         if graph_ids and self._worker is not None:
             self._worker.wait_layer(graph_ids, layer)
 
-    def around_forward(self, parts: Sequence[Part]) -> AbstractContextManager[None]:
+    def around_forward(self, parts: Sequence[ForwardPart]) -> AbstractContextManager[None]:
         """To be around the forward of the batch that runs, over these parts (none: they are not
         known). It is timed if it prefills, and waits for no load."""
         waits = bool(self._batches.get(self.consumer_index))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
 from kvcore.log import get_logger
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 
 _log = get_logger("kvcore.sglang.hooks")
 
@@ -258,7 +258,7 @@ def around_forward(
         return original(runner, forward_batch, *args, **options)
 
 
-def prefill_parts(batch: Any) -> list[Part]:
+def prefill_parts(batch: Any) -> list[ForwardPart]:
     """What SGLang's batch computes, its decodes included; none where more is done in its forward
     than that (pictures, log-probabilities of prompts), it waits for other replicas (attention
     in data parallel), or it is no plain prefill."""
@@ -268,7 +268,7 @@ def prefill_parts(batch: Any) -> list[Part]:
     if batch.contains_mm_inputs():
         return []
     rows, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
-    return [Part(int(new), int(held)) for new, held in zip(rows, before, strict=True)]
+    return [ForwardPart(int(new), int(held)) for new, held in zip(rows, before, strict=True)]
 
 
 HOOKS = (

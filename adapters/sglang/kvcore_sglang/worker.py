@@ -19,7 +19,7 @@ from kvcore.connector.forward_timer import ForwardClock
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.worker import ATTEMPTS, RETRY_WAIT_S, Load, StepWorker
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
 from kvcore.worker.lifecycle import RankParts
@@ -44,7 +44,7 @@ class WorkerConnector(StepWorker[str]):
         parts: RankParts,
         fence: Fence = contextlib.nullcontext,
         blends: FusionWorker | RefusingFusionWorker | None = None,
-        clock: ForwardClock[Sequence[Part]] | None = None,
+        clock: ForwardClock[Sequence[ForwardPart]] | None = None,
     ) -> None:
         super().__init__(parts, blends)
         self._fence = fence
@@ -103,7 +103,7 @@ class WorkerConnector(StepWorker[str]):
         return self._clock is not None
 
     @contextlib.contextmanager
-    def forward(self, parts: Sequence[Part]) -> Iterator[None]:
+    def forward(self, parts: Sequence[ForwardPart]) -> Iterator[None]:
         """The block is a forward over these parts, in which nothing is waited for. Scheduler's
         thread only."""
         if self._clock is None:
@@ -113,7 +113,7 @@ class WorkerConnector(StepWorker[str]):
         yield
         self._clock.stop()
 
-    def take_forwards(self) -> list[tuple[Sequence[Part], float]]:
+    def take_forwards(self) -> list[tuple[Sequence[ForwardPart], float]]:
         """(parts, seconds) of forwards that ended since the last call. Does not block."""
         return [] if self._clock is None else self._clock.take()
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcore.errors import UnsupportedError
-from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch, Hooks
+from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook, Hooks
 
 _log = logging.getLogger("kvcore.vllm.attention")
 
@@ -41,7 +41,7 @@ def check_module() -> None:
 
 
 @contextmanager
-def lent(attention: Any, layer: int, hook: AttentionHook, batch: Batch) -> Iterator[None]:
+def lent(attention: Any, layer: int, hook: AttentionHook, batch: AttentionBatch) -> Iterator[None]:
     """Answer calls of one attention module with ``hook.before``, in this block."""
 
     def forward(
@@ -70,21 +70,21 @@ def lent(attention: Any, layer: int, hook: AttentionHook, batch: Batch) -> Itera
 
 
 class Batches:
-    """vLLM's metadata of a step, as a `Batch`. Made once a step and layer group."""
+    """vLLM's metadata of a step, as a `AttentionBatch`. Made once a step and layer group."""
 
     def __init__(self, request_ids: Callable[[], Sequence[str]], page_tokens: int) -> None:
         self._request_ids = request_ids
         self._page_tokens = page_tokens
         self._metadata: Any = None
-        self._batch: Batch | None = None
+        self._batch: AttentionBatch | None = None
 
-    def of(self, metadata: Any, layer: int) -> Batch:
+    def of(self, metadata: Any, layer: int) -> AttentionBatch:
         """Made anew at layer 0: vLLM may fill the same metadata again for the next step."""
         if self._batch is None or layer == 0 or metadata is not self._metadata:
             self._metadata, self._batch = metadata, self._make(metadata)
         return self._batch
 
-    def _make(self, metadata: Any) -> Batch:
+    def _make(self, metadata: Any) -> AttentionBatch:
         requests = tuple(self._request_ids())
         starts = metadata.query_start_loc[: len(requests) + 1]
         rows = metadata.num_actual_tokens
@@ -93,7 +93,7 @@ class Batches:
         positions = torch.arange(rows, device=starts.device)
         positions += behind.repeat_interleave(counts, output_size=rows)
         pages = metadata.block_table[: len(requests)]
-        return Batch(requests, starts, positions, pages, self._page_tokens)
+        return AttentionBatch(requests, starts, positions, pages, self._page_tokens)
 
 
 def install(

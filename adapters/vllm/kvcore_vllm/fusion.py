@@ -29,7 +29,7 @@ from kvcore.fusion.attend import Attention
 from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
-from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch
+from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
 from kvcore_vllm.attention import check_module, lent
 
 if TYPE_CHECKING:
@@ -141,13 +141,15 @@ class VllmLayers(TensorParallelLayers):
         mapping = LoRAMapping((lora,) * rows, (lora,), is_prefill=True)
         self._loras.set_adapter_mapping(mapping)
 
-    def _batch(self, positions: Tensor) -> Batch:
+    def _batch(self, positions: Tensor) -> AttentionBatch:
         """Return rows of the request that is served as a batch. There is at least one row."""
         assert self._served is not None
         rows = len(positions)
         starts = torch.arange(0, rows + 1, rows, device=positions.device)
         served = self._served
-        return Batch((served.request_id,), starts, positions, served.pages, served.page_tokens)
+        return AttentionBatch(
+            (served.request_id,), starts, positions, served.pages, served.page_tokens
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         self._adapt(len(tokens))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 
 
-def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[Part]:
+def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[ForwardPart]:
     """(tokens of this step, vLLM's request) as what the controller counts."""
-    return [Part(tokens, request.num_computed_tokens) for tokens, request in scheduled]
+    return [ForwardPart(tokens, request.num_computed_tokens) for tokens, request in scheduled]
 
 
 def outcome(request: Any) -> str:

@@ -1,4 +1,4 @@
-"""What both twins refuse."""
+"""The argument checks of the kernel and its naive twin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcore.memory.layout import KVView
 __all__ = ["DTYPES", "MIN_DIM", "check_rows"]
 
 MIN_DIM = 16
-"""Matrix units multiply tiles at least this wide."""
+"""The smallest width of the tiles that matrix units multiply."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -24,7 +24,7 @@ def check_rows(
     window: int,
     latent_dim: int,
 ) -> None:
-    """Raise LayoutError or UnsupportedError for arguments that do not fit. Reads no memory."""
+    """Raise LayoutError or UnsupportedError for invalid arguments. Reads no memory."""
     layout = view.layout
     plane = layout.planes[layer][0]
     if queries.dim() != 3 or queries.shape[1] % layout.kv_heads or not queries.shape[1]:
@@ -35,14 +35,15 @@ def check_rows(
     if queries.shape[2] != plane.head_dim or queries.stride(2) != 1:
         raise LayoutError(
             f"queries of dim {queries.shape[2]} and stride {queries.stride(2)} for keys of dim "
-            f"{plane.head_dim}: give contiguous rows of that dim"
+            f"{plane.head_dim}: give contiguous rows of the same dim"
         )
     if plane.head_dim < MIN_DIM:
-        raise UnsupportedError(f"keys of dim {plane.head_dim}; supported are {MIN_DIM} and more")
+        raise UnsupportedError(f"keys of dim {plane.head_dim}; supported is {MIN_DIM} or more")
     if positions.shape != queries.shape[:1] or page_table.dim() != 1:
         raise LayoutError(
             f"positions of {tuple(positions.shape)} and a page table of "
-            f"{tuple(page_table.shape)} for {len(queries)} rows; both are flat"
+            f"{tuple(page_table.shape)} for {len(queries)} rows: give one position for each row "
+            "and a flat page table"
         )
     if queries.dtype not in DTYPES or view.tensors[plane.tensor].dtype != queries.dtype:
         raise UnsupportedError(
@@ -50,9 +51,11 @@ def check_rows(
             "bfloat16, float16 or float32, the same for both"
         )
     if soft_cap < 0 or window < 0:
-        raise LayoutError(f"soft cap {soft_cap} and window {window}; 0 means none")
+        raise LayoutError(
+            f"soft cap {soft_cap} and window {window} must not be negative; 0 means none"
+        )
     if (layout.kv_factor == 1) != (0 < latent_dim <= plane.head_dim):
         raise LayoutError(
             f"latent_dim {latent_dim} for KV of {layout.kv_factor} parts of dim {plane.head_dim}: "
-            "give the dims of a latent that are values (MLA: 512 of 576), and 0 for K and V"
+            "for a latent give the number of dims that are values (MLA: 512 of 576), else 0"
         )

@@ -1,4 +1,4 @@
-"""Attention of one tile of rows and one KV head."""
+"""The attention kernel: one tile of rows and one group of query heads per program."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -13,8 +13,10 @@ __all__ = ["attend_kernel"]
 
 @triton.jit
 def _axis(index, stride, RUN: tl.constexpr, run_stride):
-    """``kvcore.memory.layout.Axis`` at ``index``, an int32. RUN is its inner; 0: it is
-    contiguous."""
+    """Return the offset of ``index`` (int32) on a ``kvcore.memory.layout.Axis``.
+
+    RUN is the axis's inner size; 0 means that it is contiguous.
+    """
     if RUN:
         run = (index // RUN).to(tl.int64)
         offset = run * stride + (index % RUN).to(tl.int64) * run_stride
@@ -25,7 +27,7 @@ def _axis(index, stride, RUN: tl.constexpr, run_stride):
 
 @triton.jit
 def _visible(s, n, at, there, last, smallest, WINDOW: tl.constexpr):
-    """Scores with -inf at keys that their row does not see, and which keys any row may see."""
+    """Return scores with -inf at keys that their row does not see, and the keys that any sees."""
     used = there
     if WINDOW:
         seen = (n[None, :] <= at[:, None]) & (n[None, :] > at[:, None] - WINDOW)
@@ -80,18 +82,20 @@ def attend_kernel(
     TAIL: tl.constexpr,
     V_TILE: tl.constexpr,
 ):
-    """out[r, h] = softmax_n(cap(scale q[r, h] . k[n, g])) @ v[n, g], n in the row's window
+    """Compute attention of scattered rows over paged KV.
 
-    g is the KV head of query head h; cap(x) = c tanh(x / c), or x; the row at position p sees
-    max(0, p - WINDOW + 1) <= n <= p, all from 0 where WINDOW is 0. Online softmax in base 2: for
-    each tile of N keys m' = max(m, max s), l' = l 2^(m - m') + sum 2^(s - m'),
-    o' = o 2^(m - m') + 2^(s - m') v.
+    out[r, h] = softmax_n(cap(scale q[r, h] . k[n, g])) @ v[n, g], n in the row's window
+
+    g is the KV head of query head h. cap(x) = c tanh(x / c), or x if CAPPED is false. The row at
+    position p sees max(0, p - WINDOW + 1) <= n <= p; if WINDOW is 0, it sees all from 0. The
+    softmax is online and in base 2: for each tile of N keys, m' = max(m, max s),
+    l' = l 2^(m - m') + sum 2^(s - m'), o' = o 2^(m - m') + 2^(s - m') v.
 
     Program (row tile, group) packs GROUP query heads of M / GROUP rows, so K and V are read once
-    for all of them; SPLIT such groups share a KV head. It starts at the first key that any of its
-    rows sees and ends at its largest position: pages outside are not touched. Tiles that all rows
-    see whole are not masked. V between two rows' windows is not read, since its pages may be taken
-    back and hold anything. The head dim is MAIN, a power of two, and a TAIL.
+    for all of them. SPLIT such groups share a KV head. It starts at the first key that any of its
+    rows sees and ends at its largest position; other pages are not touched. Tiles that all rows see
+    completely are not masked. V between the windows of two rows is not read, because its pages may
+    have been freed and hold anything. The head dim is split into MAIN, a power of two, and a TAIL.
     """
     group = tl.program_id(1)
     lane = tl.arange(0, M)

@@ -1,4 +1,4 @@
-"""Launches attention of scattered rows."""
+"""The launch of attention of scattered rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ __all__ = ["AttendTile", "attend_rows", "constants", "tile_for"]
 
 
 class AttendTile(NamedTuple):
-    """Rows times query heads, and keys, of a program; warps and pipeline stages. Untuned: no GPU
-    was at hand. The largest of those tried whose builds for sm_80, sm_90, sm_100 and gfx942 spill
-    nothing and fit the shared memory."""
+    """Rows times query heads, and keys, of a program; warps and pipeline stages.
+
+    Untuned: no GPU was at hand. These are the largest of the tried tiles whose builds for sm_80,
+    sm_90, sm_100 and gfx942 spill nothing and fit the shared memory.
+    """
 
     rows: int
     keys: int
@@ -37,19 +39,20 @@ def attend_rows(
     window: int = 0,
     latent_dim: int = 0,
 ) -> torch.Tensor:
-    """Attention of some rows of one request over its KV of ``layer``, in paged memory.
+    """Compute attention of some rows of one request over its paged KV of ``layer``.
 
-    ``queries`` is ``[rows, q_heads, head_dim]``, ``positions`` the true position of each row, and
-    ``page_table`` the request's pages in order (int32 or int64): token t lies in page
+    ``queries`` is ``[rows, q_heads, head_dim]``. ``positions`` has the true position of each row.
+    ``page_table`` has the request's pages in order (int32 or int64): token t is in page
     ``page_table[t // page_tokens]``. The row at position p sees keys 0..p, or the last ``window``
-    of them: all of these must be written, and finite. Pages between the windows of two rows may
-    hold anything, but must be pages. Rows may be in any order; sorted ones, whose
-    tiles span few positions, are fast. ``latent_dim`` is for MLA with absorbed weights: K is the
-    latent, V its first dims. ``soft_cap`` bounds the scores by c tanh(s / c).
+    of them. All of these must be written and finite. Pages between the windows of two rows may
+    have any content, but must be valid pages. Rows may be in any order; sorted rows are fast,
+    because their tiles span few positions. ``latent_dim`` is for MLA with absorbed weights: K is
+    the latent, and V is its first dims. ``soft_cap`` bounds the scores by c tanh(s / c).
 
-    Returns ``[rows, q_heads, v_dim]``, of the queries' dtype. Enqueued on the current stream; the
-    host does not wait, so positions beyond the page table cannot be refused: they see its tokens.
-    Raises LayoutError or UnsupportedError for arguments that do not fit each other.
+    Returns ``[rows, q_heads, v_dim]`` in the queries' dtype. The work is enqueued on the current
+    stream. The host does not wait, so positions beyond the page table are not detected: such rows
+    see the tokens of the page table. Raises LayoutError or UnsupportedError for arguments that do
+    not fit each other.
     """
     check_rows(queries, positions, view, layer, page_table, soft_cap, window, latent_dim)
     planes = view.layout.planes[layer]
@@ -89,7 +92,7 @@ def constants(
     capped: bool,
     full: bool,
 ) -> tuple[AttendTile, dict[str, Any]]:
-    """The tile for these shapes and what the compiler sees of them; ``full`` is float32."""
+    """Return the tile for these shapes and the compile-time constants; ``full`` means float32."""
     dim = key.head_dim
     main = max(16, 1 << (dim.bit_length() - 1))
     tile = tile_for(dim, full=full, plain=not (window or capped))
@@ -116,7 +119,7 @@ def constants(
 
 
 def tile_for(dim: int, *, full: bool, plain: bool) -> AttendTile:
-    """The tile for a head of ``dim``; ``plain`` is without a window or a cap on scores."""
+    """Return the tile for heads of ``dim``; ``plain`` means no window and no cap on scores."""
     if full:
         return AttendTile(64, 32, 8, 2) if dim <= 128 else AttendTile(32, 16, 8, 1)
     if dim > 256:
@@ -140,11 +143,11 @@ def _strides(plane: Plane) -> tuple[int, ...]:
 
 
 def _dim_run(plane: Plane) -> int:
-    """Dims of a packed run, or 0 where they are contiguous and no offset need be computed."""
+    """Return the dims of a packed run; 0 if they are contiguous and need no offsets."""
     return 0 if plane.dim == Axis(1) else plane.dim.inner
 
 
 def _base(view: KVView, plane: Plane) -> torch.Tensor:
-    """The plane's memory from its first element on."""
+    """Return the plane's memory from its first element on."""
     tensor = view.tensors[plane.tensor]
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + plane.offset)

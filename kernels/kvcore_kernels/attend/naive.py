@@ -1,4 +1,4 @@
-"""The naive twin: a row at a time, in float64."""
+"""The naive twin: one row at a time, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend_rows(
     window: int = 0,
     latent_dim: int = 0,
 ) -> torch.Tensor:
-    """As `kvcore_kernels.attend.launch.attend_rows`. Waits for the device, for every row."""
+    """Compute `kvcore_kernels.attend.launch.attend_rows`; waits for the device for every row."""
     check_rows(queries, positions, view, layer, page_table, soft_cap, window, latent_dim)
     page = view.layout.page_tokens
     offsets = torch.arange(page, device=page_table.device)

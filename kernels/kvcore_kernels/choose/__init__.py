@@ -1,1 +1,1 @@
-"""The rows of highest score, sorted by position, chosen without leaving the device."""
+"""The rows with the highest scores, sorted by position and chosen on the device."""

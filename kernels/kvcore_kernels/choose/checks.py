@@ -1,4 +1,4 @@
-"""What both twins refuse."""
+"""The argument checks of the kernel and its naive twin."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ __all__ = ["Kept", "check_scores"]
 
 
 class Kept(NamedTuple):
-    """``rows``, int64, whose first ``number[0]`` are the chosen ones and the others -1; both on the
-    device that chose."""
+    """Chosen rows, on the device that chose them.
+
+    The first ``number[0]`` of ``rows`` (int64) are the chosen ones; the others are -1.
+    """
 
     rows: torch.Tensor
     number: torch.Tensor
 
 
 def check_scores(rows: torch.Tensor, scores: torch.Tensor, least: int, most: int) -> None:
-    """Raise LayoutError for arguments that do not fit. Reads no memory."""
+    """Raise LayoutError for invalid arguments. Reads no memory."""
     if rows.dim() != 1 or rows.shape != scores.shape or rows.dtype != torch.int64:
         raise LayoutError(
             f"rows of {rows.dtype} {tuple(rows.shape)} with scores of {tuple(scores.shape)}: "
-            "give an int64 row and a score each"
+            "give int64 rows and one score for each"
         )
     if not 0 <= least <= most:
-        raise LayoutError(f"at least {least} and at most {most} rows; 0 <= least <= most is wanted")
+        raise LayoutError(f"at least {least} and at most {most} rows: give 0 <= least <= most")

@@ -1,4 +1,4 @@
-"""The highest scores of a list, in one program."""
+"""The kernel that chooses the highest scores of a list, in one program."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -13,7 +13,7 @@ __all__ = ["choose_kernel"]
 
 @triton.jit
 def _number(scores, at, size):
-    """Scores as `torch.nan_to_num` has them, NaN as infinity; -infinity past the end."""
+    """Return scores as `torch.nan_to_num` does, with NaN as infinity; -infinity past the end."""
     x = tl.load(scores + at, mask=at < size, other=0.0).to(tl.float32)
     largest = 3.4028234663852886e38
     x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
@@ -23,7 +23,7 @@ def _number(scores, at, size):
 
 @triton.jit
 def _key(scores, at, size):
-    """An integer in [0, 2^32) that sorts as the score does, -0 with 0; -1 past the end."""
+    """Return an integer in [0, 2^32) that sorts like the score, -0 as 0; -1 past the end."""
     x = _number(scores, at, size)
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
@@ -44,11 +44,12 @@ def choose_kernel(
     most,
     BLOCK: tl.constexpr,
 ):
-    """out = the k rows of highest score in their order, then -1; of equal scores the earlier ones
+    """Write the k rows of highest score to ``out`` in their order, followed by -1.
 
-    k = min(max(how many exceed bound, least), most), and kept[0] = k; most <= size. The k-th
-    highest score is found bit by bit, from the highest: 32 counts over the list, which stays in the
-    cache. One program, since counts of many would have to meet.
+    Of equal scores the earlier rows are taken. k = min(max(number above bound, least), most), and
+    kept[0] = k; most <= size. The k-th highest score is found bit by bit from the highest bit, by
+    32 counts over the list, which stays in the cache. One program does it all, because several
+    would have to synchronize their counts.
     """
     offsets = tl.arange(0, BLOCK)
     above = 0

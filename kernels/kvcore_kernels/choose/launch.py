@@ -1,4 +1,4 @@
-"""Launches the choice of rows."""
+"""The launch of the choice of rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["WARPS", "block_for", "keep_above", "keep_top"]
 
 WARPS = 16
 _BLOCK = 4096
-"""Scores in flight at once. Untuned: no GPU was at hand."""
+"""Scores that are processed together. Untuned: no GPU was at hand."""
 
 
 def keep_top(rows: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` rows of highest score (all, where there are fewer), in the order of ``rows``.
+    """Return the ``count`` rows of highest score (all if there are fewer), in order of ``rows``.
 
-    ``rows`` is int64 ``[n]`` and ``scores`` ``[n]`` of any float. Of equal scores the earlier row
-    is taken; a score that is not a number counts as the highest. As `kvcore.fusion.keep_top`.
-    Enqueued on the current stream; the host does not wait. Thread-safe.
+    ``rows`` is int64 ``[n]`` and ``scores`` ``[n]`` of any float dtype. Of equal scores the earlier
+    row is taken; NaN counts as the highest score. The result is that of
+    `kvcore.fusion.select.keep_top`. The work is enqueued on the current stream; the host does not
+    wait. Thread-safe.
     """
     check_scores(rows, scores, count, count)
     return _choose(rows, scores, math.inf, count, count).rows
@@ -31,11 +32,11 @@ def keep_top(rows: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tens
 def keep_above(
     rows: torch.Tensor, scores: torch.Tensor, bound: float, least: int, most: int
 ) -> Kept:
-    """The rows that score above ``bound``: at least ``least`` and at most ``most`` of them.
+    """Return the rows that score above ``bound``, at least ``least`` and at most ``most`` of them.
 
-    Which, if there are too many or too few, and in what order: as `keep_top`. How many there are
-    stays on the device with them; the host does not wait. ``rows`` of what comes back has room for
-    ``most``, or all that there are.
+    Their order, and the choice if there are too many or too few, are those of `keep_top`. The
+    number of rows stays on the device; the host does not wait. ``rows`` of the result has space for
+    ``most`` rows, or for all rows if there are fewer.
     """
     check_scores(rows, scores, least, most)
     return _choose(rows, scores, bound, least, most)
@@ -56,5 +57,5 @@ def _choose(rows: torch.Tensor, scores: torch.Tensor, bound: float, least: int, 
 
 
 def block_for(size: int) -> int:
-    """Scores that the program looks at together."""
+    """Return how many scores the program processes together."""
     return min(power_of_two(size, 512), _BLOCK)

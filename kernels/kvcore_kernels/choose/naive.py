@@ -1,4 +1,4 @@
-"""The naive twin: kvcore's own `keep_top`, and a threshold that waits for the device."""
+"""The naive twin: kvcore's `keep_top`, and a threshold that waits for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["keep_above", "keep_top"]
 
 
 def keep_top(rows: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tensor:
-    """As `kvcore_kernels.choose.launch.keep_top`."""
+    """Compute `kvcore_kernels.choose.launch.keep_top`."""
     check_scores(rows, scores, count, count)
     return kvcore_keep_top(rows, scores, count)
 
@@ -21,7 +21,7 @@ def keep_top(rows: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tens
 def keep_above(
     rows: torch.Tensor, scores: torch.Tensor, bound: float, least: int, most: int
 ) -> Kept:
-    """As `kvcore_kernels.choose.launch.keep_above`, counted on the host."""
+    """Compute `kvcore_kernels.choose.launch.keep_above`, counting on the host."""
     check_scores(rows, scores, least, most)
     above = int((torch.nan_to_num(scores.float(), nan=math.inf) > bound).sum())
     count = min(max(above, least), most, len(rows))

@@ -1,4 +1,4 @@
-"""The copy of one unit of one plane."""
+"""The copy kernel: a tile of one unit of one plane per program."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -35,11 +35,11 @@ def copy_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """dst[plane, unit b, head, token, :] = src[plane, unit a, head, token, :]
+    """Copy units: dst[plane, unit b, head, token, :] = src[plane, unit a, head, token, :].
 
-    Program (unit, plane, tile) moves ROWS rows of ``heads x unit_tokens``, tokens fastest, which is
-    the canonical block's order. Words are integers: bits move, whatever they mean. A unit below 0
-    on either side is left out. All offsets are int64.
+    Program (unit, plane, tile) copies ROWS rows of ``heads x unit_tokens``. Tokens vary fastest, as
+    in a canonical block. Words are integers, so bits are copied whatever they mean. A unit below 0
+    on either side is skipped. All offsets are int64.
     """
     row = tl.program_id(0).to(tl.int64)
     a, b = tl.load(src_units + row), tl.load(dst_units + row)

@@ -1,4 +1,4 @@
-"""Launches the copy."""
+"""The launch of the copy."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from kvcore_kernels.planes import (
 __all__ = ["CopyTile", "copy_units", "tile_for"]
 
 _TILE_BYTES = 16 << 10
-"""Bytes a program moves. Untuned: 128 threads with eight 16-byte loads each in flight, by
-reasoning about Hopper's and CDNA3's latency; no GPU was at hand."""
+"""Bytes that a program copies: 128 threads with eight 16-byte loads each in flight.
+
+Untuned: derived from the latency of Hopper and CDNA3, because no GPU was at hand."""
 _WARPS = 4
 _STRIDED, _PACKED = 4096, 2048
-"""Words of a program's tile where each has its own address: more of them spill registers."""
+"""Words of a program's tile if each has its own address; more of them would spill registers."""
 
 
 class CopyTile(NamedTuple):
-    """What the compiler sees of a copy."""
+    """The compile-time constants of a copy."""
 
     words: Words
     contiguous: bool
@@ -63,13 +64,13 @@ def copy_units(
     unit_tokens: int,
     heads: HeadRange,
 ) -> None:
-    """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, ``layers`` in one launch.
+    """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, all layers in one launch.
 
-    Arguments are those of `kvcore.memory.copy.base.DeviceOps.copy`, checked by its `copy_blocks`.
-    Memory is
-    a GPU's or pinned host memory, which the kernel reaches over the link. Writes the chosen units
-    of ``dst`` and no other byte. Enqueued on the current stream of the GPU; the host does not wait.
-    Units that repeat in ``dst_units`` are written in no set order. Thread-safe.
+    The arguments are those of `kvcore.memory.copy.base.DeviceOps.copy`, checked by its
+    `copy_blocks`. Memory is a GPU's, or pinned host memory, which the kernel accesses over the
+    link. Only the chosen units of ``dst`` are written. The work is enqueued on the GPU's current
+    stream; the host does not wait. If a unit occurs twice in ``dst_units``, the order of the writes
+    is undefined. Thread-safe.
     """
     if not (len(src_units) and len(layers) and heads.size):
         return
@@ -100,7 +101,7 @@ def copy_units(
 
 
 def tile_for(words: Words, *, contiguous: bool, cut: bool, rows: int, dim: int) -> CopyTile:
-    """A tile of about `_TILE_BYTES` for ``rows`` rows of ``dim`` words."""
+    """Return a tile of about `_TILE_BYTES` for ``rows`` rows of ``dim`` words."""
     area = _TILE_BYTES // words.size
     if not contiguous:
         area = min(area, _PACKED if cut else _STRIDED)

@@ -1,4 +1,4 @@
-"""The naive twin: torch's index operations, a plane at a time."""
+"""The naive twin: torch's index operations, one plane at a time."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def copy_units(
     unit_tokens: int,
     heads: HeadRange,
 ) -> None:
-    """As `kvcore_kernels.copy.launch.copy_units`, by kvcore's own reference."""
+    """Compute `kvcore_kernels.copy.launch.copy_units` with kvcore's reference operations."""
     ReferenceOps().copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)

@@ -1,1 +1,1 @@
-"""How far cached K and V are from computed ones: squared distance per row."""
+"""The squared distance between cached and computed K and V, per row."""

@@ -1,4 +1,4 @@
-"""Squared distance of some rows of one plane."""
+"""The kernel for the squared distance of some rows of one plane."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -34,10 +34,12 @@ def deviation_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """out[plane, r] = sum over head and dim of (fresh[plane, r] - pages[plane, slots[r]])^2
+    """Compute the squared distance of rows to their slots, in float32 and one pass.
 
-    In float32, one pass, NaN where the slot is below 0. Program (tile, plane) takes ROWS rows with
-    all their heads: DIM partial sums a row, added up once at the end.
+    out[plane, r] = sum over head and dim of (fresh[plane, r] - pages[plane, slots[r]])^2
+
+    It is NaN if the slot is below 0. Program (tile, plane) processes ROWS rows with all their
+    heads. It keeps DIM partial sums for each row, and adds them up at the end.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Launches the deviation."""
+"""The launch of the deviation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WARPS = 4
 
 
 class DeviationTile(NamedTuple):
-    """What the compiler sees."""
+    """The compile-time constants of the deviation."""
 
     dtype: str
     width: int
@@ -55,13 +55,14 @@ class DeviationTile(NamedTuple):
 def deviations(
     keys: torch.Tensor, values: torch.Tensor | None, view: KVView, layer: int, slots: torch.Tensor
 ) -> torch.Tensor:
-    """How far the pages are from computed rows of one layer: float32 ``[2, rows]``, K then V.
+    """Return the squared distance of pages to computed rows: float32 ``[2, rows]``, K then V.
 
-    Arguments are those of `kvcore_kernels.merge.launch.merge_rows`; nothing is written to ``view``,
-    whose K must have been moved to these rows' positions. Summed over this view's heads, so that
-    tensor-parallel ranks add theirs up. NaN, hence chosen first, where a slot is below 0. A latent
-    (``values`` None) gives ``[1, rows]``. Enqueued on the current stream; the host does not wait.
-    Raises LayoutError or UnsupportedError for arguments that do not fit each other.
+    The arguments are those of `kvcore_kernels.merge.launch.merge_rows`, but ``view`` is not
+    written. Its K must have been moved to the positions of these rows. The result is a sum over
+    this view's heads; tensor-parallel ranks sum theirs. It is NaN if a slot is below 0, so such a
+    row is chosen first. A latent (``values`` None) gives ``[1, rows]``. The work is enqueued on the
+    current stream; the host does not wait. Raises LayoutError or UnsupportedError for arguments
+    that do not fit each other.
     """
     parts = check_deviations(keys, values, view, layer, slots)
     out = torch.empty(len(parts), len(keys), dtype=torch.float32, device=keys.device)
@@ -87,6 +88,6 @@ def deviations(
 def tile_for(
     dtype: str, head_dim: int, *, width: int, contiguous: bool, cut: bool
 ) -> DeviationTile:
-    """The tile for heads of ``head_dim``."""
+    """Return the tile for heads of ``head_dim``."""
     dim = power_of_two(head_dim)
     return DeviationTile(dtype, width, contiguous, cut, max(1, _TILE // dim), dim)

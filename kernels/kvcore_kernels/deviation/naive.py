@@ -1,4 +1,4 @@
-"""The naive twin: kvcore's own definition on gathered rows."""
+"""The naive twin: kvcore's definition on gathered rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["deviations"]
 def deviations(
     keys: torch.Tensor, values: torch.Tensor | None, view: KVView, layer: int, slots: torch.Tensor
 ) -> torch.Tensor:
-    """As `kvcore_kernels.deviation.launch.deviations`, with memory for the cached rows."""
+    """Compute `kvcore_kernels.deviation.launch.deviations` on a copy of the cached rows."""
     parts = check_deviations(keys, values, view, layer, slots)
     found = [
         deviation(part, gather_rows(view, layer, kv, slots.clamp_min(0)))

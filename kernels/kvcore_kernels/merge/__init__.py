@@ -1,1 +1,1 @@
-"""Computed rows of K and V into pages, at their slots."""
+"""Computed rows of K and V, written to pages at their slots."""

@@ -1,4 +1,4 @@
-"""What both twins refuse."""
+"""The argument checks of the kernel and its naive twin."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_merge"]
 def check_merge(
     keys: torch.Tensor, values: torch.Tensor | None, view: KVView, layer: int, slots: torch.Tensor
 ) -> list[torch.Tensor]:
-    """K and V, or K alone; LayoutError for arguments that do not fit. Reads no memory."""
+    """Return K and V, or K alone. Raise LayoutError for invalid arguments. Reads no memory."""
     parts = check_fresh(keys, values, view, layer, slots)
     for part, plane in zip(parts, view.layout.planes[layer], strict=True):
         held = view.tensors[plane.tensor].dtype
         if part.dtype != held:
-            raise LayoutError(f"rows of {part.dtype} for KV of {held}: convert them first")
+            raise LayoutError(f"rows of {part.dtype} for KV of {held}: convert the rows first")
     return parts

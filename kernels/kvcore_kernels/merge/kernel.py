@@ -1,4 +1,4 @@
-"""Rows of one plane to their slots."""
+"""The kernel that copies rows of one plane to their slots."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -33,10 +33,12 @@ def merge_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """pages[plane, slots[r] // page_tokens, head, slots[r] % page_tokens, :] = fresh[plane, r, head, :]
+    """Copy fresh rows to their slots.
 
-    Program (tile, plane) moves ROWS rows of ``rows x heads``. Slots below 0 are left out. Offsets
-    in memory are int64, rows are counted in int32.
+    pages[plane, slots[r] // page_tokens, head, slots[r] % page_tokens, :] = fresh[plane, r, head, :]
+
+    Program (tile, plane) copies ROWS rows of ``rows x heads``. Slots below 0 are skipped. Offsets
+    in memory are int64; rows are counted in int32.
     """  # noqa: E501 - one line of maths
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, head = number // heads, number % heads

@@ -1,4 +1,4 @@
-"""Launches the merge."""
+"""The launch of the merge."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def merge_rows(
 ) -> None:
     """Write computed rows of one layer into ``view``, K and V in one launch.
 
-    ``keys`` and ``values`` are ``[rows, kv_heads, dim]`` of any strides, ``values`` None for a
-    latent (MLA). ``slots`` is ``[rows]``, int32 or int64, on the same device: row r goes to token
-    ``slots[r] % page_tokens`` of page ``slots[r] // page_tokens``, or nowhere where it is below 0.
-    Bits are moved. Enqueued on the current stream; the host does not wait, so a slot beyond the
-    pages cannot be refused. Raises LayoutError for arguments that do not fit each other.
+    ``keys`` and ``values`` are ``[rows, kv_heads, dim]`` with any strides; ``values`` is None for a
+    latent (MLA). ``slots`` is ``[rows]``, int32 or int64, on the same device. Row r is written to
+    token ``slots[r] % page_tokens`` of page ``slots[r] // page_tokens``, or skipped if its slot is
+    below 0. Bits are copied. The work is enqueued on the current stream. The host does not wait, so
+    a slot beyond the pages is not detected. Raises LayoutError for arguments that do not fit each
+    other.
     """
     parts = check_merge(keys, values, view, layer, slots)
     if not len(keys):

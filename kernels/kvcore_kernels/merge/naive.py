@@ -14,6 +14,6 @@ __all__ = ["merge_rows"]
 def merge_rows(
     keys: torch.Tensor, values: torch.Tensor | None, view: KVView, layer: int, slots: torch.Tensor
 ) -> None:
-    """As `kvcore_kernels.merge.launch.merge_rows`; waits for the device."""
+    """Compute `kvcore_kernels.merge.launch.merge_rows`; waits for the device."""
     for kv, part in enumerate(check_merge(keys, values, view, layer, slots)):
         scatter_rows(view, layer, kv, slots[slots >= 0], part[slots >= 0])

@@ -1,4 +1,4 @@
-"""What both twins refuse, and what the formats are."""
+"""The packed formats, and the argument checks of the kernels and their naive twins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LARGEST", "SMALLEST", "WIDE", "check_pack"]
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The largest value of each packed format."""
 SMALLEST = 2.0**-100
-"""A block and head with nothing larger than this is packed as if it had: no scale is subnormal."""
+"""The smallest maximum from which a scale is computed, so that no scale is subnormal."""
 WIDE = ("bfloat16", "float16", "float32")
 
 
@@ -28,9 +28,9 @@ def check_pack(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> int:
-    """Tokens a unit; LayoutError or UnsupportedError for what does not fit. Reads no memory.
+    """Return the tokens per unit. Raise LayoutError or UnsupportedError for invalid arguments.
 
-    ``heads`` counts from the wide side: ``src`` is a head of ``wide``, ``dst`` one of ``packed``.
+    Reads no memory. In ``heads``, ``src`` is a head of ``wide`` and ``dst`` one of ``packed``.
     """
     a, b = wide.layout, packed.layout
     if a.dtype not in WIDE or b.dtype not in LARGEST:
@@ -40,7 +40,7 @@ def check_pack(
         )
     if units.ndim != 2 or len(units) != len(blocks) or blocks.ndim != 1:
         raise LayoutError(
-            f"units of {units.shape} for blocks of {blocks.shape}: give a row of units a block"
+            f"units of {units.shape} for blocks of {blocks.shape}: give a row of units per block"
         )
     tokens, left = divmod(b.page_tokens, max(int(units.shape[1]), 1))
     if left or not tokens or a.page_tokens % tokens:
@@ -52,27 +52,31 @@ def check_pack(
     wanted = b.num_pages, b.layers, b.kv_factor, b.kv_heads
     if scales.dtype != torch.float32 or tuple(scales.shape) != wanted:
         raise LayoutError(
-            f"scales of {scales.dtype} {tuple(scales.shape)}: float32 {wanted} is wanted "
+            f"scales of {scales.dtype} {tuple(scales.shape)}: give float32 {wanted} "
             "(slots, layers, parts, heads)"
         )
     if not scales.is_contiguous():
-        raise LayoutError(f"scales of strides {scales.stride()} are not contiguous")
+        raise LayoutError(f"scales of strides {scales.stride()} are not contiguous: make them so")
     for what, numbers, most in (
         ("unit", units, a.num_pages * (a.page_tokens // tokens)),
         ("block", blocks, b.num_pages),
     ):
         if numbers.size and int(numbers.max()) >= most:
-            raise LayoutError(f"{what} {int(numbers.max())} of {most}")
+            raise LayoutError(f"{what} {int(numbers.max())} is out of range: there are {most}")
     return tokens
 
 
 def _check_planes(wide: KVView, packed: KVView, layers: Sequence[int], heads: HeadRange) -> None:
     a, b = wide.layout, packed.layout
     if any(not 0 <= layer < min(a.layers, b.layers) for layer in layers):
-        raise LayoutError(f"layers {list(layers)} of {a.layers} and {b.layers}")
+        raise LayoutError(
+            f"layers {list(layers)} are out of range: there are {a.layers} and {b.layers}"
+        )
     if min(heads) < 0 or heads.src + heads.size > a.kv_heads or heads.dst + heads.size > b.kv_heads:
-        raise LayoutError(f"{heads} of {a.kv_heads} wide and {b.kv_heads} packed heads")
+        raise LayoutError(
+            f"{heads} is out of range: there are {a.kv_heads} wide and {b.kv_heads} packed heads"
+        )
     for layer in layers:
         dims = [[plane.head_dim for plane in layout.planes[layer]] for layout in (a, b)]
         if dims[0] != dims[1]:
-            raise LayoutError(f"layer {layer}: head dims {dims[0]} and {dims[1]} differ")
+            raise LayoutError(f"layer {layer}: head dims {dims[0]} and {dims[1]} must be equal")

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: e4m3 and int8, by integer arithmetic that every GPU has."""
+"""Conversion to and from 8 bits (e4m3 and int8), by integer arithmetic that every GPU has."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -13,11 +13,12 @@ __all__ = ["decode", "encode"]
 
 @triton.jit
 def encode(x, FP8: tl.constexpr, NATIVE: tl.constexpr):
-    """float32, finite and within the format, to its nearest code (of two, the even): int8.
+    """Return the nearest int8 code of a float32 that is finite and within the format's range.
 
-    int8: x + 1.5 2^23 has units in its last place, so the sum is rounded to one. e4m3: 3 bits of
-    mantissa are what is left after adding just under half of the 20 others; below 2^-6 the step is
-    2^-9, which is the last place of a number near 2^14. NATIVE: the GPU has the instruction.
+    Ties go to the even code. int8: the last place of x + 1.5 2^23 is a unit, so the addition rounds
+    to an integer. e4m3: adding just under half of the 20 lower bits rounds the mantissa to 3 bits.
+    Below 2^-6 the step is 2^-9, which is the last place of a number near 2^14. NATIVE: the GPU has
+    the instruction.
     """
     if not FP8:
         code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -35,7 +36,7 @@ def encode(x, FP8: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode(code, FP8: tl.constexpr, NATIVE: tl.constexpr):
-    """The float32 that an int8 code stands for."""
+    """Return the float32 value of an int8 code."""
     if not FP8:
         x = code.to(tl.float32)
     elif NATIVE:

@@ -1,4 +1,4 @@
-"""One block of one head of one plane, packed or unpacked."""
+"""The kernels that pack and unpack one block of one head of one plane."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -19,7 +19,7 @@ def _wide(
     plane, units, token, head, page_units, unit_tokens, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, MULTIPLE: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the rows of ``token`` in the block's units, and which of them there are."""
+    """Return pointers to the rows of ``token`` in the block's units, and which rows exist."""
     unit = tl.load(units + token // unit_tokens, mask=token < BLOCK, other=-1)
     at = locate_unit(plane, unit, page_units, unit_tokens, head, token % unit_tokens, CUT, MULTIPLE)
     return plane_pointer(plane, DTYPE, WIDTH) + at, unit >= 0
@@ -27,14 +27,14 @@ def _wide(
 
 @triton.jit
 def _largest(values):
-    """Of the absolute values: infinity where one is not finite."""
+    """Return the largest absolute value; infinity if a value is not finite."""
     size = tl.abs(values)
     return tl.max(tl.max(tl.where(size <= 3.4028234663852886e38, size, float("inf")), 1), 0)
 
 
 @triton.jit
 def _scale(size, MOST: tl.constexpr, SMALLEST: tl.constexpr):
-    """What codes are multiplied by, and divided by; NaN and 0 where ``size`` is not finite."""
+    """Return the scale and its inverse; NaN and 0 if ``size`` is not finite."""
     size = tl.maximum(size, SMALLEST)
     most = tl.full([], MOST, tl.float32)
     finite = size <= 3.4028234663852886e38
@@ -44,7 +44,7 @@ def _scale(size, MOST: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit
 def _codes(values, factor, MOST: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of ``values * factor``; 0 for all where the factor is 0."""
+    """Return the codes of ``values * factor``; all 0 if the factor is 0."""
     small = tl.minimum(tl.maximum(values * factor, -MOST), MOST)
     return encode(tl.where(factor > 0.0, small, 0.0), FP8, NATIVE)
 
@@ -93,11 +93,12 @@ def pack_kernel(
     TOKENS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """scale = max |x| / MOST, code = round(x MOST / max |x|), over the tokens and dims of a block
+    """Pack blocks: scale = max |x| / MOST, code = round(x MOST / max |x|).
 
-    One scale a block, plane and head, of float32; NaN where a value is not finite, so that it comes
-    back as NaN. Program (block, plane, head) reads its block once where it fits a tile, else twice,
-    the second time from the cache. Blocks and units below 0 are left out.
+    The maximum is over the tokens and dims of a block, so there is one float32 scale for each
+    block, plane and head. It is NaN if a value is not finite, so that the block is unpacked to NaN.
+    Program (block, plane, head) reads its block once if it fits a tile. Otherwise it reads it
+    twice, the second time from the cache. Blocks and units below 0 are skipped.
     """
     block = tl.load(blocks + tl.program_id(0))
     plane, head = tl.program_id(1), tl.program_id(2)
@@ -177,9 +178,9 @@ def unpack_kernel(
     TOKENS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """x = value of the code * scale, rounded to DTYPE
+    """Unpack blocks: x = value of the code * scale, rounded to DTYPE.
 
-    Program (block, plane, head). Blocks and units below 0 are left out.
+    Program (block, plane, head) unpacks one block. Blocks and units below 0 are skipped.
     """
     block = tl.load(blocks + tl.program_id(0))
     if block >= 0:

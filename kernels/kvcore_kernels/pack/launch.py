@@ -1,4 +1,4 @@
-"""Launches packing and unpacking."""
+"""The launches of packing and unpacking."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ from kvcore_kernels.planes import (
 __all__ = ["PackTile", "has_fp8", "pack_blocks", "tile_for", "unpack_blocks"]
 
 _TILE, _STRIDED = 4096, 2048
-"""Elements a program holds; fewer where each has its own address. Untuned: no GPU was at hand."""
+"""Elements of a program; fewer if each has its own address. Untuned: no GPU was at hand."""
 _WARPS = 4
 _FP8_FROM = (8, 9)
-"""NVIDIA's compute capability from which on e4m3 has instructions; others do it in integers."""
+"""The first NVIDIA compute capability with e4m3 instructions; other GPUs use integers."""
 
 
 class PackTile(NamedTuple):
-    """What the compiler sees of packing and unpacking. ``wide`` is the dtype of the wide side, and
-    ``width`` and ``packed_width`` are the bytes that addresses are multiples of."""
+    """The compile-time constants of packing and unpacking.
+
+    ``wide`` is the dtype of the wide side. Addresses are multiples of ``width`` bytes on the wide
+    side and of ``packed_width`` bytes on the packed side.
+    """
 
     wide: str
     packed: str
@@ -51,7 +54,7 @@ class PackTile(NamedTuple):
     dim: int
 
     def constants(self) -> dict[str, Any]:
-        """Without what only packing needs: `limits`."""
+        """Return the constants of both kernels; packing also needs `limits`."""
         kind = float_type(self.wide)
         return {
             "FIELDS": FIELDS,
@@ -82,18 +85,18 @@ def pack_blocks(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> None:
-    """Gather units of ``src`` into packed blocks of ``dst``, ``layers`` in one launch.
+    """Gather units of ``src`` into packed blocks of ``dst``, all layers in one launch.
 
-    ``dst`` is of dtype float8_e4m3fn or int8, and its page is a block; ``src`` is bfloat16, float16
-    or float32. ``src_units`` is ``[blocks, n]``: block ``dst_blocks[i]`` is made of its n units of
-    ``page_tokens / n`` tokens each. ``scales`` is float32 ``[slots, layers, parts, heads]`` of
-    ``dst``, contiguous: a code c of a block, layer, part and head stands for c times its scale,
-    which is what makes its largest value the format's. Where a value is not finite the scale is
-    NaN and the codes are 0. Units below 0 are left out and count for no scale, blocks below 0 too;
-    a block is packed whole, since packing the rest later would change its scale.
+    ``dst`` is float8_e4m3fn or int8, and each of its pages is a block. ``src`` is bfloat16, float16
+    or float32. ``src_units`` is ``[blocks, n]``: block ``dst_blocks[i]`` consists of its n units of
+    ``page_tokens / n`` tokens each. ``scales`` is contiguous float32 ``[slots, layers, parts,
+    heads]`` of ``dst``. A code c of a block, layer, part and head means c times its scale. The
+    scale maps the largest value to the format's largest. If a value is not finite, the scale is NaN
+    and the codes are 0. Units and blocks below 0 are skipped and do not affect scales. Pack a block
+    in one call, because packing the rest later would change its scale.
 
-    Writes the chosen blocks, the scales of ``heads`` and ``layers`` of them, and no other byte.
-    Memory is a GPU's or pinned. Enqueued on the current stream; the host does not wait.
+    Only the chosen blocks, and their scales of ``heads`` and ``layers``, are written. Memory is a
+    GPU's or pinned. The work is enqueued on the current stream; the host does not wait.
     Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit each other.
     """
     _launch(pack_kernel, src, src_units, dst, dst_blocks, scales, layers, heads)
@@ -108,10 +111,10 @@ def unpack_blocks(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> None:
-    """Scatter packed blocks of ``src`` to units of ``dst``, ``layers`` in one launch.
+    """Scatter packed blocks of ``src`` to units of ``dst``, all layers in one launch.
 
-    The way back of `pack_blocks`, whose arguments these are; ``heads`` counts from ``src``, the
-    packed side. Units and blocks below 0 are left out.
+    This is the inverse of `pack_blocks`, with the same arguments; in ``heads``, ``src`` is the
+    packed side. Units and blocks below 0 are skipped.
     """
     flipped = HeadRange(heads.dst, heads.src, heads.size)
     _launch(unpack_kernel, dst, dst_units, src, src_blocks, scales, layers, flipped)
@@ -127,7 +130,7 @@ def _launch(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> None:
-    """Either kernel; ``heads`` counts from the wide side."""
+    """Launch either kernel. In ``heads``, ``src`` is the wide side."""
     tokens = check_pack(wide, units, packed, blocks, scales, layers, heads)
     if not (units.size and len(layers) and heads.size):
         return
@@ -159,7 +162,7 @@ def _launch(
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a GPU converts e4m3 by an instruction that Triton uses."""
+    """Return True if a GPU has an instruction for e4m3 that Triton uses."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _FP8_FROM
@@ -178,7 +181,7 @@ def tile_for(
     cut: bool,
     native: bool,
 ) -> PackTile:
-    """The tile for blocks of ``block`` tokens, in ``units`` pieces, of heads of ``head_dim``."""
+    """Return the tile for blocks of ``block`` tokens in ``units`` units, with ``head_dim``."""
     dim = power_of_two(head_dim)
     area = _TILE if contiguous else _STRIDED
     tokens = max(1, min(power_of_two(block), area // dim))

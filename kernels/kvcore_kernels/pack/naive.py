@@ -1,4 +1,4 @@
-"""The naive twin: gather all, divide, round, scatter."""
+"""The naive twin: gather everything, divide, round and scatter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pack_blocks(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> None:
-    """As `kvcore_kernels.pack.launch.pack_blocks`, a block and a plane at a time."""
+    """Compute `kvcore_kernels.pack.launch.pack_blocks`, one block and plane at a time."""
     tokens = check_pack(src, src_units, dst, dst_blocks, scales, layers, heads)
     largest = LARGEST[dst.layout.dtype]
     most = torch.tensor(largest, device=src.tensors[0].device)  # torch inverts a Python divisor
@@ -56,7 +56,7 @@ def unpack_blocks(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> None:
-    """As `kvcore_kernels.pack.launch.unpack_blocks`, a block and a plane at a time."""
+    """Compute `kvcore_kernels.pack.launch.unpack_blocks`, one block and plane at a time."""
     flipped = HeadRange(heads.dst, heads.src, heads.size)
     tokens = check_pack(dst, dst_units, src, src_blocks, scales, layers, flipped)
     held, chosen = _head_slices(heads)
@@ -77,7 +77,7 @@ def _head_slices(heads: HeadRange) -> tuple[slice, slice]:
 def _pairs(
     units: Units, blocks: Units, tokens: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each block with the wide and the packed slots of those of its units that are chosen."""
+    """Yield each block with the wide and the packed slots of its chosen units."""
     for row, block in zip(units, blocks.tolist(), strict=True):
         if block < 0 or not (row >= 0).any():
             continue

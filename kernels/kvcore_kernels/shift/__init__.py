@@ -1,1 +1,1 @@
-"""The copy with K rotated on the way: RoPE moved by a distance of its own for every unit."""
+"""The copy that rotates K: every unit's RoPE is moved by its own distance."""

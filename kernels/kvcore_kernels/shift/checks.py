@@ -1,4 +1,4 @@
-"""What both twins refuse."""
+"""The argument checks of the kernel and its naive twin."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def check_shift(
     ropes: Sequence[Rope | None],
     distances: Units,
 ) -> None:
-    """Raise LayoutError or UnsupportedError for arguments that do not fit. Reads no memory."""
+    """Raise LayoutError or UnsupportedError for invalid arguments. Reads no memory."""
     check_copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)
     layout = src.layout
     if len(ropes) != len(layers) or distances.shape != src_units.shape:
         raise LayoutError(
             f"{len(ropes)} ropes for {len(layers)} layers and distances of {distances.shape} for "
-            f"units of {src_units.shape}: give one rope a layer and one distance a unit"
+            f"units of {src_units.shape}: give one rope per layer and one distance per unit"
         )
     if layout.dtype not in DTYPES:
         raise UnsupportedError(
@@ -39,15 +39,17 @@ def check_shift(
         )
     rotating = [(layer, rope) for layer, rope in zip(layers, ropes, strict=True) if rope]
     if rotating and layout.kv_factor != 2:
-        raise UnsupportedError("a latent (MLA) has its positions elsewhere: give no ropes for it")
+        raise UnsupportedError(
+            "a latent (MLA) stores its positions elsewhere: give no ropes for it"
+        )
     for layer, rope in rotating:
         if rope.head_dim != layout.planes[layer][0].head_dim:
             raise LayoutError(
-                f"layer {layer}: a rope of head dim {rope.head_dim} for K of "
+                f"layer {layer}: a rope of head dim {rope.head_dim} for K of head dim "
                 f"{layout.planes[layer][0].head_dim}"
             )
     if len({(rope.rotary_dim, rope.pairing) for _, rope in rotating}) > 1:
         raise UnsupportedError(
-            "layers that pair or count their rotated dims differently: shift them in calls of "
-            "their own"
+            "layers differ in pairing or in the number of rotated dims: shift them in separate "
+            "calls"
         )

@@ -1,4 +1,4 @@
-"""The copy of some rows of one plane, rotated where it is K of a layer with positions."""
+"""The kernel that copies rows of one plane, and rotates K of layers with positions."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -15,7 +15,7 @@ __all__ = ["shift_kernel"]
 
 @triton.jit
 def _turned(x, y, c, s, moves, DTYPE: tl.constexpr):
-    """x cos a - y sin a, rounded once; the same bits where the row does not move."""
+    """Return x cos a - y sin a, rounded once; the same bits if the row does not move."""
     wide = x.to(tl.float32) * c - y.to(tl.float32) * s
     return tl.where(moves[:, None], wide.to(DTYPE), x)
 
@@ -25,7 +25,7 @@ def _rotate_halves(
     source, target, src, dst, real, moves, c, s, HALF: tl.constexpr, PAIRS: tl.constexpr,
     DTYPE: tl.constexpr, CUT: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Pair i is dims i and i + HALF."""
+    """Rotate pairs of dims i and i + HALF."""
     pair = tl.arange(0, PAIRS)
     mask = real[:, None] & (pair < HALF)[None, :]
     x = tl.load(src[:, None] + along_dim(source, pair, CUT, UNIT)[None, :], mask=mask)
@@ -41,7 +41,7 @@ def _rotate_neighbours(
     source, target, src, dst, real, moves, c, s, HALF: tl.constexpr, PAIRS: tl.constexpr,
     DTYPE: tl.constexpr, CUT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Pair i is dims 2i and 2i + 1: loaded as they lie, taken apart in registers."""
+    """Rotate pairs of dims 2i and 2i + 1, which are loaded together and split in registers."""
     dims = tl.arange(0, 2 * PAIRS)
     mask = real[:, None] & (dims < 2 * HALF)[None, :]
     both = tl.load(src[:, None] + along_dim(source, dims, CUT, UNIT)[None, :], mask=mask)
@@ -88,12 +88,13 @@ def shift_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """K[b] = R(distance f) K[a], V[b] = V[a], in float32, rounded once to DTYPE
+    """Copy and rotate: K[b] = R(distance f) K[a], V[b] = V[a].
 
-    R turns pair (x, y) by its angle a: x' = x cos a - y sin a, y' = y cos a + x sin a. The first
-    2 HALF dims are in pairs; a TAIL of dims behind them is copied. Program (tile, plane) moves ROWS
-    rows of ``units x heads x unit_tokens``, tokens fastest: short units share a program. Units
-    below 0 are left out. Offsets in memory are int64, rows are counted in int32.
+    R turns pair (x, y) by its angle a: x' = x cos a - y sin a, y' = y cos a + x sin a. It is
+    computed in float32 and rounded once to DTYPE. The first 2 HALF dims are pairs; a TAIL of dims
+    after them is copied. Program (tile, plane) processes ROWS rows of ``units x heads x
+    unit_tokens``, with tokens varying fastest, so short units share a program. Units below 0 are
+    skipped. Offsets in memory are int64; rows are counted in int32.
     """
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = number // (heads * unit_tokens)

@@ -1,4 +1,4 @@
-"""Launches the copy that rotates."""
+"""The launch of the copy that rotates K."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from kvcore_kernels.shift.kernel import shift_kernel
 __all__ = ["ShiftTile", "copy_shifted", "tile_for"]
 
 _TILE, _STRIDED = 4096, 2048
-"""Elements a program moves; fewer where each has its own address. Untuned: no GPU was at hand."""
+"""Elements of a program; fewer if each has its own address. Untuned: no GPU was at hand."""
 _WARPS = 4
 
 
 class ShiftTile(NamedTuple):
-    """What the compiler sees of a rotating copy. ``half`` is the number of pairs, ``tail`` whether
-    dims stand behind them."""
+    """The compile-time constants of a rotating copy.
+
+    ``half`` is the number of pairs. ``tail`` is whether further dims follow them.
+    """
 
     dtype: str
     width: int
@@ -65,10 +67,10 @@ class ShiftTile(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """Every distance's angles, once: ``cos`` and ``sin`` are ``[ropes, distances, half]``.
+    """The angles of every distinct distance: ``cos`` and ``sin`` are ``[ropes, distances, half]``.
 
-    ``units`` says which distance each unit moves by and ``planes`` which rope each plane has; -1
-    for none.
+    ``units`` has the index of each unit's distance, and ``planes`` that of each plane's rope; -1
+    means none.
     """
 
     units: Units
@@ -88,18 +90,18 @@ def copy_shifted(
     ropes: Sequence[Rope | None],
     distances: Units,
 ) -> None:
-    """As a copy of units from ``src`` to ``dst``, ``layers`` in one launch, with K moved.
+    """Copy units from ``src`` to ``dst`` with K moved, all layers in one launch.
 
-    K of ``layers[i]`` is rotated by ``ropes[i]`` (None: not at all), that of unit ``u`` by
-    ``distances[u]`` tokens, as `Rope.shift` does: in float32, rounded once, and bit for bit where
-    the distance is 0. V is copied. With units of one token every token has a distance of its own;
-    angles are worked out on the host, once for each different distance. The other arguments are
-    those of `kvcore.memory.copy.base.DeviceOps.copy_blocks`.
+    K of ``layers[i]`` is rotated by ``ropes[i]`` (None: not rotated), and K of unit ``u`` by
+    ``distances[u]`` tokens. As in `Rope.shift`, the rotation is in float32 and rounded once, and
+    the bits are kept if the distance is 0. V is copied. With units of one token, every token has
+    its own distance. The host computes angles once for each distinct distance. The other arguments
+    are those of `kvcore.memory.copy.base.DeviceOps.copy_blocks`.
 
-    Writes the chosen units of ``dst`` and no other byte. Enqueued on the current stream of the GPU;
-    the host does not wait. Units that repeat in ``dst_units`` are written in no set order.
-    Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit each other:
-    KV must be bfloat16 or wider, and the ropes must pair their dims in one way.
+    Only the chosen units of ``dst`` are written. The work is enqueued on the GPU's current stream;
+    the host does not wait. If a unit occurs twice in ``dst_units``, the order of the writes is
+    undefined. Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit
+    each other: KV must be bfloat16 or wider, and all ropes must pair dims in the same way.
     """
     check_shift(src, src_units, dst, dst_units, layers, unit_tokens, heads, ropes, distances)
     if not (len(src_units) and len(layers) and heads.size):
@@ -140,7 +142,7 @@ def tile_for(
     contiguous: bool,
     cut: bool,
 ) -> ShiftTile:
-    """A tile for ``total`` rows of ``head_dim``; without a rope all of them are only copied."""
+    """Return a tile for ``total`` rows of ``head_dim``; without a rope they are only copied."""
     half = rope.rotary_dim // 2 if rope else 1
     area = _TILE if contiguous else _STRIDED
     dim = power_of_two(head_dim)

@@ -1,4 +1,4 @@
-"""The naive twin: a copy to staging, `Rope.shift` there, and a copy on."""
+"""The naive twin: a copy to staging, `Rope.shift` there, and a copy to the target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def copy_shifted(
     ropes: Sequence[Rope | None],
     distances: Units,
 ) -> None:
-    """As `kvcore_kernels.shift.launch.copy_shifted`, with memory for a second copy of the units."""
+    """Compute `kvcore_kernels.shift.launch.copy_shifted` through a second copy of the units."""
     check_shift(
         src, src_units, dst, dst_units, layers, unit_tokens, heads, ropes, distances
     )  # fmt: skip
@@ -48,7 +48,7 @@ def copy_shifted(
 
 
 def _staging(view: KVView, units: int, unit_tokens: int, heads: int) -> KVView:
-    """Zeroed canonical blocks of one layer, ``unit_tokens`` each."""
+    """Return zeroed canonical blocks of one layer, ``unit_tokens`` each."""
     dims = [plane.head_dim for plane in view.layout.planes[0]]
     shape = BlockShape(
         1, heads, dims[0], unit_tokens, view.layout.dtype, len(dims), v_head_dim=dims[-1]

@@ -1,1 +1,1 @@
-"""Sums of blocks that were read straight into device memory."""
+"""Checksums of blocks that were read directly into device memory."""

@@ -1,4 +1,4 @@
-"""Sums of blocks, in parallel."""
+"""The kernel for checksums of blocks."""
 
 # Triton compiles these bodies from their source; its types are not Python's.
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator"
@@ -24,10 +24,10 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """out = the sum over a part's words, modulo 2^64, of m(w_i xor (i + 1) KEY)
+    """Compute out = the sum over a part's words of m(w_i xor (i + 1) KEY), modulo 2^64.
 
-    m(x) = z xor z >> 29, z = SECOND (y xor y >> 32), y = FIRST x; ``last`` masks the last word of
-    a block. A program takes STEPS * BLOCK words of one block.
+    m(x) = z xor z >> 29, z = SECOND (y xor y >> 32), y = FIRST x. ``last`` masks the last word of
+    a block. A program processes STEPS * BLOCK words of one block.
     """
     part = tl.program_id(0)
     block = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Launches the sums of blocks."""
+"""The launch of checksums of blocks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["constants", "sums"]
 
 _BLOCK = 1024
 _STEPS = 8
-"""A program reads 64 KiB: enough programs for a GPU from a block of some MiB on. Untuned: no GPU
-was at hand."""
+"""A program reads 64 KiB, so a block of a few MiB gives a GPU enough programs. Untuned: no GPU was
+at hand."""
 
 
 def constants() -> dict[str, int]:
-    """What a build is made for."""
+    """Return the compile-time constants."""
     return {"KEY": KEY, "FIRST": FIRST, "SECOND": SECOND, "BLOCK": _BLOCK, "STEPS": _STEPS}
 
 
 def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
-    """`kvcore.memory.checksums` of blocks of ``nbytes`` bytes at ``offsets`` of ``data``, flat
-    bytes.
+    """Return `kvcore.memory.checksums` of blocks of ``nbytes`` bytes at ``offsets`` of ``data``.
 
-    Offsets and the data's address are multiples of 16, and behind a block lies as much as fills its
-    last word. One launch on the current stream, which the host waits for. Thread-safe.
+    ``data`` is flat bytes. Offsets and the data's address are multiples of 16, and ``data`` extends
+    to the end of each block's last 8-byte word. This is one launch on the current stream, for which
+    the host waits. Thread-safe.
     """
     check_sums(data, offsets, nbytes)
     if not offsets:

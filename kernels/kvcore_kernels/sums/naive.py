@@ -1,4 +1,4 @@
-"""The naive twin: kvcore's own sums, with torch."""
+"""The naive twin: kvcore's checksums in torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ __all__ = ["sums"]
 
 
 def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
-    """As `kvcore_kernels.sums.launch.sums`."""
+    """Compute `kvcore_kernels.sums.launch.sums`."""
     check_sums(data, offsets, nbytes)
     return tensor_sums(data, offsets, nbytes)

@@ -47,7 +47,7 @@ from kvcore.manager.load_advisor import (
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.telemetry.metrics import Metrics
-from kvcore.telemetry.rates import Part, Rates, TierRates
+from kvcore.telemetry.rates import ForwardPart, Rates, TierRates
 from kvcore.testing.engine.fusing import RankBlender, ReferenceFusionScheduler
 from kvcore.testing.engine.leader import Leader
 from kvcore.testing.engine.model import Llama, RankModel, Rows
@@ -480,7 +480,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         sampled = self._forward(batch)
         if self.rates is not None and self.leader is not None:
             if not self.leader.sync:
-                parts = [Part(len(rows.tokens), rows.start) for rows in batch]
+                parts = [ForwardPart(len(rows.tokens), rows.start) for rows in batch]
                 self.rates.prefilled(parts, time.perf_counter() - started)
             for made in self.workers:
                 learn_loads(self.rates, self._paths, made.metrics.delta())

@@ -23,7 +23,7 @@ from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Selector
-from kvcore.fusion.staging import Staging
+from kvcore.fusion.staging import ChunkStaging
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.testing.engine.model import RankModel
@@ -41,7 +41,7 @@ class Order:
 
     request: Request
     blend: BlendOrder
-    staging: list[Staging]
+    staging: list[ChunkStaging]
 
     @property
     def graphs(self) -> dict[int, TransferGraph]:
@@ -69,7 +69,7 @@ class ReferenceFusionScheduler(FusionScheduler):
     def order_blend(self, request: Request, plan: BlendPlan) -> Order:
         """Start the copies of a plan's chunks into staging memory of their own."""
         rows = sum(len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
-        staging = [Staging(shape, rows, self.device) for shape in self.shapes]
+        staging = [ChunkStaging(shape, rows, self.device) for shape in self.shapes]
         lane = self.transport.into([one.groups for one in staging])
         wanted = _fusion_request(request)
         blend = self.order(wanted, request.tokens, plan, request.pages, lane=lane)

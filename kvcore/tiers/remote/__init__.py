@@ -6,7 +6,7 @@ leader   Finder ───── which blocks? ─────▶ BlockStore
 
 from __future__ import annotations
 
-from kvcore.tiers.remote.base import BlockStore, Item
+from kvcore.tiers.remote.base import BlockStore, Item, fill
 from kvcore.tiers.remote.lookup import Finder, Promise, StoreQuery
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.options import StoreOptions
@@ -24,6 +24,7 @@ __all__ = [
     "StoreOptions",
     "StoreQuery",
     "StoreTier",
+    "fill",
     "open_tier",
     "prepare",
 ]

@@ -13,7 +13,7 @@ import pytest
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.plugins.engine import SECRET_VARIABLE
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 from kvcore_sglang import hooks, plugin
 
 # --- the command line ----------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def batch(mode: str = "EXTEND", *, pictures: bool = False, **more: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["EXTEND", "MIXED"])
 def test_what_a_prefill_computes(mode: str) -> None:
-    assert hooks.prefill_parts(batch(mode)) == [Part(40, 16), Part(1, 300)]
+    assert hooks.prefill_parts(batch(mode)) == [ForwardPart(40, 16), ForwardPart(1, 300)]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_forwards_of_the_target_model_are_timed(draft: bool) -> None:
 
     ours = SimpleNamespace(around_forward=around_forward)
     assert hooks.around_forward(forward, runner(ours), batch(), 1, x=2) == ((1,), {"x": 2})
-    timed = [[Part(40, 16), Part(1, 300)], "forward", "ended"]
+    timed = [[ForwardPart(40, 16), ForwardPart(1, 300)], "forward", "ended"]
     assert told == (["forward"] if draft else timed)
     told.clear()
     for other in (None, object()):  # no linker, and HiCache's

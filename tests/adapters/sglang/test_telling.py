@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcore.explain.file import read_records
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 from kvcore_sglang.gate import LayerGate
 from support.sglang import SETTINGS, MHATokenToKVPool, SGLangRig, text
 
@@ -117,7 +117,7 @@ def saved(rig: SGLangRig) -> dict[str, float]:
 def forwards(rig: SGLangRig, *rows: int) -> None:
     gate = LayerGate(rig.worker, layerwise=True)
     for count in rows:
-        with gate.around_forward([Part(count, 0)]):
+        with gate.around_forward([ForwardPart(count, 0)]):
             pass
 
 
@@ -175,16 +175,16 @@ def test_a_forward_that_waits_or_decodes_is_not_timed(rigs: list[SGLangRig]) -> 
     gate = LayerGate(rig.worker, layerwise=True)
     index = gate.start(rig.leader.load("waits", slots).graphs)
     for consumer, parts in (
-        (index, [Part(500, 0)]),  # in step with its loads
+        (index, [ForwardPart(500, 0)]),  # in step with its loads
         (-1, []),  # nobody knows what it is
-        (-1, [Part(1, 400)] * 200),
+        (-1, [ForwardPart(1, 400)] * 200),
     ):
         gate.set_consumer(consumer)
         with gate.around_forward(parts):
             gate.wait_until(0)
     assert gate.finish(index)
     assert rig.worker.take_forwards() == []
-    timed = [Part(40, 16), Part(1, 400)]
+    timed = [ForwardPart(40, 16), ForwardPart(1, 400)]
     with gate.around_forward(timed):
         pass
     [(parts, seconds)] = rig.worker.take_forwards()

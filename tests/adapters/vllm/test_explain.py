@@ -20,7 +20,7 @@ from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
-from kvcore.telemetry.rates import ComputeRates, Part, Rates
+from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates
 from kvcore_vllm.scheduler import SchedulerSide
 
 BLOCK, LAYERS = 16, 4
@@ -50,7 +50,7 @@ class Side:
         )
         rates = Rates(LAYERS, ComputeRates(1e-3, 1e-6, 1e-10), tier_priors(["host", "disk"]))
         for n in (1, 2, 3, 4):
-            rates.prefilled([Part(100 * n, 0)], n * 0.01)
+            rates.prefilled([ForwardPart(100 * n, 0)], n * 0.01)
             for tier in ("host", "disk"):
                 rates.loaded(tier, n * 1_000_000, n * 1e6 * disk_second_a_byte)
         planning = LoadAdvisor(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)

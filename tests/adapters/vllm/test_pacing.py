@@ -16,7 +16,7 @@ from kvcore.connector.fusion_policy import (
     is_prefill,
     make_fusion_policy,
 )
-from kvcore.fusion.controller import Mode, Part
+from kvcore.fusion.controller import ForwardPart, Mode
 from kvcore.telemetry.metrics import Metrics
 from kvcore_vllm.pacing import parts_of
 
@@ -44,7 +44,7 @@ def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:
 
 
 def prefill(made: FusionPolicy, tokens: int, seconds_of_row: float = ROW) -> None:
-    step = made.time([Part(tokens, 0)])
+    step = made.time([ForwardPart(tokens, 0)])
     made.learn(forwards=[(step, tokens * LAYERS * seconds_of_row)])
 
 
@@ -129,8 +129,8 @@ def test_what_says_nothing_of_a_blend_is_left_out() -> None:
 
 def test_only_steps_that_prefill_are_timed_and_what_never_comes_is_forgotten() -> None:
     made = pace()
-    assert made.time([Part(1, 100)] * (TIMED_TOKENS - 1)) == 0
-    numbers = [made.time([Part(TIMED_TOKENS, 0)]) for _ in range(500)]
+    assert made.time([ForwardPart(1, 100)] * (TIMED_TOKENS - 1)) == 0
+    numbers = [made.time([ForwardPart(TIMED_TOKENS, 0)]) for _ in range(500)]
     assert len(set(numbers)) == 500
     assert 0 not in numbers
     assert len(made._parts) <= 100
@@ -140,7 +140,7 @@ def test_only_steps_that_prefill_are_timed_and_what_never_comes_is_forgotten() -
 
 def test_parts_of_a_step() -> None:
     request = SimpleNamespace(num_computed_tokens=7)
-    assert parts_of([(3, request)]) == [Part(3, 7)]
+    assert parts_of([(3, request)]) == [ForwardPart(3, 7)]
 
 
 def test_a_clock_tells_each_forward_once() -> None:

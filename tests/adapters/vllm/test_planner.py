@@ -22,7 +22,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import load_plugins
 from kvcore.telemetry.metrics import Metrics, MissReason
-from kvcore.telemetry.rates import ComputeRates, Part, Rates
+from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates
 from kvcore_vllm.scheduler import SchedulerSide
 
 BLOCK, LAYERS = 16, 4
@@ -64,7 +64,7 @@ class Side:
     def teach(self, load: float) -> None:
         """Every megabyte takes ``load`` seconds, every 100 tokens 10 milliseconds."""
         for n in (1, 2, 3, 4):
-            self.rates.prefilled([Part(100 * n, 0)], n * 0.01)
+            self.rates.prefilled([ForwardPart(100 * n, 0)], n * 0.01)
             for tier in ("host", "disk"):
                 self.rates.loaded(tier, n * 1_000_000, n * load)
 

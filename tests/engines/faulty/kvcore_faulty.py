@@ -20,7 +20,7 @@ from kvcore.plugins import OpsPlugin, SelectorPlugin, hookimpl
 
 def faulty_selector() -> Any:
     """Made when asked for: a plugin's module imports nothing heavy."""
-    from kvcore.fusion.select import Seen, Selector
+    from kvcore.fusion.select import Candidates, Selector
 
     class FaultySelector(Selector):
         name = "faulty"
@@ -28,11 +28,11 @@ def faulty_selector() -> Any:
         def __init__(self) -> None:
             self._calls = itertools.count()
 
-        def score(self, seen: Seen) -> Any:
+        def score(self, candidates: Candidates) -> Any:
             call = next(self._calls)
             if call % 2 or call > 3:
                 raise RuntimeError(f"call {call} of a selector that fails")
-            return seen.key_deviation
+            return candidates.key_deviation
 
     return FaultySelector()
 
@@ -42,7 +42,7 @@ def telling_selector() -> Any:
 
     import torch
 
-    from kvcore.fusion.select import Seen, Selector
+    from kvcore.fusion.select import Candidates, Selector
 
     class TellingSelector(Selector):
         name = "telling"
@@ -52,10 +52,14 @@ def telling_selector() -> Any:
             self._folder.mkdir(exist_ok=True)
             self._calls = itertools.count()
 
-        def score(self, seen: Seen) -> Any:
-            told = {"layer": seen.layer, "rows": seen.rows, "keys": seen.keys.clone()}
+        def score(self, candidates: Candidates) -> Any:
+            told = {
+                "layer": candidates.layer,
+                "rows": candidates.rows,
+                "keys": candidates.keys.clone(),
+            }
             torch.save(told, self._folder / f"{next(self._calls):04}.pt")
-            return (seen.rows * 7919 % 1009).float()
+            return (candidates.rows * 7919 % 1009).float()
 
     return TellingSelector()
 

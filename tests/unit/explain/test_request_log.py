@@ -19,7 +19,7 @@ from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import PlanRequest
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Metrics
-from kvcore.telemetry.rates import Part
+from kvcore.telemetry.rates import ForwardPart
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, Request, random_llama
 
 BLOCK = 16
@@ -188,7 +188,7 @@ def test_an_engine_tells_of_a_plan_against_loading(engine: ReferenceEngine) -> N
     serve(engine)
     assert engine.rates is not None
     for n in (1, 2, 3, 4):
-        engine.rates.prefilled([Part(100 * n, 0)], n * 1e-3)
+        engine.rates.prefilled([ForwardPart(100 * n, 0)], n * 1e-3)
         for tier in ("host", "disk"):
             engine.rates.loaded(tier, n * 1_000_000, n * 50.0)
     told = serve(engine)
@@ -213,7 +213,7 @@ def test_what_else_it_would_have_taken_is_told_without_a_planner(engine: Referen
     assert engine.rates is not None
     assert not engine.rates.tier("host").is_learnt
     for n in (1, 2, 3, 4):
-        engine.rates.prefilled([Part(100 * n, 0)], n * 1.0)
+        engine.rates.prefilled([ForwardPart(100 * n, 0)], n * 1.0)
     half = serve(engine)["otherwise"]
     assert half["recompute_ms"] > 0
     assert (half["load_all_ms"], half["loading_ms"]) == (None, None)

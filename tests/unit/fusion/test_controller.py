@@ -19,8 +19,8 @@ from kvcore.fusion.controller import (
     ComputeRates,
     Controller,
     ControllerSettings,
+    ForwardPart,
     Mode,
-    Part,
     TierRates,
     hidden_ratio,
     pipelined,
@@ -326,7 +326,7 @@ def test_a_blend_is_chosen_only_where_it_is_faster(
 ) -> None:
     asked = controller(settings=replace(SETTINGS, enough=1))
     for wanted, compute, loading in steps:
-        asked.prefilled([Part(500, 0)], compute)
+        asked.prefilled([ForwardPart(500, 0)], compute)
         asked.loaded("disk", 1_000_000, 1e-3 * loading)
         asked.blended(wanted.behind, wanted.fresh, wanted.prefix, compute)
         decision = asked.decide(wanted)
@@ -414,7 +414,7 @@ def teach(asked: Controller, runs: int = 300, seed: int = 0, noise: float = 0.05
         rows, context = draw.randrange(20, 6000), draw.choice([0, draw.randrange(4000)])
         pairs = rows * context + rows * (rows + 1) / 2
         seconds = cost(TRUE_PREFILL, (1, rows * LAYERS, pairs * LAYERS))
-        asked.prefilled([Part(rows, context)], seconds * draw.lognormvariate(0, noise))
+        asked.prefilled([ForwardPart(rows, context)], seconds * draw.lognormvariate(0, noise))
         kept = max(1, int(rows * draw.uniform(0.15, 0.5)))
         mean_row = pairs / rows
         work = 2 * rows + deep * kept, 2 * pairs + deep * kept * mean_row
@@ -446,7 +446,7 @@ def test_blends_are_taken_to_cost_what_prefill_does_until_measured() -> None:
     asked = controller(settings=replace(SETTINGS, enough=1))
     before = asked.decide(request())
     for _ in range(20):
-        asked.prefilled([Part(3040, 0)], 50.0)
+        asked.prefilled([ForwardPart(3040, 0)], 50.0)
     after = asked.decide(request())
     assert after.blend_seconds > 2 * before.blend_seconds
     asked.blended(3040, 500, 0, 0.1)
@@ -455,9 +455,9 @@ def test_blends_are_taken_to_cost_what_prefill_does_until_measured() -> None:
 
 def test_a_step_over_several_requests_adds_up() -> None:
     one, other = controller(settings=replace(SETTINGS, enough=1)), controller()
-    one.prefilled([Part(300, 0), Part(1, 900), Part(1, 40)], 0.5)
+    one.prefilled([ForwardPart(300, 0), ForwardPart(1, 900), ForwardPart(1, 40)], 0.5)
     for _ in range(3):
-        other.prefilled([Part(300, 0), Part(1, 900), Part(1, 40)], 0.5)
+        other.prefilled([ForwardPart(300, 0), ForwardPart(1, 900), ForwardPart(1, 40)], 0.5)
     assert one.decide(request()).prefix_seconds == pytest.approx(
         other.decide(request()).prefix_seconds
     )
@@ -487,13 +487,13 @@ def test_a_tier_that_loads_is_not_forgotten_and_a_silent_one_is() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0])
 def test_nonsense_is_left_out(bad: float) -> None:
     asked, untouched = controller(settings=replace(SETTINGS, enough=1)), controller()
-    assert not asked.prefilled([Part(100, 0)], bad)
+    assert not asked.prefilled([ForwardPart(100, 0)], bad)
     assert not asked.blended(100, 20, 0, bad)
     assert not asked.loaded("disk", 1000, bad)
     assert not asked.loaded("disk", 1000, 1.0, layers=0)
     assert not asked.prefilled([], 1.0)
-    assert not asked.prefilled([Part(0, 0)], 1.0)
-    assert not asked.prefilled([Part(-5, 0), Part(10, 0)], 1.0)
+    assert not asked.prefilled([ForwardPart(0, 0)], 1.0)
+    assert not asked.prefilled([ForwardPart(-5, 0), ForwardPart(10, 0)], 1.0)
     assert not asked.blended(0, 0, 0, 1.0)
     assert not asked.blended(10, 20, 0, 1.0)
     assert asked.decide(request()) == untouched.decide(request())

@@ -23,7 +23,7 @@ from kvcore.fusion.attend import (  # noqa: E402
     look_rows,
     naive_attend_rows,
 )
-from kvcore.fusion.fusor import Attend, Fusor, HiddenState, Job  # noqa: E402
+from kvcore.fusion.fusor import Attend, BlendJob, Fusor, HiddenState  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.ops import TorchFusion  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Prefix, PromptPlan  # noqa: E402
@@ -133,7 +133,7 @@ def test_a_future_token_changes_no_earlier_row(scores: int, monkeypatch: Any) ->
 
 def test_rows_that_do_not_fit_are_refused() -> None:
     queries, keys = drawn(1, 2, 4, 8), drawn(2, 5, 2, 8)
-    with pytest.raises(LayoutError, match="position 5 and 5 keys"):
+    with pytest.raises(LayoutError, match="position 5 needs 6 keys; got 5"):
         attend_rows(queries, torch.tensor([0, 5]), keys, keys, Attention(1.0))
     with pytest.raises(LayoutError, match="2 queries for 1"):
         attend_rows(queries, torch.tensor([0]), keys, keys, Attention(1.0))
@@ -404,11 +404,11 @@ def test_what_a_layer_raises_reaches_the_caller() -> None:
     [
         (3, 3, [], "KV for"),
         (0, 11, [], "KV for"),
-        (2, 8, [1], "1 lie outside"),
-        (2, 8, [8], "1 lie outside"),
+        (2, 8, [1], "1 of them outside"),
+        (2, 8, [8], "1 of them outside"),
     ],
 )
 def test_jobs_that_cannot_be(exact: int, stop: int, chunks: list[int], words: str) -> None:
     rows = torch.tensor(chunks, dtype=torch.int64)
     with pytest.raises(ConfigError, match=words):
-        Job(torch.arange(10), exact, stop, rows, torch.zeros_like(rows))
+        BlendJob(torch.arange(10), exact, stop, rows, torch.zeros_like(rows))

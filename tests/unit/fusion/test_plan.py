@@ -45,8 +45,8 @@ def test_empty_segments_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("segments", "says"),
     [
-        ([], "ends with fresh tokens"),
-        ([Cached(chunk(1))], "ends with fresh tokens"),
+        ([], "must end with fresh tokens"),
+        ([Cached(chunk(1))], "must end with fresh tokens"),
         ([Fresh((1,)), Prefix(chunk(2)), Fresh((3,))], "first segment"),
         ([Prefix(chunk(2, start=1)), Fresh((3,))], "position 1"),
     ],
@@ -62,11 +62,11 @@ def test_a_part_of_a_chunk_knows_where_it_was_computed() -> None:
     assert (part.tokens, part.start, part.behind) == ((6, 7), 4, (0, 1, 2, 5))
     assert torch.equal(part.layers[1].keys, whole.layers[1].keys[1:3])
     for wrong in ((2, 2), (-1, 2), (0, 5)):
-        with pytest.raises(ConfigError, match="in a chunk of 4"):
+        with pytest.raises(ConfigError, match="of a chunk of 4"):
             whole.part(*wrong)
 
 
 def test_kv_of_another_number_of_tokens_is_refused() -> None:
     kv = LayerKV(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2))
-    with pytest.raises(ConfigError, match="2 and 2 tokens for a chunk of 3"):
+    with pytest.raises(ConfigError, match="K of 2 and V of 2 tokens for a chunk of 3"):
         ChunkKV((1, 2, 3), (kv,))

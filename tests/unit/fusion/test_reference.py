@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_refused(llama: World) -> None:
     class Other:
         config = gemma
 
-    with pytest.raises(UnsupportedError, match="not 'gemma2'"):
+    with pytest.raises(UnsupportedError, match="the layers of 'gemma2'"):
         Decoder(Other())
     with pytest.raises(ConfigError, match="1 ropes for 5 layers"):
         blend(llama.decoder, llama.plan(), [Rotation()], KeyDeviation(), Ratio(0.1))

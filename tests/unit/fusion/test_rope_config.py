@@ -81,7 +81,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two types": (llama(type="linear"), "differ"),
     "partial where it is not heeded": (llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "partial not stated": (changed(LLAMA, model_type="phi"), "partial_rotary_factor"),
-    "odd share": (changed(llama(partial_rotary_factor=0.2), model_type="phi"), "whole pairs"),
+    "odd share": (
+        changed(llama(partial_rotary_factor=0.2), model_type="phi"),
+        "whole number of pairs",
+    ),
     "linear without factor": (llama(rope_type="linear"), "factor"),
     "llama3, no ramp": (
         llama(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0),
@@ -133,7 +136,7 @@ def test_the_base_of_the_refused_is_accepted() -> None:
 
 def test_the_engine_may_tell_its_pairing_and_must_not_contradict() -> None:
     assert rope_of(LLAMA, 0, Pairing.NEOX) == rope_of(LLAMA, 0)
-    with pytest.raises(UnsupportedError, match="pairs"):
+    with pytest.raises(UnsupportedError, match="pairing is"):
         rope_of(LLAMA, 0, Pairing.GPTJ)
     four = changed(LLAMA, model_type="llama4_text", no_rope_layers=[1, 0])
     for pairing in Pairing:

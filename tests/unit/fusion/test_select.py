@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcore.errors import ConfigError
 from kvcore.fusion.select import (
     Budget,
+    Candidates,
     ChunkHeads,
     HeadsToo,
     KeyDeviation,
@@ -25,7 +26,6 @@ from kvcore.fusion.select import (
     RandomRows,
     Ratio,
     RelativeDeviation,
-    Seen,
     Selector,
     Smoothed,
     Threshold,
@@ -55,9 +55,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def seen(rows: int = 12, heads: int = 2, layer: int = 1, seed: int = 0) -> Seen:
+def candidates(rows: int = 12, heads: int = 2, layer: int = 1, seed: int = 0) -> Candidates:
     keys, values, cached_keys, cached_values = drawn(4, rows, heads, 8, seed=seed)
-    return Seen(
+    return Candidates(
         layer=layer,
         rows=torch.arange(rows) * 3 + 5,
         keys=keys,
@@ -102,7 +102,7 @@ def test_attention_mass_takes_the_most_interested_row_and_all_heads() -> None:
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda selector: selector.name)
 def test_ranks_that_add_their_heads_up_choose_as_one(selector: Selector) -> None:
     """Tensor parallelism: each rank sees one head; reduced scores are those of all heads."""
-    whole = seen(heads=2)
+    whole = candidates(heads=2)
     ranks = [
         replace(
             whole,
@@ -124,7 +124,7 @@ def test_ranks_that_add_their_heads_up_choose_as_one(selector: Selector) -> None
     assert torch.allclose(scores[0], scores[1], rtol=1e-5)
 
 
-def _parts_of(selector: Selector, rank: Seen) -> list[Tensor]:
+def _parts_of(selector: Selector, rank: Candidates) -> list[Tensor]:
     """What a rank gives to the sum, in order."""
     parts: list[Tensor] = []
 
@@ -138,7 +138,7 @@ def _parts_of(selector: Selector, rank: Seen) -> list[Tensor]:
 
 def test_a_rank_alone_would_choose_otherwise() -> None:
     """That the reduction matters: without it the two ranks disagree."""
-    whole = seen(heads=2, rows=40)
+    whole = candidates(heads=2, rows=40)
     halves = [
         replace(whole, keys=whole.keys[:, [h]], cached_keys=whole.cached_keys[:, [h]])
         for h in (0, 1)
@@ -148,13 +148,13 @@ def test_a_rank_alone_would_choose_otherwise() -> None:
 
 
 def test_relative_deviation_of_a_cache_of_zeros_is_one() -> None:
-    view = seen()
+    view = candidates()
     view = replace(view, cached_keys=torch.zeros_like(view.keys))
     assert torch.allclose(RelativeDeviation().score(view), torch.ones(12))
 
 
 def test_combined_score_is_mass_times_deviation_to_a_power() -> None:
-    view = seen()
+    view = candidates()
     assert view.question is not None
     root = view.key_deviation.sqrt()
     for power in (1.0, 2.0, 3.0):
@@ -163,7 +163,7 @@ def test_combined_score_is_mass_times_deviation_to_a_power() -> None:
 
 
 def test_random_rows_are_the_same_at_every_layer() -> None:
-    view = seen()
+    view = candidates()
     half = replace(view, rows=view.rows[::2], layer=5)
     assert torch.equal(RandomRows(3).score(view)[::2], RandomRows(3).score(half))
     assert not torch.equal(RandomRows(3).score(view), RandomRows(4).score(view))
@@ -173,11 +173,11 @@ def test_random_rows_are_the_same_at_every_layer() -> None:
 def test_without_a_question_the_error_says_what_to_do(selector: Selector) -> None:
     assert selector.needs_question
     with pytest.raises(ConfigError, match="run the question"):
-        selector.score(replace(seen(), question=None))
+        selector.score(replace(candidates(), question=None))
 
 
 def test_heads_come_before_everything_else() -> None:
-    view = seen(rows=12)  # chunks of 5, 5 and 2
+    view = candidates(rows=12)  # chunks of 5, 5 and 2
     kept = narrow(HeadsToo(KeyDeviation(), heads=2), Ratio(0.5), view, LAYERS, 12)
     assert kept.tolist() == view.rows[[0, 1, 5, 6, 10, 11]].tolist()
     one_more = narrow(HeadsToo(KeyDeviation(), heads=1), Ratio(4 / 12), view, LAYERS, 12)
@@ -187,7 +187,7 @@ def test_heads_come_before_everything_else() -> None:
 
 
 def test_smoothed_scores_are_means_over_neighbours() -> None:
-    view = replace(seen(rows=4), rows=torch.tensor([3, 4, 5, 9]))
+    view = replace(candidates(rows=4), rows=torch.tensor([3, 4, 5, 9]))
     a, b, c, d = KeyDeviation().score(view).tolist()
     expected = torch.tensor([a + b, a + b + c, b + c, d]) / 3
     assert torch.allclose(Smoothed(KeyDeviation()).score(view), expected)
@@ -201,7 +201,7 @@ def test_wrappers_need_what_they_wrap_needs() -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda selector: selector.name)
 def test_selectors_score_no_rows(selector: Selector) -> None:
-    assert selector.score(seen(rows=0)).shape == (0,)
+    assert selector.score(candidates(rows=0)).shape == (0,)
 
 
 # --- budgets ----------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ def test_a_threshold_counts_rows_above_it_once() -> None:
         (Ratio, {"ratio": 1.5}, "from 0 to 1, got 1.5"),
         (Ratio, {"ratio": math.nan}, "from 0 to 1"),
         (Ratio, {"ratio": 0.1, "spread": 2}, "spread"),
-        (Ratio, {"ratio": 0.1, "full_layers": 1}, "token alone"),
-        (Threshold, {"bound": 1, "full_layers": 0}, "token alone"),
+        (Ratio, {"ratio": 0.1, "full_layers": 1}, "only on the token"),
+        (Threshold, {"bound": 1, "full_layers": 0}, "only on the token"),
         (Threshold, {"bound": 1, "floor": 0.5, "ceiling": 0.1}, "floor <= ceiling"),
     ],
 )
@@ -281,9 +281,9 @@ def test_keep_top_against_sorting(scores: list[float], count: int) -> None:
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda selector: selector.name)
 def test_rows_only_leave(selector: Selector, budget: Budget) -> None:
     tokens = 40
-    view, alive = seen(rows=tokens), torch.arange(tokens)
+    view, alive = candidates(rows=tokens), torch.arange(tokens)
     for layer in range(LAYERS - 1):
-        fresh = seen(rows=tokens, layer=layer, seed=layer)
+        fresh = candidates(rows=tokens, layer=layer, seed=layer)
         now = replace(
             fresh,
             rows=view.rows[alive],
@@ -305,5 +305,5 @@ def test_rows_only_leave(selector: Selector, budget: Budget) -> None:
 
 
 def test_the_last_layer_chooses_nothing() -> None:
-    view = seen(layer=LAYERS - 1)
+    view = candidates(layer=LAYERS - 1)
     assert torch.equal(narrow(KeyDeviation(), Ratio(0.1), view, LAYERS, 12), view.rows)

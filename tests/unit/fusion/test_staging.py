@@ -17,7 +17,7 @@ from kvcore.fusion.ops import TorchFusion  # noqa: E402
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
-from kvcore.fusion.staging import Place, PlacedChunks, PrefixReader, Staging  # noqa: E402
+from kvcore.fusion.staging import ChunkStaging, Place, PlacedChunks, PrefixReader  # noqa: E402
 from kvcore.memory.copy.reference import ReferenceOps  # noqa: E402
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
@@ -98,7 +98,7 @@ def test_chunks_stand_where_the_reference_places_them(
         position += len(part.tokens)
         row += last - first
     plan = PromptPlan([*segments, Fresh(words(3, 99))])
-    staging = Staging(SHAPE, max(row, 1), torch.device("cpu"))
+    staging = ChunkStaging(SHAPE, max(row, 1), torch.device("cpu"))
     for arena, first, last, at in loads:
         units = np.arange(at, at + last - first)
         OPS.copy_blocks(arena, np.arange(first, last), staging.groups[0].view, units)
@@ -141,7 +141,7 @@ def test_layers_read_again_are_rotated_once(again: bool) -> None:
             super().place(staged, into, places, rope)
 
     chunk, ops = WORLD.chunk(1, 16), Counting()
-    staging = Staging(SHAPE, 4, torch.device("cpu"))
+    staging = ChunkStaging(SHAPE, 4, torch.device("cpu"))
     OPS.copy_blocks(arena_of(chunk, 4), np.arange(4), staging.groups[0].view, np.arange(4))
     empty = PrefixReader(OPS, paged(chunk.layers, 0, [0]), SHAPE, [], 0)
     places = [Place(2, 10, 5, 3)]
@@ -157,7 +157,7 @@ def test_layers_read_again_are_rotated_once(again: bool) -> None:
 
 def test_a_chunk_at_its_own_place_keeps_its_bits() -> None:
     chunk = WORLD.chunk(1, 16)
-    staging = Staging(SHAPE, 4, torch.device("cpu"))
+    staging = ChunkStaging(SHAPE, 4, torch.device("cpu"))
     OPS.copy_blocks(arena_of(chunk, 4), np.arange(4), staging.groups[0].view, np.arange(4))
     empty = PrefixReader(OPS, paged(chunk.layers, 0, [0]), SHAPE, [], 0)
     placed = PlacedChunks(
@@ -169,5 +169,5 @@ def test_a_chunk_at_its_own_place_keeps_its_bits() -> None:
 
 def test_latent_attention_has_no_staging() -> None:
     latent = BlockShape(2, 1, 8, 4, "float32", kv_factor=1)
-    with pytest.raises(LayoutError, match="K and V of one head size"):
-        Staging(latent, 1, torch.device("cpu"))
+    with pytest.raises(LayoutError, match="K and V with equal head sizes"):
+        ChunkStaging(latent, 1, torch.device("cpu"))

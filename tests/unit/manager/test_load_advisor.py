@@ -15,7 +15,7 @@ from kvcore.config import load_config
 from kvcore.manager.load_advisor import PlanMemo  # after the skip
 from kvcore.manager.load_policy import Action
 from kvcore.telemetry.metrics import MissReason
-from kvcore.telemetry.rates import ComputeRates, Part, Rates
+from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, Request
 
 BLOCK = 16
@@ -67,7 +67,7 @@ def teach(engine: ReferenceEngine, load: float, prefill: float) -> None:
     """Teach the engine that a megabyte takes ``load`` seconds, and 100 tokens ``prefill``."""
     assert engine.rates is not None
     for n in (1, 2, 3, 4):
-        engine.rates.prefilled([Part(100 * n, 0)], n * prefill)
+        engine.rates.prefilled([ForwardPart(100 * n, 0)], n * prefill)
         for tier in ("host", "disk"):
             engine.rates.loaded(tier, n * 1_000_000, n * load)
 

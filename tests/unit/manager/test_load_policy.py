@@ -24,7 +24,7 @@ from kvcore.manager.load_policy import (
     TokenSource,
     Why,
 )
-from kvcore.telemetry.rates import ComputeRates, Part, Rates, TierRates, pairs
+from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates, TierRates, pairs
 
 LAYERS = 24
 BLOCK = 16
@@ -247,7 +247,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
 def teach(rates: Rates, disk: float = 1.0, times: int = 4) -> None:
     for n in range(times):
         rows = 500 * (n + 1)
-        rates.prefilled([Part(rows, 0)], true_prefill(rows, 0))
+        rates.prefilled([ForwardPart(rows, 0)], true_prefill(rows, 0))
         for tier, true in (("host", HOST), ("disk", scaled(DISK, disk))):
             nbytes = (n + 1) * 4_000_000
             rates.loaded(tier, nbytes, true.latency + true.byte * nbytes)
@@ -420,7 +420,7 @@ def seconds_of(world: World, seed: int, decide: Decide, rates: Rates | None = No
                 total, stop = deadline, 0
         computing = truth.noisy(true_prefill(tokens - stop, stop))
         if rates is not None:
-            rates.prefilled([Part(tokens - stop, stop)], computing)
+            rates.prefilled([ForwardPart(tokens - stop, stop)], computing)
         took.append(total + computing)
     return took
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcore.errors import UnsupportedError
-from kvcore.plugins.attention import AttentionCall, AttentionHook, Batch, Hooks
+from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook, Hooks
 from kvcore_vllm.attention import Batches, install, lent
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -209,7 +209,7 @@ def test_a_module_is_lent_for_a_block_only() -> None:
     module, answer = Module(), torch.rand(3, HEADS, DIM)
     hook = Noting(answer)
     rows = torch.arange(3)
-    batch = Batch(("a",), torch.tensor([0, 3]), rows, torch.zeros(1, 1), 16)
+    batch = AttentionBatch(("a",), torch.tensor([0, 3]), rows, torch.zeros(1, 1), 16)
     flat = torch.rand(3, HEADS * DIM)
     with lent(module, 7, hook, batch):
         got = module.forward(flat, flat[:, : KV_HEADS * DIM], flat[:, : KV_HEADS * DIM])
@@ -223,7 +223,7 @@ def test_a_module_is_lent_for_a_block_only() -> None:
 
 
 def test_no_hooks_answer_nothing() -> None:
-    batch = Batch(("a",), torch.tensor([0, 1]), torch.arange(1), torch.zeros(1, 1), 16)
+    batch = AttentionBatch(("a",), torch.tensor([0, 1]), torch.arange(1), torch.zeros(1, 1), 16)
     one = torch.rand(1, HEADS, DIM)
     call = AttentionCall(0, one, one, one, batch)
     assert Hooks([]).before(call) is None
