@@ -181,11 +181,16 @@ class WorkerConnector(StepWorker[int]):
     # -- sync loads -------------------------------------------------------------------------
 
     def wait_for_layer(self, layer: int) -> None:
-        """Block until this layer of every sync load has landed. Raises TransferError if one cannot
-        be had: the engine then fails the step's requests."""
+        """Block until every sync load has copied ``layer``.
+
+        Raises TransferError if a load has finally failed: the engine then fails the step's
+        requests.
+        """
         self._waited.add(layer)
         self._wait_layer(self._sync, layer)
         for load in self._sync:
+            if load.failed:  # a later layer's copy perhaps, which may still be repeated
+                self._settle(load)
             self._require(load)
 
     def _require_loads(self) -> None:
