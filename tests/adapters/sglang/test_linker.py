@@ -143,7 +143,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
     """It tells rank 0 alone. The other hears of it, and what it has built is closed."""
     both, words, closed = threading.Barrier(2), ["", ""], list[int]()
 
-    def agree(rank: Rank, word: str) -> list[str]:
+    def gather_words(rank: Rank, word: str) -> list[str]:
         words[rank.number] = word
         both.wait(60)
         found = list(words)
@@ -160,7 +160,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
         "hooks": SimpleNamespace(check=lambda: None, TIME_HOOKS=(), fit=lambda hooks: True),
         "find_rank": lambda rank: rank,
         "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
-        "agree": agree,
+        "gather_words": gather_words,
         "build": build,
         "_publisher": lambda *given: None,
     }.items():

@@ -115,7 +115,7 @@ def test_reports_and_counts_reach_the_leader(line: Line) -> None:
 
 def test_a_silent_leader_is_named(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "ORDER_TIMEOUT_S", 1)
-    with pytest.raises(TransferError, match="no word from the leading rank for 1 s"):
+    with pytest.raises(TransferError, match="no order from the leading rank for 1 s"):
         line.follower.next_order()
 
 
@@ -169,7 +169,7 @@ def test_an_order_that_cannot_be_read_is_an_error_of_the_next_point(
     line.leader._lines[0].send(data)
     assert next_order(line).cancel == [1], "what came before it holds"
     for _ in range(2):
-        with pytest.raises(TransferError, match="line between two ranks has failed"):
+        with pytest.raises(TransferError, match="link between two ranks has failed"):
             next_order(line)
 
 
@@ -189,7 +189,7 @@ def test_a_leader_that_has_closed_is_named_at_once(line: Line) -> None:
     line.leader.tell(Order(cancel=[1]))
     line.leader.close()
     assert next_order(line).cancel == [1]
-    with pytest.raises(TransferError, match="the other rank has closed its line"):
+    with pytest.raises(TransferError, match="the other rank has closed its link"):
         next_order(line)
 
 
@@ -198,7 +198,7 @@ def test_news_that_cannot_be_read_are_told_once(line: Line) -> None:
     listener = line.leader._lines[0]._threads[0]
     listener.join(WAIT_S)
     assert not listener.is_alive()
-    with pytest.raises(TransferError, match="line between two ranks has failed"):
+    with pytest.raises(TransferError, match="link between two ranks has failed"):
         line.leader.news()
     assert line.leader.news() == []
 
@@ -222,7 +222,7 @@ def test_a_rank_that_died_is_told_of_once_and_the_others_are_told_their_orders()
     for number in range(3):
         leader.tell(Order(cancel=[number]))
         assert follower.next_order().cancel == [number]
-    with pytest.raises(TransferError, match="rank 1 of kvcore's takes no orders any more"):
+    with pytest.raises(TransferError, match="rank 1 takes no orders from kvcore any more"):
         leader.news()
     assert leader.news() == []
     follower.close()

@@ -12,7 +12,7 @@ from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.worker import Tally, WorkerConnector
 from support.worker import ScriptedWorker, load_graph
 
-LAYERS = 2
+LAYERS = 3
 
 
 @pytest.fixture
@@ -35,12 +35,16 @@ def test_a_load_that_may_be_repeated_does_not_fail_the_step(
     worker.begin(StepPlan(sync_loads=[first, second]))
     scripted.end(first, [0])
     scripted.end(second, [0], ok=False)
-    scripted.end(second, [1])
-    later = [lambda: scripted.end(first, [1], ok=False), lambda: scripted.end(second)]
-    later += [lambda: scripted.end(first)]
-    waits = [lambda: None, lambda: None]  # for layer 0 of each load
-    steps = iter([*waits, *later])
-    scripted.on_wait = lambda: next(steps, lambda: None)()
+    scripted.end(second, [1, 2])
+
+    def between() -> None:
+        scripted.end(first, [1], ok=False)
+        scripted.end(second)
+
+    nothing = [lambda: None] * 3  # layer 0 of each load, and the second's next attempt
+    ends = [between, lambda: scripted.end(first, [2]), lambda: scripted.end(first)]
+    waits = iter([*nothing, *ends])
+    scripted.on_wait = lambda: next(waits, lambda: None)()
     for layer in range(LAYERS):
         worker.wait_for_layer(layer)
     worker.end_forward()
