@@ -136,7 +136,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             self._side.end_forward()
 
     def start_load_kv(self, stream: Any) -> None:
-        """Begin the step's plan, before the forward. See `WorkerConnector.begin` for what blocks."""
+        """Begin the step's plan, before the forward. Blocks as `WorkerConnector.begin` does."""
         metadata = self.get_connector_meta()
         if self._side is not None and isinstance(metadata, KVCoreMetadata):
             self.bind_connector_meta(None)  # a plan runs once, even if the engine calls again
