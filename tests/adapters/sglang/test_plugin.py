@@ -296,7 +296,7 @@ def test_hooks_that_did_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     fitting = hooks.Hook(name, ("self", "one"), target)
     assert not hooks._misfit(fitting)
     assert "kvcore expects" in hooks._misfit(fitting._replace(parameters=("self",)))
-    assert "is not there" in hooks._misfit(fitting._replace(target=f"{name}_gone"))
+    assert "was not found" in hooks._misfit(fitting._replace(target=f"{name}_gone"))
     monkeypatch.setattr(hooks, "HOOKS", (fitting,))
     with pytest.raises(UnsupportedError, match=f"not in place at {name}"):
         hooks.check()
