@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["ForwardClock"]
+__all__ = ["ForwardTimer"]
 
 _T = TypeVar("_T")
 
 
-class ForwardClock(Generic[_T]):
+class ForwardTimer(Generic[_T]):
     """Times forwards without waiting for them. Used by one owner, on the thread that runs them.
 
     On a CPU a forward has ended when the engine says so. On a GPU it has only been launched by

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kvcore.config import load_config  # noqa: E402
 from kvcore.connector.build import LeaderParts, build_leader, build_worker  # noqa: E402
-from kvcore.connector.forward_timer import ForwardClock  # noqa: E402
+from kvcore.connector.forward_timer import ForwardTimer  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
 from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.explain.recorder import Watch  # noqa: E402
@@ -136,7 +136,7 @@ class SGLangRig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        clock = ForwardClock[Sequence[Part]](torch.device("cpu")) if timed else None
+        clock = ForwardTimer[Sequence[Part]](torch.device("cpu")) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         watch = Watch.of(self.config)
         self.leader = Leader(

@@ -13,7 +13,7 @@ from kvcore.connector.build import (
     build_policy,
     build_worker,
 )
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import KVCoreError
@@ -81,7 +81,7 @@ def build(
         layers, ropes = fusable.layers, fusable.ropes
         blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
-    clock = ForwardClock[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
+    clock = ForwardTimer[Sequence[Part]](served.pool.view.tensors[0].device) if timed else None
     worker = WorkerConnector(parts, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)

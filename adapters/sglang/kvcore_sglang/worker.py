@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.worker import ATTEMPTS, RETRY_WAIT_S, Load, StepWorker
@@ -46,7 +46,7 @@ class WorkerConnector(StepWorker[str]):
         parts: RankParts,
         fence: Fence = contextlib.nullcontext,
         blends: FusionWorker | RefusingFusionWorker | None = None,
-        clock: ForwardClock[Sequence[Part]] | None = None,
+        clock: ForwardTimer[Sequence[Part]] | None = None,
     ) -> None:
         super().__init__(parts, blends)
         self._fence = fence

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import pages_made
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import StepReport
@@ -46,7 +46,7 @@ class WorkerConnector(StepWorker[str]):
         *,
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
-        clock: ForwardClock[int],
+        clock: ForwardTimer[int],
     ) -> None:
         super().__init__(parts, blends)
         self._layer_of = layer_of

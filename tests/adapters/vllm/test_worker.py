@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder, ChunkLoad
 from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.transfer.graph import TransferGraph
@@ -26,7 +26,7 @@ def worker(scripted: ScriptedWorker) -> WorkerConnector:
         RefusingFusionWorker(UNIT_TOKENS),
         layer_of={"layer": 0},
         page_tokens=(UNIT_TOKENS,),
-        clock=ForwardClock(torch.device("cpu")),
+        clock=ForwardTimer(torch.device("cpu")),
     )
 
 
