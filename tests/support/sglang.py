@@ -35,7 +35,7 @@ from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
-from kvcore_sglang.ranks import NoLines  # noqa: E402
+from kvcore_sglang.ranks import NoLinks  # noqa: E402
 from kvcore_sglang.worker import WorkerConnector  # noqa: E402
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
@@ -143,7 +143,7 @@ class SGLangRig:
             self.config,
             model,
             self.worker,
-            NoLines(),
+            NoLinks(),
             lambda outbox: build_leader(self.config, model, outbox, on_event=watch.listener(None)),
             parts.metrics,
             fusion=self._fusion if self.config.fusion.enabled else None,

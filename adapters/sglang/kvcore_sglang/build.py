@@ -27,17 +27,17 @@ from kvcore_sglang.describe import Served
 from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
-from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
+from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, join, open_links
 from kvcore_sglang.worker import Fence, WorkerConnector
 
 
 @dataclass
 class Parts:
-    """One rank: a leader and lines to the others, or a follower."""
+    """One rank: a leader and links to the others, or a follower."""
 
     served: Served
     worker: WorkerConnector
-    lines: Lines
+    links: RankLinks
     leader: Leader | None
     follower: Follower | None
 
@@ -85,15 +85,15 @@ def build(
     worker = WorkerConnector(parts, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)
-        return Parts(served, worker, NoLines(), None, follower)
-    lines: Lines = NoLines() if rank.group is None else open_lines(rank)
+        return Parts(served, worker, NoLinks(), None, follower)
+    links: RankLinks = NoLinks() if rank.group is None else open_links(rank)
     watch = Watch.of(config)
     try:
         leader = Leader(
             config,
             model,
             worker,
-            lines,
+            links,
             lambda outbox: build_leader(config, model, outbox, on_event=watch.listener(None)),
             parts.metrics,
             publish,
@@ -102,9 +102,9 @@ def build(
         )
     except KVCoreError:  # the other ranks are told by the caller
         worker.close()
-        lines.close()
+        links.close()
         raise
-    return Parts(served, worker, lines, leader, None)
+    return Parts(served, worker, links, leader, None)
 
 
 def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:

@@ -42,7 +42,7 @@ from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
 from kvcore_sglang.messages import Order
-from kvcore_sglang.ranks import Lines
+from kvcore_sglang.ranks import RankLinks
 from kvcore_sglang.staging import Staging
 from kvcore_sglang.worker import WorkerConnector
 
@@ -68,7 +68,7 @@ def _below(blocks: Mapping[str, int]) -> int:
 class Leader:
     """One per engine. Called from the scheduler's thread only.
 
-    ``local`` is this rank's own worker, which counts in ``counted_here``; ``lines`` reach the
+    ``local`` is this rank's own worker, which counts in ``counted_here``; ``links`` reach the
     others. ``publish`` takes what was counted since the last time, now and then. ``fusion`` makes
     what blends need from the parts that ``build`` made; None where there are none. ``watch`` keeps
     what `kvcore explain` tells of requests.
@@ -79,7 +79,7 @@ class Leader:
         config: Config,
         model: ModelDescription,
         local: WorkerConnector,
-        lines: Lines,
+        links: RankLinks,
         build: Callable[[Outbox], LeaderParts],
         counted_here: Metrics,
         publish: Callable[[Data], None] | None = None,
@@ -93,7 +93,7 @@ class Leader:
         self._counted_here = counted_here
         self._publish = publish
         self._publish_at = 0.0
-        self._lines = lines
+        self._links = links
         self._outbox = Outbox(model.world_size, self._work)
         parts = build(self._outbox)
         self.manager: Manager = parts.manager
@@ -477,7 +477,7 @@ class Leader:
     def _tell(self, order: Order) -> None:
         """Have every rank carry out a `now` order."""
         if not order.empty:
-            self._lines.tell(order)
+            self._links.send(order)
             self._local.carry_out(order)
 
     def _work(self, timeout: float) -> None:
@@ -498,9 +498,9 @@ class Leader:
         if self._fusion is not None:
             self._fusion.learn_times(profile, forwards, counted)
         self.metrics.absorb(counted)
-        for news in self._lines.news():
-            self.metrics.absorb(news.counted)
-            for report in news.reports:
+        for ranks in self._links.take_reports():
+            self.metrics.absorb(ranks.counted)
+            for report in ranks.reports:
                 self._outbox.deliver(report)
 
     def _pump(self) -> None:
@@ -575,7 +575,7 @@ class Leader:
 
     def close(self) -> None:
         """Let go of the tiers, once every rank has closed its own."""
-        self._lines.close()
+        self._links.close()
         self._watch.close()
         if self._fusion is not None:
             self._fusion.chunks.close()

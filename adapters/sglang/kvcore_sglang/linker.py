@@ -417,7 +417,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         if self._parts.follower is not None:
             return self._parts.follower.next_order()
         order = self._guarded(Order(), decide)
-        self._parts.lines.tell(order)
+        self._parts.links.send(order)
         return order
 
     def _guarded(self, neutral: _T, decide: Callable[[Leader], _T]) -> _T:

@@ -4,8 +4,8 @@ The engine's ranks run the same schedule, each in its own process. The leader is
 process. It must reach the other ranks while they wait for it in a collective, so it has links of
 its own.
 
-    leader   Lines     tell(order)   sends to all ranks; threads receive the ranks' reports
-    others   Follower  next_order()  returns the order of this point; `now` orders run at once
+    leader   RankLinks  send(order)   sends to all ranks; threads receive the ranks' reports
+    others   Follower   next_order()  returns the order of this point; `now` orders run at once
 
 A thread in read() knows its connection by a file descriptor. Once that is closed, the next file or
 socket gets the same number, and the thread would read from there. A link is therefore shut down
@@ -49,17 +49,17 @@ END_S = 30.0
 while it carries out an order."""
 
 
-class Lines(Protocol):
+class RankLinks(Protocol):
     """The leader's links to the other ranks."""
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Send an order to every other rank. Does not wait until they carry it out.
 
-        Does not raise if a rank is gone: the others still get the order, and `news` raises.
+        Does not raise if a rank is gone: the others still get the order, and `take_reports` raises.
         """
         ...
 
-    def news(self) -> list[StepReport]:
+    def take_reports(self) -> list[StepReport]:
         """Return the reports that arrived since the last call. Does not block."""
         ...
 
@@ -68,13 +68,13 @@ class Lines(Protocol):
         ...
 
 
-class NoLines:
+class NoLinks:
     """The links of a leader whose rank is alone: there are none."""
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         pass
 
-    def news(self) -> list[StepReport]:
+    def take_reports(self) -> list[StepReport]:
         return []
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class _Gone(TransferError):
     """The other side has closed the link, or has died."""
 
 
-class _Line:
+class _Link:
     """A connection to another rank, and the threads that use it.
 
     One thread at a time may send. When a thread fails it calls ``broken`` once, with the reason why
@@ -155,32 +155,35 @@ class _Line:
             self._connection.close()
 
 
-class SocketLines:
+class SocketLinks:
     """A link to every other rank. Threads receive the ranks' reports."""
 
     def __init__(self, connections: list[Connection[bytes, bytes]]) -> None:
-        self._news: deque[StepReport] = deque()
+        self._reports: deque[StepReport] = deque()
         self._failed: deque[TransferError] = deque()
-        self._deaf: set[_Line] = set()  # links whose rank receives nothing any more
-        self._lines = [_Line(connection, self._broken) for connection in connections]
-        for line in self._lines:
-            line.listen(lambda data: self._news.append(REPORTS.decode(data)), "kvcore-news")
+        self._deaf: set[_Link] = set()  # links whose rank receives nothing any more
+        self._links = [_Link(connection, self._broken) for connection in connections]
+        for link in self._links:
+            link.listen(
+                lambda data: self._reports.append(REPORTS.decode(data)), "kvcore-rank-reports"
+            )
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
+        """Send an order to every rank that still receives. Blocks while a rank's socket is full."""
         data = ORDERS.encode(order)
-        for number, line in enumerate(self._lines, start=1):
-            if line in self._deaf:
+        for number, link in enumerate(self._links, start=1):
+            if link in self._deaf:
                 continue
             try:
-                line.send(data)
+                link.send(data)
             except OSError as error:
-                self._deaf.add(line)
+                self._deaf.add(link)
                 why = (
                     f"rank {number} takes no orders from kvcore any more ({error}): look at its log"
                 )
                 self._failed.append(TransferError(why))
 
-    def news(self) -> list[StepReport]:
+    def take_reports(self) -> list[StepReport]:
         """Return the reports that arrived since the last call. Does not block.
 
         Raises TransferError, once, if a rank's reports cannot be read any more, or if an order
@@ -188,11 +191,12 @@ class SocketLines:
         """
         if self._failed:
             raise self._failed.popleft()
-        return [self._news.popleft() for _ in range(len(self._news))]
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        """Close the links, one after the other. Blocks up to `END_S` seconds for each."""
+        for link in self._links:
+            link.close()
 
     def _broken(self, error: TransferError) -> None:
         if not isinstance(error, _Gone):
@@ -208,9 +212,9 @@ class Follower:
         self._worker = worker
         self._metrics = metrics
         self._orders: queue.SimpleQueue[Order | TransferError] = queue.SimpleQueue()
-        self._line = _Line(connection, self._orders.put)
-        self._line.listen(self._take, "kvcore-orders")
-        self._line.run(self._report, "kvcore-reports")
+        self._link = _Link(connection, self._orders.put)
+        self._link.listen(self._take, "kvcore-orders")
+        self._link.run(self._report, "kvcore-reports")
 
     def next_order(self) -> Order:
         """Return the leader's order for this point of the schedule. Blocks until it arrives.
@@ -231,7 +235,7 @@ class Follower:
 
     def close(self) -> None:
         """Close the link. Blocks up to `END_S` seconds."""
-        self._line.close()
+        self._link.close()
 
     def _take(self, data: bytes) -> None:
         order = ORDERS.decode(data)
@@ -241,13 +245,13 @@ class Follower:
             self._orders.put(order)
 
     def _report(self) -> None:
-        while not self._line.closed.is_set():
+        while not self._link.closed.is_set():
             self._worker.wait_report(REPORT_WAIT_S)
             reports = self._worker.poll()
             if reports:
-                self._line.send(REPORTS.encode(StepReport(reports, self._metrics.delta())))
+                self._link.send(REPORTS.encode(StepReport(reports, self._metrics.delta())))
             else:
-                self._line.closed.wait(REPORT_WAIT_S / 10)
+                self._link.closed.wait(REPORT_WAIT_S / 10)
 
 
 def gather_words(rank: Rank, word: str) -> list[str]:
@@ -259,16 +263,16 @@ def gather_words(rank: Rank, word: str) -> list[str]:
     return words
 
 
-def open_lines(rank: Rank) -> SocketLines:
+def open_links(rank: Rank) -> SocketLinks:
     """Open the leader's links to the other ranks. Blocks until each of them has called `join`."""
     key = secrets.token_bytes(16)
     with Listener(family="AF_UNIX", backlog=rank.ranks, authkey=key) as listener:
         _share(rank, {"address": listener.address, "key": key})
-        return SocketLines([listener.accept() for _ in range(rank.ranks - 1)])
+        return SocketLinks([listener.accept() for _ in range(rank.ranks - 1)])
 
 
 def join(rank: Rank) -> Callable[[WorkerConnector, Metrics], Follower]:
-    """Connect to the leader, which calls `open_lines`; return what makes the `Follower`. Blocks."""
+    """Connect to the leader, which calls `open_links`; return what makes the `Follower`. Blocks."""
     found = _share(rank, None)
     connection = Client(found["address"], family="AF_UNIX", authkey=found["key"])
     return lambda worker, metrics: Follower(connection, worker, metrics)

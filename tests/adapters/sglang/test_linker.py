@@ -19,7 +19,7 @@ from kvcore.config import Config  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
 from kvcore_sglang.messages import Order  # noqa: E402
-from kvcore_sglang.ranks import NoLines  # noqa: E402
+from kvcore_sglang.ranks import NoLinks  # noqa: E402
 
 BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 
@@ -90,7 +90,7 @@ def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
     linker._parts = SimpleNamespace(
         leader=leader,
         follower=None,
-        lines=NoLines(),
+        links=NoLinks(),
         worker=worker,
         served=SimpleNamespace(rank=Rank(0, 1, None)),
     )
