@@ -50,7 +50,7 @@ class Handover:
             _log.warning("promise refused request=%s: %s", request.request_id, error)
             return None
 
-    def told(
+    def reply(
         self,
         request: Request,
         chain: KeyChain,
