@@ -29,7 +29,7 @@ _log = logging.getLogger("kvcore.connector.worker")
 ATTEMPTS = 3
 """Attempts for a load from host memory in an engine that cannot look the request up again."""
 
-RETRY_WAIT_S = 0.02
+RETRY_WAIT_S = 0.05
 """Longest wait for one report in seconds, and for room in a full queue before the next attempt."""
 
 _R = TypeVar("_R", str, int)

@@ -64,7 +64,7 @@ def _nothing() -> None:
 
 
 @dataclass
-class _Told:
+class _Sent:
     """How much of a request the connector has received. The next message holds the rest."""
 
     tokens: int = 0
@@ -135,7 +135,7 @@ class Executor:
         self._active: list[LlmRequest] = []
         self._previous: list[LlmRequest] | None = None
         self._cancelled: set[int] = set()
-        self._told: dict[int, _Told] = {}
+        self._sent: dict[int, _Sent] = {}
         self._matched: dict[int, int] = {}
         count = len(self._workers)
         self._loading = _Parked({}, [{} for _ in range(count)], [{} for _ in range(count)])
@@ -298,15 +298,15 @@ class Executor:
     def _scheduler_output(self, batch: list[LlmRequest]) -> standins.SchedulerOutput:
         output = standins.SchedulerOutput()
         for request in batch:
-            new = request.request_id not in self._told
+            new = request.request_id not in self._sent
             (output.new_requests if new else output.cached_requests).append(self._data(request))
         self._matched.clear()
         return output
 
     def _data(self, request: LlmRequest) -> standins.RequestData:
-        told = self._told.setdefault(request.request_id, _Told())
-        tokens, pages = request.tokens[told.tokens :], request.pages[told.pages :]
-        told.tokens, told.pages = len(request.tokens), len(request.pages)
+        sent = self._sent.setdefault(request.request_id, _Sent())
+        tokens, pages = request.tokens[sent.tokens :], request.pages[sent.pages :]
+        sent.tokens, sent.pages = len(request.tokens), len(request.pages)
         if request.state is State.CONTEXT:
             position = request.computed - self._matched.get(request.request_id, 0)
             scheduled = self._chunk(request)
