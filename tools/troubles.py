@@ -155,14 +155,14 @@ TROUBLES: dict[str, list[Trouble]] = {
             "See the engine's page. The engine runs as it does without kvcore.",
         ),
         Trouble(
-            "the line between two ranks has failed thread=%s",
+            "the link between two ranks has failed thread=%s",
             "A message between two ranks of SGLang could not be read or carried out; the error "
             "after it says why. kvcore turns itself off. The engine continues if its ranks still "
             "agree.",
             "Look at the logs of the other ranks, and report it.",
         ),
         Trouble(
-            "a line between two ranks stays open: %s did not end",
+            "a link between two ranks stays open: %s did not end",
             "At shutdown, a thread of kvcore was still working on a message from another rank.",
             NOTHING,
         ),

@@ -254,7 +254,7 @@ def _answer(folder: Path) -> int:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The outcomes as text."""
+    """Return the outcomes as text."""
     width = max(len(outcome.case) for outcome in outcomes)
     words = {True: "pass", False: "FAIL"}
     lines = (f"{o.case:<{width}}  {words[o.passed]}  {o.detail}".rstrip() for o in outcomes)
@@ -262,7 +262,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when all cases passed, 1 when one did not, 2 without an engine."""
+    """Run the cases; return 0 if all passed, 1 if one failed, 2 without an engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="folder or name of the model")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")

@@ -541,10 +541,12 @@ class TrtllmConfig(AdapterConfig):
     )
     stage_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.1,
-        description="Longest time, in seconds, that a lookup waits for blocks being read from "
-        "disk or a remote store into host memory. TensorRT-LLM cannot retract a cache hit, so "
-        "only blocks that have arrived and were verified are reported. The rest serves the next "
-        "request. With tensor parallelism a lookup does not wait.",
+        description="Longest time, in seconds, that a lookup waits for KV that is not in host "
+        "memory. It waits up to this long for remote stores to say what they have. With one rank "
+        "it then waits up to this long again while blocks are read from disk or a store into host "
+        "memory; with tensor parallelism it does not wait for reads. TensorRT-LLM cannot retract "
+        "a cache hit, so only blocks in host memory are reported as a hit. Blocks that arrive "
+        "later serve later requests.",
     )
 
 

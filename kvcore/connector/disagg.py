@@ -1,11 +1,11 @@
-"""A prompt computed by one engine and answered by another: what the first tells the second.
+"""Disaggregated prefill: one engine computes a prompt, another one answers it.
 
     prefill engine ── promised ──▶ client or proxy ──▶ accept ── decode engine
-                  └── KV ──▶ a store that both know ──▶ asked until it is there ──┘
+                  └── KV ──▶ a store that both use ──▶ polled until it is there ──┘
 
-A promise says how much KV of a prompt is on its way to the stores, whose, and at which node where
-each has its own. It is not believed further than that: blocks are looked for by the keys that the
-second engine computes itself, for a while only, and at a node only that the settings allow.
+A promise says how many blocks of which prompt are being written to the stores, and at which node if
+each node has its own store. The decode engine trusts it no further. It looks for blocks by keys
+that it computes itself, for a limited time, and only at nodes that its settings allow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ VERSION = 1
 _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
 
 
-class _Told(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A promise as clients and proxies pass it on. ``last`` is the last block's key."""
+
     version: Annotated[int, Meta(ge=0)]
     namespace: _Hex
     block_tokens: Annotated[int, Meta(ge=1)]
@@ -40,14 +42,17 @@ class _Told(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def promised(chain: KeyChain, blocks: int, manager: Manager) -> dict[str, Any] | None:
-    """What the engine that answers ``chain``'s prompt needs to know of its first ``blocks``, as far
-    as ``manager`` has them or is receiving them: plain data, with the manager's node where they are
-    not in a place that both know. None where there are none. A server is asked once or twice."""
+    """Return a promise of the first ``blocks`` of ``chain``, or None if there are none.
+
+    It covers the blocks that ``manager`` has or is receiving. It is plain data, and names the
+    manager's node if the blocks are not in a store that both engines use. Blocks for one or two
+    requests to a kvcore server, if there is one.
+    """
     blocks = manager.expected(chain.keys[: max(blocks, 0)])
     if blocks < 1:
         return None
     node = manager.node
-    told = _Told(
+    message = _Message(
         VERSION,
         chain.namespace.digest.hex(),
         chain.block_tokens,
@@ -55,37 +60,37 @@ def promised(chain: KeyChain, blocks: int, manager: Manager) -> dict[str, Any] |
         chain.keys[blocks - 1].hex(),
         node,
     )
-    return dict(msgspec.to_builtins(told))
+    return dict(msgspec.to_builtins(message))
 
 
-def accepted(told: object, chain: KeyChain, wait_s: float, request_id: object) -> Promise | None:
-    """Return `accept`, or None if ``told`` is no mapping or is refused; the log says why."""
-    if not isinstance(told, Mapping):
+def accepted(given: object, chain: KeyChain, wait_s: float, request_id: object) -> Promise | None:
+    """Return `accept`, or None if ``given`` is no mapping or is refused; the log says why."""
+    if not isinstance(given, Mapping):
         return None
     try:
-        return accept(told, chain, wait_s)
+        return accept(given, chain, wait_s)
     except FormatError as error:
         _log.warning("promise refused request=%s: %s", request_id, error)
         return None
 
 
-def accept(told: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
-    """What `promised` said of the prompt of ``chain``, to be waited for up to ``wait_s`` seconds.
+def accept(given: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
+    """Check a promise from `promised`; return it, to be waited for up to ``wait_s`` seconds.
 
-    Raises FormatError for what it has not said, or not of this prompt, model and tenant.
+    Raises FormatError if it is malformed, or is for another prompt, model or tenant.
     """
     try:
-        promise = msgspec.convert(told, _Told)
+        promise = msgspec.convert(given, _Message)
     except msgspec.ValidationError as error:
         raise FormatError(f"not a promise of KV: {error}") from error
     ours = chain.namespace.digest.hex()
-    for what, given, supported in (
+    for what, theirs, supported in (
         ("version", promise.version, VERSION),
         ("block.tokens", promise.block_tokens, chain.block_tokens),
         ("namespace (model, LoRA, secret or tenant)", promise.namespace, ours),
     ):
-        if given != supported:
-            raise FormatError(f"KV is promised of {what} {given}; supported here is {supported}")
+        if theirs != supported:
+            raise FormatError(f"KV is promised of {what} {theirs}; supported here is {supported}")
     keys = chain.keys
     if promise.blocks > len(keys) or keys[promise.blocks - 1].hex() != promise.last:
         raise FormatError(f"{promise.blocks} blocks are promised of another prompt")

@@ -1,7 +1,7 @@
-"""What every engine needs to lend its decoder layers to blends: find the model, check that it is
-the one that fusion knows, and act with the other ranks.
+"""Helpers to run an engine's decoder layers for blends: find the model, check it, join the ranks.
 
-A layer that is not as expected raises UnsupportedError: the engine then serves exact prefixes.
+The checks raise UnsupportedError if a layer is not as fusion expects. The engine then serves exact
+prefixes only.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ __all__ = [
 
 
 def live_objects(kind: type[Any]) -> Iterator[Any]:
-    """Yield the objects of this process that are of ``kind``. Engines give a connector neither
-    their worker nor their model."""
+    """Yield the objects of this process that are instances of ``kind``.
+
+    Engines give a connector neither their worker nor their model, so they are searched for.
+    """
     for found in gc.get_objects():
-        # not isinstance: lazy objects of other libraries wake up when asked for their class
+        # not isinstance: it would load lazy objects of other libraries
         if issubclass(type(found), kind):
             yield found
 
 
 def check_architecture(architectures: Iterable[str], served: Sequence[str]) -> None:
-    """Raise UnsupportedError unless one of a model's ``architectures`` is ``served``."""
+    """Raise UnsupportedError unless one of a model's ``architectures`` is in ``served``."""
     known = list(architectures)
     if not set(known) & set(served):
         raise UnsupportedError(
@@ -50,13 +52,15 @@ def check_count(modules: Sequence[Any], layers: int) -> None:
     """Raise UnsupportedError unless there is one decoder layer for each layer of KV."""
     if len(modules) != layers:
         raise UnsupportedError(
-            f"{len(modules)} decoder layers, KV of {layers}: fusion needs one each"
+            f"{len(modules)} decoder layers and {layers} layers of KV: fusion needs as many"
         )
 
 
 def check_arguments(call: Callable[..., Any], wanted: Sequence[str], known: str) -> None:
-    """Raise UnsupportedError unless the first arguments of ``call`` are those that it takes in the
-    ``known`` versions of the engine."""
+    """Raise UnsupportedError unless the first arguments of ``call`` are ``wanted``.
+
+    ``known`` names the versions of the engine in which they are.
+    """
     taken = [name for name in inspect.signature(call).parameters if name != "self"][: len(wanted)]
     if taken != list(wanted):
         raise UnsupportedError(
@@ -66,18 +70,21 @@ def check_arguments(call: Callable[..., Any], wanted: Sequence[str], known: str)
 
 
 def refuse_unlike(unlike: Mapping[str, object], what: str = "attention with") -> None:
-    """Raise UnsupportedError for the first feature in ``unlike`` that is there: fusion would
-    compute something else."""
+    """Raise UnsupportedError if a feature in ``unlike`` is set: fusion would compute it wrong.
+
+    ``unlike`` maps the names of features to values that are true if the model has the feature.
+    """
     for name, found in unlike.items():
         if found:
             raise UnsupportedError(f"fusion is not served for {what} {name}")
 
 
 class TensorParallelLayers(EngineLayers):
-    """Layers of an engine whose tensor-parallel ranks are a torch group.
+    """Layers of an engine whose tensor-parallel ranks are a torch process group.
 
-    ``distributed`` is the engine's module of collectives, None for a rank that is alone. It has
-    ``tensor_model_parallel_all_reduce``, and ``get_tp_group`` with a ``cpu_group``.
+    ``distributed`` is the engine's module of collectives; None for a rank that is alone. It has
+    ``tensor_model_parallel_all_reduce``, and ``get_tp_group``, which returns a group with a
+    ``cpu_group``.
     """
 
     def __init__(self, distributed: Any) -> None:
@@ -92,6 +99,6 @@ class TensorParallelLayers(EngineLayers):
     def agree(self, well: bool) -> bool:
         if self._distributed is None:
             return well
-        ailing = torch.tensor([int(not well)])  # between processes: no device waits
+        ailing = torch.tensor([int(not well)])  # on the CPU: no device waits
         torch.distributed.all_reduce(ailing, group=self._distributed.get_tp_group().cpu_group)
         return not ailing.item()

@@ -1,4 +1,4 @@
-"""How long an engine's forwards take on a device."""
+"""Measuring the time of an engine's forwards on a device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["ForwardClock"]
+__all__ = ["ForwardTimer"]
 
 _T = TypeVar("_T")
 
 
-class ForwardClock(Generic[_T]):
-    """Times forwards without waiting for them. One owner, on the thread that runs them; each is
-    told again by what it was started with.
+class ForwardTimer(Generic[_T]):
+    """Times forwards without waiting for them. Used by one owner, on the thread that runs them.
 
-    On a CPU the forward has ended when the engine says so. On a GPU it has only been launched then:
-    two events are put around it, on the stream that is current, and read when both have passed.
+    On a CPU a forward has ended when the engine says so. On a GPU it has only been launched by
+    then. Two events are therefore recorded around it, on the current stream, and read when both
+    have passed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,17 +28,17 @@ class ForwardClock(Generic[_T]):
         self._ended: deque[tuple[_T, Any, Any]] = deque()
 
     def start(self, what: _T) -> None:
-        """The forward begins now; another that was not stopped is forgotten."""
+        """Start to time a forward, labelled ``what``. A forward that was not stopped is dropped."""
         self._running = (what, self._now())
 
     def stop(self) -> None:
-        """The forward has ended, or been launched. Nothing where none was started."""
+        """Stop the forward that was started, if any: it has ended, or it has been launched."""
         if self._running is not None:
             self._ended.append((*self._running, self._now()))
             self._running = None
 
     def take(self) -> list[tuple[_T, float]]:
-        """(what, seconds) of forwards that have ended since the last call. Does not block."""
+        """Return (what, seconds) of forwards that ended since the last call. Does not block."""
         done = []
         while self._ended and self._is_over(self._ended[0][2]):
             what, start, stop = self._ended.popleft()

@@ -3,8 +3,8 @@
 begin    allocates staging memory and starts the chunks' copies
 run      layer by layer: wait, recompute, write to the engine's pages
 
-The engine computes the request of a failed blend itself: `run` returns the pages that hold nothing.
-`PromisedFusionWorker` is for engines that cannot be told.
+If a blend fails, the engine computes the request: `run` returns the pages that were not filled.
+`PromisedFusionWorker` is for engines in which a promise of KV cannot be taken back.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class EngineLayers(DecoderLayers):
 
 
 class RefusingFusionWorker:
-    """Stands in on a rank that cannot blend (its log says why): the engine computes."""
+    """Stands in on a rank that cannot blend: the engine computes. The rank's log says why."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._orders: list[BlendOrder] = []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
-        """Refuse the chunks' graphs; returns their reports."""
+        """Refuse the chunks' graphs, and return their reports."""
         self._orders += orders
         graphs = [chunk.graph for order in orders for chunk in order.chunks]
         return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
@@ -132,7 +132,7 @@ class FusionWorker:
         self._profile = self._profiled() if config.fusion.adaptive else []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
-        """Start the copies of chunks into staging; returns the reports of refused graphs."""
+        """Start to copy chunks into staging, and return the reports of refused graphs."""
         refused: list[OpReport] = []
         for order in orders:
             staging = self._stage(order)
@@ -154,7 +154,7 @@ class FusionWorker:
             return None
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
-        """Carry out the orders; returns the engine's pages that failed blends left unfilled.
+        """Carry out the orders, and return the pages that failed blends left unfilled.
 
         Blocks. ``landed(layer)`` blocks until the step's loads into the engine's own pages have
         delivered a layer.
@@ -302,9 +302,9 @@ class FusionWorker:
 
 
 class PromisedFusionWorker(FusionWorker):
-    """Makes KV that the engine takes for granted: nobody can tell it that a blend failed.
+    """Makes KV that the engine already counts on: it cannot learn that a blend has failed.
 
-    Every rank first says whether its chunks have arrived. If a blend cannot be made, the same
+    The ranks first agree whether their chunks have arrived. If a blend cannot be made, the same
     layers compute all of its tokens exactly.
     """
 
@@ -332,14 +332,14 @@ class PromisedFusionWorker(FusionWorker):
         if not self._layers.agree(room is not None) or not self._done(bare, room, _landed):
             raise TransferError(
                 f"tokens {order.exact}..{order.stop} of request {order.request_id} were promised "
-                "and could be neither blended nor computed; the step's requests fail, for a wrong "
-                "answer would be worse"
+                "and could be neither blended nor computed; the step's requests fail, because a "
+                "wrong answer would be worse"
             )
         self._reports[-1] = BlendReport(order.request_id, ok=False, arrived=able)
 
 
 def _landed(layer: int) -> None:
-    """All loads have arrived before."""
+    """Return at once: all loads have arrived before."""
 
 
 def _job(order: BlendOrder, device: torch.device) -> BlendJob:

@@ -1,9 +1,9 @@
-"""What the two halves of a connector send each other, in whatever way the engine carries it.
+"""The messages between the two halves of a connector. Each engine carries them in its own way.
 
-    leader ──a subclass of WorkPlan──▶ every rank      work, step by step
-    leader ◀──────StepReport────────── every rank      what ended, what was counted and timed
+    leader ──a subclass of WorkPlan──▶ every rank      the work of a step
+    leader ◀──────StepReport────────── every rank      ops that ended, counts and times
 
-The payload is msgpack. Engines that pickle their own messages pickle bytes of kvcore's, no objects.
+The payload is msgpack. An engine that pickles its own messages pickles kvcore's as bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ __all__ = ["Codec", "PlanMetadata", "StepReport", "WorkPlan", "merge_reports"]
 
 
 class WorkPlan(msgspec.Struct, array_like=True):
-    """Work for a rank, as far as it is the same in every engine.
+    """Work for a rank, the part that all engines have in common.
 
-    ``open_tiers`` comes once, before any graph that names those tiers: for each, what its leader's
-    part says to the ranks. ``forget`` are slots of tiers to make unreadable before any graph of
-    this plan. ``cancel`` are ids of graphs. ``blends`` are carried out before the forward.
+    ``open_tiers`` maps the names of tiers to the options with which a rank opens them. It is sent
+    once, before any graph that names those tiers. ``forget`` lists slots of tiers to make
+    unreadable before any graph of this plan starts. ``cancel`` lists ids of graphs. ``blends`` are
+    made before the forward.
     """
 
     open_tiers: dict[str, dict[str, Any]] = {}
@@ -37,10 +38,11 @@ class WorkPlan(msgspec.Struct, array_like=True):
 
 
 class StepReport(msgspec.Struct, array_like=True):
-    """What ended on a rank since its last report, and what it counted meanwhile.
+    """The ops that ended on a rank since its last report, and what it counted meanwhile.
 
-    ``forwards`` are (number, seconds) of the forwards that a plan asked to time. ``profile`` comes
-    once: (rows, seconds) of the model's layers as a blend runs them, with no KV before the rows.
+    ``forwards`` are (number, seconds) of the forwards that a plan asked to time. ``profile`` is
+    sent once: (rows, seconds) of the model's layers as a blend runs them, with no KV before the
+    rows.
     """
 
     reports: list[OpReport] = []
@@ -51,8 +53,11 @@ class StepReport(msgspec.Struct, array_like=True):
 
 
 def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
-    """Merge the reports of ranks into one: ops in their order, counts added up, and what the
-    slowest rank timed. A blend that failed on one rank has failed."""
+    """Merge the reports of ranks into one.
+
+    Lists the ops of all ranks, adds up the counts, and takes the times of the slowest rank. A blend
+    that failed on one rank has failed.
+    """
     if len(ranks) == 1:
         return ranks[0]
     merged = StepReport()
@@ -72,7 +77,7 @@ def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
 def _slowest(
     mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
 ) -> list[tuple[int, float]]:
-    """Ranks wait for each other, so the time of the slowest is what a forward took."""
+    """Return the larger time of each number: ranks wait for the slowest one."""
     slowest: dict[int, float] = {}
     for number, seconds in (*mine, *theirs):
         slowest[number] = max(seconds, slowest.get(number, 0.0))
@@ -84,7 +89,7 @@ _P = TypeVar("_P", bound="PlanMetadata[Any]")
 
 
 class Codec(Generic[_M]):
-    """Encodes messages of one kind. One that has only defaults is no bytes at all.
+    """Encodes and decodes messages of one kind. A message with only defaults is no bytes at all.
 
     ``what`` names the kind in errors.
     """
@@ -96,16 +101,20 @@ class Codec(Generic[_M]):
         self._empty = self._encode(kind())
 
     def encode(self, message: _M) -> bytes:
+        """Return the message as msgpack; empty if it has only defaults."""
         payload = self._encode(message)
         return b"" if payload == self._empty else payload
 
     def decode(self, payload: bytes) -> _M:
-        """Raises FormatError if ``payload`` is no such message."""
+        """Return the message in ``payload``. Raises FormatError if it is no such message."""
         return self._decode(payload) if payload else self._kind()
 
 
 class PlanMetadata(Generic[_M]):
-    """A plan inside an engine's own metadata, which the engine pickles. ``codec`` is its kind's."""
+    """A plan inside an engine's own metadata, which the engine pickles.
+
+    A subclass sets ``codec`` for its kind of plan.
+    """
 
     codec: ClassVar[Codec[Any]]
 
@@ -114,9 +123,10 @@ class PlanMetadata(Generic[_M]):
 
     @classmethod
     def of(cls: type[_P], plan: _M) -> _P:
+        """Encode a plan."""
         return cls(cls.codec.encode(plan))
 
     def plan(self) -> _M:
-        """Raises FormatError if the payload is not a step plan."""
+        """Return the plan. Raises FormatError if the payload is none."""
         found: _M = self.codec.decode(self.payload)
         return found

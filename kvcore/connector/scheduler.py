@@ -140,8 +140,10 @@ class SchedulerCore(Generic[F]):
         return found
 
     def _by_first_tier(self, blocks: dict[str, int], tokens: int) -> dict[str, int]:
-        """Return ``tokens`` that are loaded from host memory by the tier that held them when the
-        request first asked; ``blocks`` are those of each tier then, the fastest tier first."""
+        """Split ``tokens`` that come from host memory by the tiers that held them before.
+
+        ``blocks`` are the blocks of each tier when the request first asked, the fastest tier first.
+        """
         found: dict[str, int] = {}
         left = tokens
         for tier, count in reversed(blocks.items()):
@@ -177,10 +179,10 @@ class SchedulerCore(Generic[F]):
         *,
         known: int = 0,
     ) -> TransferGraph | None:
-        """Save those of the first ``blocks`` of a chain that are not held, out of the request's
-        ``pages``. Return the graph, or None if there is nothing to save or no room.
+        """Save those of the first ``blocks`` of a chain that no tier holds.
 
-        ``tokens`` are all tokens of the request, or None if they do not determine its KV. Fusion
+        Returns the graph, or None if there is nothing to save or no room. ``pages`` are the
+        request's page tables. ``tokens`` are all tokens of the request, or None if they do not determine its KV. Fusion
         learns those of blocks from ``known`` on once they are copied.
         """
         published = tokens if chain.plain and self.manager.wants_tokens else None
@@ -214,8 +216,10 @@ class SchedulerCore(Generic[F]):
         self._users.add(graph, self._paging.pages_of(graph.units))
 
     def _complete(self, report: OpReport) -> bool:
-        """Take in an op that ended on every rank. Return True if its graph has just stopped using
-        the engine's pages."""
+        """Take in an op that ended on every rank.
+
+        Returns True if its graph has just stopped using the engine's pages.
+        """
         self.manager.complete(report)
         released = self._users.ended(report)
         if released and (saved := self._saved.pop(report.graph_id, None)) is not None:

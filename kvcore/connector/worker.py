@@ -1,11 +1,11 @@
-"""The worker side of every connector: graphs in, reports out, loads that are tried again.
+"""The worker side of every connector: it takes graphs in, repeats failed loads, and reports.
 
-    plan ──▶ open and forget tiers ──▶ submit saves, loads, chunks of blends
-    forward ── wait for a layer of its loads; a copy from host memory that failed is tried again
-    poll ──▶ reports, each passed on once it is certain
+    plan ──▶ open tiers, forget slots ──▶ submit saves, loads, chunks of blends
+    forward ──▶ wait for a layer of the loads; repeat a copy from host memory that failed
+    poll ──▶ reports, each passed on once its result is final
 
-An adapter subclasses `StepWorker`. It says when the engine calls, what a failed load means there,
-and how many attempts a load has.
+An adapter subclasses `StepWorker`. The subclass maps the engine's calls to these methods, and
+decides what a failed load means and how many attempts a load has.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["ATTEMPTS", "RETRY_WAIT_S", "Load", "StepWorker"]
 _log = logging.getLogger("kvcore.connector.worker")
 
 ATTEMPTS = 3
-"""Attempts of a load from host memory in an engine that cannot look the request up again."""
+"""Attempts for a load from host memory in an engine that cannot look the request up again."""
 
-RETRY_WAIT_S = 0.02
-"""Seconds to wait for a report at a time, and for room in a full queue before the next attempt."""
+RETRY_WAIT_S = 0.05
+"""Longest wait for one report in seconds, and for room in a full queue before the next attempt."""
 
 _R = TypeVar("_R", str, int)
 
 
 @dataclass(eq=False)
 class Load(Generic[_R]):
-    """A load that is under way, or a chunk of a blend.
+    """A load in flight, or a chunk of a blend.
 
-    ``left`` counts the ops of this attempt that have not ended. Only those that touch the engine's
-    pages count: a read from a medium that hangs has no page. ``request_id`` is the request that is
-    parked for the load, None if this step waits for it. Only loads whose ops all copy from host
-    memory may have more than one of ``attempts``: a graph is submitted again as a whole.
+    ``request_id`` is the request that is parked for the load; None if this step waits for it.
+    ``attempts`` is the most times that the graph is submitted. ``left`` counts the ops of this
+    attempt that have not ended. It leaves out ops that do not touch the engine's pages, so that a
+    medium that hangs holds no page. ``passed`` counts the reports that `pass_on` has returned.
     """
 
     graph: TransferGraph
@@ -58,47 +58,51 @@ class Load(Generic[_R]):
         self.begin()
 
     def begin(self) -> None:
-        """Start counting an attempt."""
+        """Start to count an attempt."""
         self.left = sum(op.path.touches_device for op in self.graph.ops)
         self.passed, self.reports = 0, []
 
     @property
     def graph_id(self) -> int:
+        """The id of the graph."""
         return self.graph.graph_id
 
     @property
     def failed(self) -> bool:
-        """Whether a copy of this attempt has failed."""
+        """True if an op of this attempt has failed so far."""
         return any(report.failed for report in self.reports)
 
     @property
     def may_retry(self) -> bool:
+        """True if the graph may be submitted again after this attempt."""
         return self.attempt < self.attempts and not self.cancelled
 
     def take(self, report: OpReport) -> None:
-        """Take in the end of one of the graph's ops."""
+        """Record the end of one of the graph's ops."""
         self.reports.append(report)
         op = next(op for op in self.graph.ops if op.op_id == report.op_id)
         self.left -= op.path.touches_device
 
     def pass_on(self) -> list[OpReport]:
-        """Return the reports of this attempt that were not returned before."""
+        """Return the reports of this attempt that no earlier call returned."""
         found = self.reports[self.passed :]
         self.passed = len(self.reports)
         return found
 
 
 class StepWorker(Generic[_R]):
-    """One rank's worker as an engine's step drives it.
+    """One rank's worker, driven by the steps of an engine.
 
-    Reports of a load are passed on as they come, unless the load may be tried again: then they are
+    A load's reports are passed on as they come in. While the load may still be repeated, they are
     held back until its attempt has succeeded.
 
-    Thread-safe only in what takes in reports; a subclass says which of its calls come from where.
+    The lock guards the loads and the reports, so that two threads may submit, cancel and collect.
+    A subclass says which thread calls what.
     """
 
     attempts: ClassVar[int] = 1
-    """Attempts of a load. One is right if the engine asks again for what did not arrive."""
+    """Attempts for a load from host memory. 1 fits an engine that asks again for what is missing.
+    """
 
     def __init__(
         self, parts: RankParts, blends: FusionWorker | RefusingFusionWorker | None = None
@@ -109,39 +113,54 @@ class StepWorker(Generic[_R]):
         self._blends = RefusingFusionWorker(1) if blends is None else blends
         self._lock = threading.RLock()
         self._loads: dict[int, Load[_R]] = {}
-        self._chunks: dict[int, Load[_R]] = {}  # by graph, until asked whether they arrived
+        self._chunks: dict[int, Load[_R]] = {}  # by graph, until `_arrived` is called for the order
         self._lost: set[str] = set()  # requests whose chunks did not arrive
         self._reports: list[OpReport] = []
 
     # -- work -------------------------------------------------------------------------------
 
     def open(self, tiers: Mapping[str, dict[str, Any]]) -> None:
-        """Open tiers with what their leader's part says. Does I/O. One that cannot be opened is
-        named in the log, and fails every read and write."""
+        """Open tiers by name with the options that the leader sent. Does I/O.
+
+        A tier that cannot be opened is logged, and fails every read and write.
+        """
         open_tiers(self._worker, self._open_tier, tiers)
 
     def _tend_tiers(self, plan: WorkPlan) -> None:
-        """Open the tiers that a plan names, and make slots of tiers unreadable. Does I/O."""
+        """Open the tiers that a plan names, then make its slots of tiers unreadable. Does I/O."""
         self.open(plan.open_tiers)
         for name, slots in plan.forget:
             self._worker.forget(name, slots)
 
     def _cancel(self, graph_ids: Iterable[int]) -> None:
+        """Cancel graphs. Ops that run are finished; a load is not repeated.
+
+        The load is marked first: another thread may take its report before `cancel` returns.
+        """
         for graph_id in graph_ids:
+            with self._lock:
+                if (load := self._loads.get(graph_id)) is not None:
+                    load.cancelled = True
             self._worker.cancel(graph_id)
-            if (load := self._loads.get(graph_id)) is not None:
-                load.cancelled = True
 
     def _submit(self, graph: TransferGraph, wave: int | None = None) -> None:
-        """Start a graph. Does not block; what refuses it is reported."""
+        """Start a graph. If the worker refuses it, its failed ops are reported.
+
+        Does not block, except up to `RETRY_WAIT_S` for each further attempt of a refused load.
+        """
         refused = self._worker.submit(graph, wave=wave)
         with self._lock:
             for report in refused:
                 self._take(report)
 
     def _expect(self, graph: TransferGraph, request_id: _R | None = None) -> Load[_R]:
-        """Take the reports of ``graph`` for those of a load from now on. Call before `_submit`."""
-        load = Load(graph, request_id, self.attempts)
+        """Treat the reports of ``graph`` as those of a load. Call before `_submit`.
+
+        A graph that also reads a tier has one attempt. It is submitted as a whole, and its reads
+        may still be in flight when its copies have ended.
+        """
+        repeatable = all(op.path.touches_device for op in graph.ops)
+        load = Load(graph, request_id, self.attempts if repeatable else 1)
         with self._lock:
             self._loads[graph.graph_id] = load
         return load
@@ -149,17 +168,17 @@ class StepWorker(Generic[_R]):
     # -- waiting ----------------------------------------------------------------------------
 
     def _wait_layer(self, loads: Sequence[Load[_R]], layer: int) -> None:
-        """Block until ``loads`` have copied ``layer``, or have failed for good."""
+        """Block until each of ``loads`` has copied ``layer`` or has finally failed."""
         for load in loads:
             self._worker.wait_layer(load.graph_id, layer)
         if loads:
             self._collect()
         for load in loads:
-            if load.failed or load.attempt > 1:  # this layer's copy may be one that failed
+            if load.failed or load.attempt > 1:  # the copy that failed may be this layer's
                 self._settle(load)
 
     def _settle(self, load: Load[_R]) -> None:
-        """Block until ``load`` has ended for good, however."""
+        """Block until ``load`` has ended, after its last attempt if it fails."""
         while self._loads.get(load.graph_id) is load:
             self._worker.wait_device(load.graph_id)
             self._collect()
@@ -171,7 +190,7 @@ class StepWorker(Generic[_R]):
     def _begin_blends(
         self, blends: FusionWorker | RefusingFusionWorker, orders: Sequence[BlendOrder]
     ) -> None:
-        """Start the copies of the orders' chunks into staging."""
+        """Start to copy the chunks of ``orders`` into staging memory."""
         with self._lock:
             for order in orders:
                 for chunk in order.chunks:
@@ -184,22 +203,29 @@ class StepWorker(Generic[_R]):
 
     def _arrived(self, order: BlendOrder) -> bool:
         """Block until the copies of an order's chunks have ended; return True if all succeeded.
-        Call once for each order that was begun."""
+
+        Call exactly once for each order that was begun.
+        """
         chunks = [self._chunks.pop(chunk.graph.graph_id) for chunk in order.chunks]
         for chunk in chunks:
             self._settle(chunk)
         return not any(chunk.failed for chunk in chunks)
 
     def _lose(self, orders: Iterable[BlendOrder]) -> list[BlendOrder]:
-        """Return those of the orders carried out whose chunks had not arrived: their KV is wrong,
-        and is reported so."""
+        """Return the orders whose blends were made without all of their chunks.
+
+        Their KV is wrong: `take_blends` reports them as failed. Call once for each order, after the
+        blends were made.
+        """
         lost = [order for order in orders if not self._arrived(order)]
         self._lost.update(order.request_id for order in lost)
         return lost
 
     def take_blends(self) -> list[BlendReport]:
-        """Return what became of the blends since the last call. One made without its chunks counts
-        as failed."""
+        """Return and forget the results of the blends since the last call.
+
+        A blend that was made without its chunks counts as failed.
+        """
         lost, self._lost = self._lost, set()
         return [
             BlendReport(report.request_id, ok=False, arrived=False)
@@ -209,26 +235,28 @@ class StepWorker(Generic[_R]):
         ]
 
     def take_profile(self) -> list[tuple[int, float]]:
-        """Return (rows, seconds) of the layers, timed when the blends were made. Empty after the
-        first call."""
+        """Return (rows, seconds) of the layers, timed when the fusion worker was built.
+
+        Empty after the first call.
+        """
         return self._blends.take_profile()
 
     # -- reports ----------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take in the reports that are there. Does not block."""
+        """Take in the reports that are ready. Blocks as `_submit` does."""
         with self._lock:
             for report in self._worker.poll():
                 self._take(report)
 
     def _take_reports(self) -> list[OpReport]:
-        """Return the reports passed on since the last call."""
+        """Return and forget the reports that were passed on since the last call."""
         with self._lock:
             reports, self._reports = self._reports, []
         return reports
 
     def _take(self, report: OpReport) -> None:
-        """Take in one report. The caller holds the lock."""
+        """Take in one report, and repeat a load if it may be. The caller holds the lock."""
         load = self._loads.get(report.graph_id)
         if load is None:
             self._reports.append(report)
@@ -246,6 +274,7 @@ class StepWorker(Generic[_R]):
             self._ended(load)
 
     def _retry(self, load: Load[_R]) -> None:
+        """Submit a load again. Blocks up to `RETRY_WAIT_S`. The caller holds the lock."""
         _log.warning("a load failed and is tried again graph=%d", load.graph_id)
         load.attempt += 1
         load.begin()
@@ -253,8 +282,8 @@ class StepWorker(Generic[_R]):
         self._submit(load.graph)
 
     def _ended(self, load: Load[_R]) -> None:
-        """Note the end of a load or a chunk, which is certain now. The caller holds the lock."""
+        """Handle the final end of a load or a chunk. The caller holds the lock."""
 
     def close(self) -> None:
-        """Finish what is being saved and flush it: nothing that was saved is lost. Blocks."""
+        """Finish the saves in flight and flush the tiers, so that no save is lost. Blocks."""
         close_worker(self._worker)

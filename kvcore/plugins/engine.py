@@ -1,8 +1,9 @@
-"""What adapters do to make an engine find kvcore, and to start the engine with it. Imports no
-engine and no torch.
+"""Helpers of the adapters' plugins: version checks, and settings for an engine's own server.
 
-    engine's entry point ──▶ unsupported   hooks go in unless the version does not fit
-    `kvcore serve`       ──▶ settings, environment, command of the engine's own server
+    the engine's entry point ──▶ unsupported    kvcore is registered if the version fits
+    `kvcore serve`           ──▶ settings, environment and command of the engine's own server
+
+Imports no engine and no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SECRET_VARIABLE = "KVCORE__NAMESPACE__SECRET"
 
 
 def unsupported(engine: EngineSpec) -> dict[str, object] | None:
-    """Return what to log if the installed engine is not of a supported version, else None."""
+    """Return the fields to log if the engine's version is not supported, else None."""
     found = installed(engine)
     if found.supported:
         return None
@@ -45,8 +46,10 @@ def unsupported(engine: EngineSpec) -> dict[str, object] | None:
 
 
 def given_settings(config: Config, *, secrets: bool = False) -> dict[str, Any]:
-    """Return the settings that were set, nested, for the engine's own processes; the choice of the
-    engine is left out. Secrets are left out unless ``secrets``."""
+    """Return the settings that were set, nested, for the engine's own processes.
+
+    Leaves out the choice of the engine, and secrets unless ``secrets``.
+    """
     from kvcore.config import explicit_settings
 
     settings = explicit_settings(config, secrets=secrets)
@@ -55,10 +58,10 @@ def given_settings(config: Config, *, secrets: bool = False) -> dict[str, Any]:
 
 
 def serve_environment(config: Config) -> dict[str, str]:
-    """Return the environment of an engine whose command line carries the other settings.
+    """Return the environment for an engine whose command line carries the other settings.
 
-    Secrets travel here, because other users can read command lines. The settings are complete, so a
-    file named by KVCORE_CONFIG must not be merged in again.
+    The secret travels here, because other users can read command lines. The settings are complete,
+    so KVCORE_CONFIG is emptied: a file that it names must not be merged in again.
     """
     env = {"KVCORE_CONFIG": ""}
     if config.namespace.secret is not None:
@@ -67,10 +70,10 @@ def serve_environment(config: Config) -> dict[str, str]:
 
 
 def has_entry_point(group: str, value: str) -> bool:
-    """Return True if package metadata names ``value`` in ``group``, as the engine will see it."""
+    """Return True if installed packages have the entry point ``value`` in ``group``."""
     return any(point.value == value for point in importlib.metadata.entry_points(group=group))
 
 
 def command_beside(name: str) -> str:
-    """Return the command ``name`` of this interpreter's environment, or its bare name."""
+    """Return the path of the command ``name`` beside this interpreter, or ``name`` itself."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name

@@ -25,7 +25,7 @@ from kvcore.connector.build import (  # noqa: E402
     build_worker,
     scheduler_parts,
 )
-from kvcore.connector.forward_timer import ForwardClock  # noqa: E402
+from kvcore.connector.forward_timer import ForwardTimer  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
 from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
@@ -41,7 +41,7 @@ from kvcore_sglang.describe import Rank, Served  # noqa: E402  (needs torch)
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.leader import Leader  # noqa: E402
-from kvcore_sglang.ranks import NoLines  # noqa: E402
+from kvcore_sglang.ranks import NoLinks  # noqa: E402
 from kvcore_sglang.worker import WorkerConnector  # noqa: E402
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 4, 2048
@@ -142,7 +142,7 @@ class SGLangRig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        clock = ForwardClock[Sequence[ForwardPart]](torch.device("cpu")) if timed else None
+        clock = ForwardTimer[Sequence[ForwardPart]](torch.device("cpu")) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         outbox, recorder = Outbox(), RequestRecorder.of(self.config)
         made = build_leader(self.config, model, outbox, recorder)
@@ -166,7 +166,7 @@ class SGLangRig:
             ),
             outbox,
             self.worker,
-            NoLines(),
+            NoLinks(),
             made.open_tiers,
         )
         self.random = random.Random(7)

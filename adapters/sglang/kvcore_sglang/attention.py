@@ -1,9 +1,9 @@
-"""Attention for SGLang on a CPU that computes the rows it is asked for, as its GPU kernels do.
+"""An attention backend for SGLang on a CPU that computes only the new rows, as GPU kernels do.
 
-SGLang's ``torch_native`` backend pads a request's new rows with all that were computed before and
-attends the whole square: after a hit of 4096 tokens the one that is left costs as much attention as
-all of them. What a hit saves, of any cache, then hardly shows. `register` adds a backend `ROWS` to
-SGLang's own registry, for benchmarks that ask what it would be where attention costs what it must.
+SGLang's ``torch_native`` backend pads a request's new rows with all earlier ones, and computes the
+whole square. After a hit of 4096 tokens, the one token that is left costs as much attention as all
+of them, and the benefit of any cache hardly shows. `register` adds the backend `ROWS` to SGLang's
+own registry. It is for benchmarks, where attention must cost what it costs on a GPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["ROWS", "attend_rows", "register"]
 
 ROWS = "kvcore_rows"
-"""The name for ``attention_backend``."""
+"""The backend's name, for SGLang's ``attention_backend``."""
 
 
 def register() -> None:
-    """Make `ROWS` known to SGLang in this process; every process of an engine needs it.
+    """Register `ROWS` with SGLang in this process. Every process of an engine must call it.
 
-    Imports SGLang's attention modules. May be called again.
+    Imports SGLang's attention modules. Idempotent.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
@@ -39,10 +39,10 @@ def register() -> None:
 def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal attention of the last rows of a sequence.
+    """Return the causal attention of the last rows of a sequence, [rows, heads, value size].
 
-    ``query`` is [rows, heads, size] and its last row at the end of the sequence; ``key`` and
-    ``value`` are [tokens, kv_heads, size], rows <= tokens. Returns [rows, heads, value size].
+    ``query`` is [rows, heads, size]; its last row is the sequence's last token. ``key`` and
+    ``value`` are [tokens, kv_heads, size] with rows <= tokens.
     """
     rows, tokens = query.shape[0], key.shape[0]
     mask = None
@@ -65,7 +65,7 @@ def _backend() -> Callable[[Any], Any]:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class RowsBackend(TorchNativeAttnBackend):  # type: ignore[misc, unused-ignore]
-        """``torch_native``, but for plain causal attention over a paged prefix."""
+        """``torch_native``, except for plain causal attention over a paged prefix."""
 
         def _run_sdpa_forward_extend(
             self,

@@ -14,7 +14,7 @@ from kvcore.connector.build import (
     build_worker,
     scheduler_parts,
 )
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.connector.step_transport import Outbox
@@ -29,17 +29,17 @@ from kvcore_sglang.describe import Served
 from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
-from kvcore_sglang.ranks import Follower, Lines, NoLines, join, open_lines
+from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, join, open_links
 from kvcore_sglang.worker import Fence, WorkerConnector
 
 
 @dataclass
 class Parts:
-    """One rank: a leader and lines to the others, or a follower."""
+    """One rank: a leader and links to the others, or a follower."""
 
     served: Served
     worker: WorkerConnector
-    lines: Lines
+    links: RankLinks
     leader: Leader | None
     follower: Follower | None
 
@@ -84,27 +84,27 @@ def build(
         blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
     clock = (
-        ForwardClock[Sequence[ForwardPart]](served.pool.view.tensors[0].device) if timed else None
+        ForwardTimer[Sequence[ForwardPart]](served.pool.view.tensors[0].device) if timed else None
     )
     worker = WorkerConnector(parts, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)
-        return Parts(served, worker, NoLines(), None, follower)
-    lines: Lines = NoLines() if rank.group is None else open_lines(rank)
+        return Parts(served, worker, NoLinks(), None, follower)
+    links: RankLinks = NoLinks() if rank.group is None else open_links(rank)
     try:
-        leader = _leader(config, served, worker, lines, publish, fuses=fusable is not None)
+        leader = _leader(config, served, worker, links, publish, fuses=fusable is not None)
     except KVCoreError:  # the other ranks are told by the caller
         worker.close()
-        lines.close()
+        links.close()
         raise
-    return Parts(served, worker, lines, leader, None)
+    return Parts(served, worker, links, leader, None)
 
 
 def _leader(
     config: Config,
     served: Served,
     worker: WorkerConnector,
-    lines: Lines,
+    links: RankLinks,
     publish: Callable[[Data], None] | None,
     *,
     fuses: bool,
@@ -124,7 +124,7 @@ def _leader(
     )
     fusion = _fusion_leader(config, served, parts) if fuses else None
     made = scheduler_parts(parts, outbox, recorder, fusion)
-    return Leader(config, model, made, outbox, worker, lines, parts.open_tiers, publish)
+    return Leader(config, model, made, outbox, worker, links, parts.open_tiers, publish)
 
 
 def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:

@@ -1,7 +1,7 @@
-"""What kvcore needs to know of a model served by SGLang, and whether it can serve it right.
+"""The description of a model that SGLang serves, and the checks that kvcore can serve it.
 
-Every rank derives the same description from the same arguments, so that leader and workers agree
-without a handshake.
+Every rank derives the same description from the same arguments, so leader and workers agree without
+a handshake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ SERVED_COMPONENTS = frozenset({"FULL"})
 
 
 class Rank(NamedTuple):
-    """One rank of those that share the model's heads; ``group`` is None where it is alone."""
+    """One of ``ranks`` ranks that share the model's heads.
+
+    ``group`` is their torch process group; None for a rank that is alone.
+    """
 
     number: int
     ranks: int
@@ -30,7 +33,7 @@ class Rank(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a model's folder says of it: the text model's ``config.json``."""
+    """The model's architecture, and the text model's ``config.json`` from its checkpoint."""
 
     architecture: str
     text: dict[str, Any]
@@ -48,7 +51,7 @@ class Served(NamedTuple):
 
 
 def describe(server_args: Any, params: Any, components: Iterable[Any], block_tokens: int) -> Served:
-    """Describe the model, or raise UnsupportedError saying what kvcore does not serve and why."""
+    """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it."""
     _check_components(components)
     _check_arguments(server_args, params)
     from sglang.srt.configs.model_config import ModelConfig
@@ -65,7 +68,7 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
     heads = 1 if mla else int(config.get_total_num_kv_heads())
     if max(heads // rank.ranks, 1) != pool.heads:
         raise UnsupportedError(
-            f"{pool.heads} KV heads a rank with {heads} heads over {rank.ranks} ranks: kvcore "
+            f"{pool.heads} KV heads per rank with {heads} heads over {rank.ranks} ranks: kvcore "
             "expects heads split evenly over tensor-parallel ranks"
         )
     shape = BlockShape(
@@ -89,7 +92,7 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
 
 
 def find_rank(params: Any) -> Rank:
-    """Where this process stands among those that share the attention heads."""
+    """Return this process's rank among those that share the attention heads."""
     group = params.attn_tp_cache_group or params.tp_cache_group
     if group is None:
         return Rank(0, 1, None)
@@ -101,7 +104,7 @@ def _check_components(components: Iterable[Any]) -> None:
     other = sorted(component.name for component in components)
     if set(other) != SERVED_COMPONENTS:
         raise UnsupportedError(
-            f"a cache of {', '.join(other)} components: state-space layers keep one state a "
+            f"a cache of {', '.join(other)} components: state-space layers keep one state per "
             "sequence, and sliding windows a second pool; kvcore serves full and multi-head "
             "latent attention on SGLang"
         )
@@ -124,7 +127,7 @@ def _check_arguments(server_args: Any, params: Any) -> None:
 
 
 def fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
-    """Equal to that of the other engines' adapters for the same model."""
+    """Return the model's fingerprint, which equals that of the other adapters for this model."""
     text = _checkpoint_config(server_args, config)
     text["kvcore_quantization"] = config.quantization
     text["kvcore_max_model_len"] = rope_length(text, config.context_len)
@@ -136,8 +139,11 @@ def fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
 
 
 def _checkpoint_config(server_args: Any, config: Any) -> dict[str, Any]:
-    """The text model's config as its checkpoint has it: SGLang writes settings of its own into the
-    one it works with, and an older name beside the rope's type into every one that is read."""
+    """Return the text model's config as its checkpoint has it.
+
+    SGLang changes the config that it works with. In every config that is read it also writes an
+    older name beside the rope's type; that name is removed here.
+    """
     import transformers
 
     hf: Any = transformers
@@ -147,7 +153,7 @@ def _checkpoint_config(server_args: Any, config: Any) -> dict[str, Any]:
             revision=getattr(server_args, "revision", None),
             trust_remote_code=bool(getattr(server_args, "trust_remote_code", False)),
         ).get_text_config()
-    except (OSError, ValueError):  # not a checkpoint of Hugging Face's: then kvcore's own identity
+    except (OSError, ValueError):  # not a Hugging Face checkpoint: use what SGLang works with
         loaded = config.hf_text_config
     found = dict(loaded.to_dict())
     for name in ("rope_parameters", "rope_scaling"):

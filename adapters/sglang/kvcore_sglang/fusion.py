@@ -1,12 +1,12 @@
-"""Fusion on SGLang: which models it is right for, and their decoder layers lent to a blend.
+"""Fusion on SGLang: which models it serves, and their decoder layers, run for a blend.
 
     State ─▶ from_pp ─▶ layer(positions, hidden, forward_batch) ─▶ to_pp ─▶ State
-                              └▶ RadixAttention.forward(q, k, v) ─ answered here, for one call
+                              └▶ RadixAttention.forward(q, k, v) ─ replaced, for one call
 
 A layer of SGLang 0.5.23 keeps its residual in the forward batch, together with sums that the next
-layer is to complete. Between two layers of a blend both are taken out as a pipeline stage would
-hand them on, so that rows can leave. RadixAttention gets q, k and v after RoPE; its forward is set
-on the instance for the length of a call, and nothing is patched outside one.
+layer completes. Between two layers of a blend both are taken out as a pipeline stage would pass
+them on, so that rows can be dropped. RadixAttention gets q, k and v after RoPE. Its forward is
+replaced on the instance during a call, and nothing is patched outside one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-"""Models of SGLang 0.5.23 whose forward is: embed, then every layer, with nothing in between, and
-whose layers hand on what they made through their boundaries."""
+"""Models of SGLang 0.5.23 whose forward is the embedding and then every layer, with nothing in
+between, and whose layers pass on their output through their boundaries."""
 
 _KNOWN = "SGLang 0.5.23"
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "forward_batch"]
@@ -55,15 +55,17 @@ def ropes_of(served: ServedModel, server_args: Any) -> tuple[Rope | None, ...]:
     if shape.kv_factor != 2 or shape.dims() != (shape.head_dim, shape.head_dim):
         raise UnsupportedError("fusion needs K and V of one head size: not latent attention")
     if (getattr(server_args, "json_model_override_args", None) or "{}").strip() != "{}":
-        raise UnsupportedError("fusion is not served where json_model_override_args are given")
+        raise UnsupportedError("fusion is not served with json_model_override_args")
     if getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None):
-        raise UnsupportedError("fusion is not served beside LoRA adapters on SGLang")
+        raise UnsupportedError("fusion is not served with LoRA adapters on SGLang")
     return tuple(rope_of(checkpoint.text, layer) for layer in range(shape.layers))
 
 
 def find_model(pool: Any) -> Any:
-    """Return the model of this process whose KV is in ``pool``. Raises UnsupportedError if there
-    is none."""
+    """Return the model of this process whose KV is in ``pool``.
+
+    Raises UnsupportedError if there is none.
+    """
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     for found in live_objects(ModelRunner):
@@ -75,7 +77,8 @@ def find_model(pool: Any) -> Any:
 class SglangLayers(TensorParallelLayers):
     """The decoder of a loaded model on one rank. Used from the scheduler's thread only.
 
-    ``buffers`` are the pool's: K [slots, heads, dim] of every layer, then V.
+    ``buffers`` are the pool's: K [slots, heads, dim] of every layer, then V. ``max_rows`` is the
+    most rows of one call; None for no limit.
     """
 
     def __init__(
@@ -99,7 +102,8 @@ class SglangLayers(TensorParallelLayers):
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:
-        yield  # no layer here asks whose rows it is given
+        """Do nothing: no layer of SGLang depends on which request its rows belong to."""
+        yield
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._embed(tokens)
@@ -126,14 +130,14 @@ class SglangLayers(TensorParallelLayers):
 
 
 def _forward_batch(positions: Tensor) -> Any:
-    """Return one request's rows as a batch for SGLang's layers. None of its attention reads it."""
+    """Return one request's rows as a batch for SGLang's layers. SGLang's attention does not run."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     nothing = positions.new_zeros(1)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=1,
-        input_ids=positions,  # layers ask for their number only
+        input_ids=positions,  # layers read only how many there are
         req_pool_indices=nothing,
         seq_lens=nothing,
         out_cache_loc=positions,
@@ -144,7 +148,7 @@ def _forward_batch(positions: Tensor) -> Any:
 
 @contextmanager
 def lent(attention: Any, attend: Attend) -> Iterator[None]:
-    """Answer calls of one RadixAttention with ``attend``, in this block."""
+    """In this block, replace the forward of one RadixAttention by ``attend``."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, forward_batch: Any, save_kv_cache: bool = True
@@ -167,7 +171,7 @@ def _check_layer(module: Any) -> None:
     """Raise UnsupportedError if a layer is not called as in 0.5.23."""
     check_arguments(type(module).forward, _LAYER_ARGUMENTS, _KNOWN)
     if not hasattr(getattr(module, "attn_boundary", None), "from_pp"):
-        raise UnsupportedError(f"{type(module).__name__} does not hand its residual on")
+        raise UnsupportedError(f"{type(module).__name__} does not pass its residual on")
 
 
 def _attention(layer: Any) -> Attention:

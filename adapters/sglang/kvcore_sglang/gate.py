@@ -1,4 +1,4 @@
-"""Where the forward waits for the layers that are being loaded, and for the blends before it."""
+"""The waits of a forward: for the layers that are being loaded, and for the blends before it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvcore_sglang.worker import WorkerConnector
 
 
 class LayerGate:
-    """What the KV pool asks before it reads a layer: blocks until its loads have landed.
+    """The gate that the KV pool calls before it reads a layer. It blocks until the layer is loaded.
 
-    ``consumer_index`` is the batch whose forward runs; -1 or an unknown one waits for nothing.
-    Not ``layerwise``, a batch waits for all of its loads before its forward. Blends are made when
-    the batch becomes the one that runs: on the forward's thread and stream.
+    ``consumer_index`` is the batch whose forward runs. -1 and unknown batches wait for nothing. If
+    not ``layerwise``, a batch waits for all of its loads before its forward. Blends are made when
+    their batch starts to run, on the forward's thread and stream. Without a ``worker`` every method
+    returns at once.
     """
 
     def __init__(self, worker: WorkerConnector | None, *, layerwise: bool) -> None:
@@ -31,7 +32,7 @@ class LayerGate:
         self.consumer_index = -1
 
     def start(self, graphs: Sequence[TransferGraph], orders: Sequence[BlendOrder] = ()) -> int:
-        """Begin the loads of a batch; its index, -1 where there are neither loads nor blends."""
+        """Start the loads of a batch; return its index, or -1 if it has no loads and no blends."""
         if self._worker is None or not (graphs or orders):
             return -1
         self._count += 1
@@ -42,9 +43,10 @@ class LayerGate:
         return self._count
 
     def set_consumer(self, index: int) -> None:
+        """Let batch ``index`` run: make its blends, and wait for its loads unless layerwise."""
         self.consumer_index = index
         if not self._layerwise:
-            self.wait_until(0)  # such a load is one copy of all layers
+            self.wait_until(0)  # the load is then one copy of all layers
         orders = self._orders.pop(index, None)
         if (
             orders is not None
@@ -54,20 +56,24 @@ class LayerGate:
             self._unblended.add(index)
 
     def wait_until(self, layer: int) -> None:
+        """Block until the loads of the batch that runs have copied ``layer``, or have failed."""
         graph_ids = self._batches.get(self.consumer_index)
         if graph_ids and self._worker is not None:
             self._worker.wait_layer(graph_ids, layer)
 
     def around_forward(self, parts: Sequence[ForwardPart]) -> AbstractContextManager[None]:
-        """To be around the forward of the batch that runs, over these parts (none: they are not
-        known). It is timed if it prefills, and waits for no load."""
+        """Return a context for the forward of the batch that runs, which may time it.
+
+        ``parts`` are empty if they are not known. A forward is timed if it is a prefill and waits
+        for no load.
+        """
         waits = bool(self._batches.get(self.consumer_index))
         if self._worker is None or waits or not is_prefill([part.tokens for part in parts]):
             return contextlib.nullcontext()
         return self._worker.forward(parts)
 
     def finish(self, index: int) -> bool:
-        """Block until a batch's loads write no more; whether all of its KV is good."""
+        """Block until a batch's loads have ended; return True if all of its KV is right."""
         graph_ids = self._batches.pop(index, None)
         landed = not graph_ids or self._worker is None or self._worker.finish(graph_ids)
         made = index not in self._unblended and self._orders.pop(index, None) is None
@@ -75,6 +81,7 @@ class LayerGate:
         return landed and made
 
     def reset(self) -> None:
+        """Finish every batch. Blocks."""
         for index in list(self._batches):
             self.finish(index)
         self.consumer_index = -1

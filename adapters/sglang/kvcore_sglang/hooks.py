@@ -1,18 +1,19 @@
-"""Where kvcore steps into SGLang, beside the linker's own interface. Checked against 0.5.23.
+"""kvcore's hooks in SGLang, beyond the linker's own interface. Checked against 0.5.23.
 
-    UnifiedCacheLinkerWrapper.match                 lookups get page hashes, and kvcore's keys
-    UnifiedRadixCache.insert                        need the tokens; so do saves
-    UnifiedCacheLinkerWrapper.load_back             blended requests are barred from the tree
-    UnifiedRadixCache.finish_external_linker_loads  requests whose load failed are told apart
-    Scheduler.handle_generate_request               and computed again, as if they had just come,
-    SchedulerOutputStreamer.stream_output           in place of being answered with an error
-    Scheduler.send_abort_output                     records of requests end with these two
-    Scheduler.get_internal_state                    what kvcore says of itself, on /server_info
-    PrefillAdder.add_one_req                        others go first while KV comes from a disk
-    ModelRunner.forward                             how long prefill takes
+    UnifiedCacheLinkerWrapper.match                 gives kvcore the tokens of a lookup
+    UnifiedRadixCache.insert                        gives kvcore the tokens of a save
+    UnifiedCacheLinkerWrapper.load_back             keeps blended requests out of the tree
+    UnifiedRadixCache.finish_external_linker_loads  marks requests whose load failed
+    Scheduler.handle_generate_request               remembers what a request was made from
+    SchedulerOutputStreamer.stream_output           computes marked requests again, reports ends
+    Scheduler.send_abort_output                     computes marked requests again, reports ends
+    Scheduler.get_internal_state                    adds kvcore's state to /server_info
+    PrefillAdder.add_one_req                        lets others go first while KV is being fetched
+    ModelRunner.forward                             times prefill
 
-Every hook is around the original and passes through unless the cache's linker is kvcore's. One
-whose signature is not the one known here is not registered, and the linker then stands aside.
+Every hook wraps the original, and calls straight through unless the cache's linker is kvcore's. A
+hook is not registered if its target has another signature than the one known here. kvcore's linker
+then turns itself off, or does without what the hook is for.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerO
 
 
 class Hook(NamedTuple):
-    """``around(original, self, ...)`` in place of ``target``, whose parameters are these."""
+    """A function ``around(original, self, ...)`` that wraps ``target``.
+
+    ``parameters`` are those that ``target`` must have.
+    """
 
     target: str
     parameters: tuple[str, ...]
@@ -48,7 +52,7 @@ class Hook(NamedTuple):
 
 
 def kvcore_linker(cache: Any) -> Any:
-    """The cache's `KVCoreLinker` where it has one and serves; else None."""
+    """Return the cache's `KVCoreLinker` if it has one that serves, else None."""
     linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if getattr(linker, "wants_inserts", False) else None
 
@@ -57,18 +61,19 @@ def kvcore_linker(cache: Any) -> Any:
 
 
 def around_match(original: Original, wrapper: Any, key: Any, req: Any, result: Any) -> Any:
+    """Give the linker the key and the request of a match while it looks up page hashes."""
     linker = kvcore_linker(wrapper.cache)
     if linker is None:
         return original(wrapper, key, req, result)
     if getattr(req, "positional_embed_overrides", None) is not None:
-        req.skip_radix_cache_insert = True  # its tokens do not tell its KV
+        req.skip_radix_cache_insert = True  # its tokens do not determine its KV
         return result
     with linker.asking(key, result.device_prefix_len, req):
         return original(wrapper, key, req, result)
 
 
 def around_insert(original: Original, cache: Any, params: Any) -> Any:
-    """Nodes that the insert offers are saved together when it has ended, by the key's tokens."""
+    """Save the nodes that an insert offers, together, after it has ended, by the key's tokens."""
     linker = kvcore_linker(cache)
     if linker is None or params.key is None:
         return original(cache, params)
@@ -86,10 +91,10 @@ def around_insert(original: Original, cache: Any, params: Any) -> Any:
 
 
 def around_load_back(original: Original, wrapper: Any, req: Any) -> Any:
-    """What a blend makes is approximate, and so is all behind it: the tree never has it.
+    """Keep a request that will be blended out of the tree, and give the linker its slots.
 
-    Its slots are the request's own from the first one that the tree did not hold, and are freed
-    with it.
+    A blend's KV is approximate, and so is all KV after it. From the first slot that the tree did
+    not hold, the slots are the request's own, and they are freed with it.
     """
     result = original(wrapper, req)
     linker = kvcore_linker(wrapper.cache)
@@ -106,13 +111,13 @@ def around_load_back(original: Original, wrapper: Any, req: Any) -> Any:
 
 
 def _look_up(cache: Any, req: Any) -> None:
-    """Match a request that has just come, so that its KV is on the way while it waits its turn."""
+    """Look up a new request, so that its KV is fetched while the request waits in the queue."""
     if kvcore_linker(cache).stages and req.to_finish is None and not req.finished():
         req.init_next_round_input(cache, cow_mamba=False)
 
 
 def around_add_one_req(original: Original, adder: Any, req: Any, *args: Any, **options: Any) -> Any:
-    """A request whose KV is on the way stays in the queue, and the next one is looked at."""
+    """Leave a request in the queue while its KV is being fetched, and let the next one go first."""
     linker = kvcore_linker(adder.tree_cache)
     if linker is not None:
         running = adder.running_batch
@@ -127,14 +132,16 @@ def around_add_one_req(original: Original, adder: Any, req: Any, *args: Any, **o
 # --- a load that failed --------------------------------------------------------------------------
 
 SOURCE = "kvcore_source"
-"""On a request: the scheduler, weakly, and the message that it was made from."""
+"""Attribute of a request: a weak reference to the scheduler, and the message it was made from."""
 AGAIN = "kvcore_again"
-"""On a request whose load failed: it will be computed in place of being answered with an error."""
+"""Attribute of a request whose load failed: it is computed again instead of answered by an error.
+"""
 
 
 def around_handle_generate_request(
     original: Original, scheduler: Any, recv_req: Any, **options: Any
 ) -> Any:
+    """Remember what a new request was made from, and look it up."""
     result = original(scheduler, recv_req, **options)
     queued = scheduler.waiting_queue
     if queued and queued[-1].rid == recv_req.rid and kvcore_linker(scheduler.tree_cache):
@@ -144,6 +151,7 @@ def around_handle_generate_request(
 
 
 def around_finish_loads(original: Original, cache: Any, reqs: list[Any]) -> Any:
+    """Mark the requests of a batch whose loads failed, to be computed again."""
     linker = kvcore_linker(cache)
     if linker is not None:
         _take_out_landed(cache.linker, reqs)
@@ -156,8 +164,11 @@ def around_finish_loads(original: Original, cache: Any, reqs: list[Any]) -> Any:
 
 
 def _take_out_landed(wrapper: Any, reqs: list[Any]) -> None:
-    """A batch's loads fail together. Those of requests that were answered in part landed when they
-    were planned, and the requests cannot be computed again."""
+    """Remove the requests that were answered in part from a batch's loads.
+
+    The loads of a batch fail together. Those of requests that were answered in part had ended when
+    they were planned. Such a request cannot be computed again without answering twice.
+    """
     for req in reqs:
         if req.output_ids and req.rid in wrapper.inflight_load_rids:
             wrapper.inflight_load_rids.remove(req.rid)
@@ -167,17 +178,19 @@ def _take_out_landed(wrapper: Any, reqs: list[Any]) -> None:
 def around_stream_output(
     original: Original, streamer: Any, reqs: list[Any], *args: Any, **options: Any
 ) -> Any:
+    """Compute marked requests again instead of answering them; report the end of the others."""
     again = [req for req in reqs if getattr(req, AGAIN, False) and req.finished()]
     result = original(streamer, [req for req in reqs if req not in again], *args, **options)
     linker = kvcore_linker(getattr(streamer, "tree_cache", None))
     if linker is not None:
-        _tell_of_ends(linker, (req for req in reqs if req not in again))
+        _report_ends(linker, (req for req in reqs if req not in again))
     for req in again:
         _compute_again(req)
     return result
 
 
 def around_send_abort_output(original: Original, scheduler: Any, abort_req: Any, req: Any) -> Any:
+    """Compute a marked request again instead of aborting it; report the end of any other."""
     if getattr(req, AGAIN, False):
         _compute_again(req)
         return None
@@ -187,11 +200,11 @@ def around_send_abort_output(original: Original, scheduler: Any, abort_req: Any,
 
 
 def _compute_again(req: Any) -> None:
-    """Let the scheduler have the request anew. The old one is finished and was not answered."""
+    """Give the scheduler the request's message again. The request has ended without an answer."""
     scheduler, source = getattr(req, SOURCE)
     setattr(req, AGAIN, False)
-    setattr(req, TOLD, True)  # its end is that of the request that comes in its place
-    req.finished_output = True  # with overlap it comes by once more, and is passed over then
+    setattr(req, ENDED, True)  # the end that counts is that of the request that replaces it
+    req.finished_output = True  # with overlap it is streamed once more, and must be skipped
     living = scheduler()
     if living is not None:
         _log.warning("computed_again", request=req.rid, reason="its KV could not be loaded")
@@ -200,26 +213,27 @@ def _compute_again(req: Any) -> None:
 
 # --- a request ends ------------------------------------------------------------------------------
 
-TOLD = "kvcore_told"
-"""On a request of whose end the linker has heard: with overlap it comes by once more, and its name
-may be another's by then."""
+ENDED = "kvcore_ended"
+"""Attribute of a request whose end was reported to the linker. With overlap it is streamed once
+more, and another request may have its id by then."""
 
 
-def _tell_of_ends(linker: Any, reqs: Iterable[Any]) -> None:
+def _report_ends(linker: Any, reqs: Iterable[Any]) -> None:
+    """Report requests that have ended to the linker, each once."""
     for req in reqs:
-        if req.finished() and not getattr(req, TOLD, False):
-            setattr(req, TOLD, True)
+        if req.finished() and not getattr(req, ENDED, False):
+            setattr(req, ENDED, True)
             linker.ended(req.rid, outcome(req), trace_headers(req))
 
 
 def outcome(req: Any) -> str:
-    """How SGLang's request ended, in a word."""
+    """Return how SGLang's request ended, in one word."""
     reason = getattr(req, "finished_reason", None)
     return "done" if reason is None else str(reason.to_json()["type"])
 
 
 def trace_headers(req: Any) -> dict[str, str]:
-    """The W3C trace context of the request, where SGLang traces it."""
+    """Return the W3C trace context of the request; empty if SGLang does not trace it."""
     traced = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
     context = getattr(traced, "root_span_context", None)
     if context is None or getattr(traced, "tracing_enable", False) is not True:
@@ -231,10 +245,11 @@ def trace_headers(req: Any) -> dict[str, str]:
     return headers
 
 
-# --- what kvcore says of itself ------------------------------------------------------------------
+# --- kvcore's state ------------------------------------------------------------------------------
 
 
 def around_internal_state(original: Original, scheduler: Any, recv_req: Any) -> Any:
+    """Add kvcore's state to the engine's, on the rank that leads."""
     result = original(scheduler, recv_req)
     linker = kvcore_linker(scheduler.tree_cache)
     state = linker.state if linker is not None else None
@@ -249,9 +264,9 @@ def around_internal_state(original: Original, scheduler: Any, recv_req: Any) -> 
 def around_forward(
     original: Original, runner: Any, forward_batch: Any, *args: Any, **options: Any
 ) -> Any:
-    """The target model's forward is timed, where its time tells of prefill."""
+    """Time a forward of the target model if its time shows the cost of prefill."""
     gate = getattr(runner.token_to_kv_pool, "layer_transfer_counter", None)
-    around = getattr(gate, "around_forward", None)  # kvcore's has it
+    around = getattr(gate, "around_forward", None)  # only kvcore's gate has it
     if around is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **options)
     with around(prefill_parts(forward_batch)):
@@ -259,9 +274,11 @@ def around_forward(
 
 
 def prefill_parts(batch: Any) -> list[ForwardPart]:
-    """What SGLang's batch computes, its decodes included; none where more is done in its forward
-    than that (pictures, log-probabilities of prompts), it waits for other replicas (attention
-    in data parallel), or it is no plain prefill."""
+    """Return the parts that SGLang's batch computes, decodes included; empty if not comparable.
+
+    A batch is not comparable if it is no plain prefill, if its forward does more (images,
+    log-probabilities of prompts), or if it waits for other replicas (data-parallel attention).
+    """
     plain = batch.forward_mode.name in ("EXTEND", "MIXED")
     if not plain or batch.return_logprob or batch.global_num_tokens_cpu is not None:
         return []
@@ -290,7 +307,7 @@ HOOKS = (
 )
 
 FUSION_HOOKS = (Hook(f"{_WRAPPER}.load_back", ("self", "req"), around_load_back),)
-"""Without these there is no fusion, and all the rest."""
+"""Without these hooks there is no fusion. Everything else works."""
 
 HOLD_HOOKS = (
     Hook(
@@ -299,7 +316,7 @@ HOLD_HOOKS = (
         around_add_one_req,
     ),
 )
-"""Without these requests are computed with what is in host memory when their turn comes."""
+"""Without these hooks a request uses only the KV that is in host memory when its turn comes."""
 
 TIME_HOOKS = (
     Hook(
@@ -315,17 +332,18 @@ TIME_HOOKS = (
         around_forward,
     ),
 )
-"""Without these nobody knows what prefill takes, and what loads save is not counted."""
+"""Without these hooks prefill is not timed, and the time that loads save is not counted."""
 
-_BARRING = ("checkpoint_kv_cache", "release_kv_cache")
-"""Of ``sglang.srt.mem_cache.common``: all that publishes a request's KV, and heeds the bar."""
+_PUBLISHING = ("checkpoint_kv_cache", "release_kv_cache")
+"""The functions of ``sglang.srt.mem_cache.common`` that put a request's KV into the tree. They skip
+a request that has ``skip_radix_cache_insert``."""
 
 _originals: dict[str, Any] = {}
 _problems: list[str] = []
 
 
 def register_all() -> None:
-    """Register every hook whose target is what it was. Imports the modules of the targets."""
+    """Register every hook that fits its target. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
@@ -339,44 +357,43 @@ def register_all() -> None:
 
 
 def _misfit(hook: Hook) -> str:
-    """Why the hook does not fit this SGLang; empty where it does."""
+    """Return why the hook does not fit this SGLang; empty if it does."""
     try:
         found = tuple(inspect.signature(pkgutil.resolve_name(hook.target)).parameters)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        return f"{hook.target} is not there: {error}"
+        return f"{hook.target} was not found: {error}"
     if found != hook.parameters:
-        return f"{hook.target} takes {found} and was known to take {hook.parameters}"
+        return f"{hook.target} takes {found}; kvcore expects {hook.parameters}"
     return ""
 
 
 def check_fusion() -> None:
-    """Raise UnsupportedError unless SGLang can be kept from publishing what is approximate."""
+    """Raise UnsupportedError unless kvcore can keep approximate KV out of SGLang's tree."""
     check(FUSION_HOOKS)
-    for name in _BARRING:
+    for name in _PUBLISHING:
         function = pkgutil.resolve_name(f"sglang.srt.mem_cache.common.{name}")
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None or "skip_radix_cache_insert" not in code.co_names:
-            raise UnsupportedError(f"{name} does not ask whether a request is barred from the tree")
+            raise UnsupportedError(f"{name} does not check skip_radix_cache_insert")
 
 
 def fit(hooks: Iterable[Hook]) -> bool:
-    """Whether every one of ``hooks`` took."""
-    return not _loose(hooks)
+    """Return True if all of ``hooks`` are in place."""
+    return not _missing(hooks)
 
 
 def check(hooks: Iterable[Hook] | None = None) -> None:
-    """Raise UnsupportedError unless every one of ``hooks`` took: all that kvcore cannot do
-    without, where none are given."""
-    loose = _loose(HOOKS if hooks is None else hooks)
-    if loose:
+    """Raise UnsupportedError unless all of ``hooks`` are in place, by default the required ones."""
+    missing = _missing(HOOKS if hooks is None else hooks)
+    if missing:
         raise UnsupportedError(
-            f"kvcore's hooks did not take at {', '.join(loose)}: "
+            f"kvcore's hooks are not in place at {', '.join(missing)}: "
             f"{'; '.join(_problems) or 'SGLang did not load its plugins (SGLANG_PLUGINS?)'}"
         )
 
 
-def _loose(hooks: Iterable[Hook]) -> list[str]:
-    """Targets of hooks that did not take."""
+def _missing(hooks: Iterable[Hook]) -> list[str]:
+    """Return the targets of the hooks that are not in place."""
     return [
         hook.target
         for hook in hooks

@@ -1,8 +1,8 @@
-"""Where SGLang keeps K and V: views over the token slots of its pools.
+"""The layout of SGLang's K and V: views over the token slots of its pools.
 
-Page ``p`` of ``n`` tokens is slots ``p * n .. p * n + n - 1`` of every layer's buffer; page 0 is
-padding. MHA and GQA have a buffer for K and one for V, ``[slots, heads, dim]``; MLA has one,
-``[slots, 1, latent + rope]``.
+Page ``p`` of ``n`` tokens is slots ``p * n .. p * n + n - 1`` of every layer's buffer. Page 0 is
+padding. MHA and GQA have one buffer for K and one for V, ``[slots, heads, dim]``. MLA has one
+buffer, ``[slots, 1, latent + rope]``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MLA_POOLS = ("MLATokenToKVPool",)
 
 
 class Pool(NamedTuple):
-    """What one rank's pool is. ``v_dim`` is None for MLA; ``dtype`` is a torch name."""
+    """One rank's pool. ``v_dim`` is None for MLA. ``dtype`` is a torch name."""
 
     layers: int
     heads: int
@@ -31,7 +31,7 @@ class Pool(NamedTuple):
 
 
 def read_pool(pool: Any, page_tokens: int) -> Pool:
-    """The pool of a rank. Raises UnsupportedError where it is none that kvcore can copy."""
+    """Read the pool of a rank. Raises UnsupportedError if kvcore cannot copy its pages."""
     kind = type(pool).__name__
     if kind not in (*MHA_POOLS, *MLA_POOLS):
         raise UnsupportedError(

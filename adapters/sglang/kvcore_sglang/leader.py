@@ -37,7 +37,7 @@ from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
 from kvcore_sglang.messages import Order
-from kvcore_sglang.ranks import Lines
+from kvcore_sglang.ranks import RankLinks
 from kvcore_sglang.staging import Staging
 from kvcore_sglang.worker import WorkerConnector
 
@@ -63,7 +63,7 @@ def _below(blocks: Mapping[str, int]) -> int:
 class Leader(SchedulerCore[SglangFusionScheduler]):
     """One per engine. Called from the scheduler's thread only.
 
-    ``local`` is the worker of the leader's own rank; ``lines`` reach the others. ``publish``
+    ``local`` is the worker of the leader's own rank; ``links`` reach the others. ``publish``
     receives, now and then, what was counted since the last time.
     """
 
@@ -74,7 +74,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         parts: SchedulerParts[SglangFusionScheduler],
         outbox: Outbox,
         local: WorkerConnector,
-        lines: Lines,
+        links: RankLinks,
         open_tiers: dict[str, dict[str, Any]],
         publish: Callable[[Data], None] | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self._outbox = outbox
         outbox.pump = self._work
         self._local = local
-        self._lines = lines
+        self._links = links
         self._publish = publish
         self._publish_at = 0.0
         self._staging = Staging(config, self.manager, self._paging, self._send)
@@ -415,7 +415,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     def _tell(self, order: Order) -> None:
         """Have every rank carry out a `now` order."""
         if not order.empty:
-            self._lines.tell(order)
+            self._links.send(order)
             self._local.carry_out(order)
 
     def _work(self, timeout: float) -> None:
@@ -436,9 +436,9 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         if self._fusion is not None:
             self._fusion.learn_times(profile, forwards, counted)
         self.metrics.absorb(counted)
-        for news in self._lines.news():
-            self.metrics.absorb(news.counted)
-            for report in news.reports:
+        for ranks in self._links.take_reports():
+            self.metrics.absorb(ranks.counted)
+            for report in ranks.reports:
                 self._outbox.deliver(report)
 
     def _pump(self) -> None:
@@ -500,5 +500,5 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
 
     def close(self) -> None:
         """Release the tiers, after every rank has closed its own. Blocks."""
-        self._lines.close()
+        self._links.close()
         super().close()

@@ -1,13 +1,13 @@
 """``KVCoreLinker``: kvcore behind SGLang's external cache linker, one in every rank.
 
-    match_prefix ─▶ lookup        tokens come by the hook around the wrapper's ``match``
-    init_load_back ─▶ load        True: the ranks have the order, and start it with the batch
-    set_consumer                  the batch's blends are made, before its forward
-    forward ─▶ wait_until(layer)  of `LayerGate`, called by the KV pool
-    insert ─▶ offload ─▶ inserted by the hook around the tree's ``insert``
+    match_prefix ─▶ lookup        the hook around the wrapper's ``match`` gives the tokens
+    init_load_back ─▶ load        if True, all ranks have the order and start it with the batch
+    set_consumer                  makes the batch's blends, before its forward
+    forward ─▶ wait_until(layer)  the KV pool calls it on `LayerGate`
+    insert ─▶ offload ─▶ end_insert   called by the hook around the tree's ``insert``
 
-A model that kvcore cannot serve right runs untouched: nothing is answered or kept, and one warning
-says why.
+If kvcore cannot serve a model correctly, the model runs untouched: the linker matches and saves
+nothing, and logs one warning that says why.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from kvcore_sglang.fusion_scheduler import Asking, asking_of
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
-from kvcore_sglang.ranks import agree
+from kvcore_sglang.ranks import gather_words
 
 _log = logging.getLogger("kvcore.sglang")
 _T = TypeVar("_T")
 
 LAND_S = 30.0
-"""How long a flush of the cache waits for copies from and to the engine's pages."""
+"""Longest wait of a cache flush for copies from and to the engine's pages, in seconds."""
 
 
 def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
-    """Shows counts among the engine's own Prometheus metrics, where it has any."""
+    """Return what adds counts to the engine's own Prometheus metrics; None if they are off."""
     if not params.enable_metrics:
         return None
     sink = PrometheusSink(("model_name",))
@@ -57,7 +57,11 @@ def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
 
 
 class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's class, unknown to mypy
-    """One per rank; rank 0's has the leader. Called from the scheduler's thread only."""
+    """The linker on one rank. Rank 0's has the leader. Called from the scheduler's thread only.
+
+    SGLang documents when it calls the methods of `UnifiedCacheLinker`; `kvcore_sglang.hooks` calls
+    the others. Every rank makes the same calls in the same order.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
         self._asking: tuple[Any, int, Any] | None = None
         self._stages = False
-        """Whether KV can lie below host memory, for which requests may be held back."""
+        """True if KV can be in tiers below host memory, which requests may be held back for."""
         if self._parts is not None and hooks.fit(hooks.HOLD_HOOKS):
             own = self._config.disk.path is not None or bool(self._config.tiers)
             self._stages = own or self._config.server.address is not None
@@ -92,7 +96,10 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         self._offered = 0
 
     def _build(self, server_args: Any, params: Any, components: set[Any]) -> Parts | None:
-        """Leader and worker of this rank; None on all ranks where one of them cannot serve."""
+        """Build leader and worker of this rank; return None on all ranks if one cannot serve.
+
+        A collective.
+        """
         served: Served | None = None
         problem = ""
         try:
@@ -100,7 +107,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             served = describe(server_args, params, components, self._config.block.tokens)
         except (UnsupportedError, LayoutError) as error:
             problem = str(error)
-        problems = [word for word in agree(find_rank(params), problem) if word]
+        problems = [word for word in gather_words(find_rank(params), problem) if word]
         if problems or served is None:
             _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
             return None
@@ -118,8 +125,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             )
         except (UnsupportedError, LayoutError) as error:
             problem = str(error)
-        # Sizes do not do on any rank; a server that refuses the leader has told only one.
-        problems = [word for word in agree(served.rank, problem) if word]
+        # A wrong size shows on every rank. A server that refuses shows on the leader's only.
+        problems = [word for word in gather_words(served.rank, problem) if word]
         if not problems:
             return parts
         if parts is not None:
@@ -128,7 +135,10 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         return None
 
     def _fusable(self, server_args: Any, params: Any, served: Served) -> Fusable | None:
-        """The model as blends need it; None on all ranks where they are off or not right for it."""
+        """Return the model for blends; None on all ranks if fusion is off or cannot serve it.
+
+        A collective if fusion is on.
+        """
         if not self._config.fusion.enabled:
             return None
         found: Fusable | None = None
@@ -143,7 +153,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             found = Fusable(layers, ropes)
         except UnsupportedError as error:
             problem = str(error)
-        problems = [word for word in agree(served.rank, problem) if word]
+        problems = [word for word in gather_words(served.rank, problem) if word]
         if problems:
             _log.warning("exact prefixes only: %s", problems[0])
             return None
@@ -151,10 +161,11 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
 
     @property
     def leader(self) -> Leader | None:
+        """The leader on rank 0; None on other ranks, and if kvcore does not serve the model."""
         return self._parts.leader if self._parts else None
 
     def _fence(self) -> AbstractContextManager[object]:
-        """Copies begin after what the schedule and the forward have put on the device."""
+        """Return a context whose copies run after the work now queued on the device."""
         if not torch.cuda.is_available():
             return contextlib.nullcontext()
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -164,12 +175,11 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         context: AbstractContextManager[object] = torch.cuda.stream(stream)
         return context
 
-    # -- who asks ---------------------------------------------------------------------------
+    # -- the request of a lookup ------------------------------------------------------------
 
     @contextlib.contextmanager
     def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
-        """While a match is under way: the key whose page hashes `lookup` is given, and whose it
-        is."""
+        """Keep the key and the request of a match in this block: `lookup` gets only page hashes."""
         self._asking = key, device_tokens, req
         if self.leader is not None:
             self.leader.ask_anew(req.rid)
@@ -179,7 +189,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             self._asking = None
 
     def _tokens(self, key: Any) -> Tokens | None:
-        """Token ids of a key; None where they do not tell its KV (pictures and the like)."""
+        """Return a key's token ids, or None if they do not determine its KV (with images, say)."""
         tokens = np.asarray(key.raw_token_ids(), dtype=np.int64)
         assert self._parts is not None
         if key.is_bigram or not len(tokens) or int(tokens.max()) >= self._parts.served.vocabulary:
@@ -187,8 +197,11 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         return tokens if int(tokens.min()) >= 0 else None
 
     def _namespace(self, leader: Leader, key: Any) -> Namespace:
-        """LoRA weights are known by a number or by their folder's name, which says nothing to
-        another process: their KV is found by this engine only."""
+        """Return the namespace of a key.
+
+        SGLang names LoRA weights by a number or a folder, which means nothing in another process.
+        Their KV is therefore found by this engine only.
+        """
         extra, salt = key.extra_key, key.cache_salt
         if not extra:
             return leader.namespaces.of("", salt)
@@ -198,8 +211,11 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     # -- lookup and load --------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Prefix lengths in pages that can be restored. The leader's word counts: the other ranks
-        name all lengths, and the tree takes what all have in common."""
+        """Return the prefix lengths, in pages, that can be loaded.
+
+        The leader decides. The other ranks return all lengths, and the tree takes what all ranks
+        have in common.
+        """
         pages = len(transfers[0].keys)
         if self._parts is None:
             return []
@@ -215,14 +231,14 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         tokens = self._tokens(key)
         if tokens is None or self._parts is None:
             return []
-        resumed = bool(req.output_ids)  # retracted, and answered in part: it goes on exactly
+        resumed = bool(req.output_ids)  # retracted after a part of its answer: no blend then
         asking = None if resumed else self._prompt(req, tokens)
         namespace = self._namespace(leader, key)
         gain = leader.lookup(rid, tokens, device_tokens, namespace, asking, resumed=resumed)
         return [gain // self._parts.served.page_tokens] if gain else []
 
     def _prompt(self, req: Any, tokens: Tokens) -> Asking | None:
-        """The prompt that ``tokens`` are the start of; None where that is not certain."""
+        """Return the prompt that begins with ``tokens``, or None if that is not certain."""
         asking = asking_of(req)
         whole = asking.tokens
         assert self._parts is not None
@@ -234,19 +250,21 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
 
     @property
     def stages(self) -> bool:
-        """Whether a request is looked up as soon as it comes: its KV may take a while. The same on
-        all ranks."""
+        """True if a request is looked up as soon as it arrives, because its KV may take a while.
+
+        The same on all ranks.
+        """
         return self._stages
 
     def holds(self, rid: str, *, resting: bool) -> bool:
-        """Whether a request stays in the queue, on all ranks alike; see `Leader.holds`."""
+        """Return True, on all ranks alike, if a request stays in the queue. See `Leader.holds`."""
         if not self._stages or self._config.sglang.prefetch == "best_effort":
             return False
         order = self._decide(lambda leader: Order(hold=leader.holds(rid, resting=resting)))
         return order.hold
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Plan the load; False where the blocks are gone, and on all ranks alike."""
+        """Plan the load of a request; return False, on all ranks alike, if the blocks are gone."""
         if self._parts is None:
             return False
         order = self._decide(lambda leader: self._plan(leader, rid, transfers[0]))
@@ -263,23 +281,25 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         return order
 
     def _load_at_once(self, parts: Parts, rid: str, graphs: Sequence[TransferGraph]) -> bool:
-        """Load for a request that was answered in part: were it found after the forward that the
-        load failed, the request could not be computed again without answering twice. Blocks, and
-        all ranks end it together."""
+        """Load for a request that was answered in part. Blocks; all ranks end it together.
+
+        If such a load failed during the forward, the request could not be computed again without
+        answering twice.
+        """
         parts.worker.start_loads(graphs)
         landed = parts.worker.finish(graph.graph_id for graph in graphs)
-        if not any(agree(parts.served.rank, "" if landed else "failed")):
+        if not any(gather_words(parts.served.rank, "" if landed else "failed")):
             return True
         self.refuse([rid])
         return False
 
     def blends(self, rid: str) -> bool:
-        """Whether what was just planned for a request has KV in it that is not exact."""
+        """Return True if the load that was just planned for a request contains a blend."""
         order = self._queued.get(rid)
         return order is not None and bool(order.blends)
 
     def place(self, rid: str, slots: Sequence[torch.Tensor]) -> None:
-        """The slots of a request that is to be blended, from its first token on."""
+        """Set the slots of a request that will be blended, from its first token on."""
         assert self._parts is not None
         page = self._parts.served.page_tokens
         pages = torch.cat(list(slots))[::page].cpu() // page
@@ -287,6 +307,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             blend.pages = pages.tolist()
 
     def start_layer_wise_loading(self) -> int:
+        """Start the planned loads of the next batch; return its index, or -1 if it has none."""
         orders, self._queued = list(self._queued.values()), {}
         if self.leader is not None:
             self.leader.begin_batch()
@@ -296,21 +317,26 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         )
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Block until a batch's loads have ended; return True if all of its KV is right."""
         return self.layer_done_counter.finish(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
+        """Drop the planned load of a request; return True if there was one."""
         order = self._queued.pop(rid, None)
         if order is not None and self.leader is not None:
             self.leader.drop(order)
         return order is not None
 
     def refuse(self, rids: Sequence[str]) -> None:
-        """These requests' loads failed on some rank: compute them, and look up no more."""
+        """Take note that the loads of these requests failed on some rank.
+
+        The engine computes the requests. They are not looked up again.
+        """
         if self.leader is not None:
             self.leader.refuse(rids)
 
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str]) -> None:
-        """The engine is done with a request; see `Leader.ended`."""
+        """Take note that the engine is done with a request. See `Leader.ended`."""
         if self.leader is not None:
             self._guarded(None, lambda leader: leader.ended(rid, outcome, headers))
 
@@ -318,20 +344,22 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
 
     @property
     def wants_inserts(self) -> bool:
+        """True if kvcore serves the model."""
         return self._parts is not None
 
     def begin_insert(self) -> None:
-        """Nodes offered from now on are of one insert."""
+        """Begin an insert: the nodes that are offered next belong to it."""
         self._inserting = []
 
     def abandon_insert(self) -> None:
-        """The insert offered nothing, on all ranks alike."""
+        """End an insert that offered nothing, on all ranks alike."""
         self._inserting = None
 
     def end_insert(self, key: Any, slots: torch.Tensor | None) -> None:
-        """The tree has ``key``, at ``slots`` as far as nodes were offered (None: it is unclear).
+        """End an insert, and start its saves on this rank. All ranks end it together.
 
-        Starts the saves on this rank; with more ranks, all of them end the insert together.
+        The tree now has ``key``. ``slots`` are its token slots up to the last node that was
+        offered; None if they are unknown.
         """
         offers, self._inserting = self._inserting or [], None
         order = self._decide(lambda leader: self._inserted(leader, key, slots, offers))
@@ -354,7 +382,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
                 offer.open = False
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        """Take a node in; what of it is saved is decided when its insert has ended."""
+        """Accept a node. The end of its insert decides what of it is saved."""
         if self._parts is None or self._inserting is None:
             return False
         self._offered += 1
@@ -363,12 +391,16 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         return True
 
     def num_completed_offloads(self) -> int:
+        """Return how many of the oldest accepted nodes are no longer read."""
         if self.leader is None:
             return self._offered
         return self._guarded(0, Leader.done_offers)
 
     def pop_completed_offload(self) -> bool:
-        """Always False: the tree then offers the node again, and kvcore knows what it holds."""
+        """Take the oldest accepted node. Returns False, so that the tree offers the node again.
+
+        kvcore knows by itself which blocks it has.
+        """
         self._offered -= 1
         if self.leader is not None:
             self.leader.take_offer()
@@ -377,24 +409,27 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
     # -- ranks ------------------------------------------------------------------------------
 
     def _decide(self, decide: Callable[[Leader], Order]) -> Order:
-        """The leader's order for this point of the schedule, on every rank."""
+        """Return the leader's order for this point of the schedule, on every rank.
+
+        Blocks on the other ranks, and raises there as `Follower.next_order` does.
+        """
         assert self._parts is not None
         if self._parts.follower is not None:
             return self._parts.follower.next_order()
         order = self._guarded(Order(), decide)
-        self._parts.lines.tell(order)
+        self._parts.links.send(order)
         return order
 
     def _guarded(self, neutral: _T, decide: Callable[[Leader], _T]) -> _T:
-        """Nothing may be raised into the schedule of one rank: the others would wait for it.
+        """Call ``decide`` without raising: the other ranks would wait for this one.
 
-        An error is logged, kvcore stands aside from then on, and ``neutral`` is answered.
+        On an error logs it, stops kvcore until the engine restarts, and returns ``neutral``.
         """
         leader = self.leader
         assert leader is not None
         try:
             return decide(leader)
-        except Exception:  # noqa: BLE001 - named, and answered by standing aside
+        except Exception:  # noqa: BLE001 - logged, and kvcore stops
             _log.exception("kvcore failed")
             leader.disable("an error in the leader")
             return neutral
@@ -403,16 +438,16 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What kvcore says of itself; None on ranks that do not lead."""
+        """The state of kvcore as plain data; None on ranks that do not lead."""
         leader = self.leader
         return None if leader is None else leader.state
 
     def reset(self) -> None:
-        """The engine's cache is flushed, also after its weights were changed: forget everything,
-        unless ``sglang.keep_on_flush`` says that flushes are of the engine's cache alone.
+        """Drop every block and request: the engine's cache is flushed, perhaps for new weights.
 
-        Blocks for copies of pages, which are another's afterwards; what is on its way to a disk or
-        a store goes on, and is forgotten with the rest.
+        With ``sglang.keep_on_flush`` only the requests are dropped. Blocks up to `LAND_S` for
+        copies of the engine's pages, which belong to others afterwards. Writes to a disk or a store
+        go on, and their blocks are dropped with the rest.
         """
         self.layer_done_counter.reset()
         self._queued.clear()
@@ -422,7 +457,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         landed = self._parts.worker.quiesce(LAND_S)
         problems = [
             word
-            for word in agree(
+            for word in gather_words(
                 self._parts.served.rank,
                 "" if landed else "copies of pages did not end when the cache was flushed",
             )
@@ -437,7 +472,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
             self.leader.clear()
 
     def close(self) -> None:
-        """Finish saves in flight and flush the tiers; nothing that was saved is lost."""
+        """Finish the saves in flight and flush the tiers, so that no save is lost. Blocks."""
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.close()

@@ -1,10 +1,10 @@
-"""What the leader sends the other ranks, and what they send it.
+"""The messages between the leader and the other ranks.
 
     leader ──Order───────▶ every other rank
     leader ◀──StepReport── every other rank
 
-A `now` order touches no page of the engine's and is carried out as it comes. The others belong to
-a point of the schedule that every rank reaches, in the same order: an insert or a load.
+A `now` order touches none of the engine's pages, and is carried out as soon as it arrives. Every
+other order belongs to an insert or a load. Every rank reaches these in the same sequence.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["ORDERS", "REPORTS", "Order"]
 
 
 class Order(WorkPlan, msgspec.Struct, array_like=True):
-    """Work for a rank at a point of the schedule.
+    """Work for a rank at one point of the schedule.
 
-    ``graphs`` are started last. With ``at_once`` they are loads, to be finished before anything
-    else. ``blends`` belong to a load; their pages are filled in where they are carried out.
-    ``hold`` answers whether a request stays in the queue.
+    ``graphs`` are started last. With ``at_once`` they are loads that must end before anything else
+    happens. ``blends`` belong to a load; each rank fills in their pages itself. ``hold`` is True if
+    the request that was asked about stays in the queue.
     """
 
     now: bool = False
@@ -32,6 +32,7 @@ class Order(WorkPlan, msgspec.Struct, array_like=True):
 
     @property
     def empty(self) -> bool:
+        """True if there is no work. ``now``, ``at_once`` and ``hold`` do not count."""
         return not (self.open_tiers or self.forget or self.cancel or self.graphs or self.blends)
 
 

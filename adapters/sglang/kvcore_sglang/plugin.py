@@ -1,7 +1,7 @@
-"""How kvcore and SGLang find each other. Imports neither SGLang nor torch.
+"""The plugin for SGLang. Imports neither SGLang nor torch.
 
-kvcore.plugins       this module      kvcore learns of the engine: `kvcore plugins`, `serve`
-sglang.srt.plugins   register()       SGLang learns of kvcore's hooks, in each of its processes
+kvcore.plugins       this module      offers SGLang to `kvcore plugins` and `kvcore serve`
+sglang.srt.plugins   register()       registers kvcore's hooks in each of SGLang's processes
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _log = get_logger("kvcore.sglang.plugin")
 
 @hookimpl
 def kvcore_engines() -> list[EngineSpec]:
+    """Offer SGLang to `kvcore serve` and `kvcore plugins`."""
     return [ENGINE]
 
 
 def register() -> None:
     """Register kvcore's hooks with SGLang, if the version fits. Never raises.
 
-    An entry point of SGLang: called once in every process of the engine. The hooks do nothing until
-    there is a linker of kvcore's, which checks that they took.
+    This is an entry point of SGLang, called once in every process of the engine. The hooks do
+    nothing until there is a linker of kvcore's, which checks that they are in place.
     """
     try:
         problem = unsupported(ENGINE)
@@ -57,7 +58,9 @@ def register() -> None:
 
 def linker_config(config: Config) -> dict[str, object]:
     """Return SGLang's ``unified_cache_external_linker_config`` for these settings, without secrets.
-    It holds only what was set; the engine's processes read it there."""
+
+    It holds only what was set. The engine's processes read it.
+    """
     return {
         "linker": LINKER,
         "linker_module_path": LINKER_MODULE,
@@ -75,8 +78,10 @@ def engine_settings(config: Config) -> dict[str, object]:
 
 
 def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
-    """Return the command for ``sglang.launch_server`` with kvcore as its cache linker. Raises
-    ConfigError if the engine's arguments name a linker."""
+    """Return the command for ``sglang.launch_server`` with kvcore as its cache linker.
+
+    Raises ConfigError if the engine's arguments name a linker.
+    """
     if clash := [arg for arg in engine_args if FLAG.lstrip("-") in arg.replace("_", "-")]:
         raise ConfigError(
             f"given {clash[0]!r}; `kvcore serve` writes {FLAG}-* itself: put kvcore's settings in "
@@ -89,7 +94,7 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
 
 
 def status() -> str:
-    """Say whether SGLang will find the hooks, from package metadata."""
+    """Return a line that says whether SGLang will find the hooks, from package metadata."""
     if has_entry_point("sglang.srt.plugins", "kvcore_sglang.plugin:register"):
         return f"{LINKER} is named by {FLAG}-config; its hooks are registered at SGLang's start"
     return "no sglang.srt.plugins entry point: reinstall kvcore"

@@ -1,14 +1,15 @@
-"""The ranks' own line to the leader: local sockets, beside the engine's collectives.
+"""Links between the leader and the other ranks: local sockets, besides the engine's collectives.
 
-The engine's ranks run the same schedule, each in its own process; the leader is in rank 0's. It
-must be able to speak while the others wait for it in a collective, so it has a line of its own.
+The engine's ranks run the same schedule, each in its own process. The leader is in rank 0's
+process. It must reach the other ranks while they wait for it in a collective, so it has links of
+its own.
 
-    leader   Lines     tell(order)   to all; news of theirs gathered by threads
-    others   Follower  next_order()  the order of this point of the schedule; `now` ones at once
+    leader   RankLinks  send(order)   sends to all ranks; threads receive the ranks' reports
+    others   Follower   next_order()  returns the order of this point; `now` orders run at once
 
-A thread in read() knows its connection by a number. Closing gives that number to the next file or
-socket that is opened, and the thread would take bytes of that: a line is shut down first, which
-ends its threads, and closed after them.
+A thread in read() knows its connection by a file descriptor. Once that is closed, the next file or
+socket gets the same number, and the thread would read from there. A link is therefore shut down
+first, which ends its threads, and closed after they have ended.
 """
 
 from __future__ import annotations
@@ -37,38 +38,43 @@ from kvcore_sglang.worker import WorkerConnector
 _log = logging.getLogger("kvcore.sglang.ranks")
 
 ORDER_TIMEOUT_S = 120
-"""How long a rank waits for the leader at a point of the schedule before it says what is wrong.
-Counted in seconds that the rank saw pass: while the machine is halted, its leader is too."""
+"""Seconds that a rank waits for the leader's next order before it raises an error. Counted second
+by second: if the machine is halted, so is the leader, and that time does not count."""
 
 REPORT_WAIT_S = 0.05
+"""Longest wait for one report, in seconds."""
 
 END_S = 30.0
-"""How long a line that is closed waits for its threads. They wait for nothing but the line, and
-the worker in an order that is under way."""
+"""Seconds that closing a link waits for its threads. They wait for the link, or for the worker
+while it carries out an order."""
 
 
-class Lines(Protocol):
-    """The leader's side."""
+class RankLinks(Protocol):
+    """The leader's links to the other ranks."""
 
-    def tell(self, order: Order) -> None:
-        """Send to every other rank. Does not wait for them, and raises for none that is gone: the
-        others are told, and `news` says so."""
+    def send(self, order: Order) -> None:
+        """Send an order to every other rank. Does not wait until they carry it out.
+
+        Does not raise if a rank is gone: the others still get the order, and `take_reports` raises.
+        """
         ...
 
-    def news(self) -> list[StepReport]:
-        """What came since the last call. Does not block."""
+    def take_reports(self) -> list[StepReport]:
+        """Return the reports that arrived since the last call. Does not block."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the links. Blocks up to `END_S` seconds for each."""
+        ...
 
 
-class NoLines:
-    """Of a leader that is alone."""
+class NoLinks:
+    """The links of a leader whose rank is alone: there are none."""
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         pass
 
-    def news(self) -> list[StepReport]:
+    def take_reports(self) -> list[StepReport]:
         return []
 
     def close(self) -> None:
@@ -76,14 +82,14 @@ class NoLines:
 
 
 class _Gone(TransferError):
-    """The other side has closed, or died."""
+    """The other side has closed the link, or has died."""
 
 
-class _Line:
+class _Link:
     """A connection to another rank, and the threads that use it.
 
-    One thread at a time may send. ``broken`` is told, in the thread that met it and once a thread,
-    why nothing comes in or goes out any more.
+    One thread at a time may send. When a thread fails it calls ``broken`` once, with the reason why
+    nothing can be sent or received any more.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class _Line:
         self.closed = threading.Event()
 
     def listen(self, take: Callable[[bytes], None], name: str) -> None:
-        """Have every message taken in by a thread of its own."""
+        """Start a thread that calls ``take`` with every message."""
 
         def listening() -> None:
             while True:
@@ -104,34 +110,36 @@ class _Line:
         self.run(listening, name)
 
     def run(self, work: Callable[[], None], name: str) -> None:
-        """Have a thread do something until the line is closed."""
+        """Start a thread that runs ``work`` until the link is closed."""
 
         def guarded() -> None:
             try:
                 work()
             except (EOFError, ConnectionError):
-                self._broken(_Gone("the other rank has closed its line: look at its log"))
-            except Exception as error:  # noqa: BLE001 - thread boundary: told, never lost
+                self._broken(_Gone("the other rank has closed its link: look at its log"))
+            except Exception as error:  # noqa: BLE001 - thread boundary: passed on, never lost
                 if not self.closed.is_set():
-                    _log.exception("the line between two ranks has failed thread=%s", name)
-                self._broken(TransferError(f"the line between two ranks has failed: {error!r}"))
+                    _log.exception("the link between two ranks has failed thread=%s", name)
+                self._broken(TransferError(f"the link between two ranks has failed: {error!r}"))
 
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def send(self, data: bytes) -> None:
-        """Blocks while the other side takes nothing in. Raises OSError when it is gone."""
+        """Send a message. Raises OSError if the other side is gone. Blocks until it receives."""
         self._connection.send_bytes(data)
 
     def close(self) -> None:
-        """End the threads, then let go of the connection: it stays open for one that does not end.
-        Blocks up to `END_S` seconds. Idempotent."""
+        """End the threads, then close the connection. Blocks up to `END_S` seconds. Idempotent.
+
+        The connection stays open if a thread does not end.
+        """
         if self.closed.is_set():
             return
         self.closed.set()
         with (
-            contextlib.suppress(OSError),  # the other side was faster
+            contextlib.suppress(OSError),  # the other side has closed already
             socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as same,
         ):
             same.shutdown(socket.SHUT_RDWR)
@@ -142,47 +150,53 @@ class _Line:
                 thread.join(max(0.0, limit - time.monotonic()))
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left:
-            _log.error("a line between two ranks stays open: %s did not end", ", ".join(left))
+            _log.error("a link between two ranks stays open: %s did not end", ", ".join(left))
         else:
             self._connection.close()
 
 
-class SocketLines:
-    """A line to every other rank; threads take in what they report."""
+class SocketLinks:
+    """A link to every other rank. Threads receive the ranks' reports."""
 
     def __init__(self, connections: list[Connection[bytes, bytes]]) -> None:
-        self._news: deque[StepReport] = deque()
+        self._reports: deque[StepReport] = deque()
         self._failed: deque[TransferError] = deque()
-        self._deaf: set[_Line] = set()  # whose rank takes nothing in any more
-        self._lines = [_Line(connection, self._broken) for connection in connections]
-        for line in self._lines:
-            line.listen(lambda data: self._news.append(REPORTS.decode(data)), "kvcore-news")
+        self._deaf: set[_Link] = set()  # links whose rank receives nothing any more
+        self._links = [_Link(connection, self._broken) for connection in connections]
+        for link in self._links:
+            link.listen(
+                lambda data: self._reports.append(REPORTS.decode(data)), "kvcore-rank-reports"
+            )
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
+        """Send an order to every rank that still receives. Blocks while a rank's socket is full."""
         data = ORDERS.encode(order)
-        for number, line in enumerate(self._lines, start=1):
-            if line in self._deaf:
+        for number, link in enumerate(self._links, start=1):
+            if link in self._deaf:
                 continue
             try:
-                line.send(data)
+                link.send(data)
             except OSError as error:
-                self._deaf.add(line)
+                self._deaf.add(link)
                 why = (
-                    f"rank {number} of kvcore's takes no orders any more ({error}): look at its log"
+                    f"rank {number} takes no orders from kvcore any more ({error}): look at its log"
                 )
                 self._failed.append(TransferError(why))
 
-    def news(self) -> list[StepReport]:
-        """As `Lines.news`. Raises TransferError, once, when what a rank reports cannot be read any
-        more, or it was given an order and is gone. One that has closed goes with the engine, and is
-        no error here."""
+    def take_reports(self) -> list[StepReport]:
+        """Return the reports that arrived since the last call. Does not block.
+
+        Raises TransferError, once, if a rank's reports cannot be read any more, or if an order
+        could not be sent to it. A rank that has closed its link is no error: the engine is ending.
+        """
         if self._failed:
             raise self._failed.popleft()
-        return [self._news.popleft() for _ in range(len(self._news))]
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        """Close the links, one after the other. Blocks up to `END_S` seconds for each."""
+        for link in self._links:
+            link.close()
 
     def _broken(self, error: TransferError) -> None:
         if not isinstance(error, _Gone):
@@ -190,7 +204,7 @@ class SocketLines:
 
 
 class Follower:
-    """A rank that is not the leader's: takes its orders, and reports what became of them."""
+    """The link of a rank other than the leader's. It receives orders and sends reports."""
 
     def __init__(
         self, connection: Connection[bytes, bytes], worker: WorkerConnector, metrics: Metrics
@@ -198,29 +212,30 @@ class Follower:
         self._worker = worker
         self._metrics = metrics
         self._orders: queue.SimpleQueue[Order | TransferError] = queue.SimpleQueue()
-        self._line = _Line(connection, self._orders.put)
-        self._line.listen(self._take, "kvcore-orders")
-        self._line.run(self._report, "kvcore-reports")
+        self._link = _Link(connection, self._orders.put)
+        self._link.listen(self._take, "kvcore-orders")
+        self._link.run(self._report, "kvcore-reports")
 
     def next_order(self) -> Order:
-        """The leader's order for this point of the schedule. Blocks until it is there.
+        """Return the leader's order for this point of the schedule. Blocks until it arrives.
 
-        Raises TransferError when none will come any more: after one that could not be read or
-        carried out, or when the leader has closed.
+        Raises TransferError if no order will arrive any more: one could not be read or carried out,
+        the leader has closed the link, or it was silent for `ORDER_TIMEOUT_S`.
         """
         for _ in range(ORDER_TIMEOUT_S):
             with contextlib.suppress(queue.Empty):
                 found = self._orders.get(timeout=1.0)
                 if isinstance(found, TransferError):
-                    self._orders.put(found)  # of every point after this one too
+                    self._orders.put(found)  # for every later point too
                     raise found
                 return found
         raise TransferError(
-            f"no word from the leading rank for {ORDER_TIMEOUT_S} s: look at its log"
+            f"no order from the leading rank for {ORDER_TIMEOUT_S} s: look at its log"
         )
 
     def close(self) -> None:
-        self._line.close()
+        """Close the link. Blocks up to `END_S` seconds."""
+        self._link.close()
 
     def _take(self, data: bytes) -> None:
         order = ORDERS.decode(data)
@@ -230,17 +245,17 @@ class Follower:
             self._orders.put(order)
 
     def _report(self) -> None:
-        while not self._line.closed.is_set():
+        while not self._link.closed.is_set():
             self._worker.wait_report(REPORT_WAIT_S)
             reports = self._worker.poll()
             if reports:
-                self._line.send(REPORTS.encode(StepReport(reports, self._metrics.delta())))
+                self._link.send(REPORTS.encode(StepReport(reports, self._metrics.delta())))
             else:
-                self._line.closed.wait(REPORT_WAIT_S / 10)
+                self._link.closed.wait(REPORT_WAIT_S / 10)
 
 
-def agree(rank: Rank, word: str) -> list[str]:
-    """Every rank's ``word``, in order of rank. A collective: all ranks call it."""
+def gather_words(rank: Rank, word: str) -> list[str]:
+    """Return the ``word`` of every rank, in order of rank. A collective: all ranks call it."""
     if rank.group is None:
         return [word]
     words: list[Any] = [None] * rank.ranks
@@ -248,23 +263,23 @@ def agree(rank: Rank, word: str) -> list[str]:
     return words
 
 
-def open_lines(rank: Rank) -> SocketLines:
-    """The leader's lines to the others, which call `join` meanwhile. Blocks for them."""
+def open_links(rank: Rank) -> SocketLinks:
+    """Open the leader's links to the other ranks. Blocks until each of them has called `join`."""
     key = secrets.token_bytes(16)
     with Listener(family="AF_UNIX", backlog=rank.ranks, authkey=key) as listener:
         _share(rank, {"address": listener.address, "key": key})
-        return SocketLines([listener.accept() for _ in range(rank.ranks - 1)])
+        return SocketLinks([listener.accept() for _ in range(rank.ranks - 1)])
 
 
 def join(rank: Rank) -> Callable[[WorkerConnector, Metrics], Follower]:
-    """A line to the leader, which calls `open_lines` meanwhile."""
+    """Connect to the leader, which calls `open_links`; return what makes the `Follower`. Blocks."""
     found = _share(rank, None)
     connection = Client(found["address"], family="AF_UNIX", authkey=found["key"])
     return lambda worker, metrics: Follower(connection, worker, metrics)
 
 
 def _share(rank: Rank, value: dict[str, Any] | None) -> dict[str, Any]:
-    """Rank 0's value, on all ranks."""
+    """Return rank 0's value on all ranks. A collective."""
     values: list[Any] = [None] * rank.ranks
     torch.distributed.all_gather_object(values, value, group=rank.group)
     found: dict[str, Any] = values[0]

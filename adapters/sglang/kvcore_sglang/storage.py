@@ -1,13 +1,13 @@
-"""``KVCoreStorage``: kvcore's tiers as the storage under HiCache, for those who keep HiCache.
+"""``KVCoreStorage``: kvcore's tiers as the storage backend of SGLang's HiCache.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
         "backend_name": "kvcore", "module_path": "kvcore_sglang.storage",
         "class_name": "KVCoreStorage", "interface_v1": 1,
         "kvcore": {"disk": {"path": "/var/cache/kvcore", "capacity": "200GiB"}}}'
 
-HiCache names a page by the hash of its tokens and all before them, and says nothing of the model.
-Here a page is found only under the same key of the same weights, rope parameters, KV type, page
-size, order of bytes and rank; what is read has the checksum of what was written.
+HiCache names a page by the hash of its tokens and of all tokens before them. The name does not
+depend on the model. Here a page is found only if its key, weights, RoPE parameters, KV type, page
+size, byte order and rank are the same. A page that is read has the checksum of what was written.
 
     storage_config, server_args ─┐
     HostPages (a host pool)     ─┴▶ identity ─▶ PageStore ─▶ a backing tier       (each rank)
@@ -38,7 +38,7 @@ from kvcore_sglang.describe import fingerprint
 __all__ = ["HostPages", "KVCoreStorage"]
 
 SETTINGS = "kvcore"
-"""Where kvcore's settings are among HiCache's extra configuration."""
+"""The key of kvcore's settings in HiCache's extra configuration."""
 
 RANK_FIELDS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
 POOL_FIELDS = (
@@ -50,13 +50,13 @@ POOL_FIELDS = (
     "end_layer",
     "storage_format_tag",
 )
-"""What of a rank, and of its host pool, makes the bytes of a page."""
+"""The fields of a rank, and of its host pool, that determine the bytes of a page."""
 
 
 class HostPages:
-    """The pages of one of HiCache's host pools, as the bytes that they are.
+    """The bytes of the pages of one of HiCache's host pools.
 
-    Raises UnsupportedError for a pool whose pages cannot be addressed, or are not K and V alone.
+    Raises UnsupportedError if the pool's pages cannot be addressed, or hold more than K and V.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -84,18 +84,18 @@ class HostPages:
             dtype=self.dtype,
             kv_factor=1,
         )
-        """A page as a block of one head, which is the K and V of all heads of this rank."""
+        """A page as a block of one head, which holds K and V of all heads of this rank."""
         if self.shape.nbytes != first.numel() * self._itemsize:
             raise self._refused(f"pages of {first.numel()} elements are not {self.shape}")
 
     def buffers(self, slot: int) -> Buffers:
-        """The bytes of the page that starts at token slot ``slot``, as runs in order. Shared."""
+        """Return the bytes of the page that starts at token slot ``slot``. Shared with the pool."""
         start = self._page(slot).storage_offset() * self._itemsize
         nbytes, view = self._run_nbytes, self._bytes
         return [view[start + o : start + o + nbytes] for o in self._offsets]
 
     def describe(self) -> dict[str, Any]:
-        """What makes the bytes of a page beside the model: plain data."""
+        """Return what determines the bytes of a page besides the model, as plain data."""
         fields = {name: _plain(getattr(self._pool, name, None)) for name in POOL_FIELDS}
         return {"type": type(self._pool).__name__, "shape": self.shape.to_dict(), **fields}
 
@@ -115,11 +115,11 @@ class HostPages:
 
 
 class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class, unknown to mypy
-    """One per rank. HiCache calls it from threads of its own, several at once.
+    """HiCache's storage on one rank. HiCache calls it from its own threads, several at once.
 
-    Its tier must be usable when the engine starts: `register_mem_pool_host` raises what is wrong
-    with settings, pool or folder. From then on nothing is raised for a medium that fails: pages are
-    not found, and not stored.
+    The tier must be usable when the engine starts: `register_mem_pool_host` raises an error if the
+    settings, the pool or the folder are wrong. Later failures of the medium raise nothing: pages
+    are then not found, and not stored.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -141,7 +141,7 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
     # -- HiCache attaches and detaches --------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the tier for the pages of this pool. Blocks while it is scanned."""
+        """Open the tier for the pages of this pool. Blocks while the tier is scanned."""
         super().register_mem_pool_host(mem_pool_host)
         from sglang.srt.runtime_context import get_server_args
 
@@ -154,13 +154,13 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
         self._store, self._pages = open_pages(self._config, geometry, identity, share), pages
 
     def on_host_pools_registered(self) -> None:
-        """Refuse a model with more than one pool: kvcore would keep a part of its state only."""
+        """Raise UnsupportedError if there are other pools: kvcore would store only a part."""
         others = sorted({str(name) for name in getattr(self, "registered_pools", {})} - {"kv"})
         if others:
             self.close()
             raise UnsupportedError(
-                f"a model with pools of {', '.join(others)} beside its KV; kvcore's HiCache "
-                "storage keeps full and multi-head latent attention"
+                f"a model with pools of {', '.join(others)} besides its KV; kvcore's HiCache "
+                "storage serves full and multi-head latent attention"
             )
 
     def clear(self) -> None:
@@ -168,13 +168,17 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
         self.store.clear()
 
     def close(self) -> None:
+        """Flush and close the tier. Blocks. Idempotent."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
     @property
     def store(self) -> PageStore:
-        """Where the pages are; open from `register_mem_pool_host` to `close`."""
+        """The store of the pages, open from `register_mem_pool_host` to `close`.
+
+        Raises UnsupportedError outside that time.
+        """
         if self._store is None:
             raise UnsupportedError("the storage has no host pool yet, or is closed")
         return self._store
@@ -182,19 +186,22 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
     # -- pages of the host pool ---------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many pages from the first on are stored."""
+        """Return how many of the first pages are stored."""
         return self.store.leading(keys)
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Read pages into the pool; ``host_indices`` has all token slots, page after page."""
+        """Read pages into the pool. Blocks; returns True for each page that was read.
+
+        ``host_indices`` are the token slots of all pages, page after page.
+        """
         return self.store.get(keys, self._at(host_indices))
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Store pages of the pool."""
+        """Store pages of the pool. Blocks; returns True for each page that is stored."""
         return self.store.put(keys, self._at(host_indices))
 
     def _at(self, host_indices: torch.Tensor) -> list[Buffers]:
@@ -202,17 +209,18 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
         pages = self._pages
         return [pages.buffers(slot) for slot in host_indices[:: pages.page_tokens].tolist()]
 
-    # -- pages of others, flat (without interface_v1) -----------------------------------------
+    # -- pages in any memory (without interface_v1) -------------------------------------------
 
     def exists(self, key: str) -> bool:
+        """Return True if a page is stored."""
         return self.store.leading([key]) == 1
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Read pages into tensors of their size; None for each that is not there."""
+        """Read pages into tensors of their size. Blocks; returns None for each that is missing."""
         if target_locations is None:
-            raise UnsupportedError("kvcore reads pages into tensors that are given")
+            raise UnsupportedError("kvcore needs the tensors to read pages into")
         found = self.store.get(keys, [_flat(target) for target in target_locations])
         return [
             target if good else None for target, good in zip(target_locations, found, strict=True)
@@ -225,14 +233,15 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store pages; whether all are stored."""
+        """Store pages. Blocks; returns True if all are stored."""
         if values is None:
-            raise UnsupportedError("kvcore stores pages from tensors that are given")
+            raise UnsupportedError("kvcore needs the tensors to store pages from")
         return all(self.store.put(keys, [_flat(value.contiguous()) for value in values]))
 
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
+        """Read one page into a tensor of its size. Blocks; returns None if it is missing."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def set(
@@ -242,29 +251,30 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
         target_location: Any = None,
         target_sizes: Any = None,
     ) -> bool:
+        """Store one page. Blocks; returns True if it is stored."""
         return self.batch_set([key], None if value is None else [value])
 
 
 def _check(storage: Any, server_args: Any) -> None:
-    """Refuse what the keys would not tell apart, or ranks that keep each other's pages."""
+    """Raise UnsupportedError if keys would collide, or if one rank would write for all."""
     if storage.is_mla_model and storage.tp_size > 1:
         raise UnsupportedError(
-            f"MLA on {storage.tp_size} tensor-parallel ranks: HiCache has one of them write for "
-            "all, and kvcore's stores are one a rank; use 1"
+            f"MLA on {storage.tp_size} tensor-parallel ranks: in HiCache one rank writes for all, "
+            "and kvcore has a store for each rank; use 1"
         )
     if getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None):
         raise UnsupportedError(
-            "LoRA: HiCache's keys name adapters by numbers that mean others in another process; "
-            "use kvcore's linker, or no storage"
+            "LoRA: HiCache's keys name adapters by numbers that differ between processes; use "
+            "kvcore's linker, or no storage"
         )
     if getattr(server_args, "speculative_algorithm", None):
-        raise UnsupportedError("speculative decoding: a page's key says nothing of the draft model")
+        raise UnsupportedError("speculative decoding: a page's key does not name the draft model")
     if storage.dcp_size > 1:
         raise UnsupportedError(f"dcp_size={storage.dcp_size}; kvcore stores pages of dcp_size=1")
 
 
 def _identity(storage: Any, server_args: Any, pages: HostPages, secret: str | None) -> bytes:
-    """All that makes the bytes of two pages of equal keys comparable, in 32 bytes."""
+    """Return 32 bytes that are equal for two ranks if equal keys mean equal pages on them."""
     from sglang.srt.configs.model_config import ModelConfig
 
     config = ModelConfig.from_server_args(server_args)
@@ -279,7 +289,7 @@ def _identity(storage: Any, server_args: Any, pages: HostPages, secret: str | No
 
 
 def _ranks(storage: Any, server_args: Any) -> int:
-    """How many ranks have a store of their own."""
+    """Return how many ranks have a store of their own."""
     replicas = int(getattr(server_args, "dp_size", 1) or 1)
     return replicas * int(storage.tp_size * storage.pp_size * storage.attn_cp_size)
 
@@ -289,13 +299,13 @@ def _plain(value: Any) -> str | int | None:
 
 
 def _is_view(page: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a page is a part of a buffer that is one run of bytes from its storage's start."""
+    """Return True if a page is in a buffer that is contiguous from its storage's start."""
     same = page.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     return same and buffer.is_contiguous() and buffer.storage_offset() == 0
 
 
 def _split(page: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """(outer, inner) dims of a page, such that its inner dims are one run of memory."""
+    """Split a page's dims into (outer, inner), so that the inner dims are contiguous."""
     shape, run = page.shape, 1
     for dim in reversed(range(page.dim())):
         if shape[dim] > 1 and page.stride(dim) != run:
@@ -305,5 +315,5 @@ def _split(page: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _flat(tensor: torch.Tensor) -> Buffers:
-    """The bytes of a contiguous tensor. Shared."""
+    """Return the bytes of a contiguous tensor. Shared with it."""
     return [tensor.view(-1).view(torch.uint8).numpy().data]

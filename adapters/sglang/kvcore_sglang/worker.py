@@ -1,11 +1,11 @@
-"""The data plane of one rank: carries out orders around the engine's forward.
+"""The data plane of one rank: it carries out orders around the engine's forward.
 
     load   start ──▶ wait_layer(0) ... wait_layer(n - 1) ──▶ finish       (layer by layer)
-    blend  before the forward, while its loads land
-    save   submit at the insert; its pages stay locked in the tree until its copy has ended
+    blend  made before the forward, while its loads arrive
+    save   submitted at the insert; its pages stay locked in the tree until its copy has ended
 
-A load from host memory that fails is tried again before anything is computed from it. What became
-of it is reported once that is certain.
+A load from host memory that fails is tried again before anything is computed from it. It is
+reported once its result is final.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.worker import ATTEMPTS, RETRY_WAIT_S, Load, StepWorker
@@ -26,15 +26,17 @@ from kvcore.worker.lifecycle import RankParts
 from kvcore_sglang.messages import Order
 
 Fence = Callable[[], AbstractContextManager[object]]
-"""Context in which what is submitted is ordered after the engine's work so far."""
+"""Returns a context. What is submitted in it runs after the engine's work so far."""
 
 
 class WorkerConnector(StepWorker[str]):
-    """The worker half of one rank. Thread-safe: called from the scheduler's thread and from the one
-    that speaks to the leader.
+    """The worker half of one rank.
 
-    ``blends`` make KV of stored chunks, if that is right for this rank's model. ``clock`` times
-    this rank's forwards, if they are to be timed.
+    Two threads call it: the scheduler's, and the one that exchanges messages with the leader. The
+    methods for loads, blends and forwards are for the scheduler's thread only.
+
+    ``blends`` makes KV from stored chunks; None if the model cannot be blended. ``clock`` times
+    this rank's forwards; None if they are not timed.
     """
 
     attempts = ATTEMPTS
@@ -44,7 +46,7 @@ class WorkerConnector(StepWorker[str]):
         parts: RankParts,
         fence: Fence = contextlib.nullcontext,
         blends: FusionWorker | RefusingFusionWorker | None = None,
-        clock: ForwardClock[Sequence[ForwardPart]] | None = None,
+        clock: ForwardTimer[Sequence[ForwardPart]] | None = None,
     ) -> None:
         super().__init__(parts, blends)
         self._fence = fence
@@ -54,7 +56,7 @@ class WorkerConnector(StepWorker[str]):
     # -- orders -----------------------------------------------------------------------------
 
     def carry_out(self, order: Order) -> None:
-        """Carry out all of an order but its loads. Does I/O only to open tiers, or forget slots."""
+        """Carry out an order without its loads. Does I/O only to open tiers and forget slots."""
         self._tend_tiers(order)
         self._cancel(order.cancel)
         if order.graphs:
@@ -63,7 +65,7 @@ class WorkerConnector(StepWorker[str]):
                     self._submit(graph)
 
     def start_loads(self, graphs: Sequence[TransferGraph]) -> None:
-        """Begin copying into the engine's pages. Does not block."""
+        """Start to copy into the engine's pages. Blocks as `_submit` does."""
         for graph in graphs:
             self._started[graph.graph_id] = self._expect(graph)
         with self._fence():
@@ -73,23 +75,24 @@ class WorkerConnector(StepWorker[str]):
     # -- loads ------------------------------------------------------------------------------
 
     def wait_layer(self, graph_ids: Iterable[int], layer: int) -> None:
-        """Block until these loads have copied ``layer``, tried again if the copy failed."""
+        """Block until these loads have copied ``layer``. A copy that failed is tried again."""
         self._wait_layer([self._started[graph_id] for graph_id in graph_ids], layer)
 
     def finish(self, graph_ids: Iterable[int]) -> bool:
-        """Block until these loads write no more; return True if all of them landed. Call once for
-        each load that was started."""
+        """Block until these loads have ended; return True if all succeeded.
+
+        Call exactly once for each load that was started.
+        """
         loads = [self._started.pop(graph_id) for graph_id in graph_ids]
         for load in loads:
             self._settle(load)
         return not any(load.failed for load in loads)
 
     def blend(self, orders: Sequence[BlendOrder], landed: Callable[[int], None]) -> bool:
-        """Make the KV of these orders in the engine's pages; return True if all of it is good.
-        Blocks.
+        """Make the KV of these orders in the engine's pages; return True if all of it is right.
 
-        ``landed(layer)`` blocks until the batch's loads hold a layer. Call right before the
-        forward.
+        Blocks. ``landed(layer)`` blocks until the batch's loads have copied a layer. Call right
+        before the forward.
         """
         self._begin_blends(self._blends, orders)
         unfilled = self._blends.run(landed)
@@ -99,13 +102,12 @@ class WorkerConnector(StepWorker[str]):
 
     @property
     def times_forwards(self) -> bool:
-        """Whether forwards of this rank are timed."""
+        """True if forwards of this rank are timed."""
         return self._clock is not None
 
     @contextlib.contextmanager
     def forward(self, parts: Sequence[ForwardPart]) -> Iterator[None]:
-        """The block is a forward over these parts, in which nothing is waited for. Scheduler's
-        thread only."""
+        """Time the block, which is a forward over these parts that waits for no load."""
         if self._clock is None:
             yield
             return
@@ -114,27 +116,30 @@ class WorkerConnector(StepWorker[str]):
         self._clock.stop()
 
     def take_forwards(self) -> list[tuple[Sequence[ForwardPart], float]]:
-        """(parts, seconds) of forwards that ended since the last call. Does not block."""
+        """Return (parts, seconds) of forwards that ended since the last call. Does not block."""
         return [] if self._clock is None else self._clock.take()
 
     # -- reports ----------------------------------------------------------------------------
 
     def wait_report(self, timeout: float) -> bool:
-        """Block until an op has ended, at most ``timeout`` seconds."""
+        """Block until a report can be polled, at most ``timeout`` seconds; return True if so."""
         return self._worker.wait_report(timeout)
 
     def wait_graph(self, timeout: float) -> bool:
-        """Block until a graph has ended that was not polled since, at most ``timeout`` seconds."""
+        """Block until a graph with unpolled reports has ended, at most ``timeout`` seconds."""
         return self._worker.wait_graph(timeout)
 
     def poll(self) -> list[OpReport]:
-        """Return the reports of the ops that ended since the last call. Does not block."""
+        """Return the reports that were passed on since the last call. Blocks as `_submit` does."""
         self._collect()
         return self._take_reports()
 
     def quiesce(self, timeout: float) -> bool:
-        """Block until this rank copies neither from nor to the engine's pages; return False after
-        ``timeout`` seconds. A medium that hangs has no page."""
+        """Block until this rank no longer copies from or to the engine's pages.
+
+        Returns False after ``timeout`` seconds. Reads and writes of tiers do not count: they do not
+        touch the engine's pages.
+        """
         assert isinstance(self._worker, KVWorker)
         limit = time.monotonic() + timeout
         while self._worker.engine.on_device:

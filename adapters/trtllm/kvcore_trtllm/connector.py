@@ -1,9 +1,12 @@
 """``KVCoreScheduler`` and ``KVCoreWorker``: kvcore behind TensorRT-LLM's KV cache connector.
 
-The engine makes a worker on every rank and a scheduler on rank 0, then registers the KV memory. The
-leader can only be built then, by rank 0's worker, which lives in the scheduler's process: the two
-meet by the engine arguments both were made with. A model that kvcore cannot serve right runs
-untouched: nothing is promised or kept, and one warning says why.
+The engine constructs a worker on every rank and a scheduler on rank 0, then registers the KV
+memory. The leader needs that memory, so rank 0's worker builds it and hands it to the scheduler,
+which is in the same process. The two find each other by the engine arguments that both were
+constructed with.
+
+If kvcore cannot serve a model correctly, the model runs untouched: kvcore matches and saves
+nothing, and logs one warning that says why.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _SchedulerBase: Any = _names.scheduler
 
 
 class _Meeting:
-    """Where rank 0's worker leaves the leader for the scheduler."""
+    """The place where rank 0's worker puts the leader for the scheduler."""
 
     def __init__(self) -> None:
         self.leader: Leader | None = None
@@ -48,9 +51,9 @@ _meetings: dict[int, tuple[Any, _Meeting]] = {}
 
 
 def _meet(llm_args: Any) -> _Meeting:
-    """The meeting of these engine arguments. The first comer opens it, the second takes it along.
+    """Return the meeting for these engine arguments. The first call adds it, the second removes it.
 
-    The arguments are kept with it, so that their id cannot be another's meanwhile.
+    The arguments are kept with it, so that no other object gets their id meanwhile.
     """
     found = _meetings.pop(id(llm_args), None)
     if found is not None:
@@ -61,7 +64,10 @@ def _meet(llm_args: Any) -> _Meeting:
 
 
 def _started(llm_args: Any) -> Config:
-    """Settings, checked against the engine's. Raises ConfigError on all ranks alike."""
+    """Load the settings and set up logging. Raises ConfigError, on every rank, if they are wrong.
+
+    The settings are checked against the engine's arguments.
+    """
     config = forwarded_config()
     log.configure(config.log.level, config.log.format)
     check_settings(llm_args)
@@ -72,7 +78,7 @@ def _started(llm_args: Any) -> Config:
 
 
 class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, unknown to mypy
-    """The half that moves bytes. Settings come from ``TRTLLM_KVCORE_CONFIG``."""
+    """The worker half, which moves bytes. Reads its settings from ``TRTLLM_KVCORE_CONFIG``."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -89,17 +95,17 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        """The one tensor of a rank's KV."""
+        """Build this rank's worker over its KV, which is one tensor."""
         self._register(lambda facts: of_pool(kv_cache_tensor, facts, self._rank))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """The newer form: regions by layer group."""
+        """Build this rank's worker over its KV as newer versions lay it out, by layer group."""
         self._register(lambda facts: of_regions(layout, facts, self._rank))
 
     def _register(self, look: Callable[[ModelFacts], Memory]) -> None:
         if self._facts is None:
             return
-        self.shutdown()  # memory registered before is no more
+        self.shutdown()  # memory that was registered before is gone
         memory: Memory | None = None
         try:
             memory = look(self._facts)
@@ -121,40 +127,44 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         self._finalizer = weakref.finalize(self, _close, self._side, leader)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
-        """What the engine calls at the end of a forward, also where no layer hook runs."""
+        """Return what the engine calls at the end of a forward, even if no layer hook runs."""
         return self._forward_ended
 
     def _forward_ended(self) -> None:
-        """Called during warm-up too, and while a graph is captured: there is nothing to do then."""
+        """End the step. The engine also calls this in warm-up and while it captures a graph."""
         if self._side is not None and not _capturing():
             self._side.end_forward()
 
     def start_load_kv(self, stream: Any) -> None:
+        """Begin the step's plan, before the forward. Blocks as `WorkerConnector.begin` does."""
         metadata = self.get_connector_meta()
         if self._side is not None and isinstance(metadata, KVCoreMetadata):
-            self.bind_connector_meta(None)  # a plan is run once, whatever the engine does
+            self.bind_connector_meta(None)  # a plan runs once, even if the engine calls again
             self._side.begin(metadata.plan())
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """Block until the loads have copied a layer. Raises TransferError if one has failed."""
         if self._side is not None:
             self._side.wait_for_layer(layer_idx)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Saves are whole blocks, started when the step's forward has ended."""
+        """Do nothing: kvcore saves whole blocks, after the step's forward."""
 
     def wait_for_save(self, stream: Any) -> None:
+        """Start the step's late saves, unless the end of the forward has done so."""
         if self._side is not None:
             self._side.end_forward()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
+        """Return the requests whose saves, and those whose loads, have ended on all ranks."""
         if self._side is None:
             return list(finished_gen_req_ids), list(started_loading_req_ids)
         return self._side.finished(finished_gen_req_ids, started_loading_req_ids)
 
     def shutdown(self) -> None:
-        """Finish saves in flight, flush the tiers and let go of them. May be called twice."""
+        """Finish the saves in flight, then flush and release the tiers. Blocks. Idempotent."""
         if self._finalizer is not None:
             self._finalizer()
         self._side, self._meeting.leader = None, None
@@ -167,7 +177,7 @@ def _close(side: WorkerConnector, leader: Leader | None) -> None:
 
 
 def _compiled(llm_args: Any) -> bool:
-    """Whether the engine may run a forward without calling the layers' hooks."""
+    """Return True if the engine may run a forward without calling the layers' hooks."""
     graphs = getattr(llm_args, "cuda_graph_config", None)
     return graphs is not None or getattr(llm_args, "torch_compile_config", None) is not None
 
@@ -182,9 +192,9 @@ def _capturing() -> bool:
 
 
 def _guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """Nothing may be raised out of rank 0's scheduler: the other ranks wait for its word.
+    """Decorate a method of rank 0's scheduler so that it never raises: the other ranks wait for it.
 
-    An error is logged, kvcore stands aside from then on, and ``neutral`` is answered.
+    On an error the method logs it, stops kvcore until the engine restarts, and returns ``neutral``.
     """
 
     def decorate(method: Callable[..., _T]) -> Callable[..., _T]:
@@ -192,7 +202,7 @@ def _guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
         def call(self: KVCoreScheduler, *args: Any, **kwargs: Any) -> _T:
             try:
                 return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 - named, and answered by standing aside
+            except Exception:  # noqa: BLE001 - logged, and kvcore stops
                 _log.exception("%s failed", method.__name__)
                 if self._leader is not None:
                     self._leader.disable(f"an error in {method.__name__}")
@@ -204,7 +214,7 @@ def _guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
 
 
 class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
-    """The half that decides, on rank 0. Never raises out of a call of the executor's."""
+    """The scheduler half, which decides, on rank 0. Its methods never raise into the executor."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -220,6 +230,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
+        """Return the number of tokens that kvcore will load, and True if the request parks."""
         if self._leader is None:
             return 0, False
         matched, parks = self._leader.match(request, num_computed_tokens)
@@ -228,12 +239,13 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
         return matched, parks
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """Take in the pages that the engine has allocated for a request."""
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
 
     def update_state_after_alloc_by_layer_group(
         self, request: Any, block_ids_by_layer_group: list[list[int]]
     ) -> None:
-        """The newer form of ``update_state_after_alloc``."""
+        """Do what ``update_state_after_alloc`` does; newer versions call this one."""
         if self._leader is None:
             return
         offered = self._offered.pop(request.request_id, None)
@@ -246,7 +258,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
                 self._leader.lose(request.request_id, parked=offered)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVCoreMetadata:
-        """The plan of a step. If it cannot be made, one that lets nothing of this step out."""
+        """Return the plan of a step. If planning fails, return one that fails the whole step."""
         leader = self._leader
         if leader is None:
             return KVCoreMetadata()
@@ -259,28 +271,29 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
 
     @_guarded(False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """Save the last blocks of a request; return True while saves still read its pages."""
         return self.request_finished_by_layer_group(request, [cache_block_ids])
 
     @_guarded(False)
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
     ) -> bool:
-        """The newer form of ``request_finished``."""
+        """Do what ``request_finished`` does; newer versions call this one."""
         if self._leader is None:
             return False
         return self._leader.finished(request, cache_block_ids_by_layer_group)
 
     @_guarded(None)
     def request_reset(self, request: Any) -> None:
-        """The request's pages are gone and it will begin again (newer versions)."""
+        """Forget a request whose pages are gone. It will begin again (newer versions)."""
         if self._leader is not None:
             self._leader.forget(request.request_id)
 
     def wait_for_initialization(self) -> None:
-        """There is nothing to wait for: the memory is registered before this is called."""
+        """Do nothing: the engine registers the memory before it calls this."""
 
     def shutdown(self) -> None:
-        """The leader's tiers are let go of with rank 0's worker, after it has flushed them."""
+        """Do nothing: rank 0's worker releases the leader's tiers, after it has flushed them."""
 
 
 __all__ = ["KVCoreMetadata", "KVCoreScheduler", "KVCoreWorker", "StepPlan"]

@@ -1,8 +1,8 @@
-"""What kvcore needs to know of a model served by TensorRT-LLM, and what it cannot serve right.
+"""The description of a model that TensorRT-LLM serves, and the checks that kvcore can serve it.
 
-Settings come from the engine's arguments and the checkpoint's own config. The size of a page and
-the type of KV come from the memory the engine registers (`kvcore_trtllm.layout`), never from a
-setting: the engine may have changed them, as it does for FlashMLA.
+Facts come from the engine's arguments and the checkpoint's own config. The page size and the type
+of KV come from the memory that the engine registers (`kvcore_trtllm.layout`), never from a setting:
+the engine may have changed them, as it does for FlashMLA.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 
 ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}
-"""Inner order of a page by attention backend."""
+"""The inner order of a page, by attention backend."""
 
 FLASH_MLA_PAGE = 64
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checkpoint and the engine's arguments tell. ``kv_heads`` are those of all ranks."""
+    """Facts from the checkpoint and the engine's arguments. ``kv_heads`` are those of all ranks."""
 
     layers: int
     kv_heads: int
@@ -41,16 +41,17 @@ class ModelFacts:
 
     @property
     def mla(self) -> bool:
+        """True if a token's KV is one latent, of multi-head latent attention."""
         return self.kv_factor == 1
 
     def head_range(self, rank: int) -> tuple[int, int]:
-        """KV heads [start, stop) of ``rank``."""
+        """Return the KV heads [start, stop) of ``rank``."""
         return head_range(self.kv_heads, self.world_size, rank)
 
 
 @dataclass(frozen=True)
 class Description(ModelDescription):
-    """The model as both halves see it, and the facts that it was made of."""
+    """The model as both halves see it, with the facts that it was derived from."""
 
     facts: ModelFacts
 
@@ -59,24 +60,24 @@ class Description(ModelDescription):
 
 
 def check_settings(llm_args: Any) -> None:
-    """Raise ConfigError for settings of the engine under which a connector's KV would be wrong.
+    """Raise ConfigError for a setting of the engine that would make a connector's KV wrong.
 
-    Called on every rank before anything is built, so that all of them stop with the same message.
+    Called on every rank before anything is built, so that all ranks stop with the same message.
     """
     cache = llm_args.kv_cache_config
     if not cache.enable_block_reuse:
         raise ConfigError(
-            "kv_cache_config.enable_block_reuse is off; the engine then asks no connector what it "
-            "holds: turn it on"
+            "kv_cache_config.enable_block_reuse is off; the engine then does not ask the connector "
+            "for cached blocks: turn it on"
         )
     if cache.enable_partial_reuse:
         raise ConfigError(
-            "kv_cache_config.enable_partial_reuse is on; the engine then begins inside a page that "
-            "it copies itself, which no connector is told of: set it to false"
+            "kv_cache_config.enable_partial_reuse is on; a request may then begin inside a page "
+            "that the engine copies without the connector's knowledge: set it to false"
         )
     if getattr(cache, "host_cache_size", 0):
         raise ConfigError(
-            f"kv_cache_config.host_cache_size is {cache.host_cache_size}; block ids then may name "
+            f"kv_cache_config.host_cache_size is {cache.host_cache_size}; block ids may then name "
             "pages in the engine's own host memory: set it to 0, kvcore keeps KV in host memory"
         )
     for name in ("pipeline_parallel_size", "context_parallel_size", "max_beam_width"):
@@ -90,7 +91,7 @@ def check_settings(llm_args: Any) -> None:
     if "GUARANTEED_NO_EVICT" not in str(getattr(policy, "value", policy)):
         raise ConfigError(
             f"scheduler_config.capacity_scheduler_policy is {policy}; a paused request changes its "
-            "pages without a word to the connector: use GUARANTEED_NO_EVICT"
+            "pages and the connector does not learn of it: use GUARANTEED_NO_EVICT"
         )
 
 
@@ -98,10 +99,10 @@ def check_settings(llm_args: Any) -> None:
 
 
 def describe(llm_args: Any) -> ModelFacts:
-    """Facts of the model, or UnsupportedError saying what kvcore does not serve and why."""
+    """Return the facts of the model. Raises UnsupportedError if kvcore cannot serve it."""
     if getattr(llm_args, "speculative_config", None) is not None:
         raise UnsupportedError(
-            "speculative decoding: TensorRT-LLM does not tell a connector of draft tokens"
+            "speculative decoding: TensorRT-LLM does not report draft tokens to a connector"
         )
     config, folder = _checkpoint(llm_args)
     _check_layers(config, llm_args)
@@ -134,7 +135,7 @@ def describe(llm_args: Any) -> ModelFacts:
 
 
 def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) -> Description:
-    """The description of a model whose pages are laid out in ``groups``."""
+    """Return the description of a model whose pages are laid out in ``groups``."""
     shape = BlockShape(
         layers=facts.layers,
         kv_heads=facts.kv_heads,
@@ -148,7 +149,7 @@ def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) 
 
 
 def _checkpoint(llm_args: Any) -> tuple[dict[str, Any], str]:
-    """The text model's config, and the folder of the checkpoint where it is local."""
+    """Return the text model's config, and the checkpoint's folder, or "" if it is not local."""
     import transformers
 
     hf: Any = transformers
@@ -196,14 +197,14 @@ _NAMED_DTYPES = {"fp8": "float8_e4m3fn", "fp16": "float16", "bf16": "bfloat16", 
 
 
 def _kv_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
-    """Type of KV by its torch name. "auto" is that of the model, or what its weights ask for."""
+    """Return the torch name of KV's type. "auto" is the model's, or what its weights ask for."""
     name = str(llm_args.kv_cache_config.dtype).lower()
     algorithm = getattr(getattr(llm_args, "quant_config", None), "kv_cache_quant_algo", None)
     if name == "auto" and algorithm is not None:
         name = str(getattr(algorithm, "value", algorithm)).lower()
     if name in ("nvfp4", "fp4"):
         raise UnsupportedError(
-            "KV in NVFP4: its block scales lie in a pool that no connector is given; use fp8"
+            "KV in NVFP4: its block scales are in a pool that connectors do not get; use fp8"
         )
     return _NAMED_DTYPES.get(name, _compute_dtype(llm_args, config) if name == "auto" else name)
 
@@ -216,7 +217,7 @@ def _compute_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
 
 
 def _identity(llm_args: Any, config: Mapping[str, Any]) -> dict[str, object]:
-    """All of the config, and what of the engine's settings shapes KV."""
+    """Return the whole config, with the engine's settings that shape KV."""
     algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
     return {
         **config,

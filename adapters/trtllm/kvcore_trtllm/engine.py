@@ -1,7 +1,7 @@
-"""The names of TensorRT-LLM that the connector needs, from where this version keeps them.
+"""The names of TensorRT-LLM that the connector needs, imported from where this version has them.
 
-The only module that imports the engine, and only these names: everything else of it is read from
-the objects it hands over, and from the model that fusion looks up.
+No other module imports the engine. Everything else is read from objects that the engine passes in,
+and from the model that fusion finds in the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class EngineNames(NamedTuple):
 
 
 def find() -> EngineNames:
-    """Raises UnsupportedError where there is no TensorRT-LLM with a connector interface."""
+    """Return the names of the installed TensorRT-LLM.
+
+    Raises UnsupportedError if TensorRT-LLM is missing, or has no connector interface.
+    """
     for name in MODULES:
         try:
             module: Any = importlib.import_module(name)
@@ -49,7 +52,7 @@ def find() -> EngineNames:
             utils.mpi_allgather,
         )
     raise UnsupportedError(
-        f"TensorRT-LLM's KV cache connector is not here; looked for {' and '.join(MODULES)}. "
+        f"TensorRT-LLM's KV cache connector was not found; looked for {' and '.join(MODULES)}. "
         "Install tensorrt_llm 1.2 or 1.3 in this environment"
     )
 
@@ -61,7 +64,7 @@ def _module(name: str) -> Any:
         if not (error.name or "").startswith("tensorrt_llm"):
             raise  # something that TensorRT-LLM itself needs
         raise UnsupportedError(
-            f"{name} is not there: fusion knows TensorRT-LLM 1.2 and 1.3"
+            f"{name} was not found: fusion knows TensorRT-LLM 1.2 and 1.3"
         ) from error
 
 
@@ -81,7 +84,7 @@ def loaded_model(llm_args: Any, rank: int) -> Any:
 
 
 def rotary_embedding(attention: Any) -> Any:
-    """What rotates q and k of an attention module whose kernel does so otherwise."""
+    """Return a rotary embedding for an attention module that leaves RoPE to its kernel."""
     kind = _module(ROTARY).RotaryEmbedding
     params = attention.pos_embd_params
     return kind(params.rope, head_dim=attention.head_dim, is_neox=params.is_neox)

@@ -1,12 +1,13 @@
-"""TensorRT-LLM's own decoder layers, lent to a blend.
+"""Fusion on TensorRT-LLM: the engine's decoder layers, run for a blend.
 
-A decoder layer takes (position_ids, hidden_states, attn_metadata, residual), and its attention
-module makes q, k and v, rotates them and hands them to ``forward_impl``. For the length of a call
-that method is answered by kvcore, and where the backend's kernel would rotate (`rope_fusion`) the
-module rotates itself; everything else of the layer is the engine's. The modules' forward is called
-directly: the connector's own hooks sit around ``__call__``.
+A decoder layer takes (position_ids, hidden_states, attn_metadata, residual). Its attention module
+makes q, k and v, applies RoPE and calls ``forward_impl``. During a blend's call kvcore replaces
+that method. If the backend's kernel would apply RoPE (`rope_fusion`), the module does so instead.
+The rest of the layer is the engine's. kvcore calls the modules' ``forward`` directly, because the
+connector's own hooks wrap ``__call__``.
 
-Read in TensorRT-LLM 1.2 and 1.3; what does not fit is named and exact prefixes go on.
+This holds for TensorRT-LLM 1.2 and 1.3. A model that does not fit raises UnsupportedError, and
+kvcore serves exact prefixes only.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-"""Models whose forward is: embed, then every layer, with nothing in between."""
+"""Models whose forward is the embedding and then every layer, with nothing in between."""
 
 KNOWN = "TensorRT-LLM 1.2 and 1.3"
 LAYER_ARGUMENTS = ("position_ids", "hidden_states", "attn_metadata", "residual")
 ATTENTION_ARGUMENTS = ("q", "k", "v", "attn_metadata")
 
 Gather = Callable[[bytes], list[bytes]]
+"""Returns the bytes that each rank passed, in order of rank. A collective."""
 
 
 def ropes_of(llm_args: Any, facts: ModelFacts) -> tuple[Rope | None, ...]:
@@ -68,8 +70,9 @@ def ropes_of(llm_args: Any, facts: ModelFacts) -> tuple[Rope | None, ...]:
 class TrtllmLayers(EngineLayers):
     """The decoder of a loaded model on one rank, and its pages. Executor's thread only.
 
-    ``view`` are the rank's pages of all layers. ``rotary`` makes the engine's rotary embedding of a
-    module that leaves rotating to its kernel. ``gather`` brings every rank's bytes; None alone.
+    ``view`` is the rank's pages of all layers. ``rotary`` returns the engine's rotary embedding for
+    a module that leaves RoPE to its kernel. ``max_rows`` is the most rows of one call. ``gather``
+    is None for a rank that is alone.
     """
 
     def __init__(
@@ -96,11 +99,11 @@ class TrtllmLayers(EngineLayers):
             [_rows_of(view, layer, kv) for kv in (0, 1)] for layer in range(self.layers)
         ]
         self._page_tokens = view.layout.page_tokens
-        self.max_rows = max_rows  # what the engine has measured its memory for
+        self.max_rows = max_rows  # the engine has measured its memory for so many
         self._gather = gather
 
     def serving(self, served: ServedRequest) -> AbstractContextManager[None]:
-        """Nothing to prepare: requests with an adapter are not blended."""
+        """Return an empty context: requests with a LoRA adapter are not blended."""
         return nullcontext()
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -118,11 +121,11 @@ class TrtllmLayers(EngineLayers):
                 residual=state.residual,
             )
         if not isinstance(hidden, Tensor):
-            raise UnsupportedError(f"a decoder layer that gives a {type(hidden).__name__}")
+            raise UnsupportedError(f"a decoder layer that returns a {type(hidden).__name__}")
         return HiddenState(hidden, residual)
 
     def reduce(self, scores: Tensor) -> Tensor:
-        """Added up in the order of ranks, so that every rank has the very same sums."""
+        """Return the sum over all ranks, in order of rank, so that every rank has the same bits."""
         if self._gather is None:
             return scores
         own = scores.detach().to("cpu", torch.float32).contiguous()
@@ -145,21 +148,23 @@ def _attention(module: Any) -> Attention:
         raise UnsupportedError("fusion is not served for attention in chunks")
     for name in ("head_dim", "q_size", "kv_size", "rope_fusion", "split_qkv"):
         if not hasattr(module, name):
-            raise UnsupportedError(f"{type(module).__name__} has no {name}: not of 1.2 or 1.3")
+            raise UnsupportedError(f"{type(module).__name__} has no {name}: fusion knows {KNOWN}")
     return Attention(1.0 / (module.head_dim**0.5 * getattr(module, "q_scaling", 1.0)))
 
 
 def _rotating(module: Any, rotary: Callable[[Any], Any]) -> Any:
-    """What a module is to rotate with where its kernel would; None where it does so itself."""
+    """Return what a module applies RoPE with if its kernel would; None if the module does so."""
     if not module.rope_fusion:
         return None
     if getattr(module, "pos_embd_params", None) is None:
-        raise UnsupportedError(f"{type(module).__name__} does not tell the rope that it fuses")
+        raise UnsupportedError(
+            f"{type(module).__name__} does not say which RoPE its kernel applies"
+        )
     return rotary(module)
 
 
 def _rows_of(view: KVView, layer: int, kv: int) -> Tensor:
-    """K or V of a layer in the engine's memory, as [pages, page_tokens, heads, dim]."""
+    """Return K or V of a layer in the engine's memory as [pages, page_tokens, heads, dim]."""
     layout, plane = view.layout, view.layout.planes[layer][kv]
     if plane.token.inner != 1 or plane.dim.inner != 1:
         raise UnsupportedError("fusion does not write to pages whose elements are packed")
@@ -171,7 +176,7 @@ def _rows_of(view: KVView, layer: int, kv: int) -> Tensor:
 
 @contextmanager
 def _answered(module: Any, rotary: Any, attend: Attend) -> Iterator[None]:
-    """Have ``attend`` answer a module's attention in this block, and the module rotate."""
+    """In this block, replace a module's attention by ``attend`` and its RoPE by ``rotary``."""
 
     def answer(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any, **named: Any) -> Tensor:
         if named.get("attention_sinks") is not None:
@@ -182,7 +187,7 @@ def _answered(module: Any, rotary: Any, attend: Attend) -> Iterator[None]:
         heads = (len(q), -1, module.head_dim)
         return attend(q.reshape(heads), k.reshape(heads), v.reshape(heads)).flatten(1)
 
-    # Into the instance's own names: a module's __setattr__ would register what it is given.
+    # Set in the instance's dictionary: a module's __setattr__ would register what it is given.
     own = vars(module)
     changed: dict[str, Any] = {"forward_impl": answer}
     if rotary is not None:

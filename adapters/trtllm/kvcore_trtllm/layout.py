@@ -1,7 +1,7 @@
-"""Where TensorRT-LLM keeps K and V: from the memory it registers to views that kvcore can copy.
+"""The layout of TensorRT-LLM's KV: views that kvcore can copy, from the memory it registers.
 
 1.2 and 1.3   one tensor ``[pages, layers, kv, heads * tokens * dim]``
-newer         regions, each a run of (layer, role) buffers that repeats once a page, by layer group
+newer         regions by layer group; each is a run of (layer, role) buffers, repeated for each page
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROLES = ("key", "value")
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank was given: ``facts`` as the memory shows them, and a view for each group."""
+    """The KV memory of one rank: ``facts`` corrected by the memory, and a view for each group."""
 
     facts: ModelFacts
     groups: tuple[LayerGroup, ...]
@@ -35,7 +35,7 @@ class Memory:
 
 
 def of_pool(pool: torch.Tensor, facts: ModelFacts, rank: int) -> Memory:
-    """The one tensor of a rank. Raises UnsupportedError when it is not what ``facts`` say."""
+    """Read the one tensor of a rank. Raises UnsupportedError if it contradicts ``facts``."""
     start, stop = facts.head_range(rank)
     heads = stop - start
     expected = f"[pages, {facts.layers} layers, {facts.kv_factor}, n * {heads * facts.head_dim}]"
@@ -56,15 +56,15 @@ def of_pool(pool: torch.Tensor, facts: ModelFacts, rank: int) -> Memory:
 
 
 def _check_page(page_tokens: int, facts: ModelFacts) -> None:
-    """The memory decides. It may differ from the setting only where the engine is known to."""
+    """Raise UnsupportedError if a page has another size than the setting, except for FlashMLA."""
     if page_tokens == facts.page_tokens:
         return
     if facts.mla and page_tokens == FLASH_MLA_PAGE:
-        _log.info("pages hold %d tokens, as FlashMLA wants, not %d", page_tokens, facts.page_tokens)
+        _log.info("pages hold %d tokens for FlashMLA, not %d", page_tokens, facts.page_tokens)
         return
     raise UnsupportedError(
         f"the KV pool has pages of {page_tokens} tokens and tokens_per_block is "
-        f"{facts.page_tokens}: its elements are packed in a way that kvcore does not know"
+        f"{facts.page_tokens}: its elements are packed in an unknown way"
     )
 
 
@@ -76,7 +76,10 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def of_regions(layout: Any, facts: ModelFacts, rank: int) -> Memory:
-    """The regions of a rank (the engine's ``KvCacheLayout``), one view for each layer group."""
+    """Read the regions of a rank (the engine's ``KvCacheLayout``): one view for each layer group.
+
+    Raises UnsupportedError if they contradict ``facts``.
+    """
     import torch
 
     start, stop = facts.head_range(rank)
@@ -111,7 +114,7 @@ def of_regions(layout: Any, facts: ModelFacts, rank: int) -> Memory:
 def _planes(
     regions: Sequence[Any], facts: ModelFacts, heads: int, dtype: torch.dtype
 ) -> tuple[dict[int, list[Plane]], list[torch.Tensor]]:
-    """Planes of K and V by layer id, and the tensors they index."""
+    """Return the planes of K and V by layer id, and the tensors that they index."""
     tokens, dim = facts.page_tokens, facts.head_dim
     part = heads * tokens * dim  # elements of one buffer in one page
     head, token = (tokens * dim, dim) if facts.order == "HND" else (dim, heads * dim)
@@ -122,7 +125,7 @@ def _planes(
         if region.size != len(region.buffers) * part * tensor.element_size():
             raise UnsupportedError(
                 f"a KV region of {region.size} bytes a page for {len(region.buffers)} buffers of "
-                f"{part * tensor.element_size()}: its buffers are of another kind"
+                f"{part * tensor.element_size()}: its buffers have another size"
             )
         for place, buffer in enumerate(region.buffers):
             role = str(buffer.role).lower().rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What the leader sends the workers, and what they send it.
+"""The messages between the leader and the workers.
 
 leader ──StepPlan────▶ every worker     in the connector's metadata, broadcast with each step
 leader ◀──StepReport── every worker     gathered inside get_finished, while any op is open
@@ -19,13 +19,13 @@ REPORTS = Codec(StepReport, "a step report")
 class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     """One step's work for a worker.
 
-    ``early_saves`` read pages that may be given away in this very step. ``cancel`` and then
-    ``fence`` name graphs that use pages which this step gives to others: they must have let go of
-    them before it writes. ``sync_loads`` must have landed when the forward uses them,
-    ``async_loads`` belong to parked requests, ``late_saves`` read what this step's forward
-    computes. Saves and parked loads come with their request. ``lost_loads`` are parked requests
-    whose load could not be planned; they are reported all the same. ``broken``, if it is not empty,
-    says why nothing that this step computes may reach anyone.
+    ``early_saves`` read pages that this same step may give to another request. ``cancel`` and then
+    ``fence`` name graphs that use such pages: they must have ended before the step writes.
+    ``sync_loads`` must have arrived when the forward uses them. ``async_loads`` belong to parked
+    requests. ``late_saves`` read what this step's forward computes. Saves and async loads come with
+    the id of their request. ``lost_loads`` are parked requests whose load could not be planned;
+    they are reported as loaded all the same. If ``broken`` is not empty, it says why the step must
+    fail.
     """
 
     early_saves: list[tuple[int, TransferGraph]] = []

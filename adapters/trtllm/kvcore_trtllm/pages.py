@@ -1,4 +1,4 @@
-"""Pages as the engine counts them."""
+"""Page tables in the engine's numbers: pages are counted within each layer group."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvcore.errors import CapacityError
 from kvcore.model.spec import LayerGroup
 
 NO_PAGE = -1
-"""The engine's mark for a block without a page in a layer group."""
+"""The engine's number for a block that has no page in a layer group."""
 
 
 def places(group: int, pages: Iterable[int]) -> Iterable[int]:
-    """One number for each page that there is: page indices are the layer group's own."""
+    """Yield a number for each existing page that is unique across layer groups."""
     return (of_its_group(group, page) for page in pages if page != NO_PAGE)
 
 
 def page_deltas(data: Any) -> PageTables:
-    """The pages a request got since the last word of it, for each layer group."""
+    """Return the pages that a request got since its last step, for each layer group."""
     grouped: PageTables | None = getattr(data, "new_block_ids_by_layer_group", None)
     return grouped or [data.new_block_ids]
 
 
 def check_pages(groups: Sequence[LayerGroup], start: int, stop: int, pages: PageTables) -> None:
-    """Raise CapacityError unless there is a page for every promised token [start, stop)."""
+    """Raise CapacityError unless every layer group has pages for all tokens [start, stop)."""
     for group in groups:
         first = start // group.page_tokens
         last = -(-stop // group.page_tokens)

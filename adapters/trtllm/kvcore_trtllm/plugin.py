@@ -1,4 +1,4 @@
-"""How kvcore learns of TensorRT-LLM. Imports neither the engine nor torch.
+"""The plugin for TensorRT-LLM. Imports neither the engine nor torch.
 
 kvcore.plugins       this module                              `kvcore plugins`, `kvcore serve`
 kv_connector_config  kvcore_trtllm.connector, by its name     how TensorRT-LLM finds kvcore
@@ -28,20 +28,24 @@ CONNECTOR = {
 }
 OPTION_FLAGS = ("--extra_llm_api_options", "--extra-llm-api-options", "--config")
 CACHE = {"enable_block_reuse": True, "enable_partial_reuse": False}
-"""What a connector needs of the engine's own prefix cache."""
+"""The settings of the engine's own prefix cache that a connector needs."""
 
 
 @hookimpl
 def kvcore_engines() -> list[EngineSpec]:
+    """Offer TensorRT-LLM to `kvcore serve` and `kvcore plugins`."""
     return [ENGINE]
 
 
 def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
     """Return the command for ``trtllm-serve`` with kvcore as its connector.
 
-    The engine's options go to a file, because its command line has no place for them: those of a
-    file given with ``--extra_llm_api_options``, and the connector. kvcore's own settings travel in
-    a variable whose name TensorRT-LLM passes on to its MPI workers, secrets among them.
+    The engine's command line has no option for a connector, so it is written to an options file,
+    together with the options of a file given with ``--extra_llm_api_options``. kvcore's own
+    settings, secrets included, travel in a variable that TensorRT-LLM passes on to its MPI workers.
+
+    Raises ConfigError if the engine's options contradict the connector's, and TierUnavailable if
+    the file cannot be written.
     """
     from kvcore.config import FORWARDED_VARIABLE
 
@@ -56,7 +60,7 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
 
 
 def _without_options(engine_args: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Split the arguments into those without the engine's options file, and that file."""
+    """Split off the engine's options file; return the other arguments, and the file or None."""
     rest: list[str] = []
     given: str | None = None
     words = iter(engine_args)
@@ -86,7 +90,7 @@ def _options(file: Path | None) -> dict[str, Any]:
         raise ConfigError(f"{file}: given a {type(options).__name__}; supported is a table")
     if "kv_connector_config" in options:
         raise ConfigError(
-            f"{file}: has a kv_connector_config; `kvcore serve` writes it: leave it out, or call "
+            f"{file}: has a kv_connector_config; `kvcore serve` writes one: remove it, or call "
             "trtllm-serve"
         )
     cache = options.get("kv_cache_config") or {}
@@ -103,7 +107,7 @@ def _options(file: Path | None) -> dict[str, Any]:
 
 
 def _write(options: dict[str, Any]) -> Path:
-    """Write the options to a file named by its content: repeated starts leave one file."""
+    """Write the options to a file that is named by its content, so that restarts reuse it."""
     import yaml
 
     text = yaml.safe_dump(options, sort_keys=True)
@@ -118,7 +122,7 @@ def _write(options: dict[str, Any]) -> Path:
 
 
 def status() -> str:
-    """Say whether TensorRT-LLM would find the connector."""
+    """Return a line that says whether TensorRT-LLM will find the connector."""
     if importlib.util.find_spec("kvcore_trtllm") is None:
         return "kvcore_trtllm cannot be imported here: reinstall kvcore"
     return f"named in kv_connector_config as {CONNECTOR['connector_module']}"

@@ -1,11 +1,12 @@
-"""How a request asks for fusion on TensorRT-LLM: in its ``cache_salt``.
+"""The ``cache_salt`` by which a request asks for fusion on TensorRT-LLM.
 
     kvcore:{"once": "9f2c...", "fusion": {"ratio": 0.3}, "salt": "tenant"}
 
-TensorRT-LLM enters what a request computed into its own prefix cache and lets no connector keep
-anything out. Under a salt that no other request has, approximate KV is found by nobody: so the
-salt, which the engine passes on as it is, both asks for fusion and keeps it apart. ``salt`` inside
-is the tenant's, under which kvcore looks things up; ``fusion`` is as in `kvcore.fusion.options`.
+TensorRT-LLM puts everything that a request computes into its own prefix cache, and a connector
+cannot prevent it. Approximate KV must not be found by another request. The salt therefore does two
+things: it asks for fusion, and it is used by one request only, so that the cache entries are found
+by no other. The engine passes it on unchanged. ``salt`` inside it is the tenant's own, which kvcore
+looks up under. ``fusion`` is as in `kvcore.fusion.options`.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Wish(NamedTuple):
-    """What a salt asks for, and the tenant's own salt."""
+    """The fusion options that a salt asks for, and the tenant's own salt."""
 
     options: FusionOptions
     salt: str | None
 
 
 def fusion_salt(salt: str = "", **fusion: Any) -> str:
-    """A ``cache_salt`` for one request that wants fusion; another one each time.
+    """Return a new ``cache_salt`` for one request that wants fusion.
 
-    ``salt`` is the tenant's, ``fusion`` are fields of `kvcore.fusion.options.FusionOptions`.
+    ``salt`` is the tenant's. ``fusion`` are fields of `kvcore.fusion.options.FusionOptions`.
     """
     content = {"once": secrets.token_hex(16), "fusion": fusion, "salt": salt}
     return PREFIX + json.dumps(content, separators=(",", ":"))
 
 
 def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
-    """What a prompt of ``tokens`` tokens asks for; None for a salt that speaks of no fusion.
+    """Return what a prompt of ``tokens`` tokens asks for; None if its salt does not ask for fusion.
 
-    Raises ConfigError for one that does and makes no sense.
+    Raises ConfigError if the salt asks for fusion and is malformed.
     """
     if cache_salt is None or not cache_salt.startswith(PREFIX):
         return None
@@ -61,6 +62,6 @@ def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
             "once, fusion and salt: make one with kvcore_trtllm.salt.fusion_salt"
         ) from error
     if not content.once:
-        raise ConfigError(f"cache_salt {cache_salt[:80]!r}: give once a value used once")
+        raise ConfigError(f"cache_salt {cache_salt[:80]!r}: once needs a value that is used once")
     content.fusion.check(tokens)
     return Wish(content.fusion, content.salt or None)

@@ -1,12 +1,12 @@
-"""The data plane inside a TensorRT-LLM rank: runs step plans around the model's forward.
+"""The data plane inside a TensorRT-LLM rank: it carries out step plans around the model's forward.
 
-    start_load_kv         early saves, fences, loads begin; blends       (before the forward)
-    wait_for_layer_load   a layer of a sync load has landed
-    end of the forward    late saves begin
-    get_finished          what ended; ids of parked requests, each once
+    start_load_kv         starts early saves, waits for fences, starts loads, makes blends
+    wait_for_layer_load   waits until the sync loads have copied a layer
+    end of the forward    starts late saves
+    get_finished          returns requests whose saves or loads have ended, each once
 
-Every rank sees the same plans and the same reports, so all agree on which graphs are open. While
-any is, the ranks' reports are gathered inside get_finished, which the engine calls on all of them.
+Every rank sees the same plans and the same reports, so all ranks agree on which ops are open. While
+any op is open, get_finished gathers the reports of all ranks. The engine calls it on every rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from kvcore.worker.lifecycle import RankParts
 from kvcore_trtllm.messages import REPORTS, StepPlan
 
 IDLE_WAIT_S = 0.002
-"""Seconds that an iteration without a batch waits for a transfer to end, instead of spinning."""
+"""Longest wait of an iteration without a batch for a transfer to end, in seconds."""
 
 Allgather = Callable[[bytes], list[bytes]]
+"""Returns the bytes that each rank passed, in order of rank. A collective."""
+
 Listener = Callable[[list[OpReport], list[Data]], None]
+"""Takes the ops that have ended on all ranks, and what each rank counted."""
 
 
 class Tally:
@@ -47,10 +50,9 @@ class Tally:
             self._open.add((graph.graph_id, op.op_id))
 
     def exchange(self, own: StepReport) -> tuple[list[OpReport], list[Data]] | None:
-        """Gather the reports of all ranks. Return the ops that ended on all of them, and all
-        counts.
+        """Gather the reports of all ranks; return the ops that ended on all, and all counts.
 
-        Return None, without a collective, if no op is open: the caller then keeps ``own``.
+        Returns None, without a collective, if no op is open. The caller then keeps ``own``.
         """
         if not self._open:
             return None
@@ -69,10 +71,10 @@ class Tally:
 class WorkerConnector(StepWorker[int]):
     """The worker half of one rank. Called from the executor's thread only.
 
-    ``layers`` is the number of decoder layers whose hooks call `wait_for_layer`. ``layerwise`` says
-    whether a load may still be under way when the forward begins. ``listener`` gets what ended on
-    all ranks, ``on_blends`` what became of blends; only the leader's rank has them. ``blends`` is
-    None if there is no fusion, and ``no_fusion`` says why.
+    ``layers`` is the number of decoder layers whose hooks call `wait_for_layer`. If ``layerwise``,
+    the forward may begin while loads are in flight. ``blends`` is None if there is no fusion, and
+    ``no_fusion`` says why. On the leader's rank ``listener`` is called with the ops that have ended
+    on all ranks, and ``on_blends`` with the results of blends; both are None elsewhere.
     """
 
     attempts = ATTEMPTS
@@ -101,7 +103,7 @@ class WorkerConnector(StepWorker[int]):
         self._waited: set[int] = set()  # layers of this step that the hooks have waited for
         self._saving: dict[int, set[int]] = {}  # request -> saves that read its pages
         self._saver: dict[int, int] = {}  # save -> request
-        self._loaded: set[int] = set()  # ended, and not returned yet
+        self._loaded: set[int] = set()  # have ended and were not returned yet
         self._loads_asked: set[int] = set()
         self._saves_asked: set[int] = set()
         self._worked = False
@@ -109,9 +111,12 @@ class WorkerConnector(StepWorker[int]):
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Start what must start before this step's forward, and carry out its blends. Blocks on
-        fences and blends, and on sync loads unless they are waited for layer by layer."""
-        self._drop_late_saves()  # of a forward that failed
+        """Start the work that precedes this step's forward, and carry out its blends.
+
+        Blocks on fences and blends, and on sync loads unless they are waited for layer by layer.
+        Raises TransferError if a sync load that it waits for has finally failed.
+        """
+        self._drop_late_saves()  # left over if the last forward failed
         self._plan, self._in_step, self._worked = plan, True, True
         self._waited.clear()
         self._tend_tiers(plan)
@@ -136,7 +141,7 @@ class WorkerConnector(StepWorker[int]):
             self._blend(plan)
 
     def start(self, graph: TransferGraph) -> None:
-        """Start a graph that touches no page of the engine's."""
+        """Start a graph that touches none of the engine's pages. Call on all ranks."""
         self._tally.expect(graph)
         self._submit(graph)
 
@@ -152,7 +157,7 @@ class WorkerConnector(StepWorker[int]):
         return load
 
     def _drop_late_saves(self) -> None:
-        """Report the saves that wait for the forward as not done."""
+        """Report the saves that wait for the forward as failed."""
         for _, graph in self._plan.late_saves:
             for report in refuse(graph, RowError.UPSTREAM):
                 self._take(report)
@@ -161,7 +166,7 @@ class WorkerConnector(StepWorker[int]):
     # -- blends -----------------------------------------------------------------------------
 
     def _blend(self, plan: StepPlan) -> None:
-        """Carry out the step's blends. If one cannot be made, nothing of the step gets out."""
+        """Carry out the step's blends. Blocks. If one cannot be made, the whole step fails."""
         if self.blends is None:
             plan.broken = plan.broken or f"a blend was promised: {self.no_fusion}"
             return
@@ -181,15 +186,20 @@ class WorkerConnector(StepWorker[int]):
     # -- sync loads -------------------------------------------------------------------------
 
     def wait_for_layer(self, layer: int) -> None:
-        """Block until this layer of every sync load has landed. Raises TransferError if one cannot
-        be had: the engine then fails the step's requests."""
+        """Block until every sync load has copied ``layer``.
+
+        Raises TransferError if a load has finally failed: the engine then fails the step's
+        requests.
+        """
         self._waited.add(layer)
         self._wait_layer(self._sync, layer)
         for load in self._sync:
+            if load.failed:  # a later layer's copy perhaps, which may still be repeated
+                self._settle(load)
             self._require(load)
 
     def _require_loads(self) -> None:
-        """Block until every sync load has ended well. Raises TransferError if one has not."""
+        """Block until every sync load has ended. Raises TransferError if one has finally failed."""
         for load in self._sync:
             self._settle(load)
             self._require(load)
@@ -200,13 +210,15 @@ class WorkerConnector(StepWorker[int]):
             raise TransferError(
                 f"KV in host memory could not be copied to the device in {ATTEMPTS} attempts: "
                 f"{[report.failed for report in load.reports if report.failed][:1]}; the step's "
-                "requests fail, for a wrong answer would be worse"
+                "requests fail, because a wrong answer would be worse"
             )
 
     def _pass(self, graph_id: int) -> None:
-        """Block until a graph no longer uses pages that this step gives to others. A load that
-        failed is tried again, and writes to them again. If it fails for good, another request of
-        this step may have counted on it."""
+        """Block until a graph no longer uses pages that this step gives to others.
+
+        A load that failed is tried again, and then writes to its pages again. If it finally fails
+        and was not cancelled, the step is broken: another request in it may count on its pages.
+        """
         load = self._loads.get(graph_id)
         if load is None:
             self._worker.wait_device(graph_id)
@@ -220,9 +232,9 @@ class WorkerConnector(StepWorker[int]):
     # -- after the forward ------------------------------------------------------------------
 
     def end_forward(self) -> None:
-        """Start the saves of what the forward computed. Does nothing the second time.
+        """Start the saves of what the forward computed. Does nothing the second time in a step.
 
-        Raises TransferError if the forward computed on KV that had not arrived: TensorRT-LLM then
+        Raises TransferError if the forward computed on KV that had not arrived. TensorRT-LLM then
         answers the step's requests with an error.
         """
         if not self._in_step:
@@ -240,6 +252,7 @@ class WorkerConnector(StepWorker[int]):
             self._submit(graph)
 
     def _check_step(self) -> None:
+        """Raise TransferError if the step's results must not be used."""
         if self._plan.broken:
             raise TransferError(self._plan.broken)
         self._require_loads()
@@ -254,14 +267,18 @@ class WorkerConnector(StepWorker[int]):
     def finished(
         self, saving: Iterable[int], loading: Iterable[int]
     ) -> tuple[list[int], list[int]]:
-        """Take in ids that wait for saves or loads. Return (saved, loaded), each id once."""
+        """Take in ids that wait for saves or loads; return (saved, loaded), each id once.
+
+        A collective while any op is open. If nothing was begun since the last call, blocks up to
+        `IDLE_WAIT_S` for a report.
+        """
         self._saves_asked.update(saving)
         self._loads_asked.update(loading)
         if not self._worked and (self._saves_asked or self._loads_asked):
             self._worker.wait_report(IDLE_WAIT_S)
         self._worked = False
         self._collect()
-        self._tell()
+        self._exchange()
         saved = sorted(i for i in self._saves_asked if not self._saving.get(i))
         loaded = sorted(self._loads_asked & self._loaded)
         self._saves_asked.difference_update(saved)
@@ -270,19 +287,23 @@ class WorkerConnector(StepWorker[int]):
         return saved, loaded
 
     def pump(self, timeout: float) -> None:
-        """Wait for a report, and pass on what ended. For a lone rank, between two steps."""
+        """Wait up to ``timeout`` seconds for a report, and pass on what ended.
+
+        Only for a rank that is alone: it is called between two steps.
+        """
         self._worker.wait_report(timeout)
         self._collect()
-        self._tell()
+        self._exchange()
 
-    def _tell(self) -> None:
+    def _exchange(self) -> None:
+        """Exchange reports with the other ranks, and pass on what has ended on all of them."""
         own = StepReport(self._reports, self.metrics.delta() if self._reports else {})
-        told = self._tally.exchange(own)
-        if told is None:
+        found = self._tally.exchange(own)
+        if found is None:
             return
         self._reports = []
         if self.listener is not None:
-            self.listener(*told)
+            self.listener(*found)
 
     def _take(self, report: OpReport) -> None:
         super()._take(report)

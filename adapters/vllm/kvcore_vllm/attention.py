@@ -1,13 +1,13 @@
-"""Where `kvcore.plugins.attention` meets vLLM's layers.
+"""The hooks of `kvcore.plugins.attention` in vLLM's layers.
 
     layer(positions, hidden, residual)
-      └▶ Attention.forward(q, k, v) ───────── answered here for a blend (`lent`), for one call
-           └▶ custom op ▶ impl.forward(...)── hooks of plugins around it (`install`), until the end
+      └▶ Attention.forward(q, k, v) ───────── replaced for a blend (`lent`), for one call
+           └▶ custom op ▶ impl.forward(...)── wrapped by hooks of plugins (`install`), until the end
 
-A blend runs layers outside of any forward of vLLM, so there is no batch and no page table to be
-asked for: the attention module itself is answered. Plugins see vLLM's own forwards, where the
-custom op looks the implementation up at every call; that holds in a compiled model too. Both are
-set on the instances, so that classes stay as they are, and nothing is set where there is no hook.
+A blend runs layers outside of any forward of vLLM. There is no batch and no page table then, so the
+attention module itself is replaced. Plugins see vLLM's own forwards: the custom op looks up the
+implementation at every call, also in a compiled model. Both are set on the instances. Classes stay
+as they are, and nothing is set if there is no hook.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA = ("num_actual_tokens", "query_start_loc", "seq_lens", "block_table")
 
 
 def check_module() -> None:
-    """Raises UnsupportedError where vLLM's Attention is not called as in 0.32."""
+    """Raise UnsupportedError if vLLM's Attention is not called as in 0.32."""
     from vllm.model_executor.layers.attention import Attention
 
     found = list(inspect.signature(Attention.forward).parameters)
@@ -42,7 +42,7 @@ def check_module() -> None:
 
 @contextmanager
 def lent(attention: Any, layer: int, hook: AttentionHook, batch: AttentionBatch) -> Iterator[None]:
-    """Answer calls of one attention module with ``hook.before``, in this block."""
+    """In this block, replace the forward of one attention module by ``hook.before``."""
 
     def forward(
         query: Tensor,
@@ -70,7 +70,10 @@ def lent(attention: Any, layer: int, hook: AttentionHook, batch: AttentionBatch)
 
 
 class Batches:
-    """vLLM's metadata of a step, as a `AttentionBatch`. Made once a step and layer group."""
+    """Converts vLLM's metadata of a step to a `AttentionBatch`, once for each step and layer group.
+
+    ``request_ids`` returns the ids of the step's requests in order.
+    """
 
     def __init__(self, request_ids: Callable[[], Sequence[str]], page_tokens: int) -> None:
         self._request_ids = request_ids
@@ -79,7 +82,7 @@ class Batches:
         self._batch: AttentionBatch | None = None
 
     def of(self, metadata: Any, layer: int) -> AttentionBatch:
-        """Made anew at layer 0: vLLM may fill the same metadata again for the next step."""
+        """Return the batch of this step. Made again at layer 0: vLLM may reuse the metadata."""
         if self._batch is None or layer == 0 or metadata is not self._metadata:
             self._metadata, self._batch = metadata, self._make(metadata)
         return self._batch
@@ -104,7 +107,7 @@ def install(
 ) -> Hooks:
     """Call ``hooks`` around every forward of these attention layers, in canonical order.
 
-    Raises UnsupportedError, and sets nothing, where the attention of one is not called as in 0.32.
+    Raises UnsupportedError, and sets nothing, if one layer's attention is not called as in 0.32.
     """
     for layer in layers:
         _check_impl(layer)
@@ -142,8 +145,8 @@ def _around(
             return plain(*engine, **options)  # vLLM's warm-up has no metadata
         try:
             batch = batches.of(attn_metadata, index)
-        except Exception:  # noqa: BLE001 - vLLM's metadata is not what it was: it goes on alone
-            hooks.give_up("the step's requests could not be told")
+        except Exception:  # noqa: BLE001 - vLLM's metadata has changed: it goes on without hooks
+            hooks.give_up("the step's requests could not be read")
             return plain(*engine, **options)
         rows = len(batch.positions)
         call = AttentionCall(index, query[:rows], key[:rows], value[:rows], batch)

@@ -20,7 +20,7 @@ from kvcore.connector.build import (
     build_worker,
     scheduler_parts,
 )
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_policy import FusionPolicy
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
@@ -165,7 +165,7 @@ def build_worker_connector(
         _blends(config, vllm_config, model, rank, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
-        clock=ForwardClock(views[0].tensors[0].device),
+        clock=ForwardTimer(views[0].tensors[0].device),
     )
 
 
@@ -226,7 +226,7 @@ def refusing_worker_connector(model: ModelDescription) -> WorkerConnector:
         RefusingFusionWorker(page_tokens[0]),
         layer_of={},
         page_tokens=page_tokens,
-        clock=ForwardClock(torch.device("cpu")),
+        clock=ForwardTimer(torch.device("cpu")),
     )
 
 

@@ -1,7 +1,7 @@
 """``KVCoreConnector``: kvcore behind vLLM's KV connector interface (V1, vLLM 0.32).
 
-vLLM makes one in the scheduler and one in every worker. A model kvcore cannot serve right runs
-untouched: the connector then matches nothing and saves nothing, and says so once.
+vLLM constructs one in the scheduler and one in every worker. If kvcore cannot serve a model
+correctly, the model runs untouched: the connector matches and saves nothing, and logs why.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Tiered KV offload for vLLM. Settings come from ``kv_connector_extra_config``, the
-    environment and the file that ``KVCORE_CONFIG`` names."""
+    """Tiered KV offload for vLLM.
+
+    Settings come from ``kv_connector_extra_config``, the environment and the file that
+    ``KVCORE_CONFIG`` names. vLLM documents when it calls each method.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -80,9 +83,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerConnector | None = None
         if transfer.kv_load_failure_policy != "recompute":
-            # A cache that cannot bring a block must never fail the request that asked for it.
+            # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
-        # Waits inside the forward are skipped when a full CUDA graph is replayed.
+        # The replay of a full CUDA graph skips the waits inside the forward.
         graphs = vllm_config.compilation_config.cudagraph_mode
         full = graphs is not None and graphs.has_full_cudagraphs()
         self._layerwise = self._config.vllm.layerwise and not full
@@ -106,13 +109,15 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped save is a later miss, nothing else."""
+        """False: a save that is dropped is only a later miss."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Neither waiting for a layer inside the forward nor a plugin's hook around attention can
-        be captured into a full graph."""
+        """Return True if loads are layerwise, or if a plugin hooks attention.
+
+        A full CUDA graph can capture neither a wait inside the forward nor such a hook.
+        """
         if extra_config.get("vllm", {}).get("layerwise") is True:
             return True
         config = load_config(
@@ -123,6 +128,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Build this rank's worker, or one that refuses all work if kvcore cannot move its KV."""
         if self._model is None:
             return
         try:
@@ -134,12 +140,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = refusing_worker_connector(self._model)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """The first call of a step, before vLLM touches a page: start the step's plan here."""
+        """Start the step's plan. vLLM's first call of a step, before it touches a page."""
         assert isinstance(kv_connector_metadata, KVCoreMetadata)
         if self._worker is not None:
             self._worker.begin(kv_connector_metadata.plan())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Make the step's blends. Blocks for all sync loads unless they are layerwise."""
         if self._worker is None:
             return
         if not self._layerwise:
@@ -147,6 +154,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.blend()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        """Block until the sync loads have copied the layer."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
@@ -157,25 +165,30 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Saves are whole blocks, started when the step's forward has ended."""
+        """Do nothing: kvcore saves whole blocks, after the step's forward."""
 
     def wait_for_save(self) -> None:
+        """Start the saves of what the forward computed. Does not wait for them."""
         if self._worker is not None:
             self._worker.end_forward()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose async load has ended or failed, each once."""
         if self._worker is None:
             return KVConnectorTransferResults()
         finished, failed = self._worker.finished_loads()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return None, and the requests whose async load has ended, each once."""
         return None, self.get_transfer_results(finished_req_ids).finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the pages that the step's sync loads and blends left unfilled, each once."""
         return self._worker.take_bad_pages() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return this rank's report for the scheduler, or None if there is nothing to report."""
         report = self._worker.take_report() if self._worker is not None else None
         return None if report is None else KVCoreWorkerMetadata([report])
 
@@ -222,22 +235,27 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Pages may be freed at once: a step that gives them away is fenced by the save."""
+        """Save the last blocks of a request; return False, and what its client gets back.
+
+        vLLM may free the pages at once: a step that gives them away waits for the save first.
+        """
         if self._scheduler is None:
             return False, None
         return False, self._scheduler.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps the engine stepping until finished saves are published."""
+        """Return True, to keep the engine stepping, until finished saves are published."""
         return self._scheduler is not None and self._scheduler.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
+        """Yield the block events since the last call."""
         if self._scheduler is None:
             return
         for event in self._scheduler.take_events():
             yield engine_event(event, self._config.block.tokens)
 
     def reset_cache(self) -> bool | None:
+        """Drop every block of every tier; return None if kvcore does not serve the model."""
         if self._scheduler is None:
             return None
         self._scheduler.clear()
@@ -246,6 +264,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
+        """Finish the saves in flight, flush the tiers and release them. Blocks. Idempotent."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

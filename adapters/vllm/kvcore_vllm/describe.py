@@ -1,7 +1,7 @@
-"""What kvcore needs to know of a model served by vLLM, and whether it can serve it right.
+"""The description of a model that vLLM serves, and the checks that kvcore can serve it.
 
-Both roles of the connector (scheduler and worker) derive the same description from the same
-configs, so that they agree on canonical layer order, block shape and slots without a handshake.
+The connector's scheduler and workers derive the same description from the same configs. They
+therefore agree on the canonical layer order, the block shape and the slots without a handshake.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SERVED_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
 def describe(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_tokens: int
 ) -> ModelDescription:
-    """Describe the model, or raise UnsupportedError saying what kvcore does not serve and why."""
+    """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it."""
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
     stages = _stages(vllm_config)
@@ -53,7 +53,7 @@ def describe(
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
-            f"{spec.num_kv_heads} KV heads a rank with {total_heads} heads over {tp} ranks: "
+            f"{spec.num_kv_heads} KV heads per rank with {total_heads} heads over {tp} ranks: "
             "kvcore expects heads split evenly over tensor-parallel ranks"
         )
     shape = BlockShape(
@@ -92,8 +92,10 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
 
 
 def _stages(vllm_config: VllmConfig) -> tuple[tuple[int, int], ...]:
-    """Layers [start, stop) of each pipeline stage, as vLLM shares them; none where all layers are
-    on every rank."""
+    """Return the layers [start, stop) of each pipeline stage, as vLLM splits them.
+
+    Empty without pipeline parallelism: then all layers are on every rank.
+    """
     from vllm.distributed.utils import get_pp_indices
 
     size = vllm_config.parallel_config.pipeline_parallel_size
@@ -104,10 +106,11 @@ def _stages(vllm_config: VllmConfig) -> tuple[tuple[int, int], ...]:
 
 
 def _whole_group(groups: Sequence[LayerGroup], stages: Sequence[tuple[int, int]]) -> LayerGroup:
-    """The group of all stages' layers: vLLM tells each rank, and the scheduler the first one's.
+    """Return the group of all stages' layers, derived from the layers of this stage.
 
-    Raises UnsupportedError unless every layer of this stage has a cache under one name but for its
-    number, in one group: what the other stages have is only known then.
+    vLLM gives a rank the layers of its own stage, and the scheduler those of the first stage.
+    Raises UnsupportedError unless every layer of this stage has one cache, in one group, under a
+    name that differs by the layer's number only: otherwise the other stages' layers are unknown.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -150,7 +153,10 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
 
 
 def _uniform_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
-    """The one spec all layers share but for the window; raises UnsupportedError otherwise."""
+    """Return the spec that all layers share except for the window.
+
+    Raises UnsupportedError if their specs differ, or if kvcore does not serve one.
+    """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _leaf_specs(group)]
     if not specs:
         raise UnsupportedError("a model without a KV cache")
@@ -168,7 +174,7 @@ def _uniform_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             raise UnsupportedError(f"KV quantisation {spec.kv_quant_mode.name}")
     kinds = {(s.num_kv_heads, s.head_size, s.head_size_v, s.dtype) for s in specs}
     if len(kinds) > 1:
-        raise UnsupportedError(f"layers with unlike heads or dtypes: {sorted(map(str, kinds))}")
+        raise UnsupportedError(f"layers with different heads or dtypes: {sorted(map(str, kinds))}")
     first: AttentionSpec = specs[0]
     return first
 

@@ -15,7 +15,7 @@ from kvcore.transfer.graph import NO_PARENT
 
 
 def engine_event(event: Event, block_tokens: int) -> KVCacheEvent:
-    """``event`` as vLLM publishes it. Hashes are kvcore's prefix keys; token ids are not told."""
+    """Return ``event`` as vLLM publishes it, with kvcore's prefix keys and without token ids."""
     medium = MEDIUM_CPU if event.tier == HOST else MEDIUM_STORAGE
     hashes: list[bytes | int] = list(event.keys)
     if not event.stored:

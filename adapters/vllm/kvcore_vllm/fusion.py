@@ -1,9 +1,9 @@
-"""Fusion on vLLM: which models it is right for, and their decoder layers lent to a blend.
+"""Fusion on vLLM: which models it serves, and their decoder layers, run for a blend.
 
-A vLLM decoder layer is called as ``layer(positions, hidden_states, residual)`` and its `Attention`
-gets q, k and v after RoPE. So a blend needs no copy of a model's code: for the length of a call the
-attention of one layer is answered by kvcore, and everything else of the layer is vLLM's own.
-Nothing is patched outside such a call (`kvcore_vllm.attention`).
+A vLLM decoder layer is called as ``layer(positions, hidden_states, residual)``, and its `Attention`
+gets q, k and v after RoPE. A blend therefore needs no copy of a model's code. During a blend's call
+kvcore replaces the attention of one layer; the rest of the layer is vLLM's own. Nothing is patched
+outside such a call (`kvcore_vllm.attention`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ARCHITECTURES = (
     "GemmaForCausalLM",
     "Phi3ForCausalLM",
 )
-"""Models of vLLM 0.32 whose forward is: embed, then every layer, with nothing in between."""
+"""Models of vLLM 0.32 whose forward is the embedding and then every layer, and nothing else."""
 
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
 _NO_WINDOW = (None, -1, (-1, -1))
@@ -71,8 +71,10 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
 
 
 def find_worker(vllm_config: VllmConfig) -> Any:
-    """Return this process's worker, with its model loaded. Raises UnsupportedError if there is
-    none."""
+    """Return this process's worker, which has loaded its model.
+
+    Raises UnsupportedError if there is none.
+    """
     from vllm.v1.worker.worker_base import WorkerBase
 
     for found in live_objects(WorkerBase):
@@ -82,7 +84,7 @@ def find_worker(vllm_config: VllmConfig) -> Any:
 
 
 class _Answering(AttentionHook):
-    """A blend's answer in the place of a layer's attention."""
+    """A blend's attention, in place of a layer's own."""
 
     name = "fusion"
 
@@ -90,6 +92,7 @@ class _Answering(AttentionHook):
         self._attend = attend
 
     def before(self, call: AttentionCall) -> Tensor:
+        """Return the output of the call: the layer's own attention does not run."""
         return self._attend(call.query, call.key, call.value)
 
 
@@ -113,7 +116,7 @@ class VllmLayers(TensorParallelLayers):
         self.layers = len(names)
         self.attention = tuple(_attention(layer) for layer in self._attention)
         self._loras = _lora_manager(vllm_config, worker)
-        # What vLLM has measured its memory for, and what its LoRA layers have room for.
+        # vLLM has measured its memory for so many rows, and its LoRA layers have room for them.
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._served: ServedRequest | None = None
         check_count(self._modules, self.layers)
@@ -121,7 +124,7 @@ class VllmLayers(TensorParallelLayers):
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:
-        """Run layers for one request in this block. Its adapter must be active."""
+        """Run layers for one request in this block. Its LoRA adapter must be active."""
         steps = None if self._loras is None else self._loras._last_mapping
         self._served = served
         try:
@@ -168,7 +171,7 @@ class VllmLayers(TensorParallelLayers):
 
 
 def _lora_manager(vllm_config: VllmConfig, worker: Any) -> Any:
-    """What maps rows to adapters in vLLM's layers; None in an engine without LoRA."""
+    """Return what maps rows to adapters in vLLM's layers; None in an engine without LoRA."""
     if vllm_config.lora_config is None:
         return None
     manager = getattr(worker.model_runner.lora_manager, "_adapter_manager", None)

@@ -1,8 +1,9 @@
-"""vLLM's prefill and decode instances: promises in ``kv_transfer_params``.
+"""Disaggregated prefill on vLLM: promises of KV in ``kv_transfer_params``.
 
-A prefill instance promises the KV of every prompt to who sent it; any other does so for a request
-that says ``do_remote_decode``, as vLLM's own proxies do. Who sends the promise on, to an instance
-that shares a store with it, has the prompt answered there without computing it again.
+A prefill instance (``kv_role`` is ``kv_producer``) returns a promise for every prompt. Any other
+instance does so for a request that says ``do_remote_decode``, as vLLM's own proxies do. A client or
+proxy sends the promise on to an instance that shares a store with the first. That instance answers
+the prompt without computing it again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _PRODUCER = "kv_producer"
 
 
 class Handover:
-    """``role`` is vLLM's ``kv_role``; what is promised is waited for ``wait_s`` seconds."""
+    """Reads promises from requests, and adds them to what a client gets back.
+
+    ``role`` is vLLM's ``kv_role``. Promised KV is waited for up to ``wait_s`` seconds.
+    """
 
     def __init__(self, role: str | None, wait_s: float, manager: Manager) -> None:
         self._produces = role == _PRODUCER
@@ -28,12 +32,15 @@ class Handover:
         self._manager = manager
 
     def accepted(self, request: Request, chain: KeyChain) -> Promise | None:
-        """What another engine has promised of the request's prompt."""
+        """Return what another engine has promised of the request's prompt, or None.
+
+        A promise that does not fit is logged and ignored.
+        """
         asked = _asked(request)
         told = asked.get("promise") if isinstance(asked, dict) else None
         return accepted(told, chain, self._wait_s, request.request_id)
 
-    def told(
+    def reply(
         self,
         request: Request,
         chain: KeyChain,
@@ -42,20 +49,22 @@ class Handover:
         fusion: dict[str, Any],
         record: dict[str, Any] | None,
     ) -> dict[str, Any] | None:
-        """What the client of a request that has ended is told: what it asked for, and what is
-        promised of its prompt."""
-        said: dict[str, Any] = {}
+        """Return the ``kv_transfer_params`` for the client of a request that has ended, or None.
+
+        They hold the report that the client asked for, and a promise of the prompt's KV.
+        """
+        answer: dict[str, Any] = {}
         if _asked(request):
-            said |= {"reused_tokens": sum(reused.values()), "tiers": reused}
-            said |= {} if record is None else {"explain": record}
-            said |= {"fusion": fusion} if fusion else {}
+            answer |= {"reused_tokens": sum(reused.values()), "tiers": reused}
+            answer |= {} if record is None else {"explain": record}
+            answer |= {"fusion": fusion} if fusion else {}
         if self._produces or (request.kv_transfer_params or {}).get("do_remote_decode"):
             blocks = min(saved_blocks, request.num_prompt_tokens // chain.block_tokens)
             promise = promised(chain, blocks, self._manager)
-            said |= {} if promise is None else {"promise": promise}
-        return {"kvcore": said} if said else None
+            answer |= {} if promise is None else {"promise": promise}
+        return {"kvcore": answer} if answer else None
 
 
 def _asked(request: Request) -> Any:
-    """What the request says to kvcore, whatever that is."""
+    """Return what the request has for kvcore, of any type; None if it has nothing."""
     return (request.kv_transfer_params or {}).get("kvcore")

@@ -1,9 +1,9 @@
-"""Where vLLM keeps K and V, as strides read off its own tensors.
+"""The layout of vLLM's K and V, as strides of its own tensors.
 
-vLLM 0.32 gives every layer a logical view ``[pages, heads, tokens, K|V content]``; the physical
-order is in its strides. The CPU attention kernels pack that memory once more, by instruction set
-(column-major K for "vec", tile-packed K and V for "amx"), which is described to kvcore and then
-checked against the engine's own write kernel before it is trusted.
+vLLM 0.32 gives every layer a logical view ``[pages, heads, tokens, K|V content]``. The physical
+order is in the view's strides. The CPU attention kernels pack that memory again, depending on the
+instruction set: "vec" has K column-major, "amx" has K and V in tiles. kvcore has a description of
+each packing, and checks it against the engine's own write kernel before it uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def group_view(
     group: LayerGroup,
     shape: BlockShape,
 ) -> KVView:
-    """The pages of one group's layers on this rank; ``shape`` is this rank's block."""
+    """Return the pages of one group's layers on this rank. ``shape`` is this rank's block.
+
+    Raises UnsupportedError if kvcore does not know the layout.
+    """
     tensors = [_kernel_view(vllm_config, kv_caches, name) for name in group.names]
     first = tensors[0]
     content = sum(shape.dims())
@@ -62,7 +65,10 @@ def group_view(
 def _kernel_view(
     vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], name: str
 ) -> torch.Tensor:
-    """The tensor the layer's attention reads: a page there may be part of a scheduler block."""
+    """Return the tensor that the layer's attention reads.
+
+    Its pages may be smaller than a scheduler block.
+    """
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     bound = getattr(layer, "kv_cache", None)
     return bound if isinstance(bound, torch.Tensor) and bound.dim() == 4 else kv_caches[name]
@@ -79,10 +85,10 @@ def _cpu_isa(vllm_config: VllmConfig, name: str) -> str:
 
 
 def verify_cpu_layout(view: KVView, shape: BlockShape, isa: str, read: Any) -> None:
-    """Write one page through vLLM's own kernel and read it back through ours.
+    """Write one page with vLLM's own kernel, and read it back by the layout.
 
-    ``read(view, page)`` gives K and V of a page as ``[heads, tokens, dim]``. Raises LayoutError if
-    a single element is elsewhere than the layout says: nothing may be stored then.
+    ``read(cache)`` returns K and V of the page as ``[heads, tokens, dim]``. Raises LayoutError if
+    any element is in another place than the layout says. Nothing may be stored then.
     """
     from vllm import _custom_ops as ops
 
@@ -102,6 +108,6 @@ def verify_cpu_layout(view: KVView, shape: BlockShape, isa: str, read: Any) -> N
     for what, got, expected in zip(("K", "V"), (got_k, got_v), want, strict=True):
         if not torch.equal(got, expected):
             raise LayoutError(
-                f"vLLM writes {what} for isa {isa!r} in an order unlike the one kvcore knows; "
+                f"vLLM writes {what} for isa {isa!r} in another order than the one kvcore knows; "
                 "kvcore stores nothing on this build of vLLM"
             )

@@ -1,4 +1,4 @@
-"""What the two roles of the connector send each other, on vLLM's own metadata channel.
+"""The messages between the connector's two roles, on vLLM's own metadata channel.
 
 scheduler ──StepPlan────▶ every worker    (with each step)
 scheduler ◀──StepReport── every worker    (with each step's output)
@@ -24,13 +24,13 @@ _REPORTS = Codec(StepReport, "a step report")
 class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     """One step's work for a worker.
 
-    ``fence`` are graphs whose reads of the engine's pages must end before this step writes to
-    those pages. ``sync_loads`` must have landed when the forward uses them. ``async_loads`` are
-    loads between steps, each with the request that waits for it; ``failed_loads`` are requests
-    whose load could not be planned. ``early_saves`` read pages that may be given away in this very
-    step, ``late_saves`` read what this step's forward computes. ``fetches`` bring blocks to host
-    memory, ``spills`` take them from there to lower tiers. ``empty_step`` says that nothing is
-    computed. ``timed`` asks for the seconds of the forward, under this number; 0 does not.
+    ``fence`` are graphs that read pages which this step writes to: their reads must end first.
+    ``sync_loads`` must have arrived when the forward uses them. ``async_loads`` run between steps;
+    each comes with the request that waits for it. ``failed_loads`` are requests whose load could
+    not be planned. ``early_saves`` read pages that this same step may give to another request.
+    ``late_saves`` read what this step's forward computes. ``fetches`` read blocks into host memory.
+    ``spills`` write blocks from there to lower tiers. ``empty_step`` is True if nothing is
+    computed. ``timed`` is a number under which the forward's seconds are reported; 0 asks for none.
     """
 
     fence: list[int] = []
@@ -52,7 +52,7 @@ class KVCoreMetadata(PlanMetadata[StepPlan], KVConnectorMetadata):
 
 
 class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
-    """StepReports of ranks on their way to the scheduler: objects here, msgpack when pickled."""
+    """The StepReports of ranks on their way to the scheduler. Pickled as msgpack."""
 
     def __init__(self, ranks: Sequence[StepReport]) -> None:
         self._ranks = ranks
@@ -61,6 +61,7 @@ class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
         return _unpickled, tuple(_REPORTS.encode(report) for report in self._ranks)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVCoreWorkerMetadata:
+        """Return the reports of both."""
         assert isinstance(other, KVCoreWorkerMetadata)
         return KVCoreWorkerMetadata([*self._ranks, *other._ranks])
 
@@ -70,5 +71,5 @@ class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _unpickled(*payloads: bytes) -> KVCoreWorkerMetadata:
-    """Raises FormatError if a payload is not a step report."""
+    """Decode the reports. Raises FormatError if a payload is not a step report."""
     return KVCoreWorkerMetadata([_REPORTS.decode(payload) for payload in payloads])

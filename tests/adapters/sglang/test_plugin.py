@@ -295,10 +295,10 @@ def test_hooks_that_did_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     name = "kvcore_sglang.hooks._fake"
     fitting = hooks.Hook(name, ("self", "one"), target)
     assert not hooks._misfit(fitting)
-    assert "was known to take" in hooks._misfit(fitting._replace(parameters=("self",)))
-    assert "is not there" in hooks._misfit(fitting._replace(target=f"{name}_gone"))
+    assert "kvcore expects" in hooks._misfit(fitting._replace(parameters=("self",)))
+    assert "was not found" in hooks._misfit(fitting._replace(target=f"{name}_gone"))
     monkeypatch.setattr(hooks, "HOOKS", (fitting,))
-    with pytest.raises(UnsupportedError, match=f"did not take at {name}"):
+    with pytest.raises(UnsupportedError, match=f"not in place at {name}"):
         hooks.check()
     monkeypatch.setattr(hooks, "_originals", {name: target})
     with pytest.raises(UnsupportedError, match="SGLANG_PLUGINS"):

@@ -47,7 +47,7 @@ class Worker:
 
 
 class Line(NamedTuple):
-    leader: ranks.SocketLines
+    leader: ranks.SocketLinks
     follower: ranks.Follower
     worker: Worker
     counted: Metrics
@@ -57,7 +57,7 @@ def make_line() -> Line:
     mine, theirs = Pipe()
     worker: Any = Worker()
     counted = Metrics("rank-1")
-    return Line(ranks.SocketLines([mine]), ranks.Follower(theirs, worker, counted), worker, counted)
+    return Line(ranks.SocketLinks([mine]), ranks.Follower(theirs, worker, counted), worker, counted)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def line() -> Iterator[Line]:
 def next_order(line: Line) -> Order:
     """What the rank hears at a point of the schedule. Fails as soon as it can hear no more: its
     thread has ended, and left it nothing."""
-    listener, limit = line.follower._line._threads[0], time.monotonic() + WAIT_S
+    listener, limit = line.follower._link._threads[0], time.monotonic() + WAIT_S
     while True:
         hopeless = not listener.is_alive()
         if not line.follower._orders.empty():
@@ -87,17 +87,17 @@ def threads() -> set[threading.Thread]:
 
 def test_orders_of_a_point_wait_for_it_and_come_in_order(line: Line) -> None:
     for number in (1, 2, 3):
-        line.leader.tell(Order(cancel=[number]))
+        line.leader.send(Order(cancel=[number]))
     assert [next_order(line).cancel for _ in range(3)] == [[1], [2], [3]]
     assert not line.worker.orders, "the schedule carries these out, not the line"
 
 
 def test_an_order_for_now_is_carried_out_at_once(line: Line) -> None:
     """Also while no point of the schedule is reached, and it is none of its orders."""
-    line.leader.tell(Order(now=True, forget=[("disk", [SlotRun(4, 6)])]))
+    line.leader.send(Order(now=True, forget=[("disk", [SlotRun(4, 6)])]))
     assert line.worker.carried.wait(WAIT_S)
     assert line.worker.orders == [Order(now=True, forget=[("disk", [SlotRun(4, 6)])])]
-    line.leader.tell(Order(cancel=[9]))
+    line.leader.send(Order(cancel=[9]))
     assert next_order(line).cancel == [9]
 
 
@@ -107,15 +107,15 @@ def test_reports_and_counts_reach_the_leader(line: Line) -> None:
     line.worker.reports = [report]
     limit, news = time.monotonic() + WAIT_S, []
     while not news and time.monotonic() < limit:
-        news = line.leader.news()
+        news = line.leader.take_reports()
     assert [found.reports for found in news] == [[report]]
     assert news[0].counted, "what the rank counted came with it"
-    assert line.leader.news() == []
+    assert line.leader.take_reports() == []
 
 
 def test_a_silent_leader_is_named(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "ORDER_TIMEOUT_S", 1)
-    with pytest.raises(TransferError, match="no word from the leading rank for 1 s"):
+    with pytest.raises(TransferError, match="no order from the leading rank for 1 s"):
         line.follower.next_order()
 
 
@@ -127,7 +127,7 @@ def test_what_is_opened_next_loses_no_byte_to_a_line_that_was_closed(
     before = threads()
     for _ in range(50):
         made = make_line()
-        made.leader.tell(Order(cancel=[1]))
+        made.leader.send(Order(cancel=[1]))
         made.follower.next_order()  # its thread goes back to read(), as the leader's is there
         made.follower.close()
         made.leader.close()
@@ -150,9 +150,9 @@ def test_a_thread_that_does_not_end_keeps_its_connection(
     monkeypatch.setattr(ranks, "END_S", 0.0)
     made = make_line()
     held = made.worker.held = threading.Event()
-    made.leader.tell(Order(now=True, cancel=[3]))
+    made.leader.send(Order(now=True, cancel=[3]))
     assert made.worker.carried.wait(WAIT_S)
-    connection = made.follower._line._connection
+    connection = made.follower._link._connection
     made.follower.close()
     assert not connection.closed
     assert "stays open: kvcore-orders" in caplog.text
@@ -165,11 +165,11 @@ def test_a_thread_that_does_not_end_keeps_its_connection(
 def test_an_order_that_cannot_be_read_is_an_error_of_the_next_point(
     line: Line, data: bytes
 ) -> None:
-    line.leader.tell(Order(cancel=[1]))
-    line.leader._lines[0].send(data)
+    line.leader.send(Order(cancel=[1]))
+    line.leader._links[0].send(data)
     assert next_order(line).cancel == [1], "what came before it holds"
     for _ in range(2):
-        with pytest.raises(TransferError, match="line between two ranks has failed"):
+        with pytest.raises(TransferError, match="link between two ranks has failed"):
             next_order(line)
 
 
@@ -180,35 +180,35 @@ def test_an_order_that_cannot_be_carried_out_is_an_error_of_the_next_point(
         raise TypeError("no such tier")
 
     monkeypatch.setattr(line.worker, "carry_out", fail)
-    line.leader.tell(Order(now=True, cancel=[3]))
+    line.leader.send(Order(now=True, cancel=[3]))
     with pytest.raises(TransferError, match="no such tier"):
         next_order(line)
 
 
 def test_a_leader_that_has_closed_is_named_at_once(line: Line) -> None:
-    line.leader.tell(Order(cancel=[1]))
+    line.leader.send(Order(cancel=[1]))
     line.leader.close()
     assert next_order(line).cancel == [1]
-    with pytest.raises(TransferError, match="the other rank has closed its line"):
+    with pytest.raises(TransferError, match="the other rank has closed its link"):
         next_order(line)
 
 
 def test_news_that_cannot_be_read_are_told_once(line: Line) -> None:
-    line.follower._line.send(b"\xc1")
-    listener = line.leader._lines[0]._threads[0]
+    line.follower._link.send(b"\xc1")
+    listener = line.leader._links[0]._threads[0]
     listener.join(WAIT_S)
     assert not listener.is_alive()
-    with pytest.raises(TransferError, match="line between two ranks has failed"):
-        line.leader.news()
-    assert line.leader.news() == []
+    with pytest.raises(TransferError, match="link between two ranks has failed"):
+        line.leader.take_reports()
+    assert line.leader.take_reports() == []
 
 
 def test_a_rank_that_has_closed_is_no_error_of_the_leader(line: Line) -> None:
     line.follower.close()
-    listener = line.leader._lines[0]._threads[0]
+    listener = line.leader._links[0]._threads[0]
     listener.join(WAIT_S)
     assert not listener.is_alive()
-    assert line.leader.news() == []
+    assert line.leader.take_reports() == []
 
 
 def test_a_rank_that_died_is_told_of_once_and_the_others_are_told_their_orders() -> None:
@@ -216,14 +216,14 @@ def test_a_rank_that_died_is_told_of_once_and_the_others_are_told_their_orders()
     first, dying = Pipe()
     second, living = Pipe()
     worker: Any = Worker()
-    leader = ranks.SocketLines([first, second])
+    leader = ranks.SocketLinks([first, second])
     follower = ranks.Follower(living, worker, Metrics("rank-2"))
     dying.close()
     for number in range(3):
-        leader.tell(Order(cancel=[number]))
+        leader.send(Order(cancel=[number]))
         assert follower.next_order().cancel == [number]
-    with pytest.raises(TransferError, match="rank 1 of kvcore's takes no orders any more"):
-        leader.news()
-    assert leader.news() == []
+    with pytest.raises(TransferError, match="rank 1 takes no orders from kvcore any more"):
+        leader.take_reports()
+    assert leader.take_reports() == []
     follower.close()
     leader.close()

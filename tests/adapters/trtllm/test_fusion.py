@@ -337,7 +337,7 @@ def test_the_model_is_found_by_its_arguments(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(UnsupportedError, match="models of rank 1"):
             engine_names.loaded_model(SimpleNamespace(), 1)
     monkeypatch.setitem(sys.modules, engine_names.MODEL_ENGINE, None)  # as if it were absent
-    with pytest.raises(UnsupportedError, match="model_engine is not there"):
+    with pytest.raises(UnsupportedError, match="model_engine was not found"):
         engine_names.loaded_model(mine, 1)
 
 

@@ -25,7 +25,8 @@ from kvcore_trtllm.describe import whole
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import Tally, WorkerConnector
-from support.trtllm_parts import facts, make_graph, request
+from support.trtllm_parts import facts, request
+from support.worker import load_graph
 
 
 def make_leader(sync_load_max: str = "512MiB") -> Leader:
@@ -191,7 +192,7 @@ def test_a_fence_waits_until_a_load_is_not_tried_again(
         layers=1,
         layerwise=True,
     )
-    side.begin(StepPlan(async_loads=[(5, make_graph(1))]))
+    side.begin(StepPlan(async_loads=[(5, load_graph(1))]))
     plan = StepPlan(fence=[1], cancel=[1] if cancel else [])
     side.begin(plan)
     assert not worker.writes

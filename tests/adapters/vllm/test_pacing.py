@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcore.config.schema import FusionConfig
-from kvcore.connector.forward_timer import ForwardClock
+from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_policy import (
     TIMED_TOKENS,
     FusionPolicy,
@@ -144,7 +144,7 @@ def test_parts_of_a_step() -> None:
 
 
 def test_a_clock_tells_each_forward_once() -> None:
-    clock = ForwardClock[int](torch.device("cpu"))
+    clock = ForwardTimer[int](torch.device("cpu"))
     clock.stop()
     assert clock.take() == []
     clock.start(4)

@@ -353,7 +353,7 @@ def request(params: dict[str, Any] | None) -> Any:
     ],
 )
 def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: bool) -> None:
-    told = Handover(role, 5.0, has(9, "n:1")).told(request(params), chain(PROMPT), 9, {}, {}, None)
+    told = Handover(role, 5.0, has(9, "n:1")).reply(request(params), chain(PROMPT), 9, {}, {}, None)
     asked = params is not None and "kvcore" in params
     assert (told is not None) == (promises or asked)
     if told is None:
@@ -373,7 +373,7 @@ def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: b
 @pytest.mark.parametrize("saved", [0, 1, 6])
 def test_no_more_is_promised_than_was_saved(saved: int) -> None:
     producer = Handover("kv_producer", 5.0, has(9))
-    told = producer.told(request(None), chain(PROMPT), saved, {}, {}, None)
+    told = producer.reply(request(None), chain(PROMPT), saved, {}, {}, None)
     assert (told is None) == (saved == 0)
     if told is not None:
         assert producer.accepted(request(told), chain(PROMPT)) == Promise(saved, 5.0)

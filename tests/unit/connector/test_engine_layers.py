@@ -41,7 +41,7 @@ def test_a_model_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="served for Llama, Qwen, not for Mixtral"):
         check_architecture(["Mixtral"], ("Llama", "Qwen"))
     check_count([1, 2], 2)
-    with pytest.raises(UnsupportedError, match="3 decoder layers, KV of 2"):
+    with pytest.raises(UnsupportedError, match="3 decoder layers and 2 layers of KV"):
         check_count([1, 2, 3], 2)
 
 

@@ -1,7 +1,7 @@
-"""SGLang where there is no CUDA: stand-ins for the modules that its CPU build cannot do without.
+"""SGLang without CUDA: its driver, and stand-ins for CUDA-only modules that it imports.
 
-Test scaffolding. The adapter (``kvcore_sglang``) needs none of it, and on a machine with a GPU
-none of it is used.
+For tests only. The adapter (``kvcore_sglang``) needs none of it. The stand-ins are not used on a
+machine with a GPU.
 
     python -m kvcore_sglang.testing.server --model-path MODEL ...   launch_server, with stand-ins
 """

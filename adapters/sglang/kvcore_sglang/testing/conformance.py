@@ -14,14 +14,16 @@ from kvcore.testing.conformance.driver import Capability, Driver, Setup
 from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
 
 PAGE_TOKENS = 32
-"""But one where requests are blended: a blend ends at a page's border, and the oracle with which
-the kit compares it knows no pages."""
+"""Tokens of a page, except with fusion, where it is 1: a blend ends at a page's end, and the kit
+compares it with an oracle that has no pages."""
 PATIENT_S = 600.0
-"""How long a lookup waits for what is on its way, where a case does not say: however slow the
-machine is, what is found is certain."""
+"""Seconds that a lookup waits for blocks that are being read, unless a case says otherwise. Long
+enough that the result does not depend on the machine's speed."""
 
 
 class SglangDriver(ProcessDriver):
+    """SGLang in a process of its own."""
+
     name: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"
     restarts: ClassVar[bool] = True
@@ -31,10 +33,11 @@ class SglangDriver(ProcessDriver):
     }
     small: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
     space: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
-    """Requests are let in as if answers had one token: otherwise as many as will fit for certain,
-    and none is ever retracted."""
+    """The environment in which SGLang admits requests as if their answers had one token. By default
+    it admits only as many as are sure to fit, and never retracts one."""
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+        """Return kvcore's settings for this engine."""
         waiting = {"prefetch": "wait", "prefetch_timeout_s": PATIENT_S}
         return {
             **kvcore,
@@ -43,6 +46,7 @@ class SglangDriver(ProcessDriver):
         }
 
     def arguments(self, setup: Setup) -> dict[str, Any]:
+        """Return the engine's arguments for a setup."""
         blends = setup.kvcore is not None and "fusion" in setup.kvcore
         made: dict[str, Any] = {
             "page_size": 1 if blends else PAGE_TOKENS,
@@ -57,21 +61,23 @@ class SglangDriver(ProcessDriver):
         return made
 
     def preemptions(self, engine: InProcessOfItsOwn) -> int:
-        """SGLang says so in its log."""
+        """Return how many requests were retracted, according to SGLang's log."""
         return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", engine.log)))
 
     def stores(self, tokens: int) -> int:
-        """Whole pages: that is what the tree of prefixes has."""
+        """Return the tokens of whole pages, which is what SGLang's prefix tree holds."""
         return tokens // PAGE_TOKENS * PAGE_TOKENS
 
     def reuses(self, prompt: int, stored: int, block: int) -> int:
-        """SGLang looks up all tokens but the last, and takes whole pages."""
+        """Return the tokens found of a prompt: whole blocks and pages, without the last token."""
         found = min(stored, self.looks_up(prompt)) // block * block
         return found // PAGE_TOKENS * PAGE_TOKENS
 
     def looks_up(self, prompt: int) -> int:
+        """Return how many tokens of a prompt SGLang looks up: all except the last."""
         return prompt - 1
 
 
 def driver() -> Driver:
+    """Return the driver for the conformance kit."""
     return SglangDriver()

@@ -1,14 +1,14 @@
-"""Drives SGLang for `kvcore.harness.engine_process`: run as ``python -m
-kvcore_sglang.testing.driver FD``.
+"""The driver of SGLang for `kvcore.harness.engine_process`.
 
-Uses SGLang's Python engine, whose scheduler runs in a process of its own, as under its server.
+Run as ``python -m kvcore_sglang.testing.driver FD``. It uses SGLang's Python engine, whose
+scheduler runs in a process of its own, as under SGLang's server.
 """
 
 from __future__ import annotations
 
 from kvcore_sglang.testing.standins import install
 
-install()  # here: SGLang's processes are spawned from this module, and run it again
+install()  # at the top: SGLang's processes are spawned from this module, and run it again
 
 import asyncio  # noqa: E402
 import contextlib  # noqa: E402
@@ -32,7 +32,7 @@ from kvcore.telemetry.metrics import Metrics  # noqa: E402
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 SETTLE_S = 60.0
-"""How long saves that are under way may take at the end: SGLang kills its scheduler."""
+"""Seconds that saves in flight may take at the end, before SGLang kills its scheduler."""
 
 CPU_SETTINGS = {
     "device": "cpu",
@@ -52,12 +52,12 @@ MODEL_MODULES = {
     "Phi3ForCausalLM": "phi3",
     "DeepseekV2ForCausalLM": "deepseek_v2",
 }
-"""Where SGLang has the architectures of small models."""
+"""The modules in which SGLang has the architectures of small models."""
 MLA_ARCHITECTURES = frozenset({"DeepseekV2ForCausalLM"})
 
 
 class Driver(EngineDriver):
-    """One `sglang.Engine` and the calls an `EngineProcess` may make of it."""
+    """One `sglang.Engine`, with the calls that an `EngineProcess` makes."""
 
     restarts = True
 
@@ -122,6 +122,7 @@ class Driver(EngineDriver):
         return {"engine": "sglang", "version": sglang.__version__, "device": device}
 
     async def answer(self, prompt: Prompt) -> dict[str, Any]:
+        """Answer a request; return the fields of a `Generation`."""
         if prompt.lora or prompt.image or prompt.promise is not None:
             raise UnsupportedError("the driver of SGLang takes text without LoRA or a promise")
         kind = "prompt" if isinstance(prompt.prompt, str) else "input_ids"
@@ -146,7 +147,7 @@ class Driver(EngineDriver):
         return got.reply(await self._reused(prompt.request_id))
 
     async def _reused(self, request_id: str) -> dict[str, Any]:
-        """Return what kvcore brought back for a request; empty if kvcore does not serve."""
+        """Return what kvcore reused for a request; empty if kvcore does not serve."""
         try:
             states = await self._states()
         except UnsupportedError:
@@ -169,20 +170,23 @@ class Driver(EngineDriver):
         return [state["kvcore"] for state in states]
 
     async def abort(self, request_id: str) -> None:
-        """Abort one request; unknown or finished ones are let be."""
+        """Abort one request. Unknown and finished requests are ignored."""
         self._engine.tokenizer_manager.abort_request(rid=request_id)
 
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache. Whether kvcore forgets too is ``sglang.keep_on_flush``;
-        where that is true, processes that are forks can be told to forget all the same."""
+        """Empty the engine's own cache, and kvcore's tiers unless ``sglang.keep_on_flush``.
+
+        With ``keep_on_flush`` and ``connector``, processes that are forks empty kvcore all the
+        same. Raises UnsupportedError if they are not forks, or after ``timeout_s`` seconds.
+        """
         keeps = bool((self._kvcore or {}).get("sglang", {}).get("keep_on_flush", False))
-        told = connector and self._forgets is not None
-        if self._kvcore is not None and connector == keeps and not told:
+        forced = connector and self._forgets is not None
+        if self._kvcore is not None and connector == keeps and not forced:
             raise UnsupportedError(
                 f"given connector={connector} and sglang.keep_on_flush={keeps}; a flush of SGLang "
-                "empties kvcore where keep_on_flush is false, and nowhere else"
+                "empties kvcore only if keep_on_flush is false"
             )
-        if not told:
+        if not forced:
             return await self._flush(timeout_s)
         self._forgets.value = 1
         try:
@@ -200,22 +204,22 @@ class Driver(EngineDriver):
             await asyncio.sleep(0.05)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing of kvcore's is under way."""
+        """Wait until no transfer of kvcore's is in flight, at most ``timeout_s`` seconds."""
         limit = time.monotonic() + timeout_s
         while await self._is_busy():
             if time.monotonic() >= limit:
-                raise UnsupportedError(f"saves are still under way after {timeout_s} s")
+                raise UnsupportedError(f"saves are still in flight after {timeout_s} s")
             await asyncio.sleep(0.05)
 
     async def _is_busy(self) -> bool:
-        """Return True if something of kvcore's is under way. False if it does not serve."""
+        """Return True if transfers of kvcore's are in flight; False if it does not serve."""
         try:
             return any(state["in_flight"] for state in await self._states())
         except UnsupportedError:
             return False
 
     async def metrics(self) -> dict[str, float]:
-        """Return kvcore's Prometheus samples, of all replicas together."""
+        """Return kvcore's Prometheus samples, added up over all replicas."""
         if self._kvcore is None:
             return {}
         metrics, registry = Metrics("driver"), CollectorRegistry()
@@ -225,7 +229,7 @@ class Driver(EngineDriver):
         return samples(registry)
 
     async def shutdown(self) -> None:
-        """End the engine, with nothing of kvcore's under way; `start` may be called again."""
+        """Wait for kvcore's transfers, then end the engine. `start` may be called again."""
         if self._engine is None:
             return
         with contextlib.suppress(UnsupportedError):
@@ -235,7 +239,7 @@ class Driver(EngineDriver):
 
 
 class _Collected:
-    """The outputs of one request as they come; each has all tokens so far."""
+    """The outputs of one request, each of which has all tokens so far."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -268,8 +272,11 @@ class _Collected:
 
 
 def _fork_processes() -> None:
-    """Make this process's children forks of it, although SGLang asks to spawn them. On a CPU each
-    flush collects garbage: what was imported here is none, and is not walked."""
+    """Make this process's children forks of it, although SGLang asks to spawn them.
+
+    On a CPU every flush runs the garbage collector. The modules that are imported here are frozen,
+    so that it does not walk them.
+    """
     from sglang.srt.entrypoints import engine  # noqa: F401 - with all that the children need
 
     gc.freeze()
@@ -278,8 +285,10 @@ def _fork_processes() -> None:
 
 
 def _forget_on_word() -> Any:
-    """Make flushes forget kvcore's tiers too while the value returned is not 0: in this process's
-    forks, which have it in common."""
+    """Make flushes empty kvcore's tiers too while the returned value is not 0.
+
+    The value is shared with this process's later forks, in which this takes effect.
+    """
     from kvcore_sglang.linker import KVCoreLinker
 
     word = multiprocessing.get_context("fork").Value("b", 0, lock=False)
@@ -295,7 +304,7 @@ def _forget_on_word() -> Any:
 
 
 def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, Any]:
-    """Make HiCache run without a GPU; its arguments for that."""
+    """Prepare HiCache to run without a GPU; return the engine's arguments with those it needs."""
     if start_method != "fork":
         raise UnsupportedError(
             f"HiCache on a CPU with start_method={start_method!r}: its processes must be forks of "
@@ -310,7 +319,7 @@ def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, A
 
 
 def _name_cores(ranks: int) -> None:
-    """Without a core named for each rank, SGLang wants a NUMA node for each."""
+    """Name a core for each rank in the environment: otherwise SGLang wants a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
     os.environ.pop(CORES_VARIABLE, None)
     if ranks > 1:
@@ -319,7 +328,7 @@ def _name_cores(ranks: int) -> None:
 
 
 def _import_one_model(architecture: str) -> None:
-    """Keep SGLang from importing all its models (10 s on a small CPU) where one is known to do."""
+    """Keep SGLang from importing all its models (10 s on a small CPU) if one module is enough."""
     package = importlib.util.find_spec("sglang")
     if architecture not in MODEL_MODULES or package is None or package.origin is None:
         return
@@ -329,7 +338,7 @@ def _import_one_model(architecture: str) -> None:
 
 
 def _make_attention_known(name: str | None, start_method: str) -> None:
-    """Enter `kvcore_sglang.attention` in SGLang's registry, where it is asked for."""
+    """Register `kvcore_sglang.attention` with SGLang if ``name`` asks for it."""
     from kvcore_sglang.attention import ROWS, register
 
     if name != ROWS:
@@ -343,8 +352,10 @@ def _make_attention_known(name: str | None, start_method: str) -> None:
 
 
 def _attend_latents_in_torch(architecture: str) -> None:
-    """Let attention in plain torch serve MLA, in this process and its forks: it can, and SGLang's
-    table of ways has no entry for it and takes the one for Triton."""
+    """Let attention in plain torch serve MLA, in this process and its forks.
+
+    The backend can do it, but SGLang's table has no entry for it and falls back to Triton.
+    """
     if architecture not in MLA_ARCHITECTURES:
         return
     from sglang.srt.models.deepseek_common import attention_backend_handler as ways
@@ -355,13 +366,15 @@ def _attend_latents_in_torch(architecture: str) -> None:
 
 
 def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
-    """What a request says of fusion, as SGLang passes it on."""
+    """Return a request's fusion options in the form in which SGLang passes them on."""
     return {"kvcore": json.dumps({"fusion": fusion})}
 
 
 def preload(model: str) -> None:
-    """Import what an engine for ``model`` on a CPU does, for forks of this process; start
-    nothing."""
+    """Import what an engine for ``model`` on a CPU imports, for forks of this process.
+
+    Starts nothing.
+    """
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     _import_one_model(architecture_of(model))
     from sglang.srt.entrypoints import engine  # noqa: F401

@@ -1,12 +1,12 @@
-"""HiCache where there is no CUDA: what it needs beside the stand-ins for missing modules.
+"""HiCache without CUDA: what it needs besides the stand-ins for missing modules.
 
-    host memory         is not pinned, there being no device to pin it for, but as pinned memory is
-                        it is all there from the start: written to once
-    10 GiB of memory    that it leaves to others are 1 GiB here
-    transfer_kv_direct  SGLang imports it for GPUs only; here it is slices copied in torch
+    host memory         is not pinned, because there is no device, but is written to once, so that
+                        it is all allocated from the start, as pinned memory is
+    reserved memory     1 GiB is left to other programs instead of 10 GiB
+    transfer_kv_direct  SGLang imports it for GPUs only; here torch copies slices
 
-For ``hicache_io_backend="direct"`` with ``hicache_mem_layout="layer_first"``, the one pair of
-settings whose copies go through that function alone.
+Only for ``hicache_io_backend="direct"`` with ``hicache_mem_layout="layer_first"``: with these
+settings all copies use that function.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["SETTINGS", "stand_in", "transfer_kv_direct"]
 
 SETTINGS = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
-"""The engine's arguments that HiCache runs with here."""
+"""The engine's arguments with which HiCache runs here."""
 
 
 def stand_in(base: Any, mha: Any) -> None:
-    """Prepare SGLang in this process and in those forked from it. May be called again.
+    """Prepare SGLang in this process and its later forks. Idempotent.
 
-    ``base`` and ``mha`` are the modules of that name of its ``mem_cache.pool_host``.
-
-    Raises:
-        UnsupportedError: there is a CUDA device, which HiCache serves itself.
+    ``base`` and ``mha`` are the modules of these names in its ``mem_cache.pool_host``. Raises
+    UnsupportedError if there is a CUDA device, which HiCache serves by itself.
     """
     import torch
 
     if torch.cuda.is_available():
-        raise UnsupportedError("HiCache needs no stand-ins where there is a CUDA device")
+        raise UnsupportedError("HiCache needs no stand-ins on a machine with a CUDA device")
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     mha.transfer_kv_direct = transfer_kv_direct
     real = base.HostKVCache.__init__
@@ -63,9 +61,9 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """``dst[dst_indices] = src[src_indices]`` for each pair of buffers ``[slots, heads, dim]``.
+    """Set ``dst[dst_indices] = src[src_indices]`` for each pair of buffers ``[slots, heads, dim]``.
 
-    Slots that follow each other on both sides are one copy, as in SGLang's own function.
+    Consecutive slots on both sides are one copy, as in SGLang's own function.
     """
     runs = list(_runs(src_indices.tolist(), dst_indices.tolist()))
     for source, target in zip(src_layers, dst_layers, strict=True):
@@ -74,7 +72,7 @@ def transfer_kv_direct(
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(source, target, slots) of stretches in which both sides go up by one."""
+    """Return (source, target, slots) of runs in which both sides go up by one."""
     found: list[tuple[int, int, int]] = []
     for a, b in zip(sources, targets, strict=True):
         if found and found[-1][0] + found[-1][2] == a and found[-1][1] + found[-1][2] == b:

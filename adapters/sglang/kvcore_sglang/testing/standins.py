@@ -1,15 +1,15 @@
-"""Stand-ins for the CUDA-only modules that SGLang imports, each only where the real is missing.
+"""Stand-ins for the CUDA-only modules that SGLang imports, each only if the real one is missing.
 
     triton, torchvision   names to import; kernels that raise when they are launched
     sgl_kernel            two functions in plain torch; every other name raises when it is called
 
-SGLang 0.5.23 imports these at the top of its modules, on a CPU too, where none of them is called
-but those two functions. Only SGLang's own import statements are answered: ``sys.modules`` and
-``importlib.util.find_spec`` keep saying that the modules are absent, so that torch, transformers
-and other libraries, which probe for them, do without.
+SGLang 0.5.23 imports these at the top of its modules, also on a CPU, where only those two functions
+are called. Only SGLang's own import statements get the stand-ins. For ``sys.modules`` and
+``importlib.util.find_spec`` the modules stay absent, so that torch, transformers and other
+libraries that probe for them do not use them.
 
-`install` must run in every process of the engine before SGLang is imported. A program that SGLang's
-processes are spawned from calls it at its top level: a spawned process runs that again.
+`install` must run in every process of the engine before SGLang is imported. The program that
+SGLang's processes are spawned from calls it at its top level, which a spawned process runs again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["MODULES", "install"]
 
 IMPORTER = "sglang"
 MODULES = ("triton", "torchvision", "sgl_kernel")
-"""What there are stand-ins for."""
+"""The modules that have stand-ins."""
 
 _lock = threading.Lock()
 
 
 def install() -> tuple[str, ...]:
-    """Answer SGLang's imports of missing modules from now on; returns the missing ones.
+    """Give SGLang stand-ins for missing modules from now on; return the names of the missing ones.
 
-    Does nothing where all of them are there. May be called again.
+    Does nothing if none is missing. Idempotent.
     """
     missing = tuple(name for name in MODULES if _absent(name))
     with _lock:
@@ -55,7 +55,7 @@ def _absent(name: str) -> bool:
 
 
 class _Import:
-    """``__import__`` for everybody, with stand-ins for import statements in SGLang's modules."""
+    """A replacement for ``__import__`` that gives stand-ins to import statements in SGLang."""
 
     def __init__(self, real: Callable[..., Any], missing: Sequence[str]) -> None:
         self._real = real
@@ -85,14 +85,14 @@ def _is_ours(importer: Mapping[str, Any] | None) -> bool:
     return name == IMPORTER or name.startswith(f"{IMPORTER}.")
 
 
-# --- names that can be looked up, called and subscripted, and mean nothing -----------------------
+# --- names that can be looked up, called and subscripted, and do nothing -------------------------
 
 
 class _Inert(ModuleType):
-    """A module, type or value of a library that is not there: every name in it is another one.
+    """A module, type or value of a missing library. Every name in it is another one of these.
 
-    Calling it gives one more, so that what is only declared (configurations, types of arguments)
-    can be. It is no kernel and computes nothing.
+    A call returns one more, so that declarations (configurations, types of arguments) work. It is
+    no kernel and computes nothing.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class _Inert(ModuleType):
 
 
 class _Kernel:
-    """What a decorator of Triton's makes of a function. Launching or calling it raises."""
+    """The result of a decorator of Triton's. Launching or calling it raises UnsupportedError."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.fn = function
@@ -144,7 +144,7 @@ def _refuse(name: str, module: str) -> NoReturn:
 
 
 def _decorator(*args: Any, **kwargs: Any) -> Any:
-    """``@jit`` and ``@jit(...)``, ``@autotune(...)`` and ``@heuristics(...)``."""
+    """Stand in for ``@jit`` and ``@jit(...)``, ``@autotune(...)`` and ``@heuristics(...)``."""
     if len(args) == 1 and not kwargs and (callable(args[0]) and not isinstance(args[0], _Inert)):
         return args[0] if isinstance(args[0], _Kernel) else _Kernel(args[0])
     return _decorator
@@ -171,7 +171,7 @@ def _triton(name: str) -> _Inert:
 
 
 class _Loud(_Inert):
-    """Like `_Inert`, but calling anything of it raises."""
+    """Like `_Inert`, but every call raises UnsupportedError."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self.__name__, self.__name__.partition(".")[0])
@@ -202,9 +202,9 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """``req_to_token[row, start:end]`` of each request takes the next ``end - start`` slots.
+    """Write the next ``end - start`` slots to ``req_to_token[row, start:end]`` for each request.
 
-    ``req_to_token`` ``[requests, pool_len]`` is changed in place; the others are one-dimensional.
+    ``req_to_token`` ``[requests, pool_len]`` is changed in place. The others are one-dimensional.
     """
     begin = 0
     rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
@@ -217,9 +217,9 @@ def assign_req_to_token_pool_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, target: torch.Tensor, source: torch.Tensor
 ) -> None:
-    """Copy rows ``source`` to rows ``target`` in each buffer, as if all were read before any write.
+    """Copy rows ``source`` to rows ``target`` in each buffer. All rows are read before any write.
 
-    A buffer is an address and the bytes of a row of it, from ``data_ptrs`` and ``strides``.
+    ``data_ptrs`` has the address of each buffer, and ``strides`` the bytes of one of its rows.
     """
     import ctypes
 

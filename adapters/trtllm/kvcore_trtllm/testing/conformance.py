@@ -1,6 +1,6 @@
 """TensorRT-LLM for the conformance kit: the connector in its harness, without a GPU.
 
-`adapters/trtllm/verify_on_gpu.py` is for the real engine.
+`adapters/trtllm/verify_on_gpu.py` checks the connector in the real engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _cached_load = functools.lru_cache(maxsize=4)(load)
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment, in this block."""
+    """Set an environment variable in this block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -45,7 +45,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 class InHarness(Engine):
-    """A `Harness`, with what it needs to be there while it runs."""
+    """A `Harness`, with the stand-ins and settings that it needs while it runs."""
 
     def __init__(self, setup: Setup) -> None:
         self._rest = ExitStack()
@@ -68,8 +68,8 @@ class InHarness(Engine):
         if setup.kvcore is None:
             return Harness(setup.model, args, model=model)
         connector = importlib.import_module("kvcore_trtllm.connector")
-        told = settings({"trtllm": {"min_load_tokens": 1, "stage_wait_s": 30}, **setup.kvcore})
-        with searching(setup.path), _environment(FORWARDED_VARIABLE, json.dumps(told)):
+        given = settings({"trtllm": {"min_load_tokens": 1, "stage_wait_s": 30}, **setup.kvcore})
+        with searching(setup.path), _environment(FORWARDED_VARIABLE, json.dumps(given)):
             return Harness(
                 setup.model,
                 args,
@@ -111,7 +111,7 @@ class InHarness(Engine):
         limit = time.monotonic() + SETTLE_S
         self._harness.run()
         while self._leader and self._leader.manager.in_flight:
-            # A step with work carries graphs to the workers, a poll brings reports.
+            # A step with work carries graphs to the workers, and its poll brings their reports.
             self._harness.generate([[1, 2, 3]], max_tokens=2)
             if time.monotonic() > limit:
                 raise TransferError(f"still saving after {SETTLE_S} s")
@@ -133,7 +133,7 @@ class InHarness(Engine):
         assert self._harness.table.available == self._harness.table.num_pages, "pages are in use"
         if self._leader:
             self._leader.check_integrity()
-            assert not self._leader.manager.in_flight, "transfers under way"
+            assert not self._leader.manager.in_flight, "transfers are in flight"
 
     def stop(self) -> None:
         self._harness.close()
@@ -141,11 +141,13 @@ class InHarness(Engine):
 
 
 def _salt(ask: Ask) -> str | None:
-    """The salt of a request, which is also how one asks for fusion."""
+    """Return the salt of a request, by which it also asks for fusion."""
     return ask.salt if ask.fusion is None else fusion_salt(ask.salt or "", **ask.fusion)
 
 
 class TrtllmDriver(Driver):
+    """TensorRT-LLM's connector in its harness."""
+
     name: ClassVar[str] = "trtllm"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {
         Capability.PREEMPTION,
@@ -160,4 +162,5 @@ class TrtllmDriver(Driver):
 
 
 def driver() -> Driver:
+    """Return the driver for the conformance kit."""
     return TrtllmDriver()

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's executor loop, as far as a KV cache connector can tell.
+"""TensorRT-LLM's executor loop as a KV cache connector sees it.
 
 One iteration:
 
@@ -6,12 +6,12 @@ One iteration:
     first chunk: add the sequence ─▶ match ─▶ update_state_after_alloc
     requests that load asynchronously leave the batch (parked)
     build_connector_meta ─▶ broadcast ─▶ bind ─▶ start_load_kv
-    forward: per layer  wait_for_layer_load, the layer, save_kv_layer;  wait_for_save
-    take in tokens, request_finished, aborts           of this batch, or with overlap the one before
-    get_finished on every rank; what all ranks reported is freed or scheduled again
+    forward: for each layer  wait_for_layer_load, the layer, save_kv_layer;  wait_for_save
+    take in tokens, request_finished, aborts          of this batch; with overlap, of the last one
+    get_finished on every rank; requests that all ranks reported are freed or scheduled again
 
-Written from the facts in TensorRT-LLM's documentation and tests. One thread drives it; the ranks'
-halves run on a thread each. Nothing is timed.
+Written from the facts in TensorRT-LLM's documentation and tests. One thread drives it. Each rank's
+half runs on a thread of its own. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvcore_trtllm.testing.requests import LlmRequest, State
 __all__ = ["Call", "Executor", "Limits"]
 
 STREAM = object()
-"""Stands for a CUDA stream: a connector may pass it on and must not touch it on a CPU."""
+"""Stands for a CUDA stream. A connector may pass it on, and must not use it on a CPU."""
 
 
 class Call(NamedTuple):
-    """A call of a connector's method, on rank 0, and what is worth knowing of it."""
+    """A call of a connector's method on rank 0, with an argument or two."""
 
     name: str
     detail: Any = None
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """``max_num_tokens`` bounds a forward; longer prompts need ``chunked``."""
+    """The engine's limits and modes. Prompts longer than ``max_num_tokens`` need ``chunked``."""
 
     max_num_tokens: int = 4096
     max_batch_size: int = 8
@@ -53,9 +53,10 @@ class Limits:
     overlap: bool = False
     version: str = "1.3"
     tells_of_aborts: bool = False
-    """Whether an aborted request is told to the connector as finished; 1.2 and 1.3 do not."""
+    """True if the connector learns of an aborted request as of a finished one. Not in 1.2 and 1.3.
+    """
     replays: bool = False
-    """Whether forwards run as CUDA graphs do when replayed: no hook or callable is called."""
+    """True if forwards run as replayed CUDA graphs do: no hook or callable is called."""
 
 
 def _nothing() -> None:
@@ -63,8 +64,8 @@ def _nothing() -> None:
 
 
 @dataclass
-class _Told:
-    """What the connector was told of a request so far: the next message holds the rest."""
+class _Sent:
+    """How much of a request the connector has received. The next message holds the rest."""
 
     tokens: int = 0
     pages: int = 0
@@ -72,13 +73,18 @@ class _Told:
 
 @dataclass
 class _Parked:
-    """Requests that wait for a connector, by id: new, told to get_finished, reported by rank."""
+    """Requests that wait for a connector, by id.
+
+    ``fresh`` are new, ``pending`` were passed to get_finished, ``reported`` are back; the last two
+    by rank.
+    """
 
     fresh: dict[int, LlmRequest] = field(default_factory=dict)
     pending: list[dict[int, LlmRequest]] = field(default_factory=list)
     reported: list[dict[int, LlmRequest]] = field(default_factory=list)
 
     def announce(self) -> list[int]:
+        """Return the ids of new requests, which are pending on every rank from now on."""
         ids = list(self.fresh)
         for pending in self.pending:
             pending.update(self.fresh)
@@ -86,11 +92,12 @@ class _Parked:
         return ids
 
     def take(self, rank: int, ids: Sequence[int]) -> None:
+        """Take in the ids that a rank has reported."""
         for request_id in ids:
             self.reported[rank][request_id] = self.pending[rank].pop(request_id)
 
     def agreed(self) -> list[LlmRequest]:
-        """Those that every rank has reported, removed."""
+        """Remove and return the requests that every rank has reported."""
         ids = set.intersection(*(set(reported) for reported in self.reported))
         done = [self.reported[0][request_id] for request_id in sorted(ids)]
         for reported in self.reported:
@@ -128,7 +135,7 @@ class Executor:
         self._active: list[LlmRequest] = []
         self._previous: list[LlmRequest] | None = None
         self._cancelled: set[int] = set()
-        self._told: dict[int, _Told] = {}
+        self._sent: dict[int, _Sent] = {}
         self._matched: dict[int, int] = {}
         count = len(self._workers)
         self._loading = _Parked({}, [{} for _ in range(count)], [{} for _ in range(count)])
@@ -137,7 +144,7 @@ class Executor:
     # -- from outside -----------------------------------------------------------------------
 
     def enqueue(self, request: LlmRequest) -> None:
-        """Raises ConfigError for a request that can never run."""
+        """Queue a request. Raises ConfigError if it can never run."""
         limits, needed = self._limits, self._needed(request)
         if needed > self.table.num_pages:
             raise ConfigError(f"a request of {needed} pages; there are {self.table.num_pages}")
@@ -149,17 +156,17 @@ class Executor:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Abort a request at the next place where the executor looks for it."""
+        """Abort a request the next time the executor looks for aborts."""
         self._cancelled.add(request_id)
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued or running, and no connector owes a report."""
+        """True if nothing is queued or running, and no report of a connector is outstanding."""
         waiting = self._queue or self._active or self._loading or self._saving
         return not waiting and self._previous is None
 
     def step(self) -> None:
-        """One iteration. Raises what a connector raises: on an engine all ranks would stall."""
+        """Run one iteration. Raises what a connector raises: the engine would stall then."""
         self.iteration += 1
         batch = self._schedule()
         if batch:
@@ -223,7 +230,7 @@ class Executor:
     # -- before the forward -----------------------------------------------------------------
 
     def _start(self, batch: list[LlmRequest]) -> list[LlmRequest]:
-        """Pages for the batch, then the connector's metadata. Returns who stays in the batch."""
+        """Allocate the batch's pages and bind the connector's metadata; return who stays in it."""
         for request in batch:
             if request.state is State.CONTEXT and not request.added:
                 self._add_sequence(request)
@@ -278,7 +285,7 @@ class Executor:
         request.pages += self.table.allocate(missing)
 
     def _chunk(self, request: LlmRequest) -> int:
-        """Prompt tokens of this step; a chunk that is not the last ends with a page."""
+        """Return the prompt tokens of this step. A chunk ends at a page's end, except the last."""
         left = request.prompt_len - request.computed
         if not self._limits.chunked or left <= self._limits.max_num_tokens:
             return left
@@ -291,15 +298,15 @@ class Executor:
     def _scheduler_output(self, batch: list[LlmRequest]) -> standins.SchedulerOutput:
         output = standins.SchedulerOutput()
         for request in batch:
-            new = request.request_id not in self._told
+            new = request.request_id not in self._sent
             (output.new_requests if new else output.cached_requests).append(self._data(request))
         self._matched.clear()
         return output
 
     def _data(self, request: LlmRequest) -> standins.RequestData:
-        told = self._told.setdefault(request.request_id, _Told())
-        tokens, pages = request.tokens[told.tokens :], request.pages[told.pages :]
-        told.tokens, told.pages = len(request.tokens), len(request.pages)
+        sent = self._sent.setdefault(request.request_id, _Sent())
+        tokens, pages = request.tokens[sent.tokens :], request.pages[sent.pages :]
+        sent.tokens, sent.pages = len(request.tokens), len(request.pages)
         if request.state is State.CONTEXT:
             position = request.computed - self._matched.get(request.request_id, 0)
             scheduled = self._chunk(request)
@@ -326,7 +333,7 @@ class Executor:
     # -- the forward ------------------------------------------------------------------------
 
     def _forward(self, batch: list[LlmRequest]) -> list[LlmRequest]:
-        """Compute the batch; returns the requests that have a token more."""
+        """Compute the batch; return the requests that got a token."""
         rows = []
         for request in batch:
             count = self._chunk(request) if request.state is State.CONTEXT else 1
@@ -346,7 +353,7 @@ class Executor:
         return [request for request, whole in zip(batch, done, strict=True) if whole]
 
     def _advance(self, request: LlmRequest, computed: int, token: int) -> bool:
-        """Whether the token counts: the prompt is computed whole."""
+        """Return True if the token counts, because the whole prompt is computed."""
         request.computed = computed
         if computed < request.prompt_len:
             return False
@@ -374,7 +381,7 @@ class Executor:
     # -- after the forward ------------------------------------------------------------------
 
     def _take_in(self, sampled: list[LlmRequest]) -> None:
-        """One token each of ``sampled`` becomes known; what is finished or aborted leaves."""
+        """Make a token of each ``sampled`` request known; remove requests that have ended."""
         finished = []
         for request in sampled:
             if request.state is State.GENERATING:
@@ -408,11 +415,11 @@ class Executor:
         return answer
 
     def _abort(self, request: LlmRequest) -> None:
-        """The connector is told nothing, unless the version does; pages are free at once."""
+        """Free an aborted request's pages at once. The connector learns of it in some versions."""
         self._active.remove(request)
         self._cancelled.discard(request.request_id)
         if request.state is State.LOADING:
-            request.computed = request.cached_tokens  # what a load brings is not counted on
+            request.computed = request.cached_tokens  # not what the load brings
         request.state = State.ABORTED
         if self._limits.tells_of_aborts and request.added and self._tell_finished(request):
             self._saving.fresh[request.request_id] = request

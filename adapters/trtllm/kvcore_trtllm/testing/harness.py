@@ -1,4 +1,4 @@
-"""`Harness`: an engine-shaped thing to submit requests to."""
+"""`Harness`: the executor, a model and a connector behind an interface like an engine's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ HUNG_ITERATIONS = 2000
 
 @dataclass(frozen=True)
 class HarnessArgs:
-    """The engine's arguments that matter here. ``order`` is of the inner axes of a page, ``dtype``
-    what the model is computed and its KV is kept in."""
+    """The engine's arguments that matter here.
+
+    ``order`` is the order of a page's inner axes, HND or NHD. ``dtype`` is the type of the model
+    and of its KV.
+    """
 
     ranks: int = 1
     num_pages: int = 64
@@ -38,10 +41,11 @@ class HarnessArgs:
 
 
 class Harness(AbstractContextManager["Harness"]):
-    """One engine over the checkpoint ``folder``. One thread may use it; close it when done.
+    """One engine over the checkpoint ``folder``. For one thread only; close it when done.
 
     ``connector`` is a scheduler class and a worker class, or None. ``llm_args`` overrides fields of
-    what they are made with (dotted names). ``model`` is a loaded one, to share between harnesses.
+    their constructor's argument, by dotted names. ``model`` is a loaded one, to share between
+    harnesses.
     """
 
     def __init__(
@@ -87,8 +91,10 @@ class Harness(AbstractContextManager["Harness"]):
         )
 
     def _connect(self, scheduler: type[Any], worker: type[Any]) -> None:
-        """In the engine's order: models, workers, scheduler, the callable (before warm-up), the
-        memory."""
+        """Construct the connector in the engine's order.
+
+        Models, workers, the scheduler, the callable with a warm-up, then the memory.
+        """
         model, size = self.model.decoder.model, self.ranks.size
         self.model_engines = [
             model_of_rank(self.llm_args, model, rank, size) for rank in range(size)
@@ -110,21 +116,21 @@ class Harness(AbstractContextManager["Harness"]):
         return self.executor.calls
 
     def count(self, name: str) -> int:
-        """How often a method of the connector was called on rank 0."""
+        """Return how often a method of the connector was called on rank 0."""
         return sum(call.name == name for call in self.calls)
 
     def submit(self, tokens: Sequence[int], max_tokens: int = 8, **fields: Any) -> LlmRequest:
-        """Queue a request; ``fields`` are of `LlmRequest`: ``cache_salt``, ``lora_task_id`` ..."""
+        """Queue a request with other ``fields`` of `LlmRequest`, for example ``cache_salt``."""
         request = LlmRequest(next(self._ids), list(tokens), max_tokens, **fields)
         self.executor.enqueue(request)
         return request
 
     def abort(self, request: LlmRequest) -> None:
-        """Cancel a request, as a client that goes away does."""
+        """Cancel a request, as when its client disconnects."""
         self.executor.cancel(request.request_id)
 
     def run(self, timeout_s: float = 60.0) -> None:
-        """Iterate until nothing is left to do. Raises TransferError when that never happens."""
+        """Iterate until nothing is left to do. Raises TransferError after ``timeout_s``."""
         self._iterate(lambda: self.executor.idle, "idle", timeout_s)
 
     def step_until(self, request: LlmRequest, state: State, timeout_s: float = 60.0) -> None:
@@ -137,17 +143,17 @@ class Harness(AbstractContextManager["Harness"]):
         while not done():
             self.executor.step()
             spun = self.executor.iteration - first
-            # Many iterations as well: a machine that stood still is no request that hangs.
+            # Also require many iterations: the machine may have been halted.
             if time.monotonic() > limit and spun > HUNG_ITERATIONS:
                 raise TransferError(
                     f"not {what} after {timeout_s} s and {spun} iterations: a request waits for a "
-                    "report that does not come"
+                    "report that does not arrive"
                 )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **fields: Any
     ) -> list[list[int]]:
-        """Greedy answers, all prompts submitted at once."""
+        """Return the greedy answers to prompts that are submitted together."""
         requests = [self.submit(prompt, max_tokens, **fields) for prompt in prompts]
         self.run()
         return [request.generated for request in requests]
@@ -160,7 +166,7 @@ class Harness(AbstractContextManager["Harness"]):
         self.close()
 
     def close(self) -> None:
-        """Shut the connector's halves down, where they know how, then the ranks."""
+        """Shut down the connector's halves, if they have a ``shutdown``, then the ranks."""
         halves = [*enumerate(self.workers), (0, self.scheduler)]
         for rank, half in halves:
             shutdown = getattr(half, "shutdown", None)
@@ -171,7 +177,7 @@ class Harness(AbstractContextManager["Harness"]):
 
 
 def _llm_args(folder: Path, args: HarnessArgs, overrides: dict[str, Any]) -> SimpleNamespace:
-    """The fields of the engine's arguments that a connector may read."""
+    """Return the fields of the engine's arguments that a connector may read."""
     limits = asdict(args.limits)
     made = SimpleNamespace(
         model=str(folder),

@@ -1,11 +1,12 @@
 """A real small model over paged KV in TensorRT-LLM's layout, on a CPU.
 
-The layers' own steps are those of `kvcore.fusion.reference.Decoder`. KV goes to one tensor a rank,
+The layers' steps are those of `kvcore.fusion.reference.Decoder`. KV is written to one tensor for
+each rank,
 
     [pages, layers, 2, heads of the rank * page_tokens * head_dim]     inner order HND or NHD
 
-and is read back from there for attention, so what a connector puts into a page decides the output.
-Pages begin as NaN: KV that nobody wrote shows.
+and attention reads it from there, so what a connector copies into a page decides the output. Pages
+are NaN at first, so that missing KV shows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Hook = Callable[[int], None]
 
 
 def load(folder: Path, dtype: str = "float32") -> Any:
-    """The checkpoint in ``folder`` as a Hugging Face model."""
+    """Load the checkpoint in ``folder`` as a Hugging Face model."""
     import transformers
 
     hf: Any = transformers
@@ -38,7 +39,7 @@ def load(folder: Path, dtype: str = "float32") -> Any:
 
 
 def merged(model: Any, lora: Path) -> Any:
-    """A copy of ``model`` with the LoRA weights in the folder ``lora`` added to its own."""
+    """Return a copy of ``model`` with the LoRA weights in the folder ``lora`` added to its own."""
     made = copy.deepcopy(model)
     adapter = read_lora(lora, model.dtype)
     with torch.no_grad():
@@ -49,9 +50,9 @@ def merged(model: Any, lora: Path) -> Any:
 
 
 class PagedModel:
-    """``model`` (Hugging Face) with its KV in ``num_pages`` pages, split by heads over ``ranks``.
+    """A Hugging Face ``model`` with its KV in ``num_pages`` pages, split by heads over ``ranks``.
 
-    ``pools[rank]`` is the tensor that a rank's connector is given.
+    ``pools[rank]`` is the tensor that a rank's connector gets.
     """
 
     def __init__(
@@ -69,19 +70,21 @@ class PagedModel:
         self.pools = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(ranks)]
         inner = (own, page_tokens, dim) if order == "HND" else (page_tokens, own, dim)
         views = [pool.view(*shape[:3], *inner) for pool in self.pools]
-        # [pages, layers, 2, tokens, heads, dim] whatever the order in memory
+        # [pages, layers, 2, tokens, heads, dim] for any order in memory
         self._views = [v.transpose(3, 4) if order == "HND" else v for v in views]
 
     def _decoder(self, rows: Rows) -> Decoder:
-        """The model as a request wants it; made the first time that its LoRA weights are named."""
+        """Return the model with a request's LoRA weights. Built when they are first used."""
         if rows.lora is not None and rows.lora not in self._adapted:
             self._adapted[rows.lora] = Decoder(merged(self.decoder.model, rows.lora))
         return self._adapted[rows.lora]
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows], before: Hook, after: Hook) -> list[int]:
-        """The greedy next token of each request. ``before`` and ``after`` are called around each
-        layer, once for the whole batch."""
+        """Return the greedy next token of each request.
+
+        ``before`` and ``after`` are called around each layer, once for the whole batch.
+        """
         hidden = [self.decoder.embed(torch.tensor(rows.tokens)) for rows in batch]
         for layer in range(self.decoder.layers):
             before(layer)

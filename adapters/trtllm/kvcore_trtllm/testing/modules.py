@@ -4,10 +4,10 @@
         forward(position_ids, hidden_states, attn_metadata, residual)
         self_attn.forward ─▶ qkv ─▶ apply_rope ─▶ convert_qkv ─▶ forward_impl ─▶ o_proj, all ranks
 
-The names, the arguments and the order of steps are the engine's, as read in 1.2 and 1.3: a layer
-ends with the next one's norm, q, k and v travel as one tensor, and with a fused rope the module
-rotates nothing. The engine's kernel is not here, so ``forward_impl`` must be answered by somebody;
-its hooks around a layer are the connector's own, and must not run inside it.
+The names, the arguments and the order of steps are the engine's, as read in 1.2 and 1.3. A layer
+ends with the next layer's norm. q, k and v are passed as one tensor. With a fused RoPE the module
+does not apply it. The engine's kernel is missing, so ``forward_impl`` must be replaced. The hooks
+around a layer are the connector's own, and must not run inside a blend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PyTorchModelEngine", "RotaryEmbedding", "model_of_rank"]
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q and k; ``rope_params`` carries Hugging Face's own module."""
+    """Applies RoPE to q and k. ``rope_params`` carries Hugging Face's own module."""
 
     def __init__(self, rope_params: Any, *, head_dim: int, is_neox: bool = True) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RotaryEmbedding(nn.Module):
         self._cos_sin = rope_params.rotary
 
     def forward(self, position_ids: Tensor, targets: list[Tensor]) -> list[Tensor]:
-        """``position_ids`` [1, rows], each target [rows, heads * dim]."""
+        """Return the rotated ``targets``, each [rows, heads * dim]; ``position_ids`` [1, rows]."""
         cos, sin = self._cos_sin(targets[0][None], position_ids)
         return [self._rotated(target, cos[0, :, None], sin[0, :, None]) for target in targets]
 
@@ -129,13 +129,13 @@ class Attention(nn.Module):
 
 
 def _linear(rows: Tensor, projection: Any, own: slice) -> Tensor:
-    """The rank's outputs of a projection."""
+    """Return the rank's outputs of a projection."""
     bias = None if projection.bias is None else projection.bias[own]
     return functional.linear(rows, projection.weight[own], bias)
 
 
 class DecoderLayer(nn.Module):
-    """One layer, whose output is normed for the next one."""
+    """One decoder layer. Its output is normalised for the next layer."""
 
     def __init__(self, layer: Any, attention: Attention) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _refuse(module: nn.Module, args: Any) -> None:
 
 @dataclass(eq=False)
 class PyTorchModelEngine:
-    """What holds a rank's model in the engine."""
+    """The object that holds a rank's model in the engine."""
 
     llm_args: Any
     mapping: Any
@@ -181,7 +181,7 @@ class PyTorchModelEngine:
 
 
 def model_of_rank(llm_args: Any, model: Any, rank: int, ranks: int) -> PyTorchModelEngine:
-    """A model engine over the Hugging Face ``model``, for one of ``ranks``."""
+    """Return a model engine over the Hugging Face ``model``, for one of ``ranks``."""
     fused = llm_args.attn_backend == "TRTLLM"
     inner = model.model
     layers = [

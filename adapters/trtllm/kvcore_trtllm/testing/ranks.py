@@ -23,11 +23,11 @@ def _place() -> tuple[Ranks, int]:
 
 
 def rank() -> int:
-    """The rank this thread acts as; UnsupportedError outside a harness."""
+    """Return the rank that this thread acts as. Raises UnsupportedError outside a harness."""
     return _place()[1]
 
 
 def allgather(value: _T) -> list[_T]:
-    """Every rank's value, in order of rank. Blocks until all ranks have called it."""
+    """Return every rank's value, in order of rank. Blocks until all ranks have called it."""
     ranks, number = _place()
     return ranks.gather(number, value)

@@ -10,7 +10,7 @@ __all__ = ["LlmRequest", "State"]
 
 
 class State(Enum):
-    """Where a request is. LOADING and SAVING wait for a connector."""
+    """The state of a request. LOADING and SAVING wait for a connector."""
 
     QUEUED = "queued"
     CONTEXT = "context"
@@ -23,11 +23,10 @@ class State(Enum):
 
 @dataclass(eq=False)
 class LlmRequest:
-    """Stands in for the engine's request, with the names a connector may read.
+    """Stands in for the engine's request, with the names that a connector may read.
 
-    ``tokens`` are those the scheduler knows. With overlap the last sampled one is on the device
-    only (``ahead``) for an iteration. ``computed`` counts tokens whose KV the forward has written
-    or a page has brought.
+    ``tokens`` are those that the scheduler knows. With overlap the last sampled token is only on
+    the device (``ahead``) for one iteration. ``computed`` counts the tokens whose KV is in pages.
     """
 
     request_id: int
@@ -62,7 +61,7 @@ class LlmRequest:
 
     @property
     def salt(self) -> str:
-        """What the engine's own reuse keeps apart."""
+        """The salt of the engine's own prefix cache."""
         lora = self.py_lora_path or self.lora_task_id
         return f"{self.cache_salt}|{lora}|{self.multimodal_hashes}"
 
@@ -72,7 +71,7 @@ class LlmRequest:
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled so far, those the scheduler does not know yet included."""
+        """The number of tokens sampled so far, with those that the scheduler does not know yet."""
         return len(self.tokens) - self.prompt_len + len(self.ahead)
 
     @property

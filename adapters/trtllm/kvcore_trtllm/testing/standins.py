@@ -1,9 +1,10 @@
-"""Stand-ins for the few names of TensorRT-LLM that a connector needs, where the engine is absent.
+"""Stand-ins for the names of TensorRT-LLM that a connector needs, for use without the engine.
 
 TensorRT-LLM cannot be imported without CUDA libraries. `installed` puts modules of the same names
-into ``sys.modules``, with base classes, data classes and MPI helpers of the same signatures, so
-that a connector's own import lines run unchanged. They are for `kvcore_trtllm.testing` alone:
-nothing can be made of them outside a running harness, and they refuse to hide a real engine.
+into ``sys.modules``. They have base classes, data classes and MPI helpers of the same signatures,
+so that a connector's own imports run unchanged. The stand-ins are for `kvcore_trtllm.testing` only:
+their classes cannot be constructed outside a running harness, and they refuse to hide a real
+engine.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ MODULES: Final = {
     "1.2": f"{_EXECUTOR}.kv_cache_connector",
     "1.3": f"{_EXECUTOR}.connectors.kv_cache_connector",
 }
-"""Where each version keeps its connector classes."""
+"""The module in which each version has its connector classes."""
 
 
 @dataclass
 class RequestData:
-    """A scheduled request: tokens and blocks are what was added since the last time."""
+    """A scheduled request, with the tokens and blocks that were added since its last step."""
 
     request_id: int
     new_tokens: list[int]
@@ -52,7 +53,7 @@ class RequestData:
 
 @dataclass
 class RequestDataOf13(RequestData):
-    """What version 1.3 adds."""
+    """A scheduled request, with the fields that version 1.3 adds."""
 
     block_hashes: list[int] = field(default_factory=list)
     priorities: list[int] | None = None
@@ -62,14 +63,14 @@ class RequestDataOf13(RequestData):
 
 @dataclass
 class SchedulerOutput:
-    """The requests of a step: those never told of before, and the others."""
+    """The requests of a step: those that are new to the connector, and the others."""
 
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
 
 
 class KvCacheConnectorWorker(ABC):
-    """The worker's half, one a rank."""
+    """The worker half, one for each rank."""
 
     def __init__(self, llm_args: Any) -> None:
         rank()  # raises outside a harness
@@ -107,11 +108,11 @@ class KvCacheConnectorWorker(ABC):
 
 
 class KvCacheConnectorScheduler(ABC):
-    """The scheduler's half, on rank 0 only."""
+    """The scheduler half, on rank 0 only."""
 
     def __init__(self, llm_args: Any) -> None:
         if rank() != 0:
-            raise AssertionError("the scheduler's half may exist on rank 0 only")
+            raise AssertionError("the scheduler half may exist on rank 0 only")
         self._llm_args = llm_args
 
     @abstractmethod
@@ -174,14 +175,14 @@ def _modules(version: str) -> dict[str, ModuleType]:
 
 @contextmanager
 def installed(version: str = "1.3") -> Iterator[None]:
-    """Within it, the names that ``version`` ("1.2" or "1.3") has can be imported. Blocks may
-    overlap in any way: the one begun last, of those that have not ended, is what is imported.
+    """In this block, let the names of ``version`` ("1.2" or "1.3") be imported.
 
-    Raises UnsupportedError where the real engine is installed: it must be tested, not hidden.
+    Blocks may overlap in any way. Of those that have not ended, the one that began last counts.
+    Raises UnsupportedError if the real engine is installed: it must be tested, not hidden.
     """
     if not _active and importlib.util.find_spec("tensorrt_llm") is not None:
         raise UnsupportedError(
-            "TensorRT-LLM is installed here; the harness stands in for it where it is not. "
+            "TensorRT-LLM is installed here; the harness only stands in for a missing engine. "
             "Run adapters/trtllm/verify_on_gpu.py against the real one"
         )
     made = _modules(version)

@@ -17,11 +17,14 @@ STAGED: Mapping[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"mode": 2, "backend": "eager"},
 }
-"""vLLM 0.32 makes what a later pipeline stage receives into in its warm-up alone, and has none on a
-CPU when eager. Traced once, and run eagerly."""
+"""Settings for pipeline stages on a CPU: trace the model once, and run it eagerly. vLLM 0.32
+allocates the buffers that a later stage receives into only in its warm-up, which an eager engine on
+a CPU does not have."""
 
 
 class VllmDriver(ProcessDriver):
+    """vLLM in a process of its own."""
+
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "vLLM"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
@@ -29,9 +32,11 @@ class VllmDriver(ProcessDriver):
     space: ClassVar[Mapping[str, str]] = SPACE
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+        """Return kvcore's settings for this engine."""
         return {**kvcore, "vllm": {"min_load_tokens": 1}}
 
     def arguments(self, setup: Setup) -> dict[str, Any]:
+        """Return the engine's arguments for a setup."""
         made: dict[str, Any] = {
             "block_size": PAGE_TOKENS,
             "enable_prefix_caching": setup.kvcore is not None,
@@ -50,8 +55,10 @@ class VllmDriver(ProcessDriver):
         return made
 
     def preemptions(self, engine: InProcessOfItsOwn) -> int:
+        """Return how many requests the engine has preempted."""
         return int(engine.counted("vllm:num_preemptions_total"))
 
 
 def driver() -> Driver:
+    """Return the driver for the conformance kit."""
     return VllmDriver()

@@ -1,8 +1,8 @@
-"""Drives vLLM for `kvcore.harness.engine_process`: run as ``python -m kvcore_vllm.testing.driver
-FD``.
+"""The driver of vLLM for `kvcore.harness.engine_process`.
 
-Uses vLLM's asynchronous client, because only streaming shows when the first token came. The engine
-core and its workers run in processes of their own, as under ``vllm serve``.
+Run as ``python -m kvcore_vllm.testing.driver FD``. It uses vLLM's asynchronous client, because only
+streaming shows when the first token arrives. The engine core and its workers run in processes of
+their own, as under ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples
 from kvcore.harness.driver import run as answer_calls
 
 SHUTDOWN_S = 60.0
-"""How long the engine core may take to end: it must finish the saves that are under way."""
+"""Seconds that the engine core may take to end: it must finish the saves in flight."""
 PUBLISHED_S = 0.5
-"""vLLM tells nobody when a save is published; after this long without work it is."""
+"""Seconds without work after which every save is published: vLLM does not report that."""
 
 
 class Driver(EngineDriver):
-    """One `AsyncLLM` and the calls an `EngineProcess` may make of it."""
+    """One `AsyncLLM`, with the calls that an `EngineProcess` makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Driver(EngineDriver):
         kv_role: str = "kv_both",
         **engine_args: Any,
     ) -> dict[str, Any]:
-        """Build the engine; blocks this process's loop until it takes requests.
+        """Start the engine. Blocks this process's event loop until the engine takes requests.
 
-        ``start_method`` "fork" makes the engine core and its workers forks of this process on a
-        CPU: they then need not import vLLM again, which takes longer than a small model's answers.
+        With ``start_method`` "fork" on a CPU, the engine core and its workers are forks of this
+        process. They do not import vLLM again, which takes longer than a small model's answers.
         """
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
@@ -57,7 +57,7 @@ class Driver(EngineDriver):
 
         if current_platform.is_cpu():
             engine_args.setdefault("enforce_eager", True)
-            # By itself vLLM takes nearly all memory, and does not start beside anything else.
+            # By default vLLM takes nearly all memory, and fails to start if other programs run.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
             _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
@@ -80,6 +80,7 @@ class Driver(EngineDriver):
         }
 
     async def answer(self, prompt: Prompt) -> dict[str, Any]:
+        """Answer a request; return the fields of a `Generation`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -89,7 +90,7 @@ class Driver(EngineDriver):
             ignore_eos=prompt.ignore_eos,
             logprobs=0 if prompt.logprobs else None,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=self._told(prompt.fusion, prompt.promise),
+            extra_args=self._extra_args(prompt.fusion, prompt.promise),
         )
         adapter = self._lora_request(prompt.lora) if prompt.lora else None
         headers = {"traceparent": prompt.traceparent} if prompt.traceparent else None
@@ -104,10 +105,10 @@ class Driver(EngineDriver):
         await self.collect(prompt, outputs, got, to_the_end=False)
         return got.reply()
 
-    def _told(
+    def _extra_args(
         self, fusion: dict[str, Any] | None, promise: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """Return what asks kvcore to report what it reused, and carries the request's wishes."""
+        """Return a request's options for kvcore, which ask for a report; None without kvcore."""
         if not self._asks:
             return None
         wishes = {"report": True, "fusion": fusion, "promise": promise}
@@ -115,18 +116,18 @@ class Driver(EngineDriver):
         return {"kv_transfer_params": {"kvcore": asked}}
 
     def _lora_request(self, folder: str) -> Any:
-        """vLLM knows weights by a number; a folder keeps the one it got first."""
+        """Return vLLM's request for the weights in a folder. A folder keeps its first number."""
         from vllm.lora.request import LoRARequest
 
         number = self._loras.setdefault(folder, len(self._loras) + 1)
         return LoRARequest(Path(folder).name, number, folder)
 
     async def abort(self, request_id: str) -> None:
-        """Abort one request; unknown or finished ones are let be."""
+        """Abort one request. Unknown and finished requests are ignored."""
         await self._engine.abort(request_id)
 
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache. Waits for pages whose save is under way."""
+        """Empty the engine's own cache. Waits for pages that a save still reads."""
         deadline = time.monotonic() + timeout_s
         while not await self._engine.reset_prefix_cache(reset_connector=connector):
             if time.monotonic() > deadline:
@@ -154,7 +155,7 @@ class Driver(EngineDriver):
 
 
 class _Collected:
-    """The outputs of one request as they come: each has the tokens that are new."""
+    """The outputs of one request, each of which has only the new tokens."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -201,7 +202,7 @@ def _request(prompt: Prompt) -> dict[str, Any]:
 
 
 def _with_own_types(engine_args: dict[str, Any]) -> dict[str, Any]:
-    """JSON gives some configs as dicts; the Python API wants vLLM's own types."""
+    """Return the arguments with vLLM's own types for configs that JSON gives as dicts."""
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     types = {"kv_transfer_config": KVTransferConfig, "kv_events_config": KVEventsConfig}
@@ -214,11 +215,11 @@ def _with_own_types(engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bind_threads(ranks: int) -> None:
-    """Share out this process's cores over an engine's ranks, unless the environment says how.
+    """Divide this process's cores among an engine's ranks, unless the environment already does.
 
-    Left to itself, vLLM's CPU build keeps a core for its front end, and one for each rank when
-    there is a connector. On two cores it then refuses to start two ranks, and one rank computes on
-    one core without a connector and on two with any: nothing could be compared.
+    By default vLLM's CPU build reserves a core for its front end, and one for each rank if there is
+    a connector. On two cores it then refuses to start two ranks. One rank computes on one core
+    without a connector and on two with one, so the two could not be compared.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::ranks] for rank in range(ranks)]
@@ -228,7 +229,7 @@ def _bind_threads(ranks: int) -> None:
 
 
 def preload(model: str) -> None:
-    """Import what an engine on a CPU does, for forks of this process; start nothing."""
+    """Import what an engine on a CPU imports, for forks of this process. Starts nothing."""
     import vllm
     import vllm.model_executor.models.llama
     import vllm.v1.engine.async_llm
